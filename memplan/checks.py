@@ -1,0 +1,56 @@
+"""Checks of single values, shared by models, plans and clusters."""
+
+from typing import Final
+
+from memplan.errors import InvalidValue, unknown_name
+
+LARGEST: Final = 2**31 - 1
+"""No count in a plan or a model is larger: beyond it a value is a mistake, not a plan."""
+
+
+def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGEST) -> int:
+    """`value` as an integer count within [least, most].
+
+    Raises:
+        InvalidValue: if it is not an integer (booleans and floats are not) or out of range.
+    """
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        number = int(value.__index__())
+        if least <= number <= most:
+            return number
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    raise InvalidValue(f"{name}={shown} is not allowed; use an integer from {least} to {most}.")
+
+
+def checked_fraction(name: str, value: object) -> float:
+    """`value` as a float in [0, 1).
+
+    Raises:
+        InvalidValue: if it is not a number in that range (NaN is not).
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < 1.0:
+        return float(value)
+    raise InvalidValue(f"{name}={value!r} is not allowed; use a number from 0 up to, not including, 1.")
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """`value` as a bool.
+
+    Raises:
+        InvalidValue: if it is anything else.
+    """
+    if isinstance(value, bool):
+        return value
+    raise InvalidValue(f"{name}={value!r} is not allowed; use True or False.")
+
+
+def checked_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value` as one of `choices`.
+
+    Raises:
+        UnknownName: with the nearest choice.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    raise unknown_name(name, value, choices)

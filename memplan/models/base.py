@@ -1,0 +1,69 @@
+"""What every model states: its sizes, and a forward pass over shapes in three parts."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memplan.checks import checked_count, checked_flag, checked_fraction
+from memplan.errors import InvalidValue, divisors_text
+from memplan.shapes import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(ABC):
+    """A decoder-only transformer of `n_layers` equal blocks.
+
+    Sizes are counts: `d_model` is the width of the residual stream, `d_ff` of the feed-forward layer,
+    `d_head` of one attention head (0: d_model / n_heads), `n_kv_heads` the key and value heads (0: n_heads).
+    Subclasses write the forward pass: `embed`, one `block`, `head`. Frozen: change a field with
+    `dataclasses.replace`.
+
+    Raises:
+        InvalidValue: a size that is no positive integer, or sizes that contradict each other.
+    """
+
+    learned_positions: ClassVar[bool]
+    """Whether `max_seq_len` is the length of a table of learned positions, and so a hard limit."""
+
+    name: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int = 0
+    d_head: int = 0
+    d_ff: int
+    vocab_size: int
+    max_seq_len: int
+    tied_head: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("n_layers", "d_model", "n_heads", "d_ff", "vocab_size", "max_seq_len"):
+            object.__setattr__(self, field, checked_count(field, getattr(self, field)))
+        for field in ("n_kv_heads", "d_head"):
+            object.__setattr__(self, field, checked_count(field, getattr(self, field), least=0))
+        if self.d_head == 0:
+            _check_divides("n_heads", self.n_heads, "d_model", self.d_model)
+            object.__setattr__(self, "d_head", self.d_model // self.n_heads)
+        if self.n_kv_heads == 0:
+            object.__setattr__(self, "n_kv_heads", self.n_heads)
+        _check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
+        checked_flag("tied_head", self.tied_head)
+        checked_fraction("dropout", self.dropout)
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (batch, seq) to the first block's input (batch, seq, d_model)."""
+
+    @abstractmethod
+    def block(self, x: Tensor) -> Tensor:
+        """One block, (batch, seq, d_model) to the same."""
+
+    @abstractmethod
+    def head(self, x: Tensor) -> Tensor:
+        """The last block's output to logits (batch, seq, vocab_size)."""
+
+
+def _check_divides(name: str, value: int, of: str, total: int) -> None:
+    if total % value:
+        raise InvalidValue(f"{name}={value} does not divide {of}={total}; use one of {divisors_text(total)}.")

@@ -1,0 +1,53 @@
+"""GPT-2 and GPT-3: learned positions, LayerNorm, biases, GELU, dropout, tied or untied head."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from memplan.errors import InvalidValue
+from memplan.models.base import Model
+from memplan.ops import attention, dropout, embedding, gather_sequence, gelu, layer_norm, linear, positions
+from memplan.shapes import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt(Model):
+    """The GPT family.
+
+    Source: Radford et al. 2019 (GPT-2), Brown et al. 2020 (GPT-3); parameters as in Hugging Face's
+    `GPT2LMHeadModel`. `dropout` is one probability for embeddings, attention weights and residuals.
+    """
+
+    learned_positions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        Model.__post_init__(self)
+        if self.n_kv_heads != self.n_heads or self.n_heads * self.d_head != self.d_model:
+            raise InvalidValue(
+                f"n_kv_heads={self.n_kv_heads}, d_head={self.d_head}: a GPT has n_kv_heads = n_heads = "
+                f"{self.n_heads} and n_heads x d_head = d_model = {self.d_model}; leave both out."
+            )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
+        return dropout(x + positions(tokens, "embedding.positions", self.max_seq_len, self.d_model), self.dropout)
+
+    def block(self, x: Tensor) -> Tensor:
+        x = x + dropout(self._attention(layer_norm(x, "attention_norm")), self.dropout)
+        return x + dropout(self._feed_forward(layer_norm(x, "ffn_norm")), self.dropout)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        x = gather_sequence(x)
+        q = linear(x, "attention.wq", self.d_model, bias=True, split="columns")
+        k = linear(x, "attention.wk", self.d_model, bias=True, split="columns")
+        v = linear(x, "attention.wv", self.d_model, bias=True, split="columns")
+        y = attention(q, k, v, self.n_heads, self.n_kv_heads, self.d_head, dropout=self.dropout)
+        return linear(y, "attention.wo", self.d_model, bias=True, split="rows")
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        h = linear(gather_sequence(x), "feed_forward.w1", self.d_ff, bias=True, split="columns")
+        return linear(gelu(h), "feed_forward.w2", self.d_model, bias=True, split="rows")
+
+    def head(self, x: Tensor) -> Tensor:
+        x = gather_sequence(layer_norm(x, "head.norm"))
+        return linear(x, "head.output", self.vocab_size, bias=False, split="columns")

@@ -1,0 +1,56 @@
+"""Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from memplan.checks import checked_flag
+from memplan.models.base import Model
+from memplan.ops import attention, embedding, gather_sequence, linear, rms_norm, rope, silu
+from memplan.shapes import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama(Model):
+    """The Llama family.
+
+    Source: Touvron et al. 2023, Grattafiori et al. 2024; parameters as in Hugging Face's `LlamaForCausalLM`.
+    `max_seq_len` is the trained context, not a limit: rotary positions have no table of weights.
+    """
+
+    learned_positions: ClassVar[bool] = False
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        Model.__post_init__(self)
+        checked_flag("attention_bias", self.attention_bias)
+        checked_flag("mlp_bias", self.mlp_bias)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
+
+    def block(self, x: Tensor) -> Tensor:
+        x = x + self._attention(rms_norm(x, "attention_norm"))
+        return x + self._feed_forward(rms_norm(x, "ffn_norm"))
+
+    def _attention(self, x: Tensor) -> Tensor:
+        x = gather_sequence(x)
+        q = linear(x, "attention.wq", self.n_heads * self.d_head, bias=self.attention_bias, split="columns")
+        k = linear(x, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
+        v = linear(x, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
+        q, k = rope(q), rope(k)
+        y = attention(q, k, v, self.n_heads, self.n_kv_heads, self.d_head)
+        return linear(y, "attention.wo", self.d_model, bias=self.attention_bias, split="rows")
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        x = gather_sequence(x)
+        gate = silu(linear(x, "feed_forward.w1", self.d_ff, bias=self.mlp_bias, split="columns"))
+        h = gate * linear(x, "feed_forward.w3", self.d_ff, bias=self.mlp_bias, split="columns")
+        return linear(h, "feed_forward.w2", self.d_model, bias=self.mlp_bias, split="rows")
+
+    def head(self, x: Tensor) -> Tensor:
+        x = gather_sequence(rms_norm(x, "head.norm"))
+        return linear(x, "head.output", self.vocab_size, bias=False, split="columns")

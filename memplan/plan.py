@@ -1,0 +1,83 @@
+"""Plans: what can be asked of a cluster, and what is refused."""
+
+from dataclasses import dataclass
+from typing import Final, Literal, cast
+
+from memplan.checks import checked_choice, checked_count, checked_flag
+from memplan.errors import PlanRefused, divisors_text
+from memplan.models import Model
+
+Precision = Literal["fp32", "bf16", "bf16-mixed"]
+Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
+Recompute = Literal["none", "full"]
+Schedule = Literal["gpipe", "1f1b"]
+
+PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed")
+OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
+RECOMPUTES: Final = ("none", "full")
+SCHEDULES: Final = ("gpipe", "1f1b")
+ENGINES: Final = ("torch", "textbook")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way of dividing a training job.
+
+    Mesh axes, outermost first: `pp` pipeline stages, `dp` data-parallel replicas or shards, `tp` tensor
+    shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer state, 2 gradients
+    too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens, each replica in
+    micro-batches of `micro_batch`.
+
+    Raises:
+        InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
+        PlanRefused: values that contradict each other; see `check_plan` for those that contradict a model.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    micro_batch: int = 1
+    global_batch: int = 1
+    seq_len: int = 1024
+    precision: Precision = "bf16-mixed"
+    optimizer: Optimizer = "adamw"
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    engine: str = "torch"
+
+    def __post_init__(self) -> None:
+        for field in ("dp", "tp", "pp", "micro_batch", "global_batch", "seq_len"):
+            object.__setattr__(self, field, checked_count(field, getattr(self, field)))
+        object.__setattr__(self, "zero", checked_count("zero", self.zero, least=0, most=3))
+        checked_flag("sequence_parallel", self.sequence_parallel)
+        for field, choices in (
+            ("precision", PRECISIONS),
+            ("optimizer", OPTIMIZERS),
+            ("recompute", RECOMPUTES),
+            ("schedule", SCHEDULES),
+            ("engine", ENGINES),
+        ):
+            checked_choice(field, getattr(self, field), choices)
+        per_pass = self.dp * self.micro_batch
+        if self.global_batch % per_pass:
+            raise PlanRefused(
+                f"global_batch={self.global_batch} is not a multiple of dp x micro_batch = {self.dp} x "
+                f"{self.micro_batch}; use {-(-self.global_batch // per_pass) * per_pass}."
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise PlanRefused(
+                "sequence_parallel=True divides the sequence over the tensor axis, but tp=1; "
+                "use tp of 2 or more, or sequence_parallel=False."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: pp x dp x tp."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Micro-batches each replica runs in one step."""
+        return self.global_batch // (self.dp * self.micro_batch)

@@ -1,0 +1,30 @@
+"""Units: capacities are binary (KiB to TiB), rates are decimal (TB/s, TFLOP/s)."""
+
+from typing import Final
+
+KiB: Final = 1024
+MiB: Final = 1024**2
+GiB: Final = 1024**3
+TiB: Final = 1024**4
+
+KB: Final = 10**3
+MB: Final = 10**6
+GB: Final = 10**9
+TB: Final = 10**12
+
+GFLOP: Final = 10**9
+TFLOP: Final = 10**12
+
+
+def human_bytes(n_bytes: float) -> str:
+    """A byte count for people, in binary units.
+
+    >>> human_bytes(1536), human_bytes(80 * GiB), human_bytes(-2048)
+    ('1.50 KiB', '80.00 GiB', '-2.00 KiB')
+    >>> human_bytes(17)
+    '17 B'
+    """
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(n_bytes) >= unit:
+            return f"{n_bytes / unit:.2f} {name}"
+    return f"{n_bytes:.0f} B"

@@ -1,0 +1,1 @@
+"""Really run the plans that memplan predicts, with PyTorch's own tools, and compare."""

@@ -1,0 +1,227 @@
+"""The torch module that a memplan Model describes: the same parameters, the same operations, in the same order."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from memplan.models import Gpt, Llama, Model
+
+
+class GptAttention(nn.Module):
+    """Multi-head self-attention with one projection for queries, keys and values each."""
+
+    def __init__(self, model: Gpt) -> None:
+        super().__init__()
+        d = model.d_model
+        self.d_head = model.d_head
+        self.dropout = model.dropout
+        self.wq = nn.Linear(d, d)
+        self.wk = nn.Linear(d, d)
+        self.wv = nn.Linear(d, d)
+        self.wo = nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        return cast(Tensor, self.wo(y.transpose(1, 2).flatten(2)))
+
+
+class GptFeedForward(nn.Module):
+    """Two linears around a GELU (tanh form, as in GPT-2)."""
+
+    def __init__(self, model: Gpt) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(model.d_model, model.d_ff)
+        self.w2 = nn.Linear(model.d_ff, model.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.w2(F.gelu(self.w1(x), approximate="tanh")))
+
+
+class GptBlock(nn.Module):
+    """Pre-norm block: attention, then feed-forward, each dropped out and added to the residual."""
+
+    def __init__(self, model: Gpt) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(model.d_model)
+        self.attention = GptAttention(model)
+        self.ffn_norm = nn.LayerNorm(model.d_model)
+        self.feed_forward = GptFeedForward(model)
+        self.dropout = model.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x)))
+        return x + self._drop(self.feed_forward(self.ffn_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class GptEmbedding(nn.Module):
+    """Token and learned position embeddings, added and dropped out."""
+
+    def __init__(self, model: Gpt) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(model.vocab_size, model.d_model)
+        self.positions = nn.Embedding(model.max_seq_len, model.d_model)
+        self.dropout = model.dropout
+        self.sequence_shard = (0, 1)
+        """(rank, ranks) of the tensor axis when the sequence is divided over it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rank, ranks = self.sequence_shard
+        length = tokens.shape[1] // ranks
+        positions = torch.arange(rank * length, (rank + 1) * length, device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        d, width = model.d_model, model.d_head
+        self.d_head = width
+        self.wq = nn.Linear(d, model.n_heads * width, bias=model.attention_bias)
+        self.wk = nn.Linear(d, model.n_kv_heads * width, bias=model.attention_bias)
+        self.wv = nn.Linear(d, model.n_kv_heads * width, bias=model.attention_bias)
+        self.wo = nn.Linear(model.n_heads * width, d, bias=model.attention_bias)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.d_head)) for w in (self.wq, self.wk, self.wv))
+        q, k = rotated(q, rotation), rotated(k, rotation)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return cast(Tensor, self.wo(y.transpose(1, 2).flatten(2)))
+
+
+def rotations(seq_len: int, d_head: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """The rotary angles as unit complex numbers, shape (seq_len, d_head / 2)."""
+    frequencies = theta ** -(torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head)
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Heads `x` (batch, seq, heads, d_head) turned by their positions' angles, computed in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation[: x.shape[1], None]).flatten(3).type_as(x)
+
+
+class LlamaFeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(model.d_model, model.d_ff, bias=model.mlp_bias)
+        self.w3 = nn.Linear(model.d_model, model.d_ff, bias=model.mlp_bias)
+        self.w2 = nn.Linear(model.d_ff, model.d_model, bias=model.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.w2(F.silu(self.w1(x)) * self.w3(x)))
+
+
+class LlamaBlock(nn.Module):
+    """Pre-norm block: attention, then feed-forward, each added to the residual."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.attention = LlamaAttention(model)
+        self.ffn_norm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.feed_forward = LlamaFeedForward(model)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class LlamaEmbedding(nn.Module):
+    """Token embeddings."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(model.vocab_size, model.d_model)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self.tokens(tokens))
+
+
+class Head(nn.Module):
+    """The final norm and the projection to the vocabulary."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        match model:
+            case Gpt():
+                self.norm: nn.Module = nn.LayerNorm(model.d_model)
+            case Llama():
+                self.norm = nn.RMSNorm(model.d_model, eps=1e-5)
+            case _:
+                raise NotImplementedError(type(model).__name__)
+        self.output = nn.Linear(model.d_model, model.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.output(self.norm(x)))
+
+
+class Transformer(nn.Module):
+    """A whole model, or one pipeline stage of it: `layers` blocks, with the ends it owns.
+
+    The forward pass maps token ids (first stage) or hidden states to hidden states or, on the last stage,
+    logits. `autocast_dtype` runs it under autocast, `recompute` keeps only each block's input.
+    """
+
+    def __init__(self, model: Model, layers: range, *, seq_len: int) -> None:
+        super().__init__()
+        first, last = layers.start == 0, layers.stop == model.n_layers
+        self.embedding: nn.Module | None = None
+        self.head: Head | None = None
+        self.rotation: Tensor | None = None
+        match model:
+            case Gpt():
+                self.embedding = GptEmbedding(model) if first else None
+                self.blocks = nn.ModuleDict({str(i): GptBlock(model) for i in layers})
+            case Llama():
+                self.embedding = LlamaEmbedding(model) if first else None
+                self.blocks = nn.ModuleDict({str(i): LlamaBlock(model) for i in layers})
+                self.register_buffer(
+                    "rotation", rotations(seq_len, model.d_head, model.rope_theta), persistent=False
+                )
+            case _:
+                raise NotImplementedError(type(model).__name__)
+        self.head = Head(model) if last else None
+        if model.tied_head and self.head is not None and self.embedding is not None:
+            self.head.output.weight = self.embedding.tokens.weight  # type: ignore[union-attr, assignment]
+        self.autocast_dtype: torch.dtype | None = None
+        self.recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.autocast_dtype is None:
+            return self._forward(x)
+        with torch.autocast(x.device.type, dtype=self.autocast_dtype):
+            return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        arguments = () if self.rotation is None else (self.rotation,)
+        for block in self.blocks.values():
+            if self.recompute:
+                x = cast(
+                    Tensor, torch.utils.checkpoint.checkpoint(block, x, *arguments, use_reentrant=False)
+                )
+            else:
+                x = block(x, *arguments)
+        return x if self.head is None else cast(Tensor, self.head(x))
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of `logits` (batch, seq, vocab) in float32 against `targets` (batch, seq)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
