@@ -183,7 +183,7 @@ class Transformer(nn.Module):
         first, last = layers.start == 0, layers.stop == model.n_layers
         self.embedding: nn.Module | None = None
         self.head: Head | None = None
-        self.rotation: Tensor | None = None
+        rotation: Tensor | None = None
         match model:
             case Gpt():
                 self.embedding = GptEmbedding(model) if first else None
@@ -191,11 +191,11 @@ class Transformer(nn.Module):
             case Llama():
                 self.embedding = LlamaEmbedding(model) if first else None
                 self.blocks = nn.ModuleDict({str(i): LlamaBlock(model) for i in layers})
-                self.register_buffer(
-                    "rotation", rotations(seq_len, model.d_head, model.rope_theta), persistent=False
-                )
+                rotation = rotations(seq_len, model.d_head, model.rope_theta)
             case _:
                 raise NotImplementedError(type(model).__name__)
+        self.rotation: Tensor | None
+        self.register_buffer("rotation", rotation, persistent=False)
         self.head = Head(model) if last else None
         if model.tied_head and self.head is not None and self.embedding is not None:
             self.head.output.weight = self.embedding.tokens.weight  # type: ignore[union-attr, assignment]
