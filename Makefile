@@ -1,0 +1,54 @@
+# Every target sets up .venv by itself; it needs Python 3.11 or later, make, and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo quick test lint format bench notebooks
+
+help:
+	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
+	@echo "make quick      the quick suite: predicted beside measured"
+	@echo "make test       linters, types, imports, every test"
+	@echo "make lint       linters, types, imports"
+	@echo "make format     let ruff rewrite the code"
+	@echo "make bench      how long one estimate takes"
+	@echo "make notebooks  execute the notebooks in place"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "memplan needs Python 3.11 or later, this is %d.%d; use make PYTHON=python3.11" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; torch is large)"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/memplan estimate llama-3-70b --cluster 64xh100-sxm --dp 2 --tp 8 --pp 4 --zero 1 \
+	    --sequence-parallel --micro-batch 1 --global-batch 512 --seq-len 8192
+	$(BIN)/python -m validate sweep --suite quick
+
+quick: $(READY)
+	$(BIN)/python -m validate sweep --suite quick
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m timeit -s "import memplan" "memplan.estimate('llama-3.1-405b', cluster='1152xh100-sxm', \
+	    tp=8, pp=9, dp=16, zero=1, sequence_parallel=True, global_batch=512, seq_len=8192)"
+
+notebooks: $(READY)
+	for notebook in notebooks/*.ipynb; do \
+	    $(BIN)/jupyter-execute --inplace "$$notebook" || exit 1; done

@@ -1,0 +1,1 @@
+"""Tests: published formulas, laws, replayed measurements."""
