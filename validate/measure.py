@@ -1,0 +1,264 @@
+"""One rank: what it holds, what it sends, what it loses, how long it takes.
+
+The whole life of the training (building the module, every step) runs under one memory profiler, because
+the allocator's events count from the profiler's start: so its running total is what is alive, to the byte.
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.profiler import profile, record_function
+
+from validate.cases import Case
+from validate.collectives import Collective, CollectiveCounter, axis_of_group
+from validate.memory import STEP, UPDATE, MemoryEvent, during, held_at, marked, memory_events, memory_profile
+from validate.parallelize import Coordinates, coordinates, device_mesh, optimizer_of, parallel_module, stage_module
+from validate.training import Gradients, gradients
+
+WARM_UP_STEPS = 2
+"""Optimizer state is made in the first step; DDP rebuilds its buckets in the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of this rank's own tensors: parameters, gradients before the update, optimizer state."""
+
+    weights_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes in torch's allocator during a steady step.
+
+    `rest_bytes` is held between steps, `peak_bytes` at the worst instant, divided by kind in
+    `peak_by_kind` where events are known (on CPU); `events` are kept only when asked for.
+    """
+
+    rest_bytes: int
+    peak_bytes: int
+    peak_reserved_bytes: int | None
+    peak_by_kind: dict[str, int] = field(default_factory=dict)
+    events: tuple[MemoryEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMeasurement:
+    """What one rank measured; a loss is None where there is no last stage.
+
+    `collectives` are those of one steady step, `gradient_norm_squared` is of the first step, over this
+    rank's stage, `step_s` seconds from barrier to barrier.
+    """
+
+    rank: int
+    at: Coordinates
+    states: States
+    memory: Memory
+    collectives: tuple[Collective, ...]
+    losses: tuple[float | None, ...]
+    gradient_norm_squared: float
+    step_s: tuple[float, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A module, its optimizer and what one step of both does."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    gradients: Gradients
+    axis_of_group: dict[str, str]
+
+    def step(self) -> float | None:
+        """One whole step; the gradients are freed at its end."""
+        loss = self.gradients()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """The optimizer's part of a step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def prepared(case: Case, rank: int, device: torch.device) -> Training:
+    """The case's module and optimizer as they are on this rank."""
+    at = coordinates(case.plan, rank)
+    mesh = device_mesh(case.plan, device)
+    stage = stage_module(case.model, case.plan, at, seed=case.seed, device=device)
+    module = parallel_module(stage, case.plan, at, mesh)
+    return Training(
+        module=module,
+        optimizer=optimizer_of(module, case.plan, mesh, learning_rate=case.learning_rate),
+        gradients=gradients(module, case.model, case.plan, at, mesh, device, seed=case.seed),
+        axis_of_group=axis_of_group(mesh),
+    )
+
+
+def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: bool = False) -> RankMeasurement:
+    """Runs the case's training on this rank and measures it.
+
+    One thread and no oneDNN, whose scratch memory depends on the CPU's model; garbage is collected between
+    steps only, so that no peak depends on when. The process group of all ranks must exist if there is more
+    than one.
+    """
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    gc.disable()
+    profiled = memory_profile(stacks=keep_events) if device.type == "cpu" else None
+    with profiled or nullcontext():
+        training = prepared(case, rank, device)
+        losses, norm_squared = _warmed_up(training)
+        with CollectiveCounter(training.axis_of_group) as counter:
+            losses.append(training.step())
+        _settled(device)
+        loss, seen = _observed_step(training)
+        losses.append(loss)
+    memory = _cpu_memory(profiled, seen, keep_events) if profiled else _gpu_memory()
+    step_s = []
+    while len(losses) < case.steps:
+        loss, seconds = _timed_step(training, device)
+        losses.append(loss)
+        step_s.append(seconds)
+    return RankMeasurement(
+        rank=rank,
+        at=coordinates(case.plan, rank),
+        states=seen.states,
+        memory=memory,
+        collectives=counter.collectives(),
+        losses=tuple(losses),
+        gradient_norm_squared=norm_squared,
+        step_s=tuple(step_s),
+    )
+
+
+def _warmed_up(training: Training) -> tuple[list[float | None], float]:
+    """The losses of the first steps, and the squared norm of the very first gradients."""
+    losses = [training.gradients()]
+    norm_squared = gradient_norm_squared(training.module)
+    training.update()
+    losses += [training.step() for _ in range(WARM_UP_STEPS - 1)]
+    return losses, norm_squared
+
+
+def gradient_norm_squared(module: nn.Module) -> float:
+    """The squared norm of this stage's whole gradient, cut or replicated tensors counted once."""
+    total = 0.0
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            whole = parameter.grad
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            total += float(whole.float().square().sum())
+    return total
+
+
+def _settled(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    _barrier()
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What is known of the tensors just before the update: the states, and their storages by kind."""
+
+    states: States
+    kind_of_pointer: dict[int, str]
+
+
+def _observed_step(training: Training) -> tuple[float | None, _Seen]:
+    """One marked step; the states are looked at between backward and update, which allocates nothing."""
+    with record_function(STEP):
+        loss = training.gradients()
+        seen = _seen(training)
+        with record_function(UPDATE):
+            training.update()
+    return loss, seen
+
+
+def _seen(training: Training) -> _Seen:
+    weights = list(training.module.parameters())
+    tensors: dict[str, list[Tensor]] = {
+        "weights": [_local(weight) for weight in weights],
+        "grads": [_local(weight.grad) for weight in weights if weight.grad is not None],
+        "optimizer": [_local(tensor) for tensor in _optimizer_tensors(training.optimizer)],
+    }
+    sums = {kind: sum(tensor.nbytes for tensor in members) for kind, members in tensors.items()}
+    return _Seen(
+        states=States(
+            weights_bytes=sums["weights"], grads_bytes=sums["grads"], optimizer_bytes=sums["optimizer"]
+        ),
+        kind_of_pointer={
+            tensor.untyped_storage().data_ptr(): kind for kind, members in tensors.items() for tensor in members
+        },
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    for state in inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _cpu_memory(profiled: profile, seen: _Seen, keep_events: bool) -> Memory:
+    events = memory_events(profiled)
+    span = marked(profiled, STEP)
+    step = during(events, span)
+    peak = max(step, key=lambda event: event.total_bytes)
+    return Memory(
+        rest_bytes=sum(event.n_bytes for event in held_at(events, span[0])),
+        peak_bytes=peak.total_bytes,
+        peak_reserved_bytes=None,
+        peak_by_kind=_peak_by_kind(events, peak.time_ns + 1, marked(profiled, UPDATE)[0], seen.kind_of_pointer),
+        events=tuple(step) if keep_events else (),
+    )
+
+
+def _peak_by_kind(
+    events: list[MemoryEvent], peak_ns: int, update_ns: int, kind_of_pointer: dict[int, str]
+) -> dict[str, int]:
+    """Bytes alive at the peak, by kind: an allocation has the kind of the state that is in it at the update."""
+    states = {held: kind_of_pointer.get(held.pointer, "other") for held in held_at(events, update_ns)}
+    sums = dict.fromkeys(("weights", "grads", "optimizer", "other"), 0)
+    for held in held_at(events, peak_ns):
+        sums[states.get(held, "other")] += held.n_bytes
+    return sums
+
+
+def _gpu_memory() -> Memory:
+    return Memory(
+        rest_bytes=torch.cuda.memory_allocated(),
+        peak_bytes=torch.cuda.max_memory_allocated(),
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+    )
+
+
+def _timed_step(training: Training, device: torch.device) -> tuple[float | None, float]:
+    """One step and its seconds, barrier to barrier."""
+    _settled(device)
+    start = time.perf_counter()
+    loss = training.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    _barrier()
+    return loss, time.perf_counter() - start
