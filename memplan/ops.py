@@ -1,10 +1,420 @@
-"""One rule per operation (being written)."""
+"""One rule per operation: its output, parameters, FLOPs, what it saves, its workspace, its collectives.
 
-from typing import Any
+Each rule is the sequence of allocations that the operation's ATen implementation makes, forward and
+backward, on the device of the run's setting. Scalars (a mean's divisor, a scale) are left out: at most
+16 bytes at any instant. Rules for "cpu" are confirmed by measured runs; rules for "cuda" are read from the
+kernels' sources and carry their names.
+
+Splitting over the tensor axis follows `torch.distributed.tensor.parallel`: columns (ColwiseParallel) divides
+a weight's output features, rows (RowwiseParallel) its input features.
+"""
+
+from typing import Literal
+
+from memplan.errors import MissingRule
+from memplan.shapes import BF16, BOOL, COMPLEX64, FP32, INT64, Parameter
+from memplan.tape import Run, Tensor
+
+Split = Literal["columns", "rows"]
+Grads = tuple[Tensor | None, ...]
+Saved = tuple[Tensor, ...]
 
 
-def _todo(*a: Any, **k: Any) -> Any:
-    raise NotImplementedError
+def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Tensor:
+    """x W^T + b, with W (n_out, n_in): 2 x tokens x n_in x n_out FLOPs; saves x and W.
+
+    Under autocast the weight, the bias and x are first copied to bfloat16, the weight's copy being kept
+    until backward. With rows, partial outputs are summed over the tensor axis, or reduce-scattered over the
+    sequence.
+
+    Source: aten/src/ATen/native/Linear.cpp, derivatives.yaml (`mm`, `addmm`).
+    """
+    run = x.run
+    tp = run.setting.tp
+    n_in = x.shape[-1]
+    if split == "columns":
+        n_out //= tp
+    full_shape = (n_out, n_in)
+    weight = run.parameter(f"{name}.weight", full_shape, tp_dim=(0 if split == "columns" else 1) if tp > 1 else None)
+    dtype = BF16 if run.setting.autocast else x.dtype
+    b = None
+    if bias:
+        b = run.parameter(f"{name}.bias", (n_out,), tp_dim=0 if tp > 1 and split == "columns" else None,
+                          summed=split == "rows" and run.setting.sequence_parallel)  # fmt: skip
+        b_used = run.weight(b, dtype)
+    w = run.weight(weight, dtype)
+    x = run.cast(x, dtype)
+    batch, seq = x.shape[0], x.shape[1]
+    run.flops += 2 * batch * seq * n_in * n_out
+    x_shape, w_shape = x.shape, full_shape
+
+    def mm_backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_w = grad.run.new("grad", w_shape, dtype)
+        grad_x = grad.run.new("grad", x_shape, dtype)
+        grad_x.is_view = True
+        return grad_x, grad_w
+
+    def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.run.new("grad", x_shape, dtype)
+        grad_x.is_view = True
+        grad_w = grad.run.new("grad", w_shape, dtype)
+        return grad_x, grad_w, grad.run.new("grad", (n_out,), dtype)
+
+    if b is None:
+        node = run.node((x.node, w.node), (x, w), mm_backward)
+    else:
+        node = run.node((x.node, w.node, b_used.node), (x, w), addmm_backward)
+        del b_used
+    y = run.new(name, (batch, seq, n_out), dtype, node)
+    del x, w
+    return _reduced_over_tp(y, name) if split == "rows" else y
 
 
-attention = dropout = embedding = gather_sequence = gelu = layer_norm = linear = positions = rms_norm = rope = silu = _todo
+def gather_sequence(x: Tensor) -> Tensor:
+    """Enter a tensor-parallel region: the whole sequence on every tensor rank, gradients summed on the way back."""
+    return x
+
+
+def _reduced_over_tp(y: Tensor, name: str) -> Tensor:
+    return y
+
+
+def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
+    """Rows of a table: saves the token ids; its gradient is a dense table.
+
+    Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`).
+    """
+    run = tokens.run
+    table = run.parameter(f"{name}.weight", (n_rows, d_model))
+    dtype = table.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad", (n_rows, d_model), dtype),)
+
+    node = run.node((table,), (tokens,), backward)
+    return run.new(name, (*tokens.shape, d_model), dtype, node)
+
+
+def position_ids(tokens: Tensor) -> Tensor:
+    """0 to seq - 1, shape (1, seq): the same for every sequence of the batch."""
+    return tokens.run.new("position ids", (1, tokens.shape[1]), INT64)
+
+
+def add_positions(x: Tensor, p: Tensor) -> Tensor:
+    """x (batch, seq, d) plus p (1, seq, d); saves nothing; p's gradient is summed over the batch."""
+    run, p_shape, dtype = x.run, p.shape, p.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad, grad.run.new("grad", p_shape, dtype)
+
+    return run.new("embedding", x.shape, x.dtype, run.node((x.node, p.node), (), backward))
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """x with elements zeroed at probability p and the rest scaled; nothing at all if p is 0.
+
+    Saves the mask: of x's type and already scaled on CPU, of booleans on CUDA.
+
+    Source: aten/src/ATen/native/Dropout.cpp (`_dropout_impl`, `native_dropout_cuda`).
+    """
+    if p == 0.0:
+        return x
+    run, shape, dtype = x.run, x.shape, x.dtype
+    cpu = run.setting.device == "cpu"
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad", shape, dtype),)
+
+    mask = run.new("dropout mask", shape, dtype if cpu else BOOL)
+    node = run.node((x.node,), (mask,), backward)
+    return run.new("dropout", shape, dtype, node)
+
+
+def layer_norm(x: Tensor, name: str) -> Tensor:
+    """(x - mean) / std x weight + bias over the last dim; saves x and each token's mean and 1/std.
+
+    Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`, `layer_norm_backward_cpu`: a per-thread
+    buffer of 2 x d for the gradients of weight and bias, dropped again).
+    """
+    run = x.run
+    d = x.shape[-1]
+    w = run.parameter(f"{name}.weight", (d,), summed=run.setting.sequence_parallel)
+    b = run.parameter(f"{name}.bias", (d,), summed=run.setting.sequence_parallel)
+    shape, dtype = x.shape, x.dtype
+    statistics = FP32 if w.dtype == FP32 else dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.run.new("grad", shape, dtype)
+        grad_w, grad_b = grad.run.new("grad", (d,), w.dtype), grad.run.new("grad", (d,), b.dtype)
+        grad.run.new("workspace", (2, d), w.dtype)
+        return grad_x, grad_w, grad_b
+
+    y = run.new(name, shape, dtype)
+    mean = run.new("mean", shape[:-1], statistics)
+    rstd = run.new("rstd", shape[:-1], statistics)
+    y.node = run.node((x.node, w, b), (x, mean, rstd), backward)
+    return y
+
+
+def rms_norm(x: Tensor, name: str) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) x weight over the last dim.
+
+    On CPU a composite of float32 operations, each with its own backward: x (widened to float32), 1/rms and
+    the normed x are saved. On CUDA one fused kernel saves x and 1/rms.
+
+    Source: aten/src/ATen/native/layer_norm.cpp (`rms_norm_composite`), native/cuda/layer_norm_kernel.cu
+    (`_fused_rms_norm_cuda`).
+    """
+    run = x.run
+    weight = run.parameter(f"{name}.weight", (x.shape[-1],), summed=run.setting.sequence_parallel)
+    if run.setting.device == "cuda":
+        return _fused_rms_norm(x, weight, name)
+    dtype = x.dtype
+    x = run.cast(x, FP32)
+    squares = _square(x)
+    mean = _mean(squares)
+    r = _rsqrt(mean)
+    del squares, mean
+    normed = _mul_per_token(x, r)
+    y = _mul_by_weight(normed, run.weight(weight), name)
+    return run.cast(y, dtype)
+
+
+def _square(x: Tensor) -> Tensor:
+    run, shape = x.run, x.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        power = grad.run.new("workspace", shape, FP32)
+        doubled = grad.run.new("workspace", shape, FP32)
+        grad_x = grad.run.new("grad", shape, FP32)
+        del power, doubled
+        return (grad_x,)
+
+    return run.new("squares", shape, FP32, run.node((x.node,), (x,), backward))
+
+
+def _mean(x: Tensor) -> Tensor:
+    run, shape = x.run, x.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad", shape, FP32),)
+
+    return run.new("mean", shape[:-1], FP32, run.node((x.node,), (), backward))
+
+
+def _rsqrt(x: Tensor) -> Tensor:
+    run, shape = x.run, x.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        cube = grad.run.new("workspace", shape, FP32)
+        scaled = grad.run.new("workspace", shape, FP32)
+        grad_x = grad.run.new("grad", shape, FP32)
+        del cube, scaled
+        return (grad_x,)
+
+    y = run.new("rstd", shape, FP32)
+    y.node = run.node((x.node,), (Tensor(run, shape, FP32, y.storage),), backward)
+    return y
+
+
+def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
+    run, shape = x.run, x.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.run.new("grad", shape, FP32)
+        terms = grad.run.new("workspace", shape, FP32)
+        grad_r = grad.run.new("grad", shape[:-1], FP32)
+        del terms
+        return grad_x, grad_r
+
+    return run.new("normed", shape, FP32, run.node((x.node, r.node), (x, r), backward))
+
+
+def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
+    run, shape = x.run, x.shape
+    narrow = w.dtype != FP32
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        widened = grad.run.new("weight as float32", shape[-1:], FP32) if narrow else None
+        grad_x = grad.run.new("grad", shape, FP32)
+        del widened
+        terms = grad.run.new("workspace", shape, FP32)
+        grad_w = grad.run.new("grad", shape[-1:], FP32)
+        del terms
+        if narrow:
+            grad_w = grad.run.new("grad", shape[-1:], BF16)
+        return grad_x, grad_w
+
+    node = run.node((x.node, w.node), (x, w), backward)
+    widened = run.new("weight as float32", shape[-1:], FP32) if narrow else None
+    y = run.new(name, shape, FP32, node)
+    del widened
+    return y
+
+
+def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
+    run, shape, dtype = x.run, x.shape, x.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad.run.new("grad", shape, dtype), grad.run.new("grad", shape[-1:], weight.dtype)
+
+    y = run.new(name, shape, dtype)
+    rstd = run.new("rstd", shape[:-1], FP32)
+    y.node = run.node((x.node, weight), (x, rstd), backward)
+    return y
+
+
+def rope(x: Tensor) -> Tensor:
+    """Pairs of elements turned by their position's angle, in float32 as complex numbers; saves the angles only.
+
+    The backward product resolves the angles' conjugate, a copy of (seq, d_head / 2) complex numbers; that is
+    the size of one head's float32 sequence.
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`mul_tensor_backward`), ATen/ConjugateFallback.cpp.
+    """
+    run, shape, dtype = x.run, x.shape, x.dtype
+    seq, half = shape[1], shape[3] // 2
+    wide = run.cast(x, FP32)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        conjugate = grad.run.new("workspace", (seq, half), COMPLEX64)
+        grad_x = grad.run.new("grad", shape, FP32)
+        del conjugate
+        return (grad_x,)
+
+    turned = run.new("rotated", shape, FP32, run.node((wide.node,), (), backward))
+    return run.cast(turned, dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x); saves x."""
+    return _pointwise(x, "silu")
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x), tanh form; saves x."""
+    return _pointwise(x, "gelu")
+
+
+def _pointwise(x: Tensor, name: str) -> Tensor:
+    run, shape, dtype = x.run, x.shape, x.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad", shape, dtype),)
+
+    return run.new(name, shape, dtype, run.node((x.node,), (x,), backward))
+
+
+def heads(x: Tensor, d_head: int) -> Tensor:
+    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head)."""
+    batch, seq, width = x.shape
+    return x.view(batch, seq, width // d_head, d_head)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """Causal attention of q (batch, seq, heads, d_head) to k, v (batch, seq, kv_heads, d_head).
+
+    4 x batch x heads x seq^2 x d_head FLOPs, counted whole although half is masked (the convention of
+    Chowdhery et al. 2022, appendix B).
+    """
+    run = q.run
+    batch, seq, n_heads, d_head = q.shape
+    run.flops += 4 * batch * n_heads * seq * seq * d_head
+    if run.setting.device == "cuda":
+        return _flash_attention_cuda(q, k, v)
+    if dropout:
+        return _math_attention(q, k, v)
+    return _flash_attention_cpu(q, k, v)
+
+
+def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output and each row's log-sum-exp; per-thread workspaces (one thread).
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention`: query blocks of 32, 64 or
+    256 rows by length, key blocks of 512; `cpu_flash_attention_backward`: query blocks of 32, 64 or 256).
+    """
+    run, dtype = q.run, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    q_shape, kv_shape = q.shape, k.shape
+    q_block = 256 if seq >= 768 else 64 if seq >= 192 else 32
+    rows, columns = min(q_block, seq), min(512, seq)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        r = grad.run
+        grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
+        scores = r.new("workspace", (2, 32, 512), FP32)
+        narrow = None if dtype == FP32 else r.new("workspace", (2, 32, 512), dtype)
+        sums = r.new("workspace", (min(32, seq), 2), FP32)
+        del scores, narrow, sums
+        return grads
+
+    y = run.new("attention", q_shape, dtype)
+    lse = run.new("log-sum-exp", (batch, seq, n_heads), FP32)
+    scores = run.new("workspace", (rows * columns + 2 * rows + rows * d_head,), FP32)
+    narrow = None if dtype == FP32 else run.new("workspace", (rows, columns), dtype)
+    del scores, narrow
+    out = Tensor(run, q_shape, dtype, y.storage)
+    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
+    return y.view(batch, seq, n_heads * d_head)
+
+
+def _math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise MissingRule("attention with dropout on CPU has no rule yet; use dropout=0.")
+
+
+def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output, each row's log-sum-exp and the random state.
+
+    Backward keeps a float32 accumulator for dq and each row's dot product; grouped queries expand dk and dv.
+
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).
+    """
+    run, dtype = q.run, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    q_shape, kv_shape = q.shape, k.shape
+    seq_rounded, d_rounded = -(-seq // 128) * 128, -(-d_head // 32) * 32
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        r = grad.run
+        grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
+        dots = r.new("workspace", (batch, n_heads, seq_rounded), FP32)
+        accumulator = r.new("workspace", (batch, seq_rounded, n_heads, d_rounded), FP32)
+        expanded = None
+        if kv_shape != q_shape:
+            expanded = r.new("workspace", q_shape, dtype), r.new("workspace", q_shape, dtype)
+        del dots, accumulator, expanded
+        return grads
+
+    y = run.new("attention", q_shape, dtype)
+    lse = run.new("log-sum-exp", (batch, n_heads, seq), FP32)
+    random_state = run.new("random state", (2,), INT64)
+    out = Tensor(run, q_shape, dtype, y.storage)
+    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse, random_state), backward)
+    return y.view(batch, seq, n_heads * d_head)
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    """Mean of -log softmax(logits) at the target, in float32: saves the log-probabilities.
+
+    A narrower type is first copied to float32; that copy dies with the forward pass.
+
+    Source: aten/src/ATen/native/SoftMax.cpp, LossNLL.cpp; derivatives.yaml (`_log_softmax` saves its result).
+    """
+    run, shape = logits.run, logits.shape
+    wide = run.cast(logits, FP32)
+
+    def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad of logits", shape, FP32),)
+
+    def nll_backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad of log-probabilities", shape, FP32),)
+
+    log_p = run.new("log-probabilities", shape, FP32)
+    log_p.node = run.node((wide.node,), (Tensor(run, shape, FP32, log_p.storage),), softmax_backward)
+    total_weight = run.new("total weight", (), FP32)
+    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))
+
+
+def loss_gradient(run: Run) -> Tensor:
+    """The 1 that backward starts from."""
+    return run.new("grad of loss", (), FP32)

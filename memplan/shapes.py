@@ -1,5 +1,93 @@
-"""The abstract tensor (being written)."""
+"""Shapes, element types and the record of an allocation."""
+
+from typing import Final, Literal, NamedTuple
+
+Kind = Literal["weights", "grads", "optimizer", "activations", "temporaries"]
+KINDS: Final[tuple[Kind, ...]] = ("weights", "grads", "optimizer", "activations", "temporaries")
+
+Shape = tuple[int, ...]
 
 
-class Tensor:
-    """placeholder"""
+class DType(NamedTuple):
+    """An element type: its torch name and its bytes."""
+
+    name: str
+    itemsize: int
+
+
+FP32: Final = DType("float32", 4)
+BF16: Final = DType("bfloat16", 2)
+BOOL: Final = DType("bool", 1)
+UINT8: Final = DType("uint8", 1)
+INT64: Final = DType("int64", 8)
+COMPLEX64: Final = DType("complex64", 8)
+
+
+def n_elements(shape: Shape) -> int:
+    """Elements of a shape.
+
+    >>> n_elements((2, 3, 4)), n_elements(())
+    (24, 1)
+    """
+    n = 1
+    for dim in shape:
+        n *= dim
+    return n
+
+
+class Buffer:
+    """The record of one allocation, as the ledger shows it. `kind` becomes "activations" once saved."""
+
+    __slots__ = ("dtype", "kind", "n_bytes", "name", "shape")
+
+    def __init__(self, name: str, shape: Shape, dtype: DType, n_bytes: int, kind: Kind) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.n_bytes = n_bytes
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"{self.name} {self.shape} {self.dtype.name} {self.n_bytes} B ({self.kind})"
+
+
+class Parameter:
+    """A weight as one tensor rank holds it.
+
+    `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank).
+    `summed_over_tp` marks a whole weight whose gradient each tensor rank knows only a part of, because the
+    sequence is divided over them.
+    """
+
+    __slots__ = ("dtype", "name", "shape", "summed_over_tp", "tp_dim")
+
+    def __init__(
+        self, name: str, shape: Shape, dtype: DType, *, tp_dim: int | None = None, summed_over_tp: bool = False
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.tp_dim = tp_dim
+        self.summed_over_tp = summed_over_tp
+
+    @property
+    def n_elements(self) -> int:
+        """Elements on this tensor rank."""
+        return n_elements(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes on this tensor rank, before any data-parallel sharding."""
+        return self.n_elements * self.dtype.itemsize
+
+
+class Event(NamedTuple):
+    """An allocation (sign +1) or a free (-1) of a buffer's bytes.
+
+    Sign 0 moves nothing: the buffer has just become `parameter`'s gradient, and what happens to it next
+    (kept, added to an older one, copied into a bucket) is the engine's affair.
+    """
+
+    sign: int
+    buffer: Buffer
+    parameter: Parameter | None = None

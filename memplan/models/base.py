@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, divisors_text
-from memplan.shapes import Tensor
+from memplan.tape import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

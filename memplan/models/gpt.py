@@ -5,8 +5,19 @@ from typing import ClassVar, final
 
 from memplan.errors import InvalidValue
 from memplan.models.base import Model
-from memplan.ops import attention, dropout, embedding, gather_sequence, gelu, layer_norm, linear, positions
-from memplan.shapes import Tensor
+from memplan.ops import (
+    add_positions,
+    attention,
+    dropout,
+    embedding,
+    gather_sequence,
+    gelu,
+    heads,
+    layer_norm,
+    linear,
+    position_ids,
+)
+from memplan.tape import Tensor
 
 
 @final
@@ -29,8 +40,11 @@ class Gpt(Model):
             )
 
     def embed(self, tokens: Tensor) -> Tensor:
+        ids = position_ids(tokens)
         x = embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
-        return dropout(x + positions(tokens, "embedding.positions", self.max_seq_len, self.d_model), self.dropout)
+        p = embedding(ids, "embedding.positions", self.max_seq_len, self.d_model)
+        x = add_positions(x, p)
+        return dropout(x, self.dropout)
 
     def block(self, x: Tensor) -> Tensor:
         x = x + dropout(self._attention(layer_norm(x, "attention_norm")), self.dropout)
@@ -41,12 +55,16 @@ class Gpt(Model):
         q = linear(x, "attention.wq", self.d_model, bias=True, split="columns")
         k = linear(x, "attention.wk", self.d_model, bias=True, split="columns")
         v = linear(x, "attention.wv", self.d_model, bias=True, split="columns")
-        y = attention(q, k, v, self.n_heads, self.n_kv_heads, self.d_head, dropout=self.dropout)
+        q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
+        y = attention(q, k, v, dropout=self.dropout)
         return linear(y, "attention.wo", self.d_model, bias=True, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        h = linear(gather_sequence(x), "feed_forward.w1", self.d_ff, bias=True, split="columns")
-        return linear(gelu(h), "feed_forward.w2", self.d_model, bias=True, split="rows")
+        x = gather_sequence(x)
+        return linear(
+            gelu(linear(x, "feed_forward.w1", self.d_ff, bias=True, split="columns")),
+            "feed_forward.w2", self.d_model, bias=True, split="rows",
+        )  # fmt: skip
 
     def head(self, x: Tensor) -> Tensor:
         x = gather_sequence(layer_norm(x, "head.norm"))

@@ -5,8 +5,8 @@ from typing import ClassVar, final
 
 from memplan.checks import checked_flag
 from memplan.models.base import Model
-from memplan.ops import attention, embedding, gather_sequence, linear, rms_norm, rope, silu
-from memplan.shapes import Tensor
+from memplan.ops import attention, embedding, gather_sequence, heads, linear, rms_norm, rope, silu
+from memplan.tape import Tensor
 
 
 @final
@@ -41,15 +41,18 @@ class Llama(Model):
         q = linear(x, "attention.wq", self.n_heads * self.d_head, bias=self.attention_bias, split="columns")
         k = linear(x, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
         v = linear(x, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
+        q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
         q, k = rope(q), rope(k)
-        y = attention(q, k, v, self.n_heads, self.n_kv_heads, self.d_head)
+        y = attention(q, k, v)
         return linear(y, "attention.wo", self.d_model, bias=self.attention_bias, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         x = gather_sequence(x)
-        gate = silu(linear(x, "feed_forward.w1", self.d_ff, bias=self.mlp_bias, split="columns"))
-        h = gate * linear(x, "feed_forward.w3", self.d_ff, bias=self.mlp_bias, split="columns")
-        return linear(h, "feed_forward.w2", self.d_model, bias=self.mlp_bias, split="rows")
+        return linear(
+            silu(linear(x, "feed_forward.w1", self.d_ff, bias=self.mlp_bias, split="columns"))
+            * linear(x, "feed_forward.w3", self.d_ff, bias=self.mlp_bias, split="columns"),
+            "feed_forward.w2", self.d_model, bias=self.mlp_bias, split="rows",
+        )  # fmt: skip
 
     def head(self, x: Tensor) -> Tensor:
         x = gather_sequence(rms_norm(x, "head.norm"))
