@@ -43,7 +43,7 @@ COUNTED: dict[str, tuple[str, str]] = {
 }
 """Operator to (kind, the argument whose bytes are the payload): the full tensor of a gather or a scatter."""
 
-SILENT = frozenset({"_c10d_functional::wait_tensor", "c10d::barrier"})
+SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"})
 """Operators that move no operand."""
 
 

@@ -30,7 +30,7 @@ class MemoryEvent:
 
 def memory_profile(*, stacks: bool = False) -> "profile":
     """A profiler of CPU allocations; with `stacks`, paths name Python modules too."""
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=stacks)
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=False)
 
 
 def memory_events(profiled: profile) -> list[MemoryEvent]:

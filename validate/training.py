@@ -45,6 +45,7 @@ def _loss_context(plan: Plan) -> AbstractContextManager[None]:
 
 
 def _number(loss: Tensor) -> float:
+    loss = loss.detach()
     return float(loss.to_local() if isinstance(loss, DTensor) else loss)
 
 
@@ -59,7 +60,7 @@ def _accumulated(module: nn.Module, plan: Plan, tokens: Tensor, targets: Tensor)
             with module.no_sync() if held else nullcontext(), _loss_context(plan):  # type: ignore[operator]
                 loss = token_loss(module(x), y) / n
                 loss.backward()
-            total += _number(loss.detach())
+            total += _number(loss)
             del loss
         return total
 
