@@ -19,7 +19,7 @@ from torch.profiler import profile, record_function
 
 from validate.cases import Case
 from validate.collectives import Collective, CollectiveCounter, axis_of_group
-from validate.memory import STEP, UPDATE, MemoryEvent, during, held_at, marked, memory_events, memory_profile
+from validate.memory import STEP, UPDATE, MemoryEvent, count_all_threads, during, held_at, marked, memory_events, memory_profile
 from validate.parallelize import Coordinates, coordinates, device_mesh, optimizer_of, parallel_module, stage_module
 from validate.training import Gradients, gradients
 
@@ -114,7 +114,8 @@ def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: b
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     gc.disable()
-    profiled = memory_profile(stacks=keep_events) if device.type == "cpu" else None
+    count_all_threads()
+    profiled = memory_profile() if device.type == "cpu" else None
     with profiled or nullcontext():
         training = prepared(case, rank, device)
         losses, norm_squared = _warmed_up(training)
