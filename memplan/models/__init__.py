@@ -2,6 +2,18 @@
 
 from memplan.models.base import Model
 from memplan.models.gpt import Gpt
+from memplan.models.huggingface import model_from_config
 from memplan.models.llama import Llama
+from memplan.models.lookup import resolve
+from memplan.models.presets import preset, preset_names, preset_source
 
-__all__ = ["Gpt", "Llama", "Model"]
+__all__ = [
+    "Gpt",
+    "Llama",
+    "Model",
+    "model_from_config",
+    "preset",
+    "preset_names",
+    "preset_source",
+    "resolve",
+]

@@ -1,0 +1,45 @@
+"""Whatever names a model, turned into it."""
+
+import os
+
+from memplan.errors import InvalidValue, unknown_name
+from memplan.models.base import Model
+from memplan.models.huggingface import model_from_config
+from memplan.models.presets import preset, preset_names
+
+
+def resolve(model: Model | str | os.PathLike[str]) -> Model:
+    """A Model from itself, a preset's name, or the path of a Hugging Face config.json or its folder.
+
+    A preset's name wins over a folder of the same name: write ./gpt2 for the folder.
+
+    >>> resolve("gpt2").n_layers
+    12
+
+    Raises:
+        UnknownName: a name that is no preset and no path.
+        InvalidValue: a path whose file is no model's configuration, or a value of another type.
+    """
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, os.PathLike):
+        return model_from_config(model)
+    if not isinstance(model, str):
+        raise InvalidValue(
+            f"model={str(model)[:80]!r} is not a model; use a preset's name, the path of a config.json, "
+            "or a memplan.Model."
+        )
+    if model in preset_names():
+        return preset(model)
+    if _looks_like_a_path(model):
+        return model_from_config(model)
+    raise unknown_name("model", model, preset_names())
+
+
+def _looks_like_a_path(text: str) -> bool:
+    if text.endswith(".json") or os.sep in text or text in (".", ".."):
+        return True
+    try:
+        return os.path.exists(text)
+    except ValueError:
+        return False

@@ -1,0 +1,270 @@
+"""config.json files: read as they are, or refused with the value, the rule and a way out."""
+
+import contextlib
+import json
+import os
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.errors import InvalidValue, MemplanError, UnknownName
+from memplan.models import Gpt, Llama, model_from_config, preset
+
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a configuration given as a dict, text or bytes."""
+
+    def reader(content, name="config.json"):
+        data = json.dumps(content) if isinstance(content, dict) else content
+        file = tmp_path / name
+        file.write_bytes(data if isinstance(data, bytes) else data.encode())
+        return model_from_config(file)
+
+    return reader
+
+
+def sizes(model):
+    return {field: getattr(model, field) for field in type(model).__dataclass_fields__ if field != "name"}
+
+
+def test_the_published_gpt2_is_the_preset(read):
+    assert sizes(read(GPT2)) == sizes(preset("gpt2"))
+
+
+def test_the_published_llama_3_8b_is_the_preset(read):
+    assert sizes(read(LLAMA_3_8B)) == sizes(preset("llama-3-8b"))
+
+
+def test_absent_and_null_keys_take_transformers_defaults(read):
+    assert sizes(read({"model_type": "gpt2"})) == sizes(preset("gpt2"))
+    llama = read({"model_type": "llama", "num_key_value_heads": None, "head_dim": None})
+    assert sizes(llama) == {**sizes(preset("llama-2-7b")), "max_seq_len": 2048}
+
+
+def test_every_key_is_read(read):
+    assert read(GPT2 | {"n_inner": 100}).d_ff == 100
+    assert read(GPT2 | {"n_inner": None}).d_ff == 3072
+    assert read(GPT2 | {"tie_word_embeddings": False}).tied_head is False
+    assert read(GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)).dropout == 0.0
+    llama = read(LLAMA_3_8B | {"head_dim": 64, "attention_bias": True, "mlp_bias": True})
+    assert isinstance(llama, Llama)
+    assert (llama.d_head, llama.attention_bias, llama.mlp_bias) == (64, True, True)
+    assert read(LLAMA_3_8B | {"tie_word_embeddings": True}).tied_head is True
+
+
+def test_rope_theta_is_read_where_transformers_5_writes_it(read):
+    config = {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    assert read(config).rope_theta == 500000.0
+    assert read({"model_type": "llama"}).rope_theta == 10000.0
+
+
+def test_the_architecture_alone_is_enough(read):
+    assert isinstance(read({"architectures": ["GPT2LMHeadModel"]}), Gpt)
+    assert isinstance(read({"architectures": ["LlamaForCausalLM"]}), Llama)
+
+
+def test_the_name_is_the_folders_or_the_files(read, tmp_path):
+    assert read(GPT2).name == tmp_path.name
+    assert read(GPT2, "my-gpt.json").name == "my-gpt"
+
+
+@pytest.mark.parametrize(
+    "config,message",
+    [
+        ({"model_type": "mixtral"}, "unknown model architecture 'mixtral'"),
+        ({"model_type": "lama"}, r"unknown model architecture 'lama'; did you mean 'llama'\?"),
+        ({"architectures": ["MambaForCausalLM"]}, "unknown model architecture 'MambaForCausalLM'"),
+        ({"model_type": 7}, "unknown model architecture '7'"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForTokenClassification"]},
+            "unknown llama architecture",
+        ),
+        ({"model_type": "gpt2", "architectures": ["GPT2DoubleHeadsModel"]}, "unknown gpt2 architecture"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_by_name(read, config, message):
+    with pytest.raises(UnknownName, match=message):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"n_layer": 10**30}, r"n_layer=1000\d+ is not allowed; use an integer from 1 to"),
+        ({"n_layer": 0}, "n_layer=0 is not allowed"),
+        ({"n_layer": -1}, "n_layer=-1 is not allowed"),
+        ({"n_layer": 12.0}, "n_layer=12.0 is not allowed"),
+        ({"n_layer": True}, "n_layer=True is not allowed"),
+        ({"n_layer": "12"}, "n_layer='12' is not allowed"),
+        ({"n_layer": [12]}, r"n_layer=\[12\] is not allowed"),
+        ({"n_layer": {}}, r"n_layer=\{\} is not allowed"),
+        ({"n_head": 7}, "n_heads=7 does not divide d_model=768; use one of"),
+        ({"resid_pdrop": 0.2}, "differ, but a memplan Gpt has one dropout; set all three equal"),
+        ({"attn_pdrop": 1.0}, "attn_pdrop=1.0 is not allowed"),
+        ({"attn_pdrop": "0.1"}, "attn_pdrop='0.1' is not allowed"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not allowed; use True or False"),
+        (
+            {"activation_function": "relu"},
+            "activation_function='relu' is not allowed; memplan knows gelu_new",
+        ),
+        ({"activation_function": []}, r"activation_function=\[\] is not allowed"),
+        ({"add_cross_attention": True}, "add_cross_attention=True is not planned by memplan; remove it"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True is not planned"),
+        ({"quantization_config": {"bits": 4}}, "is not planned by memplan; remove it"),
+        ({"architectures": "GPT2LMHeadModel"}, "architectures='GPT2LMHeadModel' is not allowed; use a list"),
+        ({"architectures": ["GPT2LMHeadModel", "X"]}, "use a list of one name"),
+        ({"architectures": [["GPT2LMHeadModel"]]}, "use a list of one name"),
+        (
+            {"model_type": None, "architectures": []},
+            "names neither model_type nor architectures; add model_type",
+        ),
+    ],
+)
+def test_a_bad_gpt2_value_is_named_with_its_rule(read, change, message):
+    with pytest.raises(InvalidValue, match=message):
+        read(GPT2 | change)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (
+            {"num_key_value_heads": 5},
+            "n_kv_heads=5 does not divide n_heads=32; use one of 1, 2, 4, 8, 16, 32",
+        ),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not allowed"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not allowed: memplan's Llama has no dropout"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not allowed; memplan knows silu"),
+        ({"rope_theta": -1}, "rope_theta=-1 is not allowed; use a positive number"),
+        ({"rope_theta": "10000"}, "rope_theta='10000' is not allowed"),
+        ({"rope_theta": 10**400}, "rope_theta=1000.* is not allowed"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] is not allowed; use an object"),
+        ({"vocab_size": 1e30}, r"vocab_size=1e\+30 is not allowed"),
+    ],
+)
+def test_a_bad_llama_value_is_named_with_its_rule(read, change, message):
+    with pytest.raises(InvalidValue, match=message):
+        read(LLAMA_3_8B | change)
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        ("", "is not JSON"),
+        (json.dumps(GPT2)[:-20], "is not JSON .*; it may be truncated: fetch it again"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"a":' * 100_000, "is nested too deeply"),
+        ('{"model_type": "gpt2", "n_layer": NaN}', "NaN is no JSON number; replace it"),
+        ('{"model_type": "gpt2", "n_layer": -Infinity}', "-Infinity is no JSON number"),
+        ('{"model_type": "gpt2", "n_layer": 1e999}', "'1e999' overflows a float"),
+        ('{"model_type": "gpt2", "n_layer": 1' + "0" * 5000 + "}", "thousands of digits"),
+        ('{"model_type": "gpt2", "n_layer": 1, "n_layer": 2}', "key 'n_layer' occurs twice"),
+        ('{"model_type": "gpt2", "x": {"y": 1, "y": 2}}', "key 'y' occurs twice"),
+        ("[]", "holds an array where an object is needed"),
+        ("null", "holds null where an object is needed"),
+        ('"gpt2"', "holds a string where an object is needed"),
+        ("17", "holds a number where an object is needed"),
+        ("{}", "names neither model_type nor architectures"),
+        (b'{"model_type": "gpt\xff2"}', r"is not UTF-8 text \(byte 19\)"),
+        (json.dumps(GPT2).encode("utf-16"), "is not UTF-8 text"),
+        (b"\x80\x04K\x01.", "is not UTF-8 text"),
+        (b"\0" * 100, "is not JSON"),
+        (b" " * (2 * 1024**2 + 1), "is larger than 2097152 bytes"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_reason(read, tmp_path, content, message):
+    with pytest.raises(InvalidValue, match=message) as raised:
+        read(content)
+    assert str(raised.value).startswith(str(tmp_path / "config.json")[:80])
+
+
+def test_a_missing_file_and_an_empty_folder_are_refused(tmp_path):
+    for path in (tmp_path / "no.json", tmp_path, tmp_path / "config.json" / "deeper.json"):
+        with pytest.raises(InvalidValue, match="no such file; give the path of"):
+            model_from_config(path)
+
+
+def test_a_folder_named_config_json_is_refused(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(InvalidValue, match=r"is not a regular file|cannot be opened"):
+        model_from_config(tmp_path)
+
+
+def test_pipes_devices_and_sockets_are_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        for path in (tmp_path / "pipe", tmp_path / "s", "/dev/zero", "/dev/null"):
+            with pytest.raises(InvalidValue, match=r"is not a regular file|cannot be opened"):
+                model_from_config(path)
+
+
+def test_a_loop_of_links_is_refused(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(InvalidValue, match=r"cannot be (opened|looked up)"):
+        model_from_config(tmp_path / "a")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"config.json", "a\0b.json", "x" * 100_000])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(InvalidValue, match=r"path=|cannot be opened"):
+        model_from_config(path)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_value_of_any_key_escapes_as_another_error(tmp_path_factory, data):
+    base = data.draw(st.sampled_from([GPT2, LLAMA_3_8B]))
+    keys = [*base, "rope_parameters", "head_dim", "n_inner", "tie_word_embeddings", "mlp_bias"]
+    changes = data.draw(st.dictionaries(st.sampled_from(keys), values, max_size=3))
+    file = tmp_path_factory.mktemp("any") / "config.json"
+    file.write_text(json.dumps(base | changes))
+    with contextlib.suppress(MemplanError):
+        model_from_config(file)
