@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile, record_function
@@ -22,6 +23,9 @@ from validate.collectives import Collective, CollectiveCounter, axis_of_group
 from validate.memory import STEP, UPDATE, MemoryEvent, count_all_threads, during, held_at, marked, memory_events, memory_profile
 from validate.parallelize import Coordinates, coordinates, device_mesh, optimizer_of, parallel_module, stage_module
 from validate.training import Gradients, gradients
+
+OBSERVED_STEPS = 3
+"""Steps whose peak is taken on CPU: gloo's threads may free late, which only adds, so the least is true."""
 
 WARM_UP_STEPS = 2
 """Optimizer state is made in the first step; DDP rebuilds its buckets in the second."""
@@ -73,10 +77,14 @@ class RankMeasurement:
 class Training:
     """A module, its optimizer and what one step of both does."""
 
-    module: nn.Module
     optimizer: torch.optim.Optimizer
     gradients: Gradients
     axis_of_group: dict[str, str]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of this rank's stage: the optimizer's, since DDP beside TP hides some of the module's."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def step(self) -> float | None:
         """One whole step; the gradients are freed at its end."""
@@ -97,7 +105,6 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     stage = stage_module(case.model, case.plan, at, seed=case.seed, device=device)
     module = parallel_module(stage, case.plan, at, mesh)
     return Training(
-        module=module,
         optimizer=optimizer_of(module, case.plan, mesh, learning_rate=case.learning_rate),
         gradients=gradients(module, case.model, case.plan, at, mesh, device, seed=case.seed),
         axis_of_group=axis_of_group(mesh),
@@ -121,9 +128,15 @@ def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: b
         losses, norm_squared = _warmed_up(training)
         with CollectiveCounter(training.axis_of_group) as counter:
             losses.append(training.step())
-        _settled(device)
-        loss, seen = _observed_step(training)
-        losses.append(loss)
+        _settled()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seen = []
+        for _ in range(OBSERVED_STEPS):
+            loss, states = _observed_step(training)
+            losses.append(loss)
+            seen.append(states)
+            _settled()
     memory = _cpu_memory(profiled, seen, keep_events) if profiled else _gpu_memory()
     step_s = []
     while len(losses) < case.steps:
@@ -133,7 +146,7 @@ def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: b
     return RankMeasurement(
         rank=rank,
         at=coordinates(case.plan, rank),
-        states=seen.states,
+        states=seen[-1].states,
         memory=memory,
         collectives=counter.collectives(),
         losses=tuple(losses),
@@ -145,28 +158,28 @@ def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: b
 def _warmed_up(training: Training) -> tuple[list[float | None], float]:
     """The losses of the first steps, and the squared norm of the very first gradients."""
     losses = [training.gradients()]
-    norm_squared = gradient_norm_squared(training.module)
+    norm_squared = gradient_norm_squared(training.parameters)
     training.update()
     losses += [training.step() for _ in range(WARM_UP_STEPS - 1)]
     return losses, norm_squared
 
 
-def gradient_norm_squared(module: nn.Module) -> float:
+def gradient_norm_squared(parameters: list[Tensor]) -> float:
     """The squared norm of this stage's whole gradient, cut or replicated tensors counted once."""
-    total = 0.0
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            whole = parameter.grad
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            total += float(whole.float().square().sum())
-    return total
+    return sum(float(_whole_gradient(weight).float().square().sum()) for weight in parameters)
 
 
-def _settled(device: torch.device) -> None:
+def _whole_gradient(weight: Tensor) -> Tensor:
+    """The gradient of a cut weight in full; DDP keeps how it was cut beside TP in `_st_info`."""
+    grad = cast(Tensor, weight.grad)
+    spec = getattr(weight, "_st_info", None)
+    if spec is not None:
+        grad = DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False)
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def _settled() -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
     _barrier()
 
 
@@ -194,7 +207,7 @@ def _observed_step(training: Training) -> tuple[float | None, _Seen]:
 
 
 def _seen(training: Training) -> _Seen:
-    weights = list(training.module.parameters())
+    weights = training.parameters
     tensors: dict[str, list[Tensor]] = {
         "weights": [_local(weight) for weight in weights],
         "grads": [_local(weight.grad) for weight in weights if weight.grad is not None],
@@ -221,29 +234,31 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _cpu_memory(profiled: profile, seen: _Seen, keep_events: bool) -> Memory:
+def _cpu_memory(profiled: profile, seen: list[_Seen], keep_events: bool) -> Memory:
     events = memory_events(profiled)
-    span = marked(profiled, STEP)
-    step = during(events, span)
-    peak = max(step, key=lambda event: event.total_bytes)
+    steps = [during(events, span) for span in marked(profiled, STEP)]
+    peaks = [max(step, key=lambda event: event.total_bytes) for step in steps]
+    best = min(range(len(steps)), key=lambda i: peaks[i].total_bytes)
+    update_ns = marked(profiled, UPDATE)[best][0]
     return Memory(
-        rest_bytes=sum(event.n_bytes for event in held_at(events, span[0])),
-        peak_bytes=peak.total_bytes,
+        rest_bytes=min(step[0].total_bytes - step[0].n_bytes for step in steps),
+        peak_bytes=peaks[best].total_bytes,
         peak_reserved_bytes=None,
-        peak_by_kind=_peak_by_kind(events, peak.time_ns + 1, marked(profiled, UPDATE)[0], seen.kind_of_pointer),
-        events=tuple(step) if keep_events else (),
+        peak_by_kind=_peak_by_kind(events, peaks[best], update_ns, seen[best].kind_of_pointer),
+        events=tuple(steps[best]) if keep_events else (),
     )
 
 
 def _peak_by_kind(
-    events: list[MemoryEvent], peak_ns: int, update_ns: int, kind_of_pointer: dict[int, str]
+    events: list[MemoryEvent], peak: MemoryEvent, update_ns: int, kind_of_pointer: dict[int, str]
 ) -> dict[str, int]:
     """Bytes alive at the peak, by kind: an allocation has the kind of the state that is in it at the update."""
-    states = {held: kind_of_pointer.get(held.pointer, "other") for held in held_at(events, update_ns)}
-    sums = dict.fromkeys(("weights", "grads", "optimizer", "other"), 0)
-    for held in held_at(events, peak_ns):
-        sums[states.get(held, "other")] += held.n_bytes
-    return sums
+    states = {held: kind_of_pointer.get(held.pointer) for held in held_at(events, update_ns)}
+    sums = dict.fromkeys(("weights", "grads", "optimizer"), 0)
+    for held in held_at(events, peak.time_ns + 1):
+        if kind := states.get(held):
+            sums[kind] += held.n_bytes
+    return sums | {"other": peak.total_bytes - sum(sums.values())}
 
 
 def _gpu_memory() -> Memory:
@@ -256,7 +271,7 @@ def _gpu_memory() -> Memory:
 
 def _timed_step(training: Training, device: torch.device) -> tuple[float | None, float]:
     """One step and its seconds, barrier to barrier."""
-    _settled(device)
+    _settled()
     start = time.perf_counter()
     loss = training.step()
     if device.type == "cuda":

@@ -19,23 +19,27 @@ UPDATE = "memplan: update"
 class MemoryEvent:
     """One allocation (positive bytes) or free (negative) of the CPU allocator.
 
-    `total_bytes` is what the allocator held just after it, `path` the operations it happened in, outermost
-    first, `thread` the operating system's id of the thread.
+    `total_bytes` is what the allocator held just after it, by the allocator's own count; `path` the
+    operations it happened in, outermost first. What threads outside the profile did between two events is
+    one event of its own, with pointer 0.
     """
 
     time_ns: int
     n_bytes: int
     pointer: int
     total_bytes: int
-    thread: int
     path: str
 
 
-def count_all_threads() -> None:
-    """Makes the allocator's running total include what threads outside the profile free.
+OTHER_THREADS = "other threads"
+"""The path of events that only the running total shows."""
 
-    Gloo's threads drop the last reference to some tensors; the profiler alone would count those as alive
-    for ever.
+
+def count_all_threads() -> None:
+    """Makes the allocator's running total include every thread.
+
+    Gloo's threads drop the last reference to some tensors outside any profile; without this they would
+    count as alive for ever.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
@@ -47,64 +51,29 @@ def memory_profile() -> "profile":
 
 
 def memory_events(profiled: profile) -> list[MemoryEvent]:
-    """All allocations and frees seen by a finished profiler, in order of time."""
-    found, collective_ends = [], []
-    for event in _events(profiled):
-        if event.tag == _EventType.Allocation:
-            found.append(_memory_event(event))
-        elif event.name.startswith("gloo:"):
-            collective_ends.append(event.end_time_ns)
-    found.sort(key=lambda event: event.time_ns)
-    return _summed(_with_lost_frees(found, sorted(collective_ends)))
+    """All allocations and frees seen by a finished profiler, in order of time.
 
-
-def _with_lost_frees(events: list[MemoryEvent], collective_ends: list[int]) -> list[MemoryEvent]:
-    """The events with the frees that the profiler cannot see added.
-
-    A gloo worker thread sometimes drops the last reference to an operand, just after the collective, where
-    profiling is off. Such a block shows itself by its address being handed out again, or by being a
-    collective's own scratch that is never freed. Its free is put at the end of the first collective that
-    ended after the block was made.
+    A free of a block from before the profile has the bytes the allocator says, which may be none.
     """
-    held: dict[int, MemoryEvent] = {}
-    lost = []
+    found = [_memory_event(event) for event in _events(profiled) if event.tag == _EventType.Allocation]
+    return list(_with_other_threads(sorted(found, key=lambda event: event.time_ns)))
+
+
+def _with_other_threads(events: list[MemoryEvent]) -> Iterator[MemoryEvent]:
+    total = events[0].total_bytes - events[0].n_bytes if events else 0
     for event in events:
-        if event.n_bytes < 0:
-            held.pop(event.pointer, None)
-        else:
-            if event.pointer in held:
-                lost.append(held[event.pointer])
-            held[event.pointer] = event
-    lost += [event for event in held.values() if "c10d::" in event.path or "gloo:" in event.path]
-    frees = []
-    for event in lost:
-        at = bisect_left(collective_ends, event.time_ns)
-        if at < len(collective_ends):
-            path = f"{event.path} > freed by a worker thread"
-            frees.append(replace(event, time_ns=collective_ends[at], n_bytes=-event.n_bytes, path=path))
-    return sorted([*events, *frees], key=lambda event: event.time_ns)
+        unseen = event.total_bytes - total - event.n_bytes
+        if unseen:
+            yield replace(
+                event, n_bytes=unseen, pointer=0, total_bytes=total + unseen, path=OTHER_THREADS
+            )
+        yield event
+        total = event.total_bytes
 
 
-def _summed(events: list[MemoryEvent]) -> list[MemoryEvent]:
-    """The events with their running total; a free of a block never seen allocated counts for nothing."""
-    held: dict[int, int] = {}
-    total = 0
-    summed = []
-    for event in events:
-        n_bytes = event.n_bytes if event.n_bytes > 0 else -held.pop(event.pointer, 0)
-        if n_bytes > 0:
-            held[event.pointer] = n_bytes
-        total += n_bytes
-        summed.append(replace(event, n_bytes=n_bytes, total_bytes=total))
-    return summed
-
-
-def marked(profiled: profile, name: str) -> tuple[int, int]:
-    """Start and end (ns) of the only region that `record_function` gave this name."""
-    spans = [(e.start_time_ns, e.end_time_ns) for e in _events(profiled) if e.name == name]
-    if len(spans) != 1:
-        raise RuntimeError(f"{len(spans)} regions named {name!r} in the profile; there must be one")
-    return spans[0]
+def marked(profiled: profile, name: str) -> list[tuple[int, int]]:
+    """Start and end (ns) of each region that `record_function` gave this name, in order of time."""
+    return sorted((e.start_time_ns, e.end_time_ns) for e in _events(profiled) if e.name == name)
 
 
 def during(events: list[MemoryEvent], span: tuple[int, int]) -> list[MemoryEvent]:
@@ -114,7 +83,7 @@ def during(events: list[MemoryEvent], span: tuple[int, int]) -> list[MemoryEvent
 
 
 def held_at(events: list[MemoryEvent], time_ns: int) -> list[MemoryEvent]:
-    """The allocations made and not freed before an instant."""
+    """The allocations not seen to be freed before an instant."""
     held: dict[int, MemoryEvent] = {}
     for event in events:
         if event.time_ns >= time_ns:
@@ -123,6 +92,7 @@ def held_at(events: list[MemoryEvent], time_ns: int) -> list[MemoryEvent]:
             held[event.pointer] = event
         else:
             held.pop(event.pointer, None)
+    held.pop(0, None)
     return list(held.values())
 
 
@@ -142,7 +112,6 @@ def _memory_event(event: _ProfilerEvent) -> MemoryEvent:
         n_bytes=fields.alloc_size,
         pointer=fields.ptr,
         total_bytes=fields.total_allocated,
-        thread=event.start_tid,
         path=" > ".join(_path(event.parent)),
     )
 

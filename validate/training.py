@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +36,7 @@ def gradients(
     """Forward and backward of one step, accumulated over micro-batches or pipelined."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
     if plan.pp > 1 and mesh is not None:
-        return _pipelined(module, plan, at, mesh, device, tokens, targets)
+        return _pipelined(module, model, plan, at, mesh, device, tokens, targets)
     return _accumulated(module, plan, tokens, targets)
 
 
@@ -67,8 +67,38 @@ def _accumulated(module: nn.Module, plan: Plan, tokens: Tensor, targets: Tensor)
     return run
 
 
+def stage_examples(model: Model, plan: Plan, at: Coordinates, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """One micro-batch of this stage's input and output, without data.
+
+    Stating them keeps PyTorch from inferring them by a real backward pass, which DDP takes for its own.
+    The residual stream is bfloat16 where the weights that made it are (bf16, and FSDP2's mixed precision);
+    under autocast it stays float32.
+    """
+    sharded = plan.dp > 1 and plan.zero >= 2
+    low = plan.precision == "bf16" or (plan.precision == "bf16-mixed" and sharded)
+    dtype = torch.bfloat16 if low else torch.float32
+    between = plan.seq_len // plan.tp if plan.sequence_parallel else plan.seq_len
+    hidden = torch.empty(plan.micro_batch, between, model.d_model, dtype=dtype, device="meta", requires_grad=True)
+    first = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device="meta")
+    inputs = hidden if at.pp else first
+    if at.pp < plan.pp - 1:
+        return inputs, hidden
+    half = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+    logits = torch.empty(plan.micro_batch, plan.seq_len, model.vocab_size, dtype=half, device="meta")
+    if plan.tp == 1:
+        return inputs, logits.requires_grad_()
+    return inputs, distribute_tensor(logits, mesh["tp"], [Shard(-1)], src_data_rank=None).requires_grad_()
+
+
+def _example_grads(inputs: Tensor, outputs: Tensor) -> dict[str, Tensor | tuple[None]]:
+    if not isinstance(outputs, DTensor):
+        return {}
+    return {"input_grads": torch.empty_like(inputs), "output_grads": torch.empty_like(outputs)}
+
+
 def _pipelined(
     module: nn.Module,
+    model: Model,
     plan: Plan,
     at: Coordinates,
     mesh: DeviceMesh,
@@ -76,18 +106,29 @@ def _pipelined(
     tokens: Tensor,
     targets: Tensor,
 ) -> Gradients:
-    stage = PipelineStage(module, at.pp, plan.pp, device, group=mesh.get_group("pp"))
+    inputs, outputs = stage_examples(model, plan, at, mesh)
+    stage = PipelineStage(
+        module,
+        at.pp,
+        plan.pp,
+        device,
+        input_args=inputs,
+        output_args=outputs,
+        **_example_grads(inputs, outputs),
+        group=mesh.get_group("pp"),
+    )
     kind = ScheduleGPipe if plan.schedule == "gpipe" else Schedule1F1B
-    schedule = kind(stage, plan.n_micro_batches, loss_fn=token_loss)
-    inputs = (tokens,) if stage.is_first else ()
+    n = plan.n_micro_batches
+    schedule = kind(stage, n, loss_fn=lambda logits, y: token_loss(logits, y) / n, scale_grads=False)
+    arguments = (tokens,) if stage.is_first else ()
 
     def run() -> float | None:
         with _loss_context(plan):
             if not stage.is_last:
-                schedule.step(*inputs, return_outputs=False)
+                schedule.step(*arguments, return_outputs=False)
                 return None
             losses: list[Tensor] = []
-            schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
-        return sum(map(_number, losses)) / len(losses)
+            schedule.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        return sum(map(_number, losses))
 
     return run
