@@ -1,0 +1,118 @@
+"""One GPU, in bytes and bytes per second, and the table of those whose datasheets are known."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, Final, final
+
+from memplan.errors import InvalidValue, unknown_name
+from memplan.units import GB, TB, TFLOP, GiB
+
+DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
+"""The number formats a peak rate may be stated for."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is claimed."""
+
+    name: str
+    bytes_per_s: float | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device.
+
+    `kind` is torch's device type: "cuda" (NVIDIA, and AMD under ROCm) or "cpu". `memory_bytes` is the
+    nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. The `*_flops_per_s` are
+    peak dense rates; None: the format is not supported, or no rate is claimed. `link` joins a node's GPUs.
+    """
+
+    name: str
+    title: str = ""
+    kind: str = "cuda"
+    memory_bytes: int | None = None
+    usable_bytes: int | None = None
+    memory_bytes_per_s: float | None = None
+    fp32_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
+    fp16_flops_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    link: Link
+    source: str = ""
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """The peak dense rate for a number format.
+
+        >>> gpu("h100-sxm").peak_flops_per_s("bf16") / 1e12
+        989.4
+
+        Raises:
+            UnknownName: a format that is none of `DTYPES`.
+            InvalidValue: a format for which this GPU claims no rate.
+        """
+        if dtype not in DTYPES:
+            raise unknown_name("dtype", dtype, DTYPES)
+        rates = {name: getattr(self, f"{name}_flops_per_s") for name in DTYPES}
+        rate: float | None = rates[dtype]
+        if rate is None:
+            known = ", ".join(name for name, value in rates.items() if value is not None) or "none"
+            raise InvalidValue(f"dtype={dtype!r} has no peak rate on {self.name}; it states {known}.")
+        return rate
+
+
+@cache
+def gpu_table() -> MappingProxyType[str, dict[str, Any]]:
+    """The entries of `gpus.toml` as they stand there, read once, at first use."""
+    text = files("memplan.hardware").joinpath("gpus.toml").read_text(encoding="utf-8")
+    return MappingProxyType(tomllib.loads(text))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The known names, in the table's order.
+
+    >>> gpu_names()[:2]
+    ('v100-32', 'a100-40-sxm')
+    """
+    return tuple(gpu_table())
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    >>> g = gpu("h100-sxm")
+    >>> g.memory_bytes == 80 * GiB, g.link.bytes_per_s / 1e9
+    (True, 450.0)
+
+    Raises:
+        UnknownName: with the nearest name.
+    """
+    table = gpu_table()
+    if not isinstance(name, str) or name not in table:
+        raise unknown_name("GPU", name, table)
+    entry = table[name]
+    return Gpu(
+        name=name,
+        title=entry["title"],
+        kind=entry["kind"],
+        memory_bytes=_whole(entry.get("memory_gib"), GiB),
+        usable_bytes=_whole(entry.get("usable_gib"), GiB),
+        memory_bytes_per_s=_scaled(entry.get("memory_tb_per_s"), TB),
+        **{f"{dtype}_flops_per_s": _scaled(entry.get(f"{dtype}_tflops"), TFLOP) for dtype in DTYPES},
+        link=Link(name=entry["link"], bytes_per_s=_scaled(entry.get("link_gb_per_s"), GB / 2)),
+        source=entry["source"],
+    )
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+def _whole(value: float | None, unit: int) -> int | None:
+    return None if value is None else int(value * unit)

@@ -1,0 +1,124 @@
+"""GPUs and clusters: tables with sources, units converted once, names and counts refused clearly."""
+
+import datetime
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from memplan.errors import InvalidValue, UnknownName
+from memplan.hardware import Cluster, cluster, gpu, gpu_names, resolve_cluster
+from memplan.hardware.cluster import node_table
+from memplan.hardware.gpu import gpu_table
+from memplan.units import GiB
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_gpu_has_sources_a_date_and_a_node(name):
+    entry = gpu_table()[name]
+    assert len(entry["source"]) > 15
+    assert isinstance(entry["retrieved"], datetime.date)
+    assert ("usable_gib" in entry) == ("usable_source" in entry)
+    assert sum(name in node["gpus"] for node in node_table().values()) == 1
+
+
+@pytest.mark.parametrize("name", node_table())
+def test_every_node_has_a_source_a_date_and_known_gpus(name):
+    entry = node_table()[name]
+    assert len(entry["source"]) > 15
+    assert isinstance(entry["retrieved"], datetime.date)
+    assert set(entry["gpus"]) <= set(gpu_names())
+
+
+@pytest.mark.parametrize("name", [n for n in gpu_names() if n != "cpu"])
+def test_the_numbers_of_a_gpu_are_in_order(name):
+    g = gpu(name)
+    assert g.memory_bytes is not None
+    assert g.usable_bytes is not None
+    assert 0.9 * g.memory_bytes < g.usable_bytes < g.memory_bytes
+    assert 0.5e12 < g.memory_bytes_per_s < 10e12
+    assert 30e9 < g.link.bytes_per_s < 1e12
+    rates = [r for r in (g.fp32_flops_per_s, g.tf32_flops_per_s, g.bf16_flops_per_s, g.fp8_flops_per_s) if r]
+    assert rates == sorted(rates)
+    assert 10e12 < rates[0] <= rates[-1] < 1e16
+
+
+def test_datasheet_units_are_converted_once():
+    h100 = gpu("h100-sxm")
+    assert h100.memory_bytes == 80 * GiB
+    assert h100.memory_bytes_per_s == 3.35e12
+    assert h100.link.bytes_per_s == 450e9
+    assert cluster("16xh100-sxm").inter_node.bytes_per_s == 50e9
+
+
+def test_a_rate_that_is_not_stated_is_refused():
+    with pytest.raises(
+        InvalidValue, match=r"dtype='bf16' has no peak rate on v100-32; it states fp32, fp16\."
+    ):
+        gpu("v100-32").peak_flops_per_s("bf16")
+    with pytest.raises(UnknownName, match="unknown dtype 'bf61'; did you mean 'bf16'"):
+        gpu("h100-sxm").peak_flops_per_s("bf61")
+
+
+def test_cpu_ranks_have_no_limit_and_claim_no_rate():
+    c = cluster("4xcpu")
+    assert (c.gpu.kind, c.budget_bytes, c.n_nodes, c.inter_node.bytes_per_s) == ("cpu", None, 1, None)
+    with pytest.raises(InvalidValue, match="it states none"):
+        c.gpu.peak_flops_per_s("fp32")
+
+
+@pytest.mark.parametrize("text", ["64xh100-sxm", " 64 X H100-SXM ", "64xH100-SXM"])
+def test_a_cluster_is_its_text(text):
+    c = cluster(text)
+    assert (c.name, c.n_nodes, c.gpus_per_node) == ("64xh100-sxm", 8, 8)
+    assert resolve_cluster(text) == c
+    assert resolve_cluster(c) is c
+    assert pickle.loads(pickle.dumps(c)) == c
+
+
+def test_part_of_a_node_is_one_node():
+    assert (cluster("3xh100-sxm").gpus_per_node, cluster("3xh100-sxm").n_nodes) == (3, 1)
+
+
+def test_no_cluster_stays_none():
+    assert resolve_cluster(None) is None
+
+
+@pytest.mark.parametrize(
+    "text,error,message",
+    [
+        ("64xh100-smx", UnknownName, r"unknown GPU 'h100-smx'; did you mean 'h100-sxm'\?"),
+        ("64xh1000", UnknownName, "unknown GPU 'h1000'; did you mean"),
+        ("0xh100-sxm", InvalidValue, "n_gpus=0 is not allowed; use an integer from 1 to 1048576"),
+        ("-8xh100-sxm", InvalidValue, "n_gpus=-8 is not allowed"),
+        ("9" * 150 + "xh100-sxm", InvalidValue, "n_gpus=999"),
+        ("9" * 9000 + "xh100-sxm", InvalidValue, "is not understood; use <n>x<gpu>"),
+        ("12xh100-sxm", InvalidValue, "n_gpus=12 does not fill nodes of gpus_per_node=8; use 8 or 16"),
+        ("1.5xh100-sxm", InvalidValue, "is not understood"),
+        ("h100-sxm", InvalidValue, "is not understood"),
+        ("64x", InvalidValue, "is not understood"),
+        ("", InvalidValue, "is not understood"),
+        ("\u0664xh100-sxm", InvalidValue, "is not understood"),
+        (64, InvalidValue, "cluster='64' is not a text"),
+    ],
+)
+def test_a_bad_cluster_is_refused_with_a_way_out(text, error, message):
+    with pytest.raises(error, match=message):
+        cluster(text)
+
+
+def test_a_cluster_of_ones_own():
+    mine = replace(cluster("8xh100-sxm"), n_gpus=12, gpus_per_node=4, margin=0.0)
+    assert (mine.n_nodes, mine.budget_bytes) == (3, mine.gpu.usable_bytes)
+    with pytest.raises(InvalidValue, match=r"margin=1\.5 is not allowed"):
+        replace(mine, margin=1.5)
+    with pytest.raises(InvalidValue, match="n_gpus=2 does not fill nodes of gpus_per_node=4; use 4"):
+        replace(mine, n_gpus=2)
+    with pytest.raises(FrozenInstanceError):
+        mine.n_gpus = 4  # type: ignore[misc]
+
+
+def test_one_fits_rule():
+    c = cluster("8xa100-80-sxm")
+    assert isinstance(c, Cluster)
+    assert c.budget_bytes == int(c.gpu.usable_bytes * 0.95)
