@@ -415,6 +415,6 @@ def cross_entropy(logits: Tensor) -> Tensor:
     return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))
 
 
-def loss_gradient(run: Run) -> Tensor:
+def gradient_of_loss(run: Run) -> Tensor:
     """The 1 that backward starts from."""
     return run.new("grad of loss", (), FP32)

@@ -81,3 +81,14 @@ class Plan:
     def n_micro_batches(self) -> int:
         """Micro-batches each replica runs in one step."""
         return self.global_batch // (self.dp * self.micro_batch)
+
+
+def stage_layers(n_layers: int, pp: int, stage: int) -> range:
+    """The blocks of one pipeline stage: as even as possible, the first stages take the odd ones.
+
+    >>> [stage_layers(7, 3, i) for i in range(3)]
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    each, odd = divmod(n_layers, pp)
+    start = stage * each + min(stage, odd)
+    return range(start, start + each + (stage < odd))

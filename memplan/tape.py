@@ -269,6 +269,11 @@ class Run:
         self._region = None
         return y if region.nodes else x
 
+    def start_backward(self, output: Tensor, grad: Tensor) -> None:
+        """Give an output its gradient."""
+        if isinstance(output.node, Node):
+            output.node.grad = grad
+
     def backward(self, down_to: int = 0) -> None:
         """Run the newest nodes until `down_to` are left."""
         self.phase = "backward"

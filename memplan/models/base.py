@@ -51,6 +51,11 @@ class Model(ABC):
         checked_flag("tied_head", self.tied_head)
         checked_fraction("dropout", self.dropout)
 
+    @property
+    def output_name(self) -> str:
+        """The projection to the vocabulary: the token table itself if the head is tied."""
+        return "embedding.tokens" if self.tied_head else "head.output"
+
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (batch, seq) to the first block's input (batch, seq, d_model)."""

@@ -68,4 +68,4 @@ class Gpt(Model):
 
     def head(self, x: Tensor) -> Tensor:
         x = gather_sequence(layer_norm(x, "head.norm"))
-        return linear(x, "head.output", self.vocab_size, bias=False, split="columns")
+        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")

@@ -56,4 +56,4 @@ class Llama(Model):
 
     def head(self, x: Tensor) -> Tensor:
         x = gather_sequence(rms_norm(x, "head.norm"))
-        return linear(x, "head.output", self.vocab_size, bias=False, split="columns")
+        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")

@@ -1,0 +1,1 @@
+"""Engines: which states and buffers a training framework keeps, and when."""

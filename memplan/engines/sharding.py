@@ -1,0 +1,75 @@
+"""Who holds which part of a parameter: FSDP2's rows, ZeroRedundancyOptimizer's whole tensors, DDP's buckets."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from memplan.shapes import Parameter
+from memplan.units import MiB
+
+DDP_FIRST_BUCKET_BYTES: Final = 1 * MiB
+DDP_BUCKET_BYTES: Final = 25 * MiB
+
+
+def padded_rows(n_rows: int, n_shards: int) -> int:
+    """Rows of the largest shard: ceil(n_rows / n_shards), what `torch.chunk` gives to the first rank.
+
+    >>> padded_rows(10, 4)
+    3
+    """
+    return -(-n_rows // n_shards)
+
+
+def shard_rows(n_rows: int, n_shards: int, rank: int) -> int:
+    """Rows of the rank's shard: full chunks first, then what is left, then none.
+
+    >>> [shard_rows(10, 4, rank) for rank in range(4)]
+    [3, 3, 3, 1]
+    """
+    chunk = padded_rows(n_rows, n_shards)
+    return max(0, min(n_rows, (rank + 1) * chunk) - rank * chunk)
+
+
+def shard_elements(parameter: Parameter, n_shards: int, rank: int) -> int:
+    """Elements of `parameter` in the rank's FSDP2 shard (dim 0 divided).
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`_init_sharded_param`).
+    """
+    rows = parameter.shape[0]
+    return shard_rows(rows, n_shards, rank) * (parameter.n_elements // rows)
+
+
+def padded_shard_elements(parameter: Parameter, n_shards: int) -> int:
+    """Elements of every rank's shard after padding to equal rows, as it is gathered and reduced."""
+    rows = parameter.shape[0]
+    return padded_rows(rows, n_shards) * (parameter.n_elements // rows)
+
+
+def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> list[list[Parameter]]:
+    """Whole parameters to ranks: largest first, each to the rank that has least so far.
+
+    Source: torch/distributed/optim/zero_redundancy_optimizer.py (`_partition_parameters`).
+    """
+    sizes = [0] * n_ranks
+    partition: list[list[Parameter]] = [[] for _ in range(n_ranks)]
+    for parameter in sorted(parameters, key=lambda p: p.n_elements, reverse=True):
+        rank = sizes.index(min(sizes))
+        partition[rank].append(parameter)
+        sizes[rank] += parameter.n_elements
+    return partition
+
+
+def ddp_buckets(parameters: Sequence[Parameter]) -> list[int]:
+    """Bytes of each all-reduce bucket, parameters given in the order their gradients become ready.
+
+    A bucket closes once it has reached its limit: 1 MiB for the first, 25 MiB after.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`).
+    """
+    buckets: list[int] = []
+    filled, limit = 0, DDP_FIRST_BUCKET_BYTES
+    for parameter in parameters:
+        filled += parameter.n_bytes
+        if filled >= limit:
+            buckets.append(filled)
+            filled, limit = 0, DDP_BUCKET_BYTES
+    return [*buckets, filled] if filled else buckets

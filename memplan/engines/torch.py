@@ -1,0 +1,465 @@
+"""What stock PyTorch keeps alive, and when: DDP, ZeroRedundancyOptimizer, FSDP2, pipelining.
+
+A step is a chain of stretches (see `memplan.timeline`) around the traced forward and backward pass of one
+micro-batch. Rules of the gloo backend belong to the "cpu" device, where collectives keep scratch of their
+own; on "cuda" NCCL works in place.
+
+Source: torch/nn/parallel/distributed.py, torch/distributed/optim/zero_redundancy_optimizer.py,
+torch/distributed/fsdp/_fully_shard, torch/distributed/pipelining.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from memplan.engines.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
+from memplan.engines.trace import Segment, Trace, traced
+from memplan.models import Llama, Model
+from memplan.plan import Plan, stage_layers
+from memplan.shapes import BF16, COMPLEX64, FP32, INT64, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
+from memplan.tape import Device, Setting
+from memplan.timeline import Alive, Stretch, chain, events, repeated
+
+MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
+                  "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
+"""What each optimizer keeps per weight, in the weight's type; Adam also counts steps in a float32 scalar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A place on the mesh."""
+
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimeline:
+    """One rank's step: what is alive between steps, and what the step allocates and frees."""
+
+    rest: Alive
+    step: Stretch
+
+
+def _buffer(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries") -> Buffer:
+    return Buffer(name, shape, dtype, n_elements(shape) * dtype.itemsize, kind)
+
+
+def _alloc(*buffers: Buffer) -> tuple[Event, ...]:
+    return tuple(Event(1, b) for b in buffers)
+
+
+def _free(*buffers: Buffer) -> tuple[Event, ...]:
+    return tuple(Event(-1, b) for b in buffers)
+
+
+def _added_to_older(segment: Segment) -> tuple[Event, ...]:
+    """The segment's events where every gradient is added in place to an older one, and so freed at once."""
+    found: list[Event] = []
+    for event in segment.events:
+        found.append(event)
+        if event.parameter is not None:
+            found.append(Event(-1, event.buffer))
+    return tuple(found)
+
+
+class Stage:
+    """One rank of one pipeline stage under a plan."""
+
+    def __init__(self, model: Model, plan: Plan, rank: Rank, device: Device, trace: Trace | None = None) -> None:
+        self.model = model
+        self.plan = plan
+        self.rank = rank
+        self.device = device
+        self.first = rank.pp == 0
+        self.last = rank.pp == plan.pp - 1
+        self.n_blocks = len(stage_layers(model.n_layers, plan.pp, rank.pp))
+        self.fsdp = plan.zero >= 2 and plan.dp > 1
+        self.ddp = plan.zero <= 1 and plan.dp > 1
+        self.weight_dtype = BF16 if plan.precision == "bf16" else FP32
+        self.trace = trace if trace is not None else self._traced()
+        self.ends = self.trace.embed_parameters + self.trace.head_parameters
+
+    @property
+    def setting(self) -> Setting:
+        """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
+        plan = self.plan
+        mixed = plan.precision == "bf16-mixed"
+        return Setting(
+            device=self.device,
+            weight_dtype=BF16 if mixed and self.fsdp else self.weight_dtype,
+            autocast=mixed and not self.fsdp,
+            tp=plan.tp,
+            sequence_parallel=plan.sequence_parallel,
+            micro_batch=plan.micro_batch,
+            seq_len=plan.seq_len,
+        )
+
+    def _traced(self) -> Trace:
+        recompute = self.plan.recompute == "full"
+        return traced(
+            self.model, self.setting, first=self.first, last=self.last, recompute=recompute,
+            keep_logits=self.plan.pp > 1,
+        )  # fmt: skip
+
+    # States at rest
+
+    def weight_elements(self, parameter: Parameter) -> int:
+        """Elements of a parameter that this rank stores."""
+        return shard_elements(parameter, self.plan.dp, self.rank.dp) if self.fsdp else parameter.n_elements
+
+    @cached_property
+    def owned(self) -> list[Parameter] | None:
+        """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
+        if self.plan.zero != 1 or not self.ddp:
+            return None
+        trace = self.trace
+        every = [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
+        return zero_redundancy_partition(every, self.plan.dp)[self.rank.dp]
+
+    def counted_parameters(self) -> list[tuple[Parameter, int]]:
+        """Every parameter of the stage and how many times it occurs."""
+        blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
+        return [(p, 1) for p in self.trace.embed_parameters] + blocks + [(p, 1) for p in self.trace.head_parameters]
+
+    def rest(self) -> Alive:
+        """What is alive between steps."""
+        alive: Alive = Counter()
+        dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
+        owned = Counter(self.owned) if self.owned is not None else None
+        for parameter, n in self.counted_parameters():
+            elements = self.weight_elements(parameter)
+            shape = parameter.shape
+            if self.fsdp:
+                shape = (elements * shape[0] // parameter.n_elements, *shape[1:])
+            alive[_buffer(parameter.name, shape, dtype, "weights")] += n
+            if self.fsdp:
+                padding = padded_shard_elements(parameter, self.plan.dp) - elements
+                if padding:
+                    alive[_buffer(f"{parameter.name} (padding)", (padding,), dtype)] += n
+            if self.ddp:
+                alive[_buffer(f"{parameter.name} (DDP bucket)", shape, dtype)] += n
+            kept = n if owned is None else owned[parameter]
+            if kept:
+                for name in names:
+                    alive[_buffer(f"{parameter.name}.{name}", shape, dtype, "optimizer")] += kept
+                if len(names) == 2:
+                    alive[_buffer(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
+        self._rest_of_inputs(alive)
+        return alive
+
+    def _rest_of_inputs(self, alive: Alive) -> None:
+        plan, model = self.plan, self.model
+        batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
+        if self.first:
+            alive[_buffer("tokens", batch, INT64)] += 1
+        alive[_buffer("targets", batch, INT64)] += 1
+        if isinstance(model, Llama):
+            alive[_buffer("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)] += 1
+        if not self.first:
+            alive[self.receive_buffer] += plan.n_micro_batches
+        if not self.last:
+            boundary = self.trace.boundary
+            alive[_buffer("received gradient", boundary.shape, boundary.dtype)] += plan.n_micro_batches
+
+    @cached_property
+    def receive_buffer(self) -> Buffer:
+        """Where one micro-batch's input from the stage before lands; allocated once for all steps."""
+        boundary = self.trace.boundary
+        return _buffer("receive buffer", boundary.shape, boundary.dtype)
+
+    # The step
+
+    def timeline(self) -> StageTimeline:
+        """What is alive at rest, and the step."""
+        passes = ShardedPasses(self) if self.fsdp else Passes(self)
+        update = self._update()
+        return StageTimeline(rest=self.rest(), step=chain("step", *schedule(self, passes), update))
+
+    def grad_buffers(self) -> list[tuple[Buffer, int]]:
+        """The gradients that the optimizer sees."""
+        found = []
+        for parameter, n in self.counted_parameters():
+            shape: Shape = (self.weight_elements(parameter),) if self.fsdp else parameter.shape
+            found.append((_buffer(f"{parameter.name}.grad", shape, self.weight_dtype, "grads"), n))
+        return found
+
+    def _update(self) -> Stretch:
+        """The optimizer's temporaries: Adam's denominator and its square root, one parameter at a time.
+
+        The last parameter's denominator lives until the next one's is made.
+
+        Source: torch/optim/adam.py (`_single_tensor_adam`).
+        """
+        if len(MOMENTS[self.plan.optimizer]) < 2:
+            return events("optimizer step", ())
+        sizes = self._update_sizes()
+        if self.device == "cuda":
+            return events("optimizer step", self._foreach(sizes))
+        found: list[Event] = []
+        before: Buffer | None = None
+        for name, elements in sizes:
+            root = _buffer(f"{name} (square root)", (elements,), self.weight_dtype)
+            denominator = _buffer(f"{name} (denominator)", (elements,), self.weight_dtype)
+            found += _alloc(root, denominator)
+            found += _free(root) if before is None else _free(root, before)
+            before = denominator
+        if before is not None:
+            found += _free(before)
+        return events("optimizer step", found)
+
+    def _update_sizes(self) -> list[tuple[str, int]]:
+        if self.owned is not None:
+            return [(p.name, p.n_elements) for p in self.owned]
+        block = [(p.name, self.weight_elements(p)) for p in self.trace.block_parameters]
+        embed = [(p.name, self.weight_elements(p)) for p in self.trace.embed_parameters]
+        head = [(p.name, self.weight_elements(p)) for p in self.trace.head_parameters]
+        return embed + block * min(self.n_blocks, 2) + head
+
+    def _foreach(self, sizes: list[tuple[str, int]]) -> list[Event]:
+        """torch/optim/adam.py (`_multi_tensor_adam`): the square roots of all parameters at once."""
+        every = sum(n * self.weight_elements(p) for p, n in self.counted_parameters())
+        if self.owned is not None:
+            every = sum(p.n_elements for p in self.owned)
+        roots = _buffer("square roots of all second moments", (every,), self.weight_dtype)
+        return [*_alloc(roots), *_free(roots)]
+
+
+class Passes:
+    """Forward and backward of one micro-batch where every rank has the weights whole (DDP, or one rank)."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.trace = stage.trace
+
+    def forward(self, *, first: bool) -> Stretch:
+        """The forward pass up to the loss; `first` of the step."""
+        trace, n = self.trace, self.stage.n_blocks
+        return chain(
+            "forward",
+            events("forward: embedding", (*self._received(), *trace.embed.events)),
+            repeated(events("forward: block", trace.block.events), n),
+            *self.forward_end(),
+        )
+
+    def _received(self) -> tuple[Event, ...]:
+        return () if self.stage.first else _free(self.stage.receive_buffer)
+
+    def forward_end(self) -> list[Stretch]:
+        """The head, the end of autocast and the loss."""
+        trace, n = self.trace, self.stage.n_blocks
+        parts = []
+        if self.stage.last:
+            parts.append(events("forward: head", trace.head.events))
+        if self.stage.setting.autocast:
+            parts.append(events("forward: end of autocast", trace.embed_casts.events))
+            parts.append(repeated(events("forward: end of autocast", trace.block_casts.events), n))
+            parts.append(events("forward: end of autocast", trace.head_casts.events))
+        if self.stage.last:
+            parts.append(events("loss", trace.loss.events))
+        return parts
+
+    def backward(self, *, first: bool, last: bool) -> Stretch:
+        """The backward pass; `first` and `last` of the step."""
+        trace, n = self.trace, self.stage.n_blocks
+        of = (lambda segment: segment.events) if first else _added_to_older
+        return chain(
+            "backward",
+            events("backward: loss and head", of(trace.head_backward)),
+            repeated(events("backward: block", of(trace.block_backward)), n),
+            events("backward: embedding", of(trace.embed_backward)),
+        )
+
+    def release(self) -> Stretch:
+        """What the schedule still holds of a micro-batch: a stage's output."""
+        back = () if self.stage.first else _alloc(self.stage.receive_buffer)
+        return events("release of the stage's output", (*self.trace.release.events, *back))
+
+
+class Unit:
+    """One FSDP2 unit: parameters gathered and reduced together.
+
+    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard.
+    """
+
+    def __init__(self, stage: Stage, name: str, parameters: Iterable[Parameter]) -> None:
+        self.stage = stage
+        plan = stage.plan
+        parameters = list(parameters)
+        n = plan.dp
+        compute = stage.setting.weight_dtype
+        reduce = FP32 if plan.precision == "bf16-mixed" else stage.weight_dtype
+        shards = [padded_shard_elements(p, n) for p in parameters]
+        self.n_bytes_gathered = n * sum(shards) * compute.itemsize
+        self.n_bytes_reduced = n * sum(shards) * reduce.itemsize
+        self.flat = _buffer(f"{name} (all-gather output)", (n * sum(shards),), compute)
+        self.scratch = _buffer(f"{name} (gloo scratch)", (n * sum(shards),), compute)
+        self.casts = [_buffer(f"{p.name} (shard as {compute.name})", (s,), compute) for p, s in zip(parameters, shards)]
+        self.casting = compute != stage.weight_dtype
+        self.unsharded = [_buffer(f"{p.name} (unsharded)", (n * s,), compute) for p, s in zip(parameters, shards)]
+        self.reduce_input = _buffer(f"{name} (reduce-scatter input)", (n * sum(shards),), reduce)
+        self.reduce_scratch = _buffer(f"{name} (gloo scratch)", (n * sum(shards),), reduce)
+        self.reduced = _buffer(f"{name}.grad (sharded)", (sum(shards),), reduce, "grads")
+        self.added = _buffer(f"{name}.grad (to be added)", (sum(shards),), reduce)
+
+    def gather(self) -> tuple[Event, ...]:
+        """All-gather into one flat buffer."""
+        scratch = ()
+        if self.stage.device == "cpu":
+            scratch = (*_alloc(self.scratch), *_free(self.scratch)) * 2
+        if self.casting:
+            return (*_alloc(*self.casts), *_alloc(self.flat), *_free(*self.casts), *scratch)
+        return (*_alloc(self.flat), *scratch)
+
+    def copy_out(self, stale: "Unit | None") -> tuple[Event, ...]:
+        """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
+        return (*_alloc(*self.unsharded), *(_free(stale.flat) if stale is not None else ()))
+
+    def reshard(self) -> tuple[Event, ...]:
+        """Free the unsharded parameters."""
+        return _free(*self.unsharded)
+
+    def reduce(self, grads: list[Buffer], stale: "Unit | None", *, first: bool) -> tuple[Event, ...]:
+        """Reduce-scatter the unsharded gradients; the input of the one before is dropped first."""
+        scratch = ()
+        if self.stage.device == "cpu":
+            scratch = (*_alloc(self.reduce_scratch), *_free(self.reduce_scratch))
+        output = self.reduced if first else self.added
+        return (
+            *(_free(stale.reduce_input) if stale is not None else ()),
+            *_alloc(self.reduce_input),
+            *_free(*grads),
+            *_alloc(output),
+            *scratch,
+            *(() if first else _free(output)),
+        )
+
+
+class ShardedPasses(Passes):
+    """Forward and backward of one micro-batch under FSDP2: each block a unit, the ends the root unit."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self.root = Unit(stage, "root", stage.ends)
+        self.block = Unit(stage, "block", stage.trace.block_parameters)
+        self.reshards = stage.plan.zero == 3
+        self.pipelined = stage.plan.pp > 1
+
+    def forward(self, *, first: bool) -> Stretch:
+        """The forward pass up to the loss; the first of a step finds all weights sharded."""
+        trace, n, root, block = self.trace, self.stage.n_blocks, self.root, self.block
+        gathers = first or self.reshards
+        enter = (*root.gather(), *root.copy_out(None)) if first or not self.pipelined else ()
+        root_is_fresh = bool(enter)
+        leave = block.reshard() if self.reshards else ()
+        parts = [events("forward: embedding", (*self._received(), *enter, *trace.embed.events))]
+        if not gathers:
+            parts.append(repeated(events("forward: block", trace.block.events), n))
+        else:
+            stale = root if root_is_fresh else None
+            opened = (*block.gather(), *block.copy_out(stale))
+            parts.append(events("forward: block", (*opened, *trace.block.events, *leave)))
+            opened = (*block.gather(), *block.copy_out(block))
+            parts.append(repeated(events("forward: block", (*opened, *trace.block.events, *leave)), n - 1))
+        if self.stage.last:
+            parts.append(events("forward: head", trace.head.events))
+        parts.append(events("forward: end of root", _free(block.flat) if gathers else ()))
+        if self.stage.last:
+            parts.append(events("loss", trace.loss.events))
+        return chain("forward", *parts)
+
+    def backward(self, *, first: bool, last: bool) -> Stretch:
+        """The backward pass with each block's gradients reduced as they become ready."""
+        trace, n, root, block = self.trace, self.stage.n_blocks, self.root, self.block
+        ahead = block.gather() if self.reshards else ()
+        head = self._head_backward(ahead)
+        opened = (*block.copy_out(block), *ahead) if self.reshards else ()
+        opened_last = block.copy_out(block) if self.reshards else ()
+        grads = [e.buffer for e in trace.block_backward.events if e.parameter is not None]
+
+        def one(opening: tuple[Event, ...], stale: Unit | None) -> Stretch:
+            body = (*opening, *trace.block_backward.events, *block.reshard())
+            return events("backward: block", (*body, *block.reduce(grads, stale, first=first)))
+
+        blocks = [one(opened if n > 1 else opened_last, None)]
+        blocks.append(repeated(one(opened, block), n - 2))
+        if n > 1:
+            blocks.append(one(opened_last, block))
+        root_grads = [
+            e.buffer
+            for segment in (trace.head_backward, trace.embed_backward)
+            for e in segment.events
+            if e.parameter is not None
+        ]
+        end = (*trace.embed_backward.events, *root.reshard(), *root.reduce(root_grads, block, first=first))
+        return chain("backward", *head, *blocks, events("backward: embedding", (*end, *_free(root.reduce_input))))
+
+    def _head_backward(self, ahead: tuple[Event, ...]) -> list[Stretch]:
+        """The first block's gather is issued when the root's output receives its gradient."""
+        loss, head = _split_at_logits(self.trace)
+        return [events("backward: loss", loss), events("backward: head", (*ahead, *head))]
+
+
+def _split_at_logits(trace: Trace) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    found = trace.head_backward.events
+    n = trace.n_loss_backward
+    return found[:n], found[n:]
+
+
+def schedule(stage: Stage, passes: Passes) -> list[Stretch]:
+    """The order of forward and backward passes in a step."""
+    m = stage.plan.n_micro_batches
+    if stage.plan.pp == 1:
+        return _accumulation(passes, m)
+    if stage.plan.schedule == "gpipe":
+        return _gpipe(passes, m)
+    return _one_forward_one_backward(stage, passes, m)
+
+
+def _accumulation(passes: Passes, m: int) -> list[Stretch]:
+    def one(*, first: bool, last: bool) -> Stretch:
+        return chain("micro-batch", passes.forward(first=first), passes.backward(first=first, last=last))
+
+    if m == 1:
+        return [one(first=True, last=True)]
+    middle = repeated(one(first=False, last=False), m - 2)
+    return [one(first=True, last=False), middle, one(first=False, last=True)]
+
+
+def _gpipe(passes: Passes, m: int) -> list[Stretch]:
+    release = passes.release()
+    forwards = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
+    if m == 1:
+        return [*forwards, passes.backward(first=True, last=True), release]
+    middle = chain("backward", passes.backward(first=False, last=False), release)
+    return [
+        *forwards,
+        chain("backward", passes.backward(first=True, last=False), release),
+        repeated(middle, m - 2),
+        chain("backward", passes.backward(first=False, last=True), release),
+    ]
+
+
+def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stretch]:
+    """Warm-up forwards, then a backward and a forward in turn, then the backwards left."""
+    warm_up = min(m, stage.plan.pp - stage.rank.pp)
+    release = passes.release()
+    late = events("release of the stage's output", ()) if stage.last else release
+    early = release if stage.last else events("release of the stage's output", ())
+    forward = passes.forward(first=False)
+    steps = [passes.forward(first=True), repeated(forward, warm_up - 1)]
+    if m == 1:
+        return [*steps, passes.backward(first=True, last=True), release]
+    middle, final = passes.backward(first=False, last=False), passes.backward(first=False, last=True)
+    steady = m - warm_up
+    cool_down = warm_up - 1
+    steps += [passes.backward(first=True, last=False), late]
+    if cool_down:
+        steps.append(repeated(chain("forward and backward", forward, early, middle, late), steady))
+        steps.append(repeated(chain("backward", middle, late), cool_down - 1))
+        return [*steps, final, release]
+    steps.append(repeated(chain("forward and backward", forward, early, middle, late), steady - 1))
+    return [*steps, forward, early, final, release]

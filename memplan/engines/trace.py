@@ -1,0 +1,187 @@
+"""One micro-batch through one pipeline stage, as traced from the model's forward pass."""
+
+from dataclasses import dataclass
+
+from memplan.errors import MissingRule
+from memplan.models import Model
+from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.shapes import INT64, Buffer, Event, Parameter
+from memplan.tape import Call, Run, Setting, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one part of the model does in one direction: its events and its tensor-axis collectives."""
+
+    events: tuple[Event, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+EMPTY = Segment()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Forward and backward of the ends a stage owns and of one of its equal blocks.
+
+    `casts` frees what autocast kept of each part's weights, when the forward pass ends. Parameters are in
+    the order of the module. `release` frees what the pipeline schedule holds until the backward pass is over:
+    a stage's output. The first `n_loss_backward` events of `head_backward` are the loss's. `boundary` is the tensor handed from block to block and stage to stage.
+    FLOPs are of the forward pass on one tensor rank.
+    """
+
+    embed: Segment = EMPTY
+    block: Segment
+    head: Segment = EMPTY
+    embed_casts: Segment = EMPTY
+    block_casts: Segment = EMPTY
+    head_casts: Segment = EMPTY
+    loss: Segment = EMPTY
+    head_backward: Segment = EMPTY
+    n_loss_backward: int = 0
+    block_backward: Segment
+    embed_backward: Segment = EMPTY
+    release: Segment = EMPTY
+    embed_parameters: tuple[Parameter, ...] = ()
+    block_parameters: tuple[Parameter, ...]
+    head_parameters: tuple[Parameter, ...] = ()
+    boundary: Buffer
+    block_flops: int
+    head_flops: int = 0
+
+
+class _Marks:
+    """Cuts a run's record into segments."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.n_events = self.n_calls = self.n_parameters = self.n_flops = 0
+
+    def segment(self) -> Segment:
+        """What the run has done since the last segment."""
+        events, calls = self.run.events[self.n_events :], self.run.calls[self.n_calls :]
+        self.n_events, self.n_calls = len(self.run.events), len(self.run.calls)
+        return Segment(tuple(events), tuple(calls))
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters first used since the last call."""
+        new = list(self.run.parameters.values())[self.n_parameters :]
+        self.n_parameters += len(new)
+        return tuple(new)
+
+    def flops(self) -> int:
+        """The forward FLOPs since the last call."""
+        new, self.n_flops = self.run.flops - self.n_flops, self.run.flops
+        return new
+
+
+def traced(
+    model: Model, setting: Setting, *, first: bool, last: bool, recompute: bool, keep_logits: bool
+) -> Trace:
+    """One micro-batch through a stage of one block with the ends it owns, forward and backward.
+
+    `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
+    """
+    run = Run(setting)
+    cut = _Marks(run)
+    x = _entry(model, run, first=first)
+    entry = _buffer(x)
+    embed, embed_parameters, _ = cut.segment(), cut.parameters(), cut.flops()
+    n_embed = len(run.nodes)
+    run.leave_autocast()
+    embed_casts = cut.segment()
+    with run.named("blocks.*"):
+        x = run.recomputed(model.block, x) if recompute else model.block(x)
+    boundary = _buffer(x)
+    block, block_parameters, block_flops = cut.segment(), cut.parameters(), cut.flops()
+    n_block = len(run.nodes)
+    run.leave_autocast()
+    block_casts = cut.segment()
+    head = head_casts = loss = head_backward = EMPTY
+    head_parameters: tuple[Parameter, ...] = ()
+    head_flops = n_loss_backward = 0
+    held: Tensor | None = None
+    if last:
+        logits = model.head(x)
+        del x
+        head, head_parameters, head_flops = cut.segment(), cut.parameters(), cut.flops()
+        run.leave_autocast()
+        head_casts = cut.segment()
+        n_head = len(run.nodes)
+        end = cross_entropy(logits)
+        held = logits if keep_logits else None
+        del logits
+        start = gradient_of_loss(run)
+        loss = cut.segment()
+        run.start_backward(end, start)
+        del end, start
+        run.backward(down_to=n_head)
+        n_loss_backward = len(run.events) - cut.n_events
+        run.backward(down_to=n_block)
+        head_backward = cut.segment()
+    else:
+        held = Tensor(run, x.shape, x.dtype, x.storage)
+        run.start_backward(x, Tensor(run, x.shape, x.dtype))
+        del x
+    run.backward(down_to=n_embed)
+    block_backward = cut.segment()
+    run.backward()
+    embed_backward = cut.segment()
+    del held
+    release = cut.segment()
+    same = _Renamed(entry, boundary)
+    return Trace(
+        embed=same(embed),
+        embed_casts=embed_casts,
+        block=same(block),
+        block_casts=block_casts,
+        head=same(head),
+        head_casts=head_casts,
+        loss=loss,
+        head_backward=same(head_backward),
+        n_loss_backward=n_loss_backward,
+        block_backward=same(block_backward),
+        embed_backward=same(embed_backward),
+        release=same(release),
+        embed_parameters=embed_parameters,
+        block_parameters=block_parameters,
+        head_parameters=head_parameters,
+        boundary=boundary,
+        block_flops=block_flops,
+        head_flops=head_flops,
+    )
+
+
+def _entry(model: Model, run: Run, *, first: bool) -> Tensor:
+    setting = run.setting
+    if first:
+        return model.embed(Tensor(run, (setting.micro_batch, setting.seq_len), INT64))
+    seq_len = setting.seq_len // setting.tp if setting.sequence_parallel else setting.seq_len
+    node = run.node((None,), (), lambda grad, saved: (None,))
+    shape = (setting.micro_batch, seq_len, model.d_model)
+    return run.new("received", shape, setting.weight_dtype, node)
+
+
+def _buffer(x: Tensor) -> Buffer:
+    if x.storage is None:
+        raise MissingRule("the input of a block must own its bytes; a model's embed() must allocate its output.")
+    return x.storage.buffer
+
+
+class _Renamed:
+    """Calls a block's input by the name of its output: one block's output is the next one's input."""
+
+    def __init__(self, entry: Buffer, boundary: Buffer) -> None:
+        if entry.n_bytes != boundary.n_bytes:
+            raise MissingRule(f"a block's input ({entry}) and output ({boundary}) must be alike.")
+        if "activations" in (entry.kind, boundary.kind):
+            boundary.kind = "activations"
+        self.entry = entry
+        self.boundary = boundary
+
+    def __call__(self, segment: Segment) -> Segment:
+        entry, boundary = self.entry, self.boundary
+        renamed = tuple(
+            Event(e.sign, boundary, e.parameter) if e.buffer is entry else e for e in segment.events
+        )
+        return Segment(renamed, segment.calls)
