@@ -1,0 +1,268 @@
+"""The papers' and the courses' own accounting: for teaching and for checking formulas, never for `fits`.
+
+Symbols as in the papers: Psi parameters, N_d data-parallel ranks; s sequence length, b micro-batch, h width,
+a heads, L layers, v vocabulary, t tensor-parallel ranks, p pipeline stages, m interleaved model chunks per
+stage. Every result is a real number of bytes (or elements): the formulas know no rounding, no padding, no
+buffers and no allocator, and here they stay so.
+"""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from memplan.checks import checked_count
+
+# --- States -----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesPerParameter:
+    """A convention: how many bytes of each state belong to one parameter."""
+
+    weights: int
+    grads: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three.
+
+        >>> MIXED_ADAM.total, MEGATRON_ADAM.total, FP32_ADAM.total
+        (16, 18, 16)
+        """
+        return self.weights + self.grads + self.optimizer
+
+
+MIXED_ADAM: Final = BytesPerParameter(weights=2, grads=2, optimizer=12)
+"""16 bytes: fp16 weights and gradients; fp32 copy of the weights, momentum and variance (K = 12).
+
+Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1.
+"""
+
+MEGATRON_ADAM: Final = BytesPerParameter(weights=2, grads=4, optimizer=12)
+"""18 bytes: as `MIXED_ADAM`, but gradients are accumulated in fp32.
+
+Source: Megatron Core user guide, Distributed Optimizer, row "float16 param, fp32 grads": 18, and 6 + 12/d.
+"""
+
+FP32_ADAM: Final = BytesPerParameter(weights=4, grads=4, optimizer=8)
+"""16 bytes: everything fp32; momentum and variance, no copy of the weights.
+
+Source: Megatron Core user guide, Distributed Optimizer, row "fp32 param, fp32 grads": 16, and 8 + 8/d.
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextbookStates:
+    """Model states of one GPU, in bytes."""
+
+    weights_bytes: float
+    grads_bytes: float
+    optimizer_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All three."""
+        return self.weights_bytes + self.grads_bytes + self.optimizer_bytes
+
+
+def states(
+    n_parameters: float, *, zero: int = 0, dp: int = 1, per_parameter: BytesPerParameter = MIXED_ADAM
+) -> TextbookStates:
+    """Model states of one GPU under ZeRO: a state is whole, or a 1/N_d share of it.
+
+    zero 0: (2 + 2 + K) Psi; 1: 2 Psi + 2 Psi + K Psi / N_d; 2: 2 Psi + (2 + K) Psi / N_d;
+    3: (2 + 2 + K) Psi / N_d, with the convention's bytes in place of 2, 2, K.
+
+    Assumes: every parameter is divided evenly.
+    Neglects: padding, gathered weights, buckets, activations.
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, Figure 1 and section 5.
+
+    >>> [round(states(7.5e9, zero=z, dp=64).total_bytes / 1e9, 1) for z in (0, 1, 2, 3)]
+    [120.0, 31.4, 16.6, 1.9]
+
+    Raises:
+        InvalidValue: zero outside 0 to 3, or dp below 1.
+    """
+    zero = checked_count("zero", zero, least=0, most=3)
+    dp = checked_count("dp", dp)
+    return TextbookStates(
+        weights_bytes=per_parameter.weights * n_parameters / (dp if zero >= 3 else 1),
+        grads_bytes=per_parameter.grads * n_parameters / (dp if zero >= 2 else 1),
+        optimizer_bytes=per_parameter.optimizer * n_parameters / (dp if zero >= 1 else 1),
+    )
+
+
+def distributed_optimizer_bytes_per_parameter(
+    dp: int, per_parameter: BytesPerParameter = MEGATRON_ADAM
+) -> float:
+    """Bytes per parameter with Megatron's distributed optimizer: weights, gradients whole, the rest shared.
+
+    weights + grads + optimizer / d
+
+    Source: Megatron Core user guide, Distributed Optimizer: 6 + 12/d, and 8 + 8/d in fp32.
+
+    >>> distributed_optimizer_bytes_per_parameter(1), distributed_optimizer_bytes_per_parameter(12)
+    (18.0, 7.0)
+    """
+    return states(1, zero=1, dp=dp, per_parameter=per_parameter).total_bytes
+
+
+# --- Traffic ----------------------------------------------------------------------------------------------
+
+
+def data_parallel_traffic_elements(n_parameters: float, *, zero: int = 0) -> float:
+    """Elements one GPU sends in a step for data parallelism.
+
+    zero 0: 2 Psi (all-reduce = reduce-scatter Psi + all-gather Psi); 1 and 2: 2 Psi (reduce-scatter the
+    gradients, all-gather the weights); 3: 3 Psi (all-gather the weights in forward and again in backward,
+    reduce-scatter the gradients).
+
+    Assumes: one micro-batch a step.
+    Neglects: the factor (N_d - 1) / N_d of a ring.
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 7.
+
+    >>> [data_parallel_traffic_elements(1, zero=z) for z in (0, 1, 2, 3)]
+    [2, 2, 2, 3]
+
+    Raises:
+        InvalidValue: zero outside 0 to 3.
+    """
+    return (3 if checked_count("zero", zero, least=0, most=3) == 3 else 2) * n_parameters
+
+
+# --- Activations of one layer -----------------------------------------------------------------------------
+
+
+def layer_activations_bytes(*, seq_len: int, micro_batch: int, d_model: int, n_heads: int) -> float:
+    """Activations of one layer, nothing divided: sbh (34 + 5as/h).
+
+    Assumes: 16-bit activations, 1-byte dropout masks, a feed-forward width of 4h with GELU, attention scores
+        kept (no flash attention).
+    Neglects: the mean and variance of LayerNorm (2sb each, small beside sbh).
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 1.
+
+    >>> layer_activations_bytes(seq_len=2, micro_batch=1, d_model=10, n_heads=1)  # 20 (34 + 5 x 2 / 10)
+    700.0
+    """
+    sbh = seq_len * micro_batch * d_model
+    return sbh * (34 + 5 * n_heads * seq_len / d_model)
+
+
+def layer_activations_tp_bytes(
+    *, seq_len: int, micro_batch: int, d_model: int, n_heads: int, tp: int
+) -> float:
+    """Activations of one layer under tensor parallelism: sbh (10 + 24/t + 5as/(ht)).
+
+    Assumes: as `layer_activations_bytes`; LayerNorms, their inputs and the dropouts after attention and
+        feed-forward (10 of the 34) are replicated.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 2.
+
+    >>> layer_activations_tp_bytes(seq_len=2, micro_batch=1, d_model=10, n_heads=2, tp=2)  # 20 (10 + 12 + 1)
+    460.0
+    """
+    sbh = seq_len * micro_batch * d_model
+    return sbh * (10 + 24 / tp + 5 * n_heads * seq_len / (d_model * tp))
+
+
+def layer_activations_tp_sp_bytes(
+    *, seq_len: int, micro_batch: int, d_model: int, n_heads: int, tp: int
+) -> float:
+    """Activations of one layer under tensor and sequence parallelism: (sbh/t) (34 + 5as/h).
+
+    Assumes: as `layer_activations_bytes`; gathered inputs are gathered again in backward, not kept.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 4.
+
+    >>> layer_activations_tp_sp_bytes(seq_len=2, micro_batch=1, d_model=10, n_heads=2, tp=2)  # 10 (34 + 2)
+    360.0
+    """
+    sbh = seq_len * micro_batch * d_model
+    return sbh / tp * (34 + 5 * n_heads * seq_len / d_model)
+
+
+def layer_activations_tp_selective_bytes(*, seq_len: int, micro_batch: int, d_model: int, tp: int) -> float:
+    """One layer, tensor parallelism, attention's core recomputed: sbh (10 + 24/t).
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, Table 2.
+
+    >>> layer_activations_tp_selective_bytes(seq_len=2, micro_batch=1, d_model=10, tp=2)
+    440.0
+    """
+    return seq_len * micro_batch * d_model * (10 + 24 / tp)
+
+
+def layer_activations_tp_sp_selective_bytes(
+    *, seq_len: int, micro_batch: int, d_model: int, tp: int
+) -> float:
+    """One layer, tensor and sequence parallelism, attention's core recomputed: 34 sbh/t.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, Table 2 (times L: equation 6).
+
+    >>> layer_activations_tp_sp_selective_bytes(seq_len=2, micro_batch=1, d_model=10, tp=2)
+    340.0
+    """
+    return 34 * seq_len * micro_batch * d_model / tp
+
+
+def layer_activations_full_recompute_bytes(*, seq_len: int, micro_batch: int, d_model: int) -> int:
+    """One layer that keeps only its input, in 16 bits: 2sbh.
+
+    Neglects: the recomputed layer's own activations, alive while its backward runs.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, Table 2.
+
+    >>> layer_activations_full_recompute_bytes(seq_len=2, micro_batch=1, d_model=10)
+    40
+    """
+    return 2 * seq_len * micro_batch * d_model
+
+
+# --- Activations of the first pipeline stage --------------------------------------------------------------
+
+
+def interleaving_factor(*, pp: int, chunks: int = 1) -> float:
+    """What an interleaved schedule multiplies the first stage's activations with: 1 + (p - 1) / (pm).
+
+    One chunk is plain 1F1B: its first stage keeps p micro-batches of L/p layers, so L layers: factor 1.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3, after equation 5.
+
+    >>> interleaving_factor(pp=8), interleaving_factor(pp=8, chunks=2)  # 1 + 7/16
+    (1, 1.4375)
+    """
+    return 1 if chunks == 1 else 1 + (pp - 1) / (pp * chunks)
+
+
+def first_stage_activations_bytes(
+    *, layer_activations_bytes: float, n_layers: int, pp: int = 1, chunks: int = 1
+) -> float:
+    """Activations of the first pipeline stage: one layer's x L x the interleaving factor.
+
+    Assumes: 1F1B with at least p micro-batches, so that p of them are alive, each through L/p layers.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 5.
+
+    >>> first_stage_activations_bytes(layer_activations_bytes=100.0, n_layers=16, pp=8, chunks=2)
+    2300.0
+    """
+    return layer_activations_bytes * n_layers * interleaving_factor(pp=pp, chunks=chunks)
+
+
+def input_output_activations_bytes(
+    *, seq_len: int, micro_batch: int, d_model: int, vocab_size: int, tp: int = 1, pp: int = 1
+) -> float:
+    """What the first stage keeps outside the layers: sbhp/t, and on one stage (4sbh/t) (1 + v/h) more.
+
+    sbhp/t: the embedding's dropout masks of p micro-batches. With p = 1 the stage is also the last: LayerNorm
+    and output layer keep 2sbh/t each, the cross-entropy the fp32 logits, 4sbv/t.
+
+    Assumes: tensor and sequence parallelism over the same t ranks.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
+
+    >>> input_output_activations_bytes(seq_len=2, micro_batch=1, d_model=10, vocab_size=50)  # 20 + 80 (1 + 5)
+    500.0
+    >>> input_output_activations_bytes(seq_len=2, micro_batch=1, d_model=10, vocab_size=50, pp=4)
+    80.0
+    """
+    sbh = seq_len * micro_batch * d_model
+    outputs = 4 * sbh / tp * (1 + vocab_size / d_model) if pp == 1 else 0.0
+    return sbh * pp / tp + outputs
