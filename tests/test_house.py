@@ -1,0 +1,89 @@
+"""The house: what importing costs, what tables must say, what code must not do."""
+
+import ast
+import datetime
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import memplan
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(memplan.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TABLES = sorted(PACKAGE.rglob("*.toml"))
+
+HEAVY = ("torch", "pandas", "matplotlib", "click", "rich", "scipy", "validate")
+
+ADDED_SECONDS = """
+import time
+import numpy
+start = time.perf_counter()
+import memplan
+print(time.perf_counter() - start)
+"""
+
+
+def python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60, cwd=ROOT
+    ).stdout
+
+
+def test_import_loads_nothing_heavy():
+    loaded = python("import sys, memplan; print(*{name.partition('.')[0] for name in sys.modules})").split()
+    assert "memplan" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_import_adds_under_a_tenth_of_a_second_to_numpy():
+    assert min(float(python(ADDED_SECONDS)) for _ in range(5)) < 0.1
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.name)
+def test_every_entry_of_every_table_has_a_source_and_a_date(table):
+    entries = tomllib.loads(table.read_text(encoding="utf-8"))
+    assert entries
+    for name, entry in entries.items():
+        assert len(entry["source"]) > 15, name
+        assert isinstance(entry["retrieved"], datetime.date), name
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_assert_no_global_no_environment(source):
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Assert | ast.Global), f"line {node.lineno}"
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), (
+            f"line {node.lineno}"
+        )
+
+
+def test_no_unit_is_ambiguous_in_a_name():
+    """`_gb`, `_mem`, `_bw` name no unit; only the tables speak the datasheets' `gb_per_s`."""
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")
+            assert not name.endswith(("_gb", "_gib", "_mb", "_mem", "_bw")), f"{source.name}: {name}"
+
+
+def test_packages_are_typed_and_licensed():
+    assert (PACKAGE / "py.typed").exists()
+    assert (ROOT / "validate" / "py.typed").exists()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_calculator_alone_needs_only_numpy():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [line.partition(">")[0] for line in project["dependencies"]] == ["numpy"]
+    assert project["scripts"] == {"memplan": "memplan.cli:main"}
+
+
+def test_constraints_pin_exact_public_versions():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 and "+" not in line for line in pins)
+    assert "torch==2.13.0" in pins
