@@ -84,8 +84,9 @@ class Parameter:
 class Event(NamedTuple):
     """An allocation (sign +1) or a free (-1) of a buffer's bytes.
 
-    Sign 0 moves nothing: the buffer has just become `parameter`'s gradient, and what happens to it next
-    (kept, added to an older one, copied into a bucket) is the engine's affair.
+    Sign 0 moves nothing and marks what the engine decides. With a `parameter`, the buffer has just become its
+    gradient: kept, or added to an older one. Without, a gradient has been added to one that came from outside
+    the traced block: in place within a stage, into a new tensor where another rank's gradient came in.
     """
 
     sign: int

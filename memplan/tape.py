@@ -269,6 +269,14 @@ class Run:
         self._region = None
         return y if region.nodes else x
 
+    def _taken_over(self, grad: Tensor) -> Tensor:
+        """The sum with a gradient that the caller owns: a new tensor here, in place behind the first block."""
+        n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
+        buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
+        taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
+        self.events[-1] = Event(0, buffer)
+        return taken
+
     def start_backward(self, output: Tensor, grad: Tensor) -> None:
         """Give an output its gradient."""
         if isinstance(output.node, Node):
@@ -322,6 +330,8 @@ class Run:
                     self.events.append(Event(0, grad.storage.buffer, target))
         elif target.grad is None:
             target.grad = grad
+        elif target.grad.storage is None:
+            target.grad = self._taken_over(grad)
         elif target.grad.is_view:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 

@@ -228,6 +228,11 @@ class Stage:
         return [*_alloc(roots), *_free(roots)]
 
 
+def _from_outside(found: Iterable[Event]) -> tuple[Event, ...]:
+    """Events of the block that another rank's gradient comes in at: its sum takes a new tensor."""
+    return tuple(Event(1, e.buffer) if e.sign == 0 and e.parameter is None else e for e in found)
+
+
 class Passes:
     """Forward and backward of one micro-batch where every rank has the weights whole (DDP, or one rank)."""
 
@@ -235,21 +240,24 @@ class Passes:
         self.stage = stage
         self.trace = stage.trace
 
-    def forward(self, *, first: bool) -> Stretch:
-        """The forward pass up to the loss; `first` of the step."""
+    def forward(self, *, first: bool, unsharded: bool = False, release: Stretch | None = None) -> Stretch:
+        """The forward pass up to the loss.
+
+        `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `release`: what the schedule
+        drops once it has the new output.
+        """
         trace, n = self.trace, self.stage.n_blocks
         return chain(
             "forward",
             events("forward: embedding", (*self._received(), *trace.embed.events)),
             repeated(events("forward: block", trace.block.events), n),
-            *self.forward_end(),
+            *self._forward_end(release),
         )
 
     def _received(self) -> tuple[Event, ...]:
         return () if self.stage.first else _free(self.stage.receive_buffer)
 
-    def forward_end(self) -> list[Stretch]:
-        """The head, the end of autocast and the loss."""
+    def _forward_end(self, release: Stretch | None) -> list[Stretch]:
         trace, n = self.trace, self.stage.n_blocks
         parts = []
         if self.stage.last:
@@ -258,25 +266,50 @@ class Passes:
             parts.append(events("forward: end of autocast", trace.embed_casts.events))
             parts.append(repeated(events("forward: end of autocast", trace.block_casts.events), n))
             parts.append(events("forward: end of autocast", trace.head_casts.events))
+        if release is not None:
+            parts.append(release)
         if self.stage.last:
             parts.append(events("loss", trace.loss.events))
         return parts
 
-    def backward(self, *, first: bool, last: bool) -> Stretch:
+    def backward(self, *, first: bool, last: bool, unsharded: bool = False) -> Stretch:
         """The backward pass; `first` and `last` of the step."""
         trace, n = self.trace, self.stage.n_blocks
-        of = (lambda segment: segment.events) if first else _added_to_older
         return chain(
             "backward",
-            events("backward: loss and head", of(trace.head_backward)),
-            repeated(events("backward: block", of(trace.block_backward)), n),
-            events("backward: embedding", of(trace.embed_backward)),
+            events("backward: loss and head", self.added(trace.head_backward, first)),
+            *self._blocks(self.added(trace.block_backward, first), n),
+            events("backward: embedding", self.added(trace.embed_backward, first)),
+            *self._sent(first),
         )
+
+    def added(self, segment: Segment, first: bool) -> tuple[Event, ...]:
+        """A backward segment's events: gradients are kept in the `first` pass of a step, added after."""
+        return segment.events if first else _added_to_older(segment)
+
+    def _blocks(self, body: tuple[Event, ...], n: int) -> list[Stretch]:
+        if self.stage.last:
+            return [repeated(events("backward: block", body), n)]
+        outer = events("backward: block", _from_outside(body))
+        return [outer, repeated(events("backward: block", body), n - 1)]
+
+    def _sent(self, first: bool) -> list[Stretch]:
+        """The gradient sent to the stage before is held until the next one is made."""
+        if self.stage.first or first:
+            return []
+        return [events("backward: embedding", self.trace.release_input_grad.events)]
 
     def release(self) -> Stretch:
         """What the schedule still holds of a micro-batch: a stage's output."""
-        back = () if self.stage.first else _alloc(self.stage.receive_buffer)
-        return events("release of the stage's output", (*self.trace.release.events, *back))
+        return events("release of the stage's output", self.trace.release.events)
+
+    def emptied(self) -> Stretch:
+        """The slot that the micro-batch's input came in is free for the next step."""
+        return events("release of the stage's input", () if self.stage.first else _alloc(self.stage.receive_buffer))
+
+    def end(self) -> list[Stretch]:
+        """What the schedule drops when it returns, and the reductions it has put off."""
+        return [] if self.stage.first else [events("end of the schedule", self.trace.release_input_grad.events)]
 
 
 class Unit:
@@ -339,7 +372,11 @@ class Unit:
 
 
 class ShardedPasses(Passes):
-    """Forward and backward of one micro-batch under FSDP2: each block a unit, the ends the root unit."""
+    """Forward and backward of one micro-batch under FSDP2: each block a unit, the ends the root unit.
+
+    Without a pipeline, every backward pass reduces each block's gradients and frees its weights. Under a
+    pipeline schedule gradients are summed unsharded and the weights stay whole until the schedule's end.
+    """
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
@@ -348,65 +385,82 @@ class ShardedPasses(Passes):
         self.reshards = stage.plan.zero == 3
         self.pipelined = stage.plan.pp > 1
 
-    def forward(self, *, first: bool) -> Stretch:
-        """The forward pass up to the loss; the first of a step finds all weights sharded."""
+    def forward(self, *, first: bool, unsharded: bool = False, release: Stretch | None = None) -> Stretch:
+        """The forward pass: blocks are gathered unless `unsharded`, the root in the first of a step."""
         trace, n, root, block = self.trace, self.stage.n_blocks, self.root, self.block
-        gathers = first or self.reshards
-        enter = (*root.gather(), *root.copy_out(None)) if first or not self.pipelined else ()
-        root_is_fresh = bool(enter)
+        gathers = first or not self.pipelined or (self.reshards and not unsharded)
+        enters = first or not self.pipelined
+        enter = (*root.gather(), *root.copy_out(None)) if enters else ()
         leave = block.reshard() if self.reshards else ()
         parts = [events("forward: embedding", (*self._received(), *enter, *trace.embed.events))]
-        if not gathers:
-            parts.append(repeated(events("forward: block", trace.block.events), n))
-        else:
-            stale = root if root_is_fresh else None
-            opened = (*block.gather(), *block.copy_out(stale))
+        if gathers:
+            opened = (*block.gather(), *block.copy_out(root if enters else None))
             parts.append(events("forward: block", (*opened, *trace.block.events, *leave)))
             opened = (*block.gather(), *block.copy_out(block))
             parts.append(repeated(events("forward: block", (*opened, *trace.block.events, *leave)), n - 1))
+        else:
+            parts.append(repeated(events("forward: block", (*trace.block.events, *leave)), n))
         if self.stage.last:
             parts.append(events("forward: head", trace.head.events))
-        parts.append(events("forward: end of root", _free(block.flat) if gathers else ()))
+        parts.append(events("forward: end", _free(block.flat) if gathers else ()))
+        if release is not None:
+            parts.append(release)
         if self.stage.last:
             parts.append(events("loss", trace.loss.events))
         return chain("forward", *parts)
 
-    def backward(self, *, first: bool, last: bool) -> Stretch:
-        """The backward pass with each block's gradients reduced as they become ready."""
-        trace, n, root, block = self.trace, self.stage.n_blocks, self.root, self.block
-        ahead = block.gather() if self.reshards else ()
-        head = self._head_backward(ahead)
-        opened = (*block.copy_out(block), *ahead) if self.reshards else ()
-        opened_last = block.copy_out(block) if self.reshards else ()
-        grads = [e.buffer for e in trace.block_backward.events if e.parameter is not None]
-
-        def one(opening: tuple[Event, ...], stale: Unit | None) -> Stretch:
-            body = (*opening, *trace.block_backward.events, *block.reshard())
-            return events("backward: block", (*body, *block.reduce(grads, stale, first=first)))
-
-        blocks = [one(opened if n > 1 else opened_last, None)]
-        blocks.append(repeated(one(opened, block), n - 2))
+    def backward(self, *, first: bool, last: bool, unsharded: bool = False) -> Stretch:
+        """The backward pass: blocks are gathered one ahead if they were freed, and not `unsharded`."""
+        block, n = self.block, self.stage.n_blocks
+        gathers = self.reshards and not unsharded
+        ahead = block.gather() if gathers else ()
+        whole = block.copy_out(block) if gathers else ()
+        openings = [(*whole, *ahead)] * (n - 1) + [whole]
+        head, n_loss = self.kept(self.trace.head_backward, first), self.trace.n_loss_backward
+        parts = [events("backward: loss", head[:n_loss]), events("backward: head", (*ahead, *head[n_loss:]))]
+        parts.append(self._block(openings[0], None, first=first, outer=not self.stage.last))
+        parts.append(repeated(self._block(openings[0], block, first=first), n - 2))
         if n > 1:
-            blocks.append(one(opened_last, block))
-        root_grads = [
-            e.buffer
-            for segment in (trace.head_backward, trace.embed_backward)
-            for e in segment.events
-            if e.parameter is not None
-        ]
-        end = (*trace.embed_backward.events, *root.reshard(), *root.reduce(root_grads, block, first=first))
-        return chain("backward", *head, *blocks, events("backward: embedding", (*end, *_free(root.reduce_input))))
+            parts.append(self._block(openings[-1], block, first=first))
+        embed = self.kept(self.trace.embed_backward, first)
+        if self.pipelined:
+            return chain("backward", *parts, events("backward: embedding", embed), *self._sent(first))
+        grads = _grads(self.trace.head_backward, self.trace.embed_backward)
+        reduced = self.root.reduce(grads, block, first=first)
+        end = (*embed, *self.root.reshard(), *reduced, *_free(self.root.reduce_input))
+        return chain("backward", *parts, events("backward: embedding", end))
 
-    def _head_backward(self, ahead: tuple[Event, ...]) -> list[Stretch]:
-        """The first block's gather is issued when the root's output receives its gradient."""
-        loss, head = _split_at_logits(self.trace)
-        return [events("backward: loss", loss), events("backward: head", (*ahead, *head))]
+    def kept(self, segment: Segment, first: bool) -> tuple[Event, ...]:
+        """A backward segment's events: unsharded gradients are added to older ones under a schedule only."""
+        return self.added(segment, first or not self.pipelined)
+
+    def _block(
+        self, opening: tuple[Event, ...], stale: Unit | None, *, first: bool, outer: bool = False
+    ) -> Stretch:
+        block, segment = self.block, self.trace.block_backward
+        body = self.kept(segment, first)
+        body = (*opening, *(_from_outside(body) if outer else body))
+        if not self.pipelined:
+            body = (*body, *block.reshard(), *block.reduce(_grads(segment), stale, first=first))
+        return events("backward: block", body)
+
+    def end(self) -> list[Stretch]:
+        """The schedule's end: the root, then every block, is freed and reduced."""
+        root, block, trace = self.root, self.block, self.trace
+        block_grads = _grads(trace.block_backward)
+        name = "gradient reduction"
+        root_reduced = root.reduce(_grads(trace.head_backward, trace.embed_backward), None, first=True)
+        parts = [events(name, (*root.reshard(), *root_reduced))]
+        parts.append(events(name, (*block.reshard(), *block.reduce(block_grads, root, first=True))))
+        again = events(name, (*block.reshard(), *block.reduce(block_grads, block, first=True)))
+        parts.append(repeated(again, self.stage.n_blocks - 1))
+        parts.append(events(name, _free(block.reduce_input)))
+        return [*super().end(), *parts]
 
 
-def _split_at_logits(trace: Trace) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    found = trace.head_backward.events
-    n = trace.n_loss_backward
-    return found[:n], found[n:]
+def _grads(*segments: Segment) -> list[Buffer]:
+    """The gradients that segments leave."""
+    return [e.buffer for segment in segments for e in segment.events if e.parameter is not None]
 
 
 def schedule(stage: Stage, passes: Passes) -> list[Stretch]:
@@ -415,8 +469,8 @@ def schedule(stage: Stage, passes: Passes) -> list[Stretch]:
     if stage.plan.pp == 1:
         return _accumulation(passes, m)
     if stage.plan.schedule == "gpipe":
-        return _gpipe(passes, m)
-    return _one_forward_one_backward(stage, passes, m)
+        return [*_gpipe(passes, m), *passes.end()]
+    return [*_one_forward_one_backward(stage, passes, m), *passes.end()]
 
 
 def _accumulation(passes: Passes, m: int) -> list[Stretch]:
@@ -425,41 +479,41 @@ def _accumulation(passes: Passes, m: int) -> list[Stretch]:
 
     if m == 1:
         return [one(first=True, last=True)]
-    middle = repeated(one(first=False, last=False), m - 2)
-    return [one(first=True, last=False), middle, one(first=False, last=True)]
+    return [one(first=True, last=False), repeated(one(first=False, last=False), m - 2), one(first=False, last=True)]
 
 
 def _gpipe(passes: Passes, m: int) -> list[Stretch]:
-    release = passes.release()
-    forwards = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
-    if m == 1:
-        return [*forwards, passes.backward(first=True, last=True), release]
-    middle = chain("backward", passes.backward(first=False, last=False), release)
-    return [
-        *forwards,
-        chain("backward", passes.backward(first=True, last=False), release),
-        repeated(middle, m - 2),
-        chain("backward", passes.backward(first=False, last=True), release),
-    ]
+    """All forwards, then all backwards.
+
+    Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe._step_microbatches`).
+    """
+    done = (passes.release(), passes.emptied())
+    steps = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
+    steps.append(chain("backward", passes.backward(first=True, last=m == 1), *done))
+    middle = chain("backward", passes.backward(first=False, last=False, unsharded=True), *done)
+    steps.append(repeated(middle, m - 2))
+    if m > 1:
+        steps.append(chain("backward", passes.backward(first=False, last=True, unsharded=True), *done))
+    return steps
 
 
 def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stretch]:
-    """Warm-up forwards, then a backward and a forward in turn, then the backwards left."""
+    """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
+
+    The last stage's logits are held by the schedule until the next micro-batch's replace them.
+
+    Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
+    """
     warm_up = min(m, stage.plan.pp - stage.rank.pp)
-    release = passes.release()
-    late = events("release of the stage's output", ()) if stage.last else release
-    early = release if stage.last else events("release of the stage's output", ())
-    forward = passes.forward(first=False)
-    steps = [passes.forward(first=True), repeated(forward, warm_up - 1)]
-    if m == 1:
-        return [*steps, passes.backward(first=True, last=True), release]
-    middle, final = passes.backward(first=False, last=False), passes.backward(first=False, last=True)
-    steady = m - warm_up
-    cool_down = warm_up - 1
-    steps += [passes.backward(first=True, last=False), late]
-    if cool_down:
-        steps.append(repeated(chain("forward and backward", forward, early, middle, late), steady))
-        steps.append(repeated(chain("backward", middle, late), cool_down - 1))
-        return [*steps, final, release]
-    steps.append(repeated(chain("forward and backward", forward, early, middle, late), steady - 1))
-    return [*steps, forward, early, final, release]
+    release, emptied = passes.release(), passes.emptied()
+    done = (emptied,) if stage.last else (release, emptied)
+    early = release if stage.last else None
+    warm = passes.forward(first=False)
+    forward = passes.forward(first=False, unsharded=True, release=early)
+    steps = [passes.forward(first=True), repeated(warm, warm_up - 1)]
+    steps.append(chain("backward", passes.backward(first=True, last=m == 1), *done))
+    both = chain("forward and backward", forward, passes.backward(first=False, last=False), *done)
+    steps.append(repeated(both, m - warm_up))
+    drained = chain("backward", passes.backward(first=False, last=False, unsharded=True), *done)
+    steps.append(repeated(drained, warm_up - 1))
+    return [*steps, release] if stage.last else steps

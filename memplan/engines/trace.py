@@ -26,7 +26,7 @@ class Trace:
 
     `casts` frees what autocast kept of each part's weights, when the forward pass ends. Parameters are in
     the order of the module. `release` frees what the pipeline schedule holds until the backward pass is over:
-    a stage's output. The first `n_loss_backward` events of `head_backward` are the loss's. `boundary` is the tensor handed from block to block and stage to stage.
+    a stage's output (`release_input_grad`: the gradient it sends back). The first `n_loss_backward` events of `head_backward` are the loss's. `boundary` is the tensor handed from block to block and stage to stage.
     FLOPs are of the forward pass on one tensor rank.
     """
 
@@ -42,6 +42,7 @@ class Trace:
     block_backward: Segment
     embed_backward: Segment = EMPTY
     release: Segment = EMPTY
+    release_input_grad: Segment = EMPTY
     embed_parameters: tuple[Parameter, ...] = ()
     block_parameters: tuple[Parameter, ...]
     head_parameters: tuple[Parameter, ...] = ()
@@ -125,10 +126,13 @@ def traced(
         del x
     run.backward(down_to=n_embed)
     block_backward = cut.segment()
+    input_grad = run.nodes[0].grad if not first else None
     run.backward()
     embed_backward = cut.segment()
     del held
     release = cut.segment()
+    del input_grad
+    release_input_grad = cut.segment()
     same = _Renamed(entry, boundary)
     return Trace(
         embed=same(embed),
@@ -143,6 +147,7 @@ def traced(
         block_backward=same(block_backward),
         embed_backward=same(embed_backward),
         release=same(release),
+        release_input_grad=release_input_grad,
         embed_parameters=embed_parameters,
         block_parameters=block_parameters,
         head_parameters=head_parameters,
