@@ -1,23 +1,142 @@
 """Which configurations are run: plain lists, named suites."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
-from memplan import Model, Plan
+from memplan import Gpt, Llama, Model, Plan
+from memplan.errors import unknown_name
+
+LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
+"""Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
+
+LEAST_STEPS: Final = 6
+"""Two to warm up, one whose collectives are counted, three whose memory is observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One plan for one model, to be run and compared.
 
-    `steps` are optimizer steps in all (at least 4: two to warm up, one whose collectives are counted, one
-    whose memory is), `timeout_s` the seconds after which the ranks are killed.
+    `steps` are optimizer steps in all; those after the first six are timed. The ranks are ended after
+    `timeout_s` seconds. Equal seeds mean equal weights and tokens.
     """
 
     name: str
     model: Model
     plan: Plan
-    steps: int = 5
-    learning_rate: float = 0.0
-    """0: the suite's choice for the optimizer."""
+    steps: int = LEAST_STEPS + 1
     seed: int = 1234
     timeout_s: float = 120.0
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's step size."""
+        return LEARNING_RATES[self.plan.optimizer]
+
+    def reference(self) -> "Case":
+        """The same training in a single process and a single batch: same model, tokens, precision, steps."""
+        alone = Plan(
+            micro_batch=self.plan.global_batch,
+            global_batch=self.plan.global_batch,
+            seq_len=self.plan.seq_len,
+            precision=self.plan.precision,
+            optimizer=self.plan.optimizer,
+        )
+        return replace(self, name="reference", plan=alone)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The case as plain values."""
+        model = {"family": type(self.model).__name__.lower(), **asdict(self.model)}
+        return {**asdict(self), "model": model, "learning_rate": self.learning_rate}
+
+
+LLAMA: Final = Llama(
+    name="llama-small",
+    n_layers=4,
+    d_model=128,
+    n_heads=8,
+    n_kv_heads=4,
+    d_ff=344,
+    vocab_size=2048,
+    max_seq_len=256,
+)
+GPT: Final = Gpt(
+    name="gpt-small", n_layers=4, d_model=128, n_heads=4, d_ff=512, vocab_size=2048, max_seq_len=256
+)
+LLAMA_TIED: Final = replace(LLAMA, name="llama-small-tied", tied_head=True)
+LLAMA_ODD: Final = replace(LLAMA, name="llama-small-odd", n_layers=3, vocab_size=1999, d_ff=341)
+GPT_TIED: Final = replace(GPT, name="gpt-small-tied", tied_head=True)
+GPT_DROPOUT: Final = replace(GPT, name="gpt-small-dropout", dropout=0.1)
+
+
+def _case(name: str, model: Model, **plan: Any) -> Case:
+    settings = {"global_batch": 4, "seq_len": 128, "precision": "fp32", "optimizer": "adamw"} | plan
+    return Case(name=f"{model.name}, {name}", model=model, plan=Plan(**settings))
+
+
+def quick() -> tuple[Case, ...]:
+    """Every kind of plan on one to eight ranks, small enough for a laptop."""
+    sp = {"tp": 2, "sequence_parallel": True}
+    return (
+        _case("one rank", LLAMA),
+        _case("one rank, bf16", LLAMA, precision="bf16", global_batch=2),
+        _case("one rank, bf16-mixed, recompute", LLAMA, precision="bf16-mixed", recompute="full", global_batch=2),
+        _case("one rank, micro-batch 2 of 8, sgd", GPT, micro_batch=2, global_batch=8, optimizer="sgd"),
+        _case("one rank, recompute, adam", GPT_TIED, recompute="full", optimizer="adam"),
+        _case("one rank, dropout", GPT_DROPOUT),
+        _case("dp2", LLAMA, dp=2),
+        _case("dp2, long sequence", LLAMA, dp=2, global_batch=2, seq_len=256),
+        _case("dp4, recompute", LLAMA, dp=4, recompute="full", global_batch=8, micro_batch=2),
+        _case("dp2, bf16", GPT, dp=2, precision="bf16", optimizer="sgd-momentum"),
+        _case("dp2, bf16-mixed", GPT, dp=2, precision="bf16-mixed"),
+        _case("dp2, tied, sgd", GPT_TIED, dp=2, optimizer="sgd"),
+        _case("dp2, dropout, recompute", GPT_DROPOUT, dp=2, recompute="full"),
+        _case("dp2 zero1", LLAMA, dp=2, zero=1),
+        _case("dp4 zero1, adam", GPT, dp=4, zero=1, optimizer="adam"),
+        _case("dp3 zero1, odd", LLAMA_ODD, dp=3, zero=1, global_batch=3),
+        _case("dp2 zero1, bf16-mixed", LLAMA, dp=2, zero=1, precision="bf16-mixed", optimizer="sgd-momentum"),
+        _case("dp2 zero2", LLAMA, dp=2, zero=2),
+        _case("dp4 zero2, recompute", GPT, dp=4, zero=2, recompute="full", global_batch=8),
+        _case("dp2 zero2, bf16-mixed", LLAMA, dp=2, zero=2, precision="bf16-mixed"),
+        _case("dp2 zero3", LLAMA, dp=2, zero=3),
+        _case("dp2 zero3, recompute, bf16", LLAMA, dp=2, zero=3, recompute="full", precision="bf16"),
+        _case("dp4 zero3, bf16-mixed", GPT, dp=4, zero=3, precision="bf16-mixed"),
+        _case("dp3 zero3, odd, sgd-momentum", LLAMA_ODD, dp=3, zero=3, global_batch=3, optimizer="sgd-momentum"),
+        _case("dp2 zero3, tied", LLAMA_TIED, dp=2, zero=3, optimizer="adam"),
+        _case("tp2", LLAMA, tp=2),
+        _case("tp4, recompute", GPT, tp=4, recompute="full"),
+        _case("tp2, bf16-mixed", LLAMA, tp=2, precision="bf16-mixed", global_batch=2),
+        _case("tp2 sp", LLAMA, **sp),
+        _case("tp2 sp", GPT, **sp),
+        _case("tp2 sp, recompute, bf16", LLAMA, **sp, recompute="full", precision="bf16", global_batch=2),
+        _case("pp2 gpipe", LLAMA, pp=2, schedule="gpipe"),
+        _case("pp2 1f1b", LLAMA, pp=2),
+        _case("pp4 1f1b", GPT, pp=4, global_batch=8),
+        _case("pp3 1f1b, odd, recompute", replace(LLAMA_ODD, n_layers=4), pp=3, recompute="full", global_batch=6),
+        _case("pp2 gpipe, bf16", GPT, pp=2, schedule="gpipe", precision="bf16"),
+        _case("pp2 1f1b, bf16-mixed", LLAMA, pp=2, precision="bf16-mixed"),
+        _case("dp2 tp2", LLAMA, dp=2, tp=2),
+        _case("dp2 tp2 sp zero1", GPT, dp=2, **sp, zero=1),
+        _case("dp2 tp2 sp zero2", LLAMA, dp=2, **sp, zero=2),
+        _case("dp2 tp2 zero3, bf16-mixed", LLAMA, dp=2, tp=2, zero=3, precision="bf16-mixed", global_batch=2),
+        _case("pp2 dp2 1f1b", LLAMA, pp=2, dp=2),
+        _case("pp2 dp2 zero1 gpipe", GPT, pp=2, dp=2, zero=1, schedule="gpipe"),
+        _case("pp2 dp2 zero2 1f1b", LLAMA, pp=2, dp=2, zero=2),
+        _case("pp2 dp2 zero3 gpipe, recompute", GPT, pp=2, dp=2, zero=3, schedule="gpipe", recompute="full"),
+        _case("pp2 tp2 1f1b", LLAMA, pp=2, tp=2),
+        _case("pp2 tp2 sp gpipe", GPT, pp=2, **sp, schedule="gpipe"),
+        _case("pp2 dp2 tp2 sp zero3", LLAMA, pp=2, dp=2, **sp, zero=3),
+        _case("pp2 dp2 tp2 zero1 gpipe", GPT, pp=2, dp=2, tp=2, zero=1, schedule="gpipe"),
+    )
+
+
+def suite(name: str) -> tuple[Case, ...]:
+    """A suite by its name.
+
+    Raises:
+        UnknownName: with the nearest one.
+    """
+    suites = {"quick": quick}
+    if name not in suites:
+        raise unknown_name("suite", name, suites)
+    return suites[name]()
