@@ -1,13 +1,8 @@
-"""One rank: what it holds, what it sends, what it loses, how long it takes.
-
-The whole life of the training (building the module, every step) runs under one memory profiler, because
-the allocator's events count from the profiler's start: so its running total is what is alive, to the byte.
-"""
+"""One rank: what it holds, what it sends, what it loses, how long it takes."""
 
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,11 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 
 from validate.cases import Case
 from validate.collectives import Collective, CollectiveCounter, axis_of_group
-from validate.memory import STEP, UPDATE, MemoryEvent, count_all_threads, during, held_at, marked, memory_events, memory_profile
+from validate.memory import (
+    STEP,
+    UPDATE,
+    MemoryEvent,
+    count_all_threads,
+    during,
+    held_at,
+    memory_profile,
+    recorded,
+)
 from validate.parallelize import Coordinates, coordinates, device_mesh, optimizer_of, parallel_module, stage_module
 from validate.training import Gradients, gradients
 
@@ -122,22 +126,13 @@ def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: b
     torch.backends.mkldnn.set_flags(False)
     gc.disable()
     count_all_threads()
-    profiled = memory_profile() if device.type == "cpu" else None
-    with profiled or nullcontext():
-        training = prepared(case, rank, device)
-        losses, norm_squared = _warmed_up(training)
-        with CollectiveCounter(training.axis_of_group) as counter:
-            losses.append(training.step())
-        _settled()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seen = []
-        for _ in range(OBSERVED_STEPS):
-            loss, states = _observed_step(training)
-            losses.append(loss)
-            seen.append(states)
-            _settled()
-    memory = _cpu_memory(profiled, seen, keep_events) if profiled else _gpu_memory()
+    training = prepared(case, rank, device)
+    losses, norm_squared = _warmed_up(training)
+    with CollectiveCounter(training.axis_of_group) as counter:
+        losses.append(training.step())
+    observed = _observed_on_gpu if device.type == "cuda" else _observed_on_cpu
+    more_losses, states, memory = observed(training, keep_events)
+    losses += more_losses
     step_s = []
     while len(losses) < case.steps:
         loss, seconds = _timed_step(training, device)
@@ -146,7 +141,7 @@ def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: b
     return RankMeasurement(
         rank=rank,
         at=coordinates(case.plan, rank),
-        states=seen[-1].states,
+        states=states,
         memory=memory,
         collectives=counter.collectives(),
         losses=tuple(losses),
@@ -190,10 +185,12 @@ def _barrier() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What is known of the tensors just before the update: the states, and their storages by kind."""
+    """What is known of the tensors just before the update: the states, and the storages they are in."""
 
     states: States
-    kind_of_pointer: dict[int, str]
+    weight_storages_bytes: int
+    optimizer_storages_bytes: int
+    grad_pointers: frozenset[int]
 
 
 def _observed_step(training: Training) -> tuple[float | None, _Seen]:
@@ -207,21 +204,24 @@ def _observed_step(training: Training) -> tuple[float | None, _Seen]:
 
 
 def _seen(training: Training) -> _Seen:
-    weights = training.parameters
-    tensors: dict[str, list[Tensor]] = {
-        "weights": [_local(weight) for weight in weights],
-        "grads": [_local(weight.grad) for weight in weights if weight.grad is not None],
-        "optimizer": [_local(tensor) for tensor in _optimizer_tensors(training.optimizer)],
-    }
-    sums = {kind: sum(tensor.nbytes for tensor in members) for kind, members in tensors.items()}
+    weights = [_local(weight) for weight in training.parameters]
+    grads = [_local(weight.grad) for weight in training.parameters if weight.grad is not None]
+    states = [_local(tensor) for tensor in _optimizer_tensors(training.optimizer)]
     return _Seen(
         states=States(
-            weights_bytes=sums["weights"], grads_bytes=sums["grads"], optimizer_bytes=sums["optimizer"]
+            weights_bytes=sum(tensor.nbytes for tensor in weights),
+            grads_bytes=sum(tensor.nbytes for tensor in grads),
+            optimizer_bytes=sum(tensor.nbytes for tensor in states),
         ),
-        kind_of_pointer={
-            tensor.untyped_storage().data_ptr(): kind for kind, members in tensors.items() for tensor in members
-        },
+        weight_storages_bytes=sum(_storages(weights).values()),
+        optimizer_storages_bytes=sum(_storages(states).values()),
+        grad_pointers=frozenset(_storages(grads)),
     )
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    """The distinct storages of tensors: address to bytes."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -234,39 +234,61 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _cpu_memory(profiled: profile, seen: list[_Seen], keep_events: bool) -> Memory:
-    events = memory_events(profiled)
-    steps = [during(events, span) for span in marked(profiled, STEP)]
+def _observed_on_cpu(
+    training: Training, keep_events: bool
+) -> tuple[list[float | None], States, Memory]:
+    """Losses, states and memory of some steady steps: the memory of the one with the least peak."""
+    _settled()
+    losses, seen = [], []
+    with memory_profile() as profiled:
+        for _ in range(OBSERVED_STEPS):
+            loss, tensors = _observed_step(training)
+            losses.append(loss)
+            seen.append(tensors)
+            _settled()
+    record = recorded(profiled, (STEP, UPDATE), paths=keep_events)
+    steps = [during(record.events, region) for region in record.regions[STEP]]
     peaks = [max(step, key=lambda event: event.total_bytes) for step in steps]
     best = min(range(len(steps)), key=lambda i: peaks[i].total_bytes)
-    update_ns = marked(profiled, UPDATE)[best][0]
-    return Memory(
+    memory = Memory(
         rest_bytes=min(step[0].total_bytes - step[0].n_bytes for step in steps),
         peak_bytes=peaks[best].total_bytes,
         peak_reserved_bytes=None,
-        peak_by_kind=_peak_by_kind(events, peaks[best], update_ns, seen[best].kind_of_pointer),
+        peak_by_kind=_peak_by_kind(steps[best], peaks[best], record.regions[UPDATE][best][0], seen[best]),
         events=tuple(steps[best]) if keep_events else (),
     )
+    return losses, seen[best].states, memory
 
 
 def _peak_by_kind(
-    events: list[MemoryEvent], peak: MemoryEvent, update_ns: int, kind_of_pointer: dict[int, str]
+    step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, seen: _Seen
 ) -> dict[str, int]:
-    """Bytes alive at the peak, by kind: an allocation has the kind of the state that is in it at the update."""
-    states = {held: kind_of_pointer.get(held.pointer) for held in held_at(events, update_ns)}
-    sums = dict.fromkeys(("weights", "grads", "optimizer"), 0)
-    for held in held_at(events, peak.time_ns + 1):
-        if kind := states.get(held):
-            sums[kind] += held.n_bytes
-    return sums | {"other": peak.total_bytes - sum(sums.values())}
+    """Bytes alive at the peak, by kind: a block is a gradient's if one is in it when the update starts."""
+    grads = {held for held in held_at(step, update_ns) if held.pointer in seen.grad_pointers}
+    parts = {
+        "weights_bytes": seen.weight_storages_bytes,
+        "grads_bytes": sum(held.n_bytes for held in held_at(step, peak.time_ns + 1) if held in grads),
+        "optimizer_bytes": seen.optimizer_storages_bytes,
+    }
+    return parts | {"other_bytes": peak.total_bytes - sum(parts.values())}
 
 
-def _gpu_memory() -> Memory:
-    return Memory(
-        rest_bytes=torch.cuda.memory_allocated(),
+def _observed_on_gpu(
+    training: Training, keep_events: bool
+) -> tuple[list[float | None], States, Memory]:
+    """Losses, states and memory of one steady step, by the caching allocator's own statistics."""
+    _settled()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    rest_bytes = torch.cuda.memory_allocated()
+    loss, seen = _observed_step(training)
+    torch.cuda.synchronize()
+    memory = Memory(
+        rest_bytes=rest_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
     )
+    return [loss], seen.states, memory
 
 
 def _timed_step(training: Training, device: torch.device) -> tuple[float | None, float]:

@@ -2,7 +2,7 @@
 
 import ctypes
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ OTHER_THREADS = "other threads"
 
 
 def count_all_threads() -> None:
-    """Makes the allocator's running total include every thread.
+    """Makes the allocator count from now on, on every thread, whether profiled or not.
 
-    Gloo's threads drop the last reference to some tensors outside any profile; without this they would
-    count as alive for ever.
+    So the running total of a later profile is all that is alive; and the tensors whose last reference
+    gloo's threads drop, outside any profile, do not count as alive for ever.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
@@ -50,13 +50,29 @@ def memory_profile() -> "profile":
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-def memory_events(profiled: profile) -> list[MemoryEvent]:
-    """All allocations and frees seen by a finished profiler, in order of time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a profile recorded: the allocator's events, and the regions marked by `record_function`."""
 
-    A free of a block from before the profile has the bytes the allocator says, which may be none.
-    """
-    found = [_memory_event(event) for event in _events(profiled) if event.tag == _EventType.Allocation]
-    return list(_with_other_threads(sorted(found, key=lambda event: event.time_ns)))
+    events: list[MemoryEvent]
+    regions: dict[str, list[tuple[int, int]]]
+    """Start and end (ns) of each region of a name, in order of time."""
+
+
+def recorded(profiled: profile, names: Container[str], *, paths: bool) -> Recorded:
+    """The allocations and the named regions of a finished profile; paths only when asked for."""
+    found: list[MemoryEvent] = []
+    regions: dict[str, list[tuple[int, int]]] = {}
+    for event in _events(profiled):
+        if event.tag == _EventType.Allocation:
+            found.append(_memory_event(event, paths))
+        elif event.name in names:
+            regions.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
+    found.sort(key=lambda event: event.time_ns)
+    return Recorded(
+        events=list(_with_other_threads(found)),
+        regions={name: sorted(spans) for name, spans in regions.items()},
+    )
 
 
 def _with_other_threads(events: list[MemoryEvent]) -> Iterator[MemoryEvent]:
@@ -64,16 +80,9 @@ def _with_other_threads(events: list[MemoryEvent]) -> Iterator[MemoryEvent]:
     for event in events:
         unseen = event.total_bytes - total - event.n_bytes
         if unseen:
-            yield replace(
-                event, n_bytes=unseen, pointer=0, total_bytes=total + unseen, path=OTHER_THREADS
-            )
+            yield replace(event, n_bytes=unseen, pointer=0, total_bytes=total + unseen, path=OTHER_THREADS)
         yield event
         total = event.total_bytes
-
-
-def marked(profiled: profile, name: str) -> list[tuple[int, int]]:
-    """Start and end (ns) of each region that `record_function` gave this name, in order of time."""
-    return sorted((e.start_time_ns, e.end_time_ns) for e in _events(profiled) if e.name == name)
 
 
 def during(events: list[MemoryEvent], span: tuple[int, int]) -> list[MemoryEvent]:
@@ -83,7 +92,7 @@ def during(events: list[MemoryEvent], span: tuple[int, int]) -> list[MemoryEvent
 
 
 def held_at(events: list[MemoryEvent], time_ns: int) -> list[MemoryEvent]:
-    """The allocations not seen to be freed before an instant."""
+    """The allocations made, and not seen to be freed, before an instant."""
     held: dict[int, MemoryEvent] = {}
     for event in events:
         if event.time_ns >= time_ns:
@@ -105,20 +114,20 @@ def _events(profiled: profile) -> Iterator[_ProfilerEvent]:
         stack.extend(event.children)
 
 
-def _memory_event(event: _ProfilerEvent) -> MemoryEvent:
+def _memory_event(event: _ProfilerEvent, paths: bool) -> MemoryEvent:
     fields: Any = event.typed[1]
     return MemoryEvent(
         time_ns=event.start_time_ns,
         n_bytes=fields.alloc_size,
         pointer=fields.ptr,
         total_bytes=fields.total_allocated,
-        path=" > ".join(_path(event.parent)),
+        path=_path(event.parent) if paths else "",
     )
 
 
-def _path(event: _ProfilerEvent | None) -> Iterable[str]:
+def _path(event: _ProfilerEvent | None) -> str:
     names = []
     while event is not None:
         names.append(event.name)
         event = event.parent
-    return reversed(names)
+    return " > ".join(reversed(names))

@@ -92,6 +92,8 @@ def stage_module(model: Model, plan: Plan, at: Coordinates, *, seed: int, device
     """
     torch.manual_seed(seed)
     whole = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
+    if model.tied_head:
+        nn.init.normal_(whole.head.output.weight, std=model.d_model**-0.5)
     stage = Transformer(model, stage_layers(model.n_layers, plan.pp, at.pp), seq_len=plan.seq_len)
     weights = whole.state_dict()
     stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
