@@ -1,6 +1,23 @@
 """memplan: bytes, traffic and time of a training job, before the GPUs are reserved."""
 
-from memplan.models import Gpt, Llama, Model
+from memplan.errors import MemplanError
+from memplan.estimate import Estimate, estimate
+from memplan.hardware import Cluster, cluster
+from memplan.models import Gpt, Llama, Model, model_from_config, parameter_count, preset, preset_names
 from memplan.plan import Plan
 
-__all__ = ["Gpt", "Llama", "Model", "Plan"]
+__all__ = [
+    "Cluster",
+    "Estimate",
+    "Gpt",
+    "Llama",
+    "MemplanError",
+    "Model",
+    "Plan",
+    "cluster",
+    "estimate",
+    "model_from_config",
+    "parameter_count",
+    "preset",
+    "preset_names",
+]

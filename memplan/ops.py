@@ -235,10 +235,10 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
     narrow = w.dtype != FP32
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
+        terms = grad.run.new("workspace", shape, FP32)
         widened = grad.run.new("weight as float32", shape[-1:], FP32) if narrow else None
         grad_x = grad.run.new("grad", shape, FP32)
         del widened
-        terms = grad.run.new("workspace", shape, FP32)
         grad_w = grad.run.new("grad", shape[-1:], FP32)
         del terms
         if narrow:

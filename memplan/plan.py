@@ -1,6 +1,7 @@
 """Plans: what can be asked of a cluster, and what is refused."""
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Final, Literal, cast
 
 from memplan.checks import checked_choice, checked_count, checked_flag
@@ -92,3 +93,63 @@ def stage_layers(n_layers: int, pp: int, stage: int) -> range:
     each, odd = divmod(n_layers, pp)
     start = stage * each + min(stage, odd)
     return range(start, start + each + (stage < odd))
+
+
+def check_plan(model: Model, plan: Plan) -> None:
+    """Raise unless PyTorch can run the plan on this model.
+
+    Raises:
+        PlanRefused: with value, rule and way out.
+    """
+    _check_tensor_axis(model, plan)
+    _check_pipeline(model, plan)
+    _check_data_axis(plan)
+    if model.learned_positions and plan.seq_len > model.max_seq_len:
+        raise PlanRefused(
+            f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
+            f"positions of {model.name}; use {model.max_seq_len} or less."
+        )
+
+
+def _check_tensor_axis(model: Model, plan: Plan) -> None:
+    for name, total in (
+        ("n_kv_heads", model.n_kv_heads),
+        ("n_heads", model.n_heads),
+        ("d_ff", model.d_ff),
+        ("vocab_size", model.vocab_size),
+    ):
+        if total % plan.tp:
+            shared = gcd(gcd(model.n_kv_heads, model.d_ff), model.vocab_size)
+            raise PlanRefused(
+                f"tp={plan.tp} does not divide {name}={total}; use one of {divisors_text(shared)}"
+                + ("." if name != "vocab_size" else ", or pad the vocabulary.")
+            )
+    if plan.sequence_parallel and plan.seq_len % plan.tp:
+        raise PlanRefused(
+            f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use seq_len="
+            f"{-(-plan.seq_len // plan.tp) * plan.tp}."
+        )
+
+
+def _check_pipeline(model: Model, plan: Plan) -> None:
+    if plan.pp > model.n_layers:
+        raise PlanRefused(f"pp={plan.pp} is more than n_layers={model.n_layers}; use at most {model.n_layers}.")
+    if plan.pp == 1:
+        return
+    if model.tied_head:
+        raise PlanRefused(
+            f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
+            "tied; use pp=1, or the model with tied_head=False."
+        )
+    if plan.schedule == "1f1b" and plan.n_micro_batches < plan.pp:
+        raise PlanRefused(
+            f"schedule='1f1b' needs a micro-batch per stage, but there are {plan.n_micro_batches} for pp="
+            f"{plan.pp}; use global_batch={plan.dp * plan.micro_batch * plan.pp} or more."
+        )
+
+
+def _check_data_axis(plan: Plan) -> None:
+    if plan.zero and plan.dp == 1:
+        raise PlanRefused(
+            f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0."
+        )

@@ -1,8 +1,11 @@
 """What memplan says about one rank."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from memplan import Model, Plan
+from memplan.engines.torch import Rank
+from memplan.estimate import rank_estimate
 from validate.collectives import Collective
 from validate.parallelize import Coordinates
 
@@ -19,9 +22,24 @@ class Prediction:
 
 
 def prediction(model: Model, plan: Plan, at: Coordinates) -> Prediction:
-    """memplan's estimate of the rank at these coordinates.
+    """memplan's estimate of the rank at these coordinates, by the rules of CPU ranks.
 
     Raises:
         PlanRefused: if the plan cannot run.
     """
-    raise NotImplementedError
+    estimated = rank_estimate(model, plan, Rank(pp=at.pp, dp=at.dp, tp=at.tp), "cpu")
+    calls: Counter[tuple[str, str]] = Counter()
+    payload_bytes: Counter[tuple[str, str]] = Counter()
+    for collective in estimated.collectives:
+        calls[collective.kind, collective.axis] += collective.calls
+        payload_bytes[collective.kind, collective.axis] += collective.payload_bytes
+    return Prediction(
+        weights_bytes=estimated.states.weights_bytes,
+        grads_bytes=estimated.states.grads_bytes,
+        optimizer_bytes=estimated.states.optimizer_bytes,
+        peak_bytes=estimated.peak.total_bytes,
+        collectives=tuple(
+            Collective(kind=kind, axis=axis, calls=n, payload_bytes=payload_bytes[kind, axis])
+            for (kind, axis), n in sorted(calls.items())
+        ),
+    )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 from memplan.engines.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
@@ -105,6 +106,20 @@ class Stage:
             keep_logits=self.plan.pp > 1,
         )  # fmt: skip
 
+    def on_fullest_rank(self) -> "Stage":
+        """The stage on the rank that holds most: ZeRO-1 gives ranks different tensors, shards are fullest first."""
+        if self.owned is None:
+            return self
+        every = zero_redundancy_partition(self.parameters(), self.plan.dp)
+        sizes = [sum(p.n_elements for p in owned) for owned in every]
+        fullest = Rank(pp=self.rank.pp, dp=sizes.index(max(sizes)), tp=self.rank.tp)
+        return Stage(self.model, self.plan, fullest, self.device, self.trace)
+
+    def parameters(self) -> list[Parameter]:
+        """Every parameter of the stage, in the module's order."""
+        trace = self.trace
+        return [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
+
     # States at rest
 
     def weight_elements(self, parameter: Parameter) -> int:
@@ -116,9 +131,7 @@ class Stage:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
         if self.plan.zero != 1 or not self.ddp:
             return None
-        trace = self.trace
-        every = [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
-        return zero_redundancy_partition(every, self.plan.dp)[self.rank.dp]
+        return zero_redundancy_partition(self.parameters(), self.plan.dp)[self.rank.dp]
 
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the stage and how many times it occurs."""
@@ -500,20 +513,31 @@ def _gpipe(passes: Passes, m: int) -> list[Stretch]:
 def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stretch]:
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
-    The last stage's logits are held by the schedule until the next micro-batch's replace them.
+    The last stage's logits are held by the schedule until the next micro-batch's replace them. The other
+    stages' last output sent on its own during warm-up is held by its send's handle until the schedule ends.
 
     Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
     """
     warm_up = min(m, stage.plan.pp - stage.rank.pp)
     release, emptied = passes.release(), passes.emptied()
-    done = (emptied,) if stage.last else (release, emptied)
     early = release if stage.last else None
     warm = passes.forward(first=False)
     forward = passes.forward(first=False, unsharded=True, release=early)
+    held = None if stage.last or warm_up < 2 else warm_up - 2
+    backward = passes.backward(first=False, last=False)
+    drain = passes.backward(first=False, last=False, unsharded=True)
+
+    def done(i: int) -> tuple[Stretch, ...]:
+        return (emptied,) if stage.last or i == held else (release, emptied)
+
+    def turn(i: int) -> Stretch:
+        if i == 0:
+            return chain("backward", passes.backward(first=True, last=m == 1), *done(i))
+        if i <= m - warm_up:
+            return chain("forward and backward", forward, backward, *done(i))
+        return chain("backward", drain, *done(i))
+
     steps = [passes.forward(first=True), repeated(warm, warm_up - 1)]
-    steps.append(chain("backward", passes.backward(first=True, last=m == 1), *done))
-    both = chain("forward and backward", forward, passes.backward(first=False, last=False), *done)
-    steps.append(repeated(both, m - warm_up))
-    drained = chain("backward", passes.backward(first=False, last=False, unsharded=True), *done)
-    steps.append(repeated(drained, warm_up - 1))
-    return [*steps, release] if stage.last else steps
+    cuts = sorted({0, 1, m - warm_up + 1, m, *(() if held is None else (held, held + 1))})
+    steps += [repeated(turn(a), b - a) for a, b in pairwise(cuts) if b <= m]
+    return [*steps, release] if stage.last or held is not None else steps

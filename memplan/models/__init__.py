@@ -5,6 +5,7 @@ from memplan.models.gpt import Gpt
 from memplan.models.huggingface import model_from_config
 from memplan.models.llama import Llama
 from memplan.models.lookup import resolve
+from memplan.models.parameters import parameter_count
 from memplan.models.presets import preset, preset_names, preset_source
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Llama",
     "Model",
     "model_from_config",
+    "parameter_count",
     "preset",
     "preset_names",
     "preset_source",
