@@ -16,6 +16,18 @@ GFLOP: Final = 10**9
 TFLOP: Final = 10**12
 
 
+def binary_unit(n_bytes: float) -> tuple[int, str]:
+    """The largest binary unit that is not more than a byte count, and its name.
+
+    >>> binary_unit(80 * GiB), binary_unit(17)
+    ((1073741824, 'GiB'), (1, 'B'))
+    """
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(n_bytes) >= unit:
+            return unit, name
+    return 1, "B"
+
+
 def human_bytes(n_bytes: float) -> str:
     """A byte count for people, in binary units.
 
@@ -24,7 +36,5 @@ def human_bytes(n_bytes: float) -> str:
     >>> human_bytes(17)
     '17 B'
     """
-    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if abs(n_bytes) >= unit:
-            return f"{n_bytes / unit:.2f} {name}"
-    return f"{n_bytes:.0f} B"
+    unit, name = binary_unit(n_bytes)
+    return f"{n_bytes / unit:.{0 if unit == 1 else 2}f} {name}"

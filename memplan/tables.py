@@ -1,0 +1,273 @@
+"""Estimates as tables: text for a terminal of 80 columns, and pandas frames.
+
+Text needs nothing but this module; frames need pandas, which is imported when one is made.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from memplan.errors import MemplanError
+from memplan.estimate import Estimate, StageEstimate
+from memplan.shapes import KINDS, Buffer
+from memplan.units import binary_unit, human_bytes
+
+if TYPE_CHECKING:
+    import pandas
+
+WIDTH: Final = 80
+"""Columns of a terminal; no line is longer."""
+
+MOST_STAGES: Final = 24
+"""Pipeline stages printed; of more, the first, the last and the worst are."""
+
+BRIEF_KINDS: Final = dict(zip(KINDS, ("weights", "grads", "optim.", "activ.", "temp."), strict=True))
+
+LEDGER_COLUMNS: Final = ("name", "kind", "shape", "dtype", "count", "each_bytes", "total_bytes")
+
+CONFIRMED: Final = {
+    "measured": "CPU rules, confirmed by real runs: python -m validate compares them.",
+    "unmeasured": "CUDA rules are read from sources; no GPU run has confirmed them yet.",
+}
+TEXTBOOK: Final = (
+    "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"
+    "16-bit activations; no buffers): for teaching and for checking formulas."
+)
+
+# --- Frames -----------------------------------------------------------------------------------------------
+
+
+def ledger_rows(alive: Mapping[Buffer, int]) -> list[dict[str, Any]]:
+    """What is alive, as plain rows, largest first; their `total_bytes` add up to all of it.
+
+    Buffers alike in name, kind, shape, type and size are one row.
+
+    >>> from memplan.shapes import FP32
+    >>> w = Buffer("wq", (2, 3), FP32, 24, "weights")
+    >>> ledger_rows({w: 2, Buffer("wq", (2, 3), FP32, 24, "weights"): 1, Buffer("x", (), FP32, 4, "grads"): 0})
+    [{'name': 'wq', 'kind': 'weights', 'shape': (2, 3), 'dtype': 'float32', 'count': 3, 'each_bytes': 24,
+      'total_bytes': 72}]
+    """
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for buffer, n in alive.items():
+        counts[buffer.name, buffer.kind, buffer.shape, buffer.dtype.name, buffer.n_bytes] += n
+    rows = [
+        dict(zip(LEDGER_COLUMNS, (*named, n, each_bytes, n * each_bytes), strict=True))
+        for (*named, each_bytes), n in counts.items()
+        if n
+    ]
+    return sorted(rows, key=lambda row: cast(int, row["total_bytes"]), reverse=True)
+
+
+def ledger_frame(alive: Mapping[Buffer, int]) -> "pandas.DataFrame":
+    """`ledger_rows` as a frame.
+
+    Raises:
+        MemplanError: if pandas is not installed.
+    """
+    return _frame(ledger_rows(alive), LEDGER_COLUMNS)
+
+
+def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
+    """One row per pipeline stage: its layers, its peak by kind in bytes, and when that is.
+
+    Raises:
+        MemplanError: if pandas is not installed.
+    """
+    rows = [
+        {"stage": s.stage, "first_layer": s.layers.start, "n_layers": len(s.layers), **s.peak.to_dict()}
+        | {"rest_bytes": s.rest_bytes, "when": s.when}
+        for s in estimate.stages
+    ]
+    return _frame(rows, tuple(rows[0]))
+
+
+def collectives_frame(estimate: Estimate) -> "pandas.DataFrame":
+    """One row per stage, kind, mesh axis and purpose: calls, payload and wire bytes of one rank's step.
+
+    Raises:
+        MemplanError: if pandas is not installed.
+    """
+    columns = ("stage", "kind", "axis", "what", "calls", "payload_bytes", "wire_bytes", "overlappable")
+    rows = [{"stage": s.stage} | asdict(c) for s in estimate.stages for c in s.collectives]
+    return _frame(rows, columns)
+
+
+def instants_frame(estimate: Estimate) -> "pandas.DataFrame":
+    """One row per stage and stretch of its step: the most bytes held in it, in the order of the step.
+
+    Raises:
+        MemplanError: if pandas is not installed.
+    """
+    rows = [{"stage": s.stage} | asdict(i) for s in estimate.stages for i in s.instants]
+    return _frame(rows, ("stage", "when", "total_bytes"))
+
+
+def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> "pandas.DataFrame":
+    try:
+        pandas = import_module("pandas")
+    except ModuleNotFoundError:
+        raise MemplanError("a frame needs pandas; install it with: pip install 'memplan[tables]'.") from None
+    return cast("pandas.DataFrame", pandas.DataFrame(rows, columns=list(columns)))
+
+
+# --- Text -------------------------------------------------------------------------------------------------
+
+
+def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: int | None = None) -> str:
+    """Rows of cells in columns two spaces apart, the first row their headings.
+
+    `sides` has one of "<" and ">" per column. If the lines would be longer than `WIDTH`, the cells of the
+    column `flexible` are cut.
+
+    >>> print(text_table([("name", "bytes"), ("wq", "4096"), ("norm", "16")], "<>"))
+    name  bytes
+    wq     4096
+    norm     16
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    too_wide = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    if flexible is not None and too_wide > 0:
+        widths[flexible] -= too_wide
+    columns = list(zip(sides, widths, strict=True))
+    return "\n".join(
+        "  ".join(
+            f"{cut(cell, width):{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def cut(text: str, width: int) -> str:
+    """`text` in at most `width` characters, its middle left out.
+
+    >>> cut("gather weights", 20), cut("gather weights", 10)
+    ('gather weights', 'gath..ghts')
+    """
+    half = (width - 2) // 2
+    return text if len(text) <= width else f"{text[: width - 2 - half]}..{text[-half:]}"
+
+
+def printable(text: str) -> str:
+    r"""Text with whatever could move a terminal's cursor written as escapes.
+
+    >>> print(printable("a\x1bb"))
+    a\x1bb
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """What `print(estimate)` shows: what was asked, each stage's peak, whether it fits, what is sent.
+
+    Every line has at most `WIDTH` characters; whatever stands for bytes says its unit.
+    """
+    textbook = estimate.plan.engine == "textbook"
+    parts = [_header(estimate), _stages(estimate), _verdict(estimate), _collectives(estimate)]
+    parts.append(TEXTBOOK if textbook else CONFIRMED[estimate.confirmed])
+    return "\n\n".join(part for part in parts if part)
+
+
+def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A ledger for a terminal, its sum below it."""
+    cells = [("kind", "name", "type", "shape", "count", "total")]
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        total = human_bytes(row["total_bytes"])
+        cells.append((BRIEF_KINDS[row["kind"]], row["name"], row["dtype"], shape, f"{row['count']:,}", total))
+    total_bytes = sum(row["total_bytes"] for row in rows)
+    return f"{text_table(cells, '<<<<>>', flexible=1)}\n\n{human_bytes(total_bytes)} = {total_bytes:,} bytes"
+
+
+def _header(estimate: Estimate) -> str:
+    model, plan, cluster = estimate.model, estimate.plan, estimate.cluster
+    if cluster is None:
+        place = "none given: CUDA rules, no limit"
+    else:
+        place = f"{printable(cluster.name)}: {_nodes(cluster.n_nodes, cluster.gpus_per_node)}"
+    how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
+    how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
+    lines = {
+        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_layers} layers",
+        "cluster": place,
+        "mesh": f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, {how}",
+        "batch": f"{plan.global_batch} x {plan.seq_len} tokens; micro-batches of {plan.micro_batch}: "
+        f"{plan.n_micro_batches} per replica",
+        "kept as": f"{plan.precision}, {plan.optimizer}, recompute={plan.recompute}, engine={plan.engine}",
+    }
+    return "\n".join(cut(f"{label:<9}{line}", WIDTH) for label, line in lines.items())
+
+
+def _nodes(n_nodes: int, gpus_per_node: int) -> str:
+    return f"{n_nodes} node{'s' * (n_nodes > 1)} of {gpus_per_node}"
+
+
+def _stages(estimate: Estimate) -> str:
+    unit, name = binary_unit(estimate.peak.total_bytes)
+    digits = 2 if estimate.peak.total_bytes < 100 * unit else 1
+    rows = [("stage", "layers", *BRIEF_KINDS.values(), "total", "worst in")]
+    shown = _stages_shown(estimate)
+    for before, stage in pairwise((None, *shown)):
+        if before is not None and stage.stage > before.stage + 1:
+            rows.append(("...",) * len(rows[0]))
+        kinds = (getattr(stage.peak, f"{kind}_bytes") for kind in (*KINDS, "total"))
+        rows.append(_stage_row(stage, [f"{n_bytes / unit:.{digits}f}" for n_bytes in kinds]))
+    title = "Worst instant of " + ("each stage" if len(rows) > 2 else "a step")
+    return f"{title}, {name} on the GPU that holds most\n{text_table(rows, '><>>>>>><', flexible=8)}"
+
+
+def _stages_shown(estimate: Estimate) -> list[StageEstimate]:
+    stages = estimate.stages
+    if len(stages) <= MOST_STAGES:
+        return list(stages)
+    ends = MOST_STAGES // 3
+    shown = {*range(ends), estimate.worst.stage, *range(len(stages) - ends, len(stages))}
+    return [stages[i] for i in sorted(shown)]
+
+
+def _stage_row(stage: StageEstimate, numbers: list[str]) -> tuple[str, ...]:
+    first, last = stage.layers.start, stage.layers.stop - 1
+    layers = f"{first}-{last}" if last > first else f"{first}"
+    return (str(stage.stage), layers, *numbers, _brief(stage.when.split(",")[0].replace(":", "")))
+
+
+def _brief(text: str) -> str:
+    return text.replace("backward", "bwd").replace("forward", "fwd")
+
+
+def _verdict(estimate: Estimate) -> str:
+    where = f"stage {estimate.worst.stage}, " if len(estimate.stages) > 1 else ""
+    peak = f"Peak {human_bytes(estimate.peak.total_bytes)}: {where}{estimate.worst.when}."
+    return "\n".join(cut(line, WIDTH) for line in (peak, _fits(estimate)))
+
+
+def _fits(estimate: Estimate) -> str:
+    cluster = estimate.cluster
+    budget_bytes = cluster.budget_bytes if cluster is not None else None
+    if estimate.plan.engine == "textbook":
+        return "No verdict: textbook accounting is never one on whether a plan fits."
+    if cluster is None or budget_bytes is None:
+        return "No verdict: " + ("no cluster was given." if cluster is None else "CPU ranks have no limit.")
+    left_bytes = budget_bytes - estimate.peak.total_bytes
+    budget = f"{human_bytes(budget_bytes)} ({human_bytes(cluster.gpu.usable_bytes or 0)} less {cluster.margin:.0%})"
+    if left_bytes >= 0:
+        return f"FITS: {human_bytes(left_bytes)} of {budget} are left."
+    return f"DOES NOT FIT: {human_bytes(-left_bytes)} more than {budget}."
+
+
+def _collectives(estimate: Estimate) -> str:
+    busiest = estimate.busiest
+    calls = sorted(busiest.collectives, key=lambda c: c.wire_bytes, reverse=True)
+    if not calls:
+        return "No collectives." if estimate.plan.world_size == 1 else ""
+    rows = [("collective", "axis", "what", "calls", "payload", "wire")]
+    rows += [
+        (c.kind, c.axis, _brief(c.what), f"{c.calls:,}", human_bytes(c.payload_bytes), human_bytes(c.wire_bytes))
+        for c in calls
+    ]
+    wire = human_bytes(sum(c.wire_bytes for c in calls))
+    of = f" of stage {busiest.stage}, which sends most" if len(estimate.stages) > 1 else ""
+    return f"Sent in a step by a GPU{of}: {wire}\n{text_table(rows, '<<<>>>', flexible=2)}"
