@@ -88,9 +88,14 @@ class Estimate:
         return self.worst.peak
 
     @property
+    def busiest(self) -> StageEstimate:
+        """The stage that sends most."""
+        return max(self.stages, key=lambda stage: sum(c.wire_bytes for c in stage.collectives))
+
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives of one rank of the stage that sends most."""
-        return max(self.stages, key=lambda s: sum(c.wire_bytes for c in s.collectives)).collectives
+        return self.busiest.collectives
 
     @property
     def fits(self) -> bool | None:

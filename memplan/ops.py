@@ -13,7 +13,7 @@ from typing import Literal
 
 from memplan.errors import MissingRule
 from memplan.shapes import BF16, BOOL, COMPLEX64, FP32, INT64, Parameter
-from memplan.tape import Run, Tensor
+from memplan.tape import Node, Run, Tensor
 
 Split = Literal["columns", "rows"]
 Grads = tuple[Tensor | None, ...]
@@ -39,8 +39,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
     dtype = BF16 if run.setting.autocast else x.dtype
     b = None
     if bias:
-        b = run.parameter(f"{name}.bias", (n_out,), tp_dim=0 if tp > 1 and split == "columns" else None,
-                          summed=split == "rows" and run.setting.sequence_parallel)  # fmt: skip
+        b = run.parameter(f"{name}.bias", (n_out,), tp_dim=0 if tp > 1 and split == "columns" else None)
         b_used = run.weight(b, dtype)
     w = run.weight(weight, dtype)
     x = run.cast(x, dtype)
@@ -71,33 +70,124 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
 
 
 def gather_sequence(x: Tensor) -> Tensor:
-    """Enter a tensor-parallel region: the whole sequence on every tensor rank, gradients summed on the way back."""
+    """Enter a tensor-parallel region: every tensor rank sees the whole sequence.
+
+    With sequence parallelism the sequence is all-gathered, and the gradient reduce-scattered on the way
+    back; without, x is already whole and its gradient is all-reduced.
+
+    Source: torch/distributed/tensor/parallel/style.py (`PrepareModuleInput`), Korthikanti et al. 2022 (g, f).
+    """
+    run = x.run
+    if run.setting.tp == 1:
+        return x
+    if run.setting.sequence_parallel:
+        node = run.node((x.node,), (), lambda grad, saved: (_reduce_scattered(grad, "activation gradients"),))
+        return _with_node(_gathered(x, "activations"), node)
+    node = run.node((x.node,), (), lambda grad, saved: (_all_reduced(grad, "activation gradients"),))
+    return Tensor(run, x.shape, x.dtype, x.storage, node)
+
+
+def _reduced_over_tp(y: Tensor, what: str) -> Tensor:
+    """Leave a tensor-parallel region: sum the tensor ranks' parts, keeping a part of the sequence under SP."""
+    run = y.run
+    if run.setting.tp == 1:
+        return y
+    if run.setting.sequence_parallel:
+        node = run.node((y.node,), (), lambda grad, saved: (_gathered(grad, "activation gradients"),))
+        return _with_node(_reduce_scattered(y, "activations"), node)
+    node = run.node((y.node,), (), lambda grad, saved: (grad,))
+    return _with_node(_all_reduced(y, "activations"), node)
+
+
+def _with_node(x: Tensor, node: Node) -> Tensor:
+    x.node = node
     return x
 
 
-def _reduced_over_tp(y: Tensor, name: str) -> Tensor:
-    return y
+def _all_reduced(x: Tensor, what: str) -> Tensor:
+    """A functional all-reduce: in a copy of its operand."""
+    x.run.collective("all_reduce", what, x.n_bytes)
+    return x.run.new("all-reduced", x.shape, x.dtype)
+
+
+def _gathered(x: Tensor, what: str) -> Tensor:
+    """All-gather along the sequence: ranks' parts arrive one after the other and are then interleaved.
+
+    Source: torch/distributed/_functional_collectives.py (`all_gather_tensor`: torch.cat of the chunks where
+    gather_dim is not 0).
+    """
+    run, tp = x.run, x.run.setting.tp
+    batch, seq, d = x.shape
+    shape = (batch, seq * tp, d)
+    arrived = run.new("gathered", shape, x.dtype)
+    run.collective("all_gather", what, arrived.n_bytes)
+    if run.setting.device == "cpu":
+        run.new("gloo scratch", x.shape, x.dtype)
+        run.new("gloo scratch", shape, x.dtype)
+    whole = run.new("gathered sequence", shape, x.dtype)
+    del arrived
+    return whole
+
+
+def _reduce_scattered(x: Tensor, what: str) -> Tensor:
+    """Reduce-scatter along the sequence: the operand is first put in the order of the ranks.
+
+    Source: torch/distributed/_functional_collectives.py (`reduce_scatter_tensor`).
+    """
+    run, tp = x.run, x.run.setting.tp
+    batch, seq, d = x.shape
+    ordered = run.new("ordered by rank", x.shape, x.dtype)
+    run.collective("reduce_scatter", what, ordered.n_bytes)
+    part = run.new("reduce-scattered", (batch, seq // tp, d), x.dtype)
+    scratch = run.new("gloo scratch", x.shape, x.dtype) if run.setting.device == "cpu" else None
+    del ordered, scratch
+    return part
 
 
 def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
-    """Rows of a table: saves the token ids; its gradient is a dense table.
+    """Rows of the vocabulary's table: saves the token ids; its gradient is a dense table.
 
-    Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`).
+    Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
+    outputs are summed. PyTorch makes that table's gradient whole on every rank; DDP cuts it back.
+
+    Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
+    torch/distributed/tensor/_ops/_embedding_ops.py.
     """
-    run = tokens.run
-    table = run.parameter(f"{name}.weight", (n_rows, d_model))
-    dtype = table.dtype
+    run, tp = tokens.run, tokens.run.setting.tp
+    table = run.parameter(f"{name}.weight", (n_rows // tp, d_model), tp_dim=0 if tp > 1 else None)
+    if tp == 1:
+        return _looked_up(tokens, table, n_rows, name)
+    if not run.setting.local_grads:
+        table.grad_shape = (n_rows, d_model)
+    mask = run.new("rows of other ranks", tokens.shape, BOOL)
+    local_ids = run.new("ids of own rows", tokens.shape, INT64)
+    partial = _looked_up(tokens, table, n_rows, name)
+    del local_ids, mask
+    return _reduced_over_tp(partial, name)
+
+
+def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
+    """Rows of the table of positions, whole on every tensor rank."""
+    table = ids.run.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.run.setting.sequence_parallel)
+    return _looked_up(ids, table, n_rows, name)
+
+
+def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
+    run, dtype = ids.run, table.dtype
+    shape = (n_rows, table.shape[1])
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad", (n_rows, d_model), dtype),)
+        whole = grad.run.new("grad", shape, dtype)
+        return (whole if table.grad_shape == shape else grad.run.new("grad", table.grad_shape, dtype),)
 
-    node = run.node((table,), (tokens,), backward)
-    return run.new(name, (*tokens.shape, d_model), dtype, node)
+    return run.new(name, (*ids.shape, shape[1]), dtype, run.node((table,), (ids,), backward))
 
 
 def position_ids(tokens: Tensor) -> Tensor:
-    """0 to seq - 1, shape (1, seq): the same for every sequence of the batch."""
-    return tokens.run.new("position ids", (1, tokens.shape[1]), INT64)
+    """0 to seq - 1, shape (1, seq), or this tensor rank's part of them under sequence parallelism."""
+    setting = tokens.run.setting
+    seq = tokens.shape[1] // (setting.tp if setting.sequence_parallel else 1)
+    return tokens.run.new("position ids", (1, seq), INT64)
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
@@ -402,6 +492,8 @@ def cross_entropy(logits: Tensor) -> Tensor:
     """
     run, shape = logits.run, logits.shape
     wide = run.cast(logits, FP32)
+    if run.setting.tp > 1:
+        return _vocabulary_parallel_cross_entropy(wide)
 
     def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.run.new("grad of logits", shape, FP32),)
@@ -411,6 +503,45 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
     log_p = run.new("log-probabilities", shape, FP32)
     log_p.node = run.node((wide.node,), (Tensor(run, shape, FP32, log_p.storage),), softmax_backward)
+    total_weight = run.new("total weight", (), FP32)
+    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))
+
+
+def _vocabulary_parallel_cross_entropy(logits: Tensor) -> Tensor:
+    """Each tensor rank has a part of the vocabulary: maxima, sums and the targets' values are all-reduced.
+
+    The gradient is made whole by the loss's backward; log-softmax's passes it on.
+
+    Source: torch/distributed/tensor/parallel/loss.py (`_log_softmax`, `_nll_loss_forward`,
+    `_nll_loss_and_log_softmax_backward`).
+    """
+    run, shape = logits.run, logits.shape
+    tokens = shape[:-1]
+
+    def nll_backward(grad: Tensor, saved: Saved) -> Grads:
+        indices = [grad.run.new("targets' indices", tokens, INT64) for _ in range(3)]
+        mask = grad.run.new("targets of other ranks", tokens, BOOL)
+        updates = [grad.run.new("targets' gradients", tokens, FP32) for _ in range(2)]
+        one_hot = grad.run.new("grad of log-probabilities", shape, FP32)
+        probabilities = grad.run.new("probabilities", shape, FP32)
+        difference = grad.run.new("probabilities less targets", shape, FP32)
+        del probabilities
+        scaled = grad.run.new("grad of logits", shape, FP32)
+        del difference, one_hot, indices, mask, updates
+        return (scaled,)
+
+    maxima = _all_reduced(run.new("maxima", tokens, FP32), "maxima of logits")
+    shifted = run.new("logits less maxima", shape, FP32)
+    powers = run.new("exponentials", shape, FP32)
+    sums = run.new("sums", tokens, FP32)
+    del powers
+    sums = _all_reduced(sums, "sums of exponentials")
+    log_p = run.new("log-probabilities", shape, FP32)
+    del shifted, maxima, sums
+    saved = Tensor(run, shape, FP32, log_p.storage)
+    log_p.node = run.node((logits.node,), (saved,), lambda grad, saved: (grad,))
+    target_values = _all_reduced(run.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities")
+    del target_values
     total_weight = run.new("total weight", (), FP32)
     return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))
 

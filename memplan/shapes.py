@@ -54,18 +54,20 @@ class Buffer:
 class Parameter:
     """A weight as one tensor rank holds it.
 
-    `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank).
+    `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank); `grad_shape`
+    is its gradient's, which PyTorch does not always divide.
     `summed_over_tp` marks a whole weight whose gradient each tensor rank knows only a part of, because the
     sequence is divided over them.
     """
 
-    __slots__ = ("dtype", "name", "shape", "summed_over_tp", "tp_dim")
+    __slots__ = ("dtype", "grad_shape", "name", "shape", "summed_over_tp", "tp_dim")
 
     def __init__(
         self, name: str, shape: Shape, dtype: DType, *, tp_dim: int | None = None, summed_over_tp: bool = False
     ) -> None:
         self.name = name
         self.shape = shape
+        self.grad_shape = shape
         self.dtype = dtype
         self.tp_dim = tp_dim
         self.summed_over_tp = summed_over_tp

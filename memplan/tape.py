@@ -29,6 +29,7 @@ class Setting:
 
     `weight_dtype` is the type the operations see the weights in; `autocast` lets matrix products run in
     bfloat16 on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
+    `local_grads`: gradients are cut like their weights as soon as they are made.
     """
 
     device: Device = "cuda"
@@ -36,6 +37,7 @@ class Setting:
     autocast: bool = False
     tp: int = 1
     sequence_parallel: bool = False
+    local_grads: bool = False
     micro_batch: int = 1
     seq_len: int = 1024
 

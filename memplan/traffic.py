@@ -102,6 +102,26 @@ def _tensor_axis(stage: Stage) -> Iterator[Call]:
     for segment, times in parts:
         for call in segment.calls:
             yield call.kind, "tp", f"{call.what}, {call.phase}", times, times * call.payload_bytes
+    for parameter, count in stage.counted_parameters():
+        if parameter.summed_over_tp:
+            times = count * _sums_per_step(stage)
+            yield "all_reduce", "tp", "partial gradients", times, times * parameter.n_bytes
+
+
+def _sums_per_step(stage: Stage) -> int:
+    """How often the tensor ranks sum a gradient of which each knows a part.
+
+    DDP and FSDP2 do it once per reduction, in backward. Without them the gradient stays partial until the
+    optimizer reads it, and each read sums anew: three in Adam, one in SGD.
+
+    Source: torch/distributed/tensor/_dispatch.py (implicit redistribution), torch/optim/adam.py (`lerp_` and
+    `addcmul_` with the gradient twice).
+    """
+    if stage.ddp:
+        return stage.plan.n_micro_batches
+    if stage.fsdp:
+        return 1 if stage.plan.pp > 1 else stage.plan.n_micro_batches
+    return 3 if stage.plan.optimizer in ("adam", "adamw") else 1
 
 
 def _ready_order(stage: Stage) -> list[Parameter]:
@@ -121,7 +141,7 @@ def _ready_order(stage: Stage) -> list[Parameter]:
 def _replicated(stage: Stage) -> Iterator[Call]:
     buckets = ddp_buckets(_ready_order(stage))
     yield "all_reduce", "dp", "all-reduce gradients", len(buckets), sum(buckets)
-    if isinstance(stage.model, Llama):
+    if isinstance(stage.model, Llama) and stage.plan.pp == 1:
         seq_len, half = stage.plan.seq_len, stage.model.d_head // 2
         yield "broadcast", "dp", "rotation buffer", 1, 8 * seq_len * half
     if stage.plan.zero == 1:

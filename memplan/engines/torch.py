@@ -25,7 +25,10 @@ from memplan.timeline import Alive, Stretch, chain, events, repeated
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
-"""What each optimizer keeps per weight, in the weight's type; Adam also counts steps in a float32 scalar."""
+"""What each optimizer keeps per weight, in the weight's type; Adam also counts steps in a float32 scalar.
+
+Adam's moments are like the weight, SGD's momentum is a clone of the first gradient.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class Stage:
             autocast=mixed and not self.fsdp,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
+            local_grads=self.ddp,
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
         )
@@ -157,8 +161,9 @@ class Stage:
                 alive[_buffer(f"{parameter.name} (DDP bucket)", shape, dtype)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
+                like = parameter.grad_shape if names == ("momentum",) and not self.fsdp else shape
                 for name in names:
-                    alive[_buffer(f"{parameter.name}.{name}", shape, dtype, "optimizer")] += kept
+                    alive[_buffer(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
                 if len(names) == 2:
                     alive[_buffer(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
         self._rest_of_inputs(alive)
@@ -196,7 +201,7 @@ class Stage:
         """The gradients that the optimizer sees."""
         found = []
         for parameter, n in self.counted_parameters():
-            shape: Shape = (self.weight_elements(parameter),) if self.fsdp else parameter.shape
+            shape: Shape = (self.weight_elements(parameter),) if self.fsdp else parameter.grad_shape
             found.append((_buffer(f"{parameter.name}.grad", shape, self.weight_dtype, "grads"), n))
         return found
 
@@ -208,7 +213,7 @@ class Stage:
         Source: torch/optim/adam.py (`_single_tensor_adam`).
         """
         if len(MOMENTS[self.plan.optimizer]) < 2:
-            return events("optimizer step", ())
+            return events("optimizer step", self._cut_grads())
         sizes = self._update_sizes()
         if self.device == "cuda":
             return events("optimizer step", self._foreach(sizes))
@@ -223,6 +228,15 @@ class Stage:
         if before is not None:
             found += _free(before)
         return events("optimizer step", found)
+
+    def _cut_grads(self) -> list[Event]:
+        """A gradient that is whole beside a divided weight is cut while the optimizer reads it."""
+        found: list[Event] = []
+        for parameter in () if self.fsdp else self.ends:
+            if parameter.grad_shape != parameter.shape:
+                part = _buffer(f"{parameter.name}.grad (own rows)", parameter.shape, self.weight_dtype)
+                found += [*_alloc(part), *_free(part)]
+        return found
 
     def _update_sizes(self) -> list[tuple[str, int]]:
         if self.owned is not None:
@@ -343,7 +357,7 @@ class Unit:
         self.n_bytes_reduced = n * sum(shards) * reduce.itemsize
         self.flat = _buffer(f"{name} (all-gather output)", (n * sum(shards),), compute)
         self.scratch = _buffer(f"{name} (gloo scratch)", (n * sum(shards),), compute)
-        self.casts = [_buffer(f"{p.name} (shard as {compute.name})", (s,), compute) for p, s in zip(parameters, shards)]
+        self.cast = _buffer(f"{name} (own shards as {compute.name})", (sum(shards),), compute)
         self.casting = compute != stage.weight_dtype
         self.unsharded = [_buffer(f"{p.name} (unsharded)", (n * s,), compute) for p, s in zip(parameters, shards)]
         self.reduce_input = _buffer(f"{name} (reduce-scatter input)", (n * sum(shards),), reduce)
@@ -357,7 +371,7 @@ class Unit:
         if self.stage.device == "cpu":
             scratch = (*_alloc(self.scratch), *_free(self.scratch)) * 2
         if self.casting:
-            return (*_alloc(*self.casts), *_alloc(self.flat), *_free(*self.casts), *scratch)
+            return (*_alloc(self.cast, self.flat), *scratch, *_free(self.cast))
         return (*_alloc(self.flat), *scratch)
 
     def copy_out(self, stale: "Unit | None") -> tuple[Event, ...]:

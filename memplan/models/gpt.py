@@ -14,6 +14,7 @@ from memplan.ops import (
     gelu,
     heads,
     layer_norm,
+    learned_positions,
     linear,
     position_ids,
 )
@@ -42,7 +43,7 @@ class Gpt(Model):
     def embed(self, tokens: Tensor) -> Tensor:
         ids = position_ids(tokens)
         x = embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
-        p = embedding(ids, "embedding.positions", self.max_seq_len, self.d_model)
+        p = learned_positions(ids, "embedding.positions", self.max_seq_len, self.d_model)
         x = add_positions(x, p)
         return dropout(x, self.dropout)
 
@@ -51,18 +52,18 @@ class Gpt(Model):
         return x + dropout(self._feed_forward(layer_norm(x, "ffn_norm")), self.dropout)
 
     def _attention(self, x: Tensor) -> Tensor:
-        x = gather_sequence(x)
-        q = linear(x, "attention.wq", self.d_model, bias=True, split="columns")
-        k = linear(x, "attention.wk", self.d_model, bias=True, split="columns")
-        v = linear(x, "attention.wv", self.d_model, bias=True, split="columns")
+        h = gather_sequence(x)
+        q = linear(h, "attention.wq", self.d_model, bias=True, split="columns")
+        k = linear(h, "attention.wk", self.d_model, bias=True, split="columns")
+        v = linear(h, "attention.wv", self.d_model, bias=True, split="columns")
         q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
         y = attention(q, k, v, dropout=self.dropout)
         return linear(y, "attention.wo", self.d_model, bias=True, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        x = gather_sequence(x)
+        h = gather_sequence(x)
         return linear(
-            gelu(linear(x, "feed_forward.w1", self.d_ff, bias=True, split="columns")),
+            gelu(linear(h, "feed_forward.w1", self.d_ff, bias=True, split="columns")),
             "feed_forward.w2", self.d_model, bias=True, split="rows",
         )  # fmt: skip
 

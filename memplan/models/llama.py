@@ -37,20 +37,20 @@ class Llama(Model):
         return x + self._feed_forward(rms_norm(x, "ffn_norm"))
 
     def _attention(self, x: Tensor) -> Tensor:
-        x = gather_sequence(x)
-        q = linear(x, "attention.wq", self.n_heads * self.d_head, bias=self.attention_bias, split="columns")
-        k = linear(x, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
-        v = linear(x, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
+        h = gather_sequence(x)
+        q = linear(h, "attention.wq", self.n_heads * self.d_head, bias=self.attention_bias, split="columns")
+        k = linear(h, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
+        v = linear(h, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
         q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
         q, k = rope(q), rope(k)
         y = attention(q, k, v)
         return linear(y, "attention.wo", self.d_model, bias=self.attention_bias, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        x = gather_sequence(x)
+        h = gather_sequence(x)
         return linear(
-            silu(linear(x, "feed_forward.w1", self.d_ff, bias=self.mlp_bias, split="columns"))
-            * linear(x, "feed_forward.w3", self.d_ff, bias=self.mlp_bias, split="columns"),
+            silu(linear(h, "feed_forward.w1", self.d_ff, bias=self.mlp_bias, split="columns"))
+            * linear(h, "feed_forward.w3", self.d_ff, bias=self.mlp_bias, split="columns"),
             "feed_forward.w2", self.d_model, bias=self.mlp_bias, split="rows",
         )  # fmt: skip
 
