@@ -9,15 +9,15 @@ from memplan.errors import unknown_name
 LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
 """Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
 
-LEAST_STEPS: Final = 6
-"""Two to warm up, one whose collectives are counted, three whose memory is observed."""
+LEAST_STEPS: Final = 7
+"""Two to warm up, one whose collectives are counted, four whose memory is observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One plan for one model, to be run and compared.
 
-    `steps` are optimizer steps in all; those after the first six are timed. The ranks are ended after
+    `steps` are optimizer steps in all; those after the first seven are timed. The ranks are ended after
     `timeout_s` seconds. Equal seeds mean equal weights and tokens.
     """
 
@@ -70,17 +70,24 @@ GPT_DROPOUT: Final = replace(GPT, name="gpt-small-dropout", dropout=0.1)
 
 
 def _case(name: str, model: Model, **plan: Any) -> Case:
-    settings = {"global_batch": 4, "seq_len": 128, "precision": "fp32", "optimizer": "adamw"} | plan
+    settings: dict[str, Any] = {
+        "global_batch": 4,
+        "seq_len": 128,
+        "precision": "fp32",
+        "optimizer": "adamw",
+    } | plan
     return Case(name=f"{model.name}, {name}", model=model, plan=Plan(**settings))
 
 
 def quick() -> tuple[Case, ...]:
     """Every kind of plan on one to eight ranks, small enough for a laptop."""
-    sp = {"tp": 2, "sequence_parallel": True}
+    sp: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
     return (
         _case("one rank", LLAMA),
         _case("one rank, bf16", LLAMA, precision="bf16", global_batch=2),
-        _case("one rank, bf16-mixed, recompute", LLAMA, precision="bf16-mixed", recompute="full", global_batch=2),
+        _case(
+            "one rank, bf16-mixed, recompute", LLAMA, precision="bf16-mixed", recompute="full", global_batch=2
+        ),
         _case("one rank, micro-batch 2 of 8, sgd", GPT, micro_batch=2, global_batch=8, optimizer="sgd"),
         _case("one rank, recompute, adam", GPT_TIED, recompute="full", optimizer="adam"),
         _case("one rank, dropout", GPT_DROPOUT),
@@ -101,7 +108,9 @@ def quick() -> tuple[Case, ...]:
         _case("dp2 zero3", LLAMA, dp=2, zero=3),
         _case("dp2 zero3, recompute, bf16", LLAMA, dp=2, zero=3, recompute="full", precision="bf16"),
         _case("dp4 zero3, bf16-mixed", GPT, dp=4, zero=3, precision="bf16-mixed"),
-        _case("dp3 zero3, odd, sgd-momentum", LLAMA_ODD, dp=3, zero=3, global_batch=3, optimizer="sgd-momentum"),
+        _case(
+            "dp3 zero3, odd, sgd-momentum", LLAMA_ODD, dp=3, zero=3, global_batch=3, optimizer="sgd-momentum"
+        ),
         _case("dp2 zero3, tied", LLAMA_TIED, dp=2, zero=3, optimizer="adam"),
         _case("tp2", LLAMA, tp=2),
         _case("tp4, recompute", GPT, tp=4, recompute="full"),
@@ -112,7 +121,9 @@ def quick() -> tuple[Case, ...]:
         _case("pp2 gpipe", LLAMA, pp=2, schedule="gpipe"),
         _case("pp2 1f1b", LLAMA, pp=2),
         _case("pp4 1f1b", GPT, pp=4, global_batch=8),
-        _case("pp3 1f1b, odd, recompute", replace(LLAMA_ODD, n_layers=4), pp=3, recompute="full", global_batch=6),
+        _case(
+            "pp3 1f1b, odd, recompute", replace(LLAMA_ODD, n_layers=4), pp=3, recompute="full", global_batch=6
+        ),
         _case("pp2 gpipe, bf16", GPT, pp=2, schedule="gpipe", precision="bf16"),
         _case("pp2 1f1b, bf16-mixed", LLAMA, pp=2, precision="bf16-mixed"),
         _case("dp2 tp2", LLAMA, dp=2, tp=2),

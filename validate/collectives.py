@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +42,9 @@ COUNTED: dict[str, tuple[str, str]] = {
 }
 """Operator to (kind, the argument whose bytes are the payload): the full tensor of a gather or a scatter."""
 
-SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"})
+SILENT = frozenset(
+    {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"}
+)
 """Operators that move no operand."""
 
 
@@ -61,13 +62,17 @@ class CollectiveCounter(TorchDispatchMode):
     """Counts every collective issued while it is active; a coalesced call counts once, with all its bytes."""
 
     def __init__(self, axis_of_group: dict[str, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = axis_of_group
         self._calls: Counter[tuple[str, str]] = Counter()
         self._payload_bytes: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
@@ -95,16 +100,16 @@ class CollectiveCounter(TorchDispatchMode):
 
 def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
     """The mesh axis of each process group, by the group's name; the group of all ranks is `world`."""
-    names = {dist.group.WORLD.group_name: "world"} if dist.is_initialized() and dist.group.WORLD else {}
+    names: dict[str, str] = {}
+    if dist.is_initialized() and dist.group.WORLD is not None:
+        names[str(dist.group.WORLD.group_name)] = "world"
     if mesh is not None:
         for axis in mesh.mesh_dim_names or ():
-            names[mesh.get_group(axis).group_name] = axis
+            names[str(mesh.get_group(axis).group_name)] = axis
     return names
 
 
-def _named_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> dict[str, Any]:
+def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
     names = [argument.name for argument in func._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs | {"return": result}
 

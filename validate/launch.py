@@ -1,25 +1,31 @@
-"""Each case in fresh processes: started, watched, ended."""
+"""Each case in fresh processes: started, watched, ended; or on the ranks that torchrun or Slurm started."""
 
 import json
 import multiprocessing
 import os
+import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 
+from memplan.errors import PlanRefused
 from validate.cases import Case
 from validate.measure import RankMeasurement, measured_rank
+from validate.records import Outcome
 
-PRELOADED = [
+PRELOADED: Final = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
@@ -31,14 +37,25 @@ PRELOADED = [
 ]
 """What the fork server imports once for all ranks."""
 
+SPOKEN_CHARACTERS: Final = 4000
+"""How much of what a failed rank printed is kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How a case ended: `ok` with every rank's measurement, or another outcome with the reason."""
 
-    outcome: str
+    outcome: Outcome
     ranks: tuple[RankMeasurement, ...] = ()
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    rank: int
+    process: BaseProcess
+    spoken: Path
+    """The file its output goes to."""
 
 
 def fork_server() -> ForkServerContext:
@@ -49,75 +66,139 @@ def fork_server() -> ForkServerContext:
 
 
 def run_case(case: Case, *, keep_events: bool = False) -> Ended:
-    """Runs a case on its own new processes on this machine, one per rank, on CPU with gloo.
+    """Runs a case on new processes of its own on this machine, one per rank, on CPU with gloo.
 
     A rank that fails, or the case's time-out, ends all ranks; none is left when this returns.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: dict[Connection, _Rank] = {}
+    with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
+        try:
+            for rank in range(case.plan.world_size):
+                _start(case, rank, store.port, Path(folder), keep_events, ranks)
+            return _watched(case, ranks)
+        finally:
+            for connection, started in ranks.items():
+                started.process.kill()
+                started.process.join()
+                connection.close()
+
+
+def _start(
+    case: Case, rank: int, port: int, folder: Path, keep_events: bool, ranks: dict[Connection, _Rank]
+) -> None:
     context = fork_server()
-    ranks: dict[Connection, tuple[int, ForkServerProcess]] = {}
-    for rank in range(case.plan.world_size):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(case, rank, store.port, theirs, keep_events))
-        process.start()
-        theirs.close()
-        ranks[ours] = rank, process
-    try:
-        return _watched(case, ranks)
-    finally:
-        for connection, (_, process) in ranks.items():
-            process.kill()
-            process.join()
-            connection.close()
+    ours, theirs = context.Pipe(duplex=False)
+    spoken = folder / str(rank)
+    arguments = (case, rank, port, theirs, spoken, keep_events)
+    process = context.Process(target=_rank_main, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    ranks[ours] = _Rank(rank=rank, process=process, spoken=spoken)
 
 
-def _watched(case: Case, ranks: dict[Connection, tuple[int, ForkServerProcess]]) -> Ended:
+def _watched(case: Case, ranks: Mapping[Connection, _Rank]) -> Ended:
     deadline = time.monotonic() + case.timeout_s
     waiting = dict(ranks)
     measured: list[RankMeasurement] = []
     while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        ready = cast(list[Connection], wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())))
         if not ready:
-            late = ", ".join(str(rank) for rank, _ in waiting.values())
-            return Ended(outcome="timed-out", reason=f"ranks {late} were not done after {case.timeout_s:g} s")
+            late = ", ".join(str(started.rank) for started in waiting.values())
+            return Ended(outcome="timed-out", reason=f"rank {late} not done after {case.timeout_s:g} s")
         for connection in ready:
-            rank, process = waiting.pop(connection)  # type: ignore[arg-type]
-            answer = _answer(connection, process)  # type: ignore[arg-type]
-            if not isinstance(answer, RankMeasurement):
-                return Ended(outcome="crashed", reason=f"rank {rank}: {answer}")
+            answer = _answer(connection, waiting.pop(connection))
+            if isinstance(answer, Ended):
+                return answer
             measured.append(answer)
     return Ended(outcome="ok", ranks=tuple(sorted(measured, key=lambda m: m.rank)))
 
 
-def _answer(connection: Connection, process: ForkServerProcess) -> RankMeasurement | str:
+def _answer(connection: Connection, started: _Rank) -> RankMeasurement | Ended:
     try:
-        return connection.recv()  # type: ignore[no-any-return]
+        return cast(RankMeasurement | Ended, connection.recv())
     except EOFError:
-        process.join()
-        return f"died with exit code {process.exitcode}"
+        started.process.join()
+    code = started.process.exitcode
+    spoken = (
+        started.spoken.read_text(errors="replace")[-SPOKEN_CHARACTERS:] if started.spoken.exists() else ""
+    )
+    return Ended(
+        outcome="out-of-memory" if code == -9 else "crashed",
+        reason=f"rank {started.rank} died with exit code {code}\n{spoken}".strip(),
+    )
 
 
-def _rank_main(case: Case, rank: int, port: int, answer: Connection, keep_events: bool) -> None:
+def _rank_main(case: Case, rank: int, port: int, answer: Connection, spoken: Path, keep_events: bool) -> None:
+    with spoken.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
     try:
-        with process_group(rank, case.plan.world_size, port, case.timeout_s):
+        with _loopback_group(rank, case, port):
             answer.send(measured_rank(case, rank, torch.device("cpu"), keep_events=keep_events))
-    except BaseException:
-        answer.send(traceback.format_exc())
+    except Exception as error:
+        answer.send(_failed(rank, error))
+
+
+def _failed(rank: int, error: Exception) -> Ended:
+    if isinstance(error, PlanRefused):
+        return Ended(outcome="refused", reason=str(error))
+    text = "".join(traceback.format_exception(error))
+    out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return Ended(outcome="out-of-memory" if out_of_memory else "crashed", reason=f"rank {rank}: {text}")
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, port: int, timeout_s: float) -> Iterator[None]:
+def _loopback_group(rank: int, case: Case, port: int) -> Iterator[None]:
     """The group of all ranks over the loopback interface; none for a single rank."""
-    if world_size == 1:
+    if case.plan.world_size == 1:
         yield
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    patience = timedelta(seconds=case.timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.plan.world_size, timeout=patience)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ranks_given(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun, or srun with the same variables, started this process as one of the ranks."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
+
+
+def run_given_ranks(case: Case, environment: Mapping[str, str]) -> Ended | None:
+    """Runs a case on the ranks that a launcher started; the result on rank 0, None on the others.
+
+    Raises:
+        PlanRefused: if the plan's ranks are not as many as were started.
+    """
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if world_size != case.plan.world_size:
+        raise PlanRefused(
+            f"pp x dp x tp = {case.plan.world_size} ranks, but the launcher started {world_size}; "
+            f"use as many as were started, or start {case.plan.world_size}."
+        )
+    device = _device(int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=case.timeout_s)
+    )
     try:
-        yield
+        mine = measured_rank(case, rank, device)
+        gathered: list[RankMeasurement | None] | None = [None] * world_size if rank == 0 else None
+        dist.gather_object(mine, gathered)
     finally:
         dist.destroy_process_group()
+    return Ended(outcome="ok", ranks=tuple(filter(None, gathered))) if gathered else None
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def dump_events(ended: Ended, folder: Path) -> list[Path]:

@@ -25,10 +25,17 @@ from validate.memory import (
     memory_profile,
     recorded,
 )
-from validate.parallelize import Coordinates, coordinates, device_mesh, optimizer_of, parallel_module, stage_module
+from validate.parallelize import (
+    Coordinates,
+    coordinates,
+    device_mesh,
+    optimizer_of,
+    parallel_module,
+    stage_module,
+)
 from validate.training import Gradients, gradients
 
-OBSERVED_STEPS = 3
+OBSERVED_STEPS = 4
 """Steps whose peak is taken on CPU: gloo's threads may free late, which only adds, so the least is true."""
 
 WARM_UP_STEPS = 2
@@ -87,7 +94,7 @@ class Training:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of this rank's stage: the optimizer's, since DDP beside TP hides some of the module's."""
+        """This stage's parameters as the optimizer has them; DDP beside TP hides some of the module's."""
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def step(self) -> float | None:
@@ -115,7 +122,9 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     )
 
 
-def measured_rank(case: Case, rank: int, device: torch.device, *, keep_events: bool = False) -> RankMeasurement:
+def measured_rank(
+    case: Case, rank: int, device: torch.device, *, keep_events: bool = False
+) -> RankMeasurement:
     """Runs the case's training on this rank and measures it.
 
     One thread and no oneDNN, whose scratch memory depends on the CPU's model; garbage is collected between
@@ -234,9 +243,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _observed_on_cpu(
-    training: Training, keep_events: bool
-) -> tuple[list[float | None], States, Memory]:
+def _observed_on_cpu(training: Training, keep_events: bool) -> tuple[list[float | None], States, Memory]:
     """Losses, states and memory of some steady steps: the memory of the one with the least peak."""
     _settled()
     losses, seen = [], []
@@ -260,9 +267,7 @@ def _observed_on_cpu(
     return losses, seen[best].states, memory
 
 
-def _peak_by_kind(
-    step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, seen: _Seen
-) -> dict[str, int]:
+def _peak_by_kind(step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, seen: _Seen) -> dict[str, int]:
     """Bytes alive at the peak, by kind: a block is a gradient's if one is in it when the update starts."""
     grads = {held for held in held_at(step, update_ns) if held.pointer in seen.grad_pointers}
     parts = {
@@ -273,9 +278,7 @@ def _peak_by_kind(
     return parts | {"other_bytes": peak.total_bytes - sum(parts.values())}
 
 
-def _observed_on_gpu(
-    training: Training, keep_events: bool
-) -> tuple[list[float | None], States, Memory]:
+def _observed_on_gpu(training: Training, keep_events: bool) -> tuple[list[float | None], States, Memory]:
     """Losses, states and memory of one steady step, by the caching allocator's own statistics."""
     _settled()
     torch.cuda.synchronize()

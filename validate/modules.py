@@ -1,4 +1,4 @@
-"""The torch module that a memplan Model describes: the same parameters, the same operations, in the same order."""
+"""The torch module that a memplan Model describes: the same parameters and operations, in the same order."""
 
 from typing import cast
 
@@ -139,7 +139,7 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return cast(Tensor, x + self.feed_forward(self.ffn_norm(x)))
 
 
 class LlamaEmbedding(nn.Module):
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         self.register_buffer("rotation", rotation, persistent=False)
         self.head = Head(model) if last else None
         if model.tied_head and self.head is not None and self.embedding is not None:
-            self.head.output.weight = self.embedding.tokens.weight  # type: ignore[union-attr, assignment]
+            self.head.output.weight = self.embedding.tokens.weight
         self.autocast_dtype: torch.dtype | None = None
         self.recompute = False
 
@@ -214,9 +214,7 @@ class Transformer(nn.Module):
         arguments = () if self.rotation is None else (self.rotation,)
         for block in self.blocks.values():
             if self.recompute:
-                x = cast(
-                    Tensor, torch.utils.checkpoint.checkpoint(block, x, *arguments, use_reentrant=False)
-                )
+                x = cast(Tensor, torch.utils.checkpoint.checkpoint(block, x, *arguments, use_reentrant=False))
             else:
                 x = block(x, *arguments)
         return x if self.head is None else cast(Tensor, self.head(x))

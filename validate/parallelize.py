@@ -5,8 +5,10 @@ Mesh axes, outermost first: pp, dp, tp. ZeRO 0 is `DistributedDataParallel`, 1 a
 tensor and sequence parallelism are `parallelize_module`, pipelines `torch.distributed.pipelining`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -25,15 +27,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Model, Plan
+from memplan.plan import stage_layers
 from validate.modules import GptEmbedding, Transformer
 
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
-    "sgd": (torch.optim.SGD, {}),
-    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adam": (torch.optim.Adam, {}),
-    "adamw": (torch.optim.AdamW, {}),
+OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
 }
-"""What each optimizer name means: the class and its arguments besides the learning rate."""
+"""What each optimizer name means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +54,7 @@ def coordinates(plan: Plan, rank: int) -> Coordinates:
     >>> coordinates(Plan(dp=2, tp=2, global_batch=2), 3)
     Coordinates(pp=0, dp=1, tp=1)
     """
-    return Coordinates(
-        pp=rank // (plan.dp * plan.tp), dp=rank // plan.tp % plan.dp, tp=rank % plan.tp
-    )
-
-
-def stage_layers(n_layers: int, pp: int, stage: int) -> range:
-    """The blocks of one pipeline stage: as even as possible, the first stages take the odd ones.
-
-    >>> [stage_layers(7, 3, i) for i in range(3)]
-    [range(0, 3), range(3, 5), range(5, 7)]
-    """
-    each, odd = divmod(n_layers, pp)
-    start = stage * each + min(stage, odd)
-    return range(start, start + each + (stage < odd))
+    return Coordinates(pp=rank // (plan.dp * plan.tp), dp=rank // plan.tp % plan.dp, tp=rank % plan.tp)
 
 
 def axes(plan: Plan) -> dict[str, int]:
@@ -84,7 +74,9 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def stage_module(model: Model, plan: Plan, at: Coordinates, *, seed: int, device: torch.device) -> Transformer:
+def stage_module(
+    model: Model, plan: Plan, at: Coordinates, *, seed: int, device: torch.device
+) -> Transformer:
     """This rank's pipeline stage in full, before any sharding.
 
     Every rank draws the whole model's float32 weights from one seed and keeps its own layers, so that all
@@ -92,7 +84,7 @@ def stage_module(model: Model, plan: Plan, at: Coordinates, *, seed: int, device
     """
     torch.manual_seed(seed)
     whole = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
-    if model.tied_head:
+    if model.tied_head and whole.head is not None:
         nn.init.normal_(whole.head.output.weight, std=model.d_model**-0.5)
     stage = Transformer(model, stage_layers(model.n_layers, plan.pp, at.pp), seq_len=plan.seq_len)
     weights = whole.state_dict()
@@ -151,9 +143,7 @@ def cut_tensors(stage: Transformer, plan: Plan, at: Coordinates, mesh: DeviceMes
         parallelize_module(block, mesh, _block_styles(block, plan, stage.rotation is not None))
     if stage.head is not None:
         styles: dict[str, ParallelStyle] = {
-            "output": ColwiseParallel(
-                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-            )
+            "output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
         }
         if plan.sequence_parallel:
             styles["norm"] = SequenceParallel()
@@ -197,13 +187,12 @@ def optimizer_of(
     module: nn.Module, plan: Plan, mesh: DeviceMesh | None, *, learning_rate: float
 ) -> torch.optim.Optimizer:
     """The plan's optimizer over the module's parameters, its state divided over the data axis at ZeRO 1."""
-    kind, arguments = OPTIMIZER_CLASSES[plan.optimizer]
+    kind = OPTIMIZERS[plan.optimizer]
     if plan.zero == 1 and mesh is not None and plan.dp > 1:
         return ZeroRedundancyOptimizer(
             module.parameters(),
-            optimizer_class=kind,
+            optimizer_class=cast(type[torch.optim.Optimizer], kind),
             process_group=mesh.get_group("dp"),
             lr=learning_rate,
-            **arguments,
         )
-    return cast(torch.optim.Optimizer, kind(module.parameters(), lr=learning_rate, **arguments))  # type: ignore[call-arg]
+    return kind(module.parameters(), lr=learning_rate)

@@ -19,7 +19,9 @@ Gradients = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
 
 
-def batch(model: Model, plan: Plan, at: Coordinates, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(
+    model: Model, plan: Plan, at: Coordinates, *, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """This replica's token ids and targets, both (global_batch / dp, seq_len).
 
     The global batch is drawn from the seed and replica i takes its i-th part.
@@ -31,7 +33,14 @@ def batch(model: Model, plan: Plan, at: Coordinates, *, seed: int, device: torch
 
 
 def gradients(
-    module: nn.Module, model: Model, plan: Plan, at: Coordinates, mesh: DeviceMesh | None, device: torch.device, *, seed: int
+    module: nn.Module,
+    model: Model,
+    plan: Plan,
+    at: Coordinates,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    seed: int,
 ) -> Gradients:
     """Forward and backward of one step, accumulated over micro-batches or pipelined."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
@@ -78,7 +87,9 @@ def stage_examples(model: Model, plan: Plan, at: Coordinates, mesh: DeviceMesh) 
     low = plan.precision == "bf16" or (plan.precision == "bf16-mixed" and sharded)
     dtype = torch.bfloat16 if low else torch.float32
     between = plan.seq_len // plan.tp if plan.sequence_parallel else plan.seq_len
-    hidden = torch.empty(plan.micro_batch, between, model.d_model, dtype=dtype, device="meta", requires_grad=True)
+    hidden = torch.empty(
+        plan.micro_batch, between, model.d_model, dtype=dtype, device="meta", requires_grad=True
+    )
     first = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device="meta")
     inputs = hidden if at.pp else first
     if at.pp < plan.pp - 1:
@@ -88,12 +99,6 @@ def stage_examples(model: Model, plan: Plan, at: Coordinates, mesh: DeviceMesh) 
     if plan.tp == 1:
         return inputs, logits.requires_grad_()
     return inputs, distribute_tensor(logits, mesh["tp"], [Shard(-1)], src_data_rank=None).requires_grad_()
-
-
-def _example_grads(inputs: Tensor, outputs: Tensor) -> dict[str, Tensor | tuple[None]]:
-    if not isinstance(outputs, DTensor):
-        return {}
-    return {"input_grads": torch.empty_like(inputs), "output_grads": torch.empty_like(outputs)}
 
 
 def _pipelined(
@@ -107,6 +112,7 @@ def _pipelined(
     targets: Tensor,
 ) -> Gradients:
     inputs, outputs = stage_examples(model, plan, at, mesh)
+    divided = isinstance(outputs, DTensor)
     stage = PipelineStage(
         module,
         at.pp,
@@ -114,7 +120,8 @@ def _pipelined(
         device,
         input_args=inputs,
         output_args=outputs,
-        **_example_grads(inputs, outputs),
+        input_grads=torch.empty_like(inputs) if divided else None,
+        output_grads=torch.empty_like(outputs) if divided else None,
         group=mesh.get_group("pp"),
     )
     kind = ScheduleGPipe if plan.schedule == "gpipe" else Schedule1F1B
