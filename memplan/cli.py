@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from memplan.errors import MemplanError
-from memplan.estimate import alive_at_peak, estimate
+from memplan.estimate import Estimate, alive_at_peak, estimate
 from memplan.hardware import Gpu, gpu, gpu_names
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import ENGINES, OPTIMIZERS, PRECISIONS, RECOMPUTES, SCHEDULES
@@ -51,19 +51,19 @@ def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:
     raise Refused(f"unknown command {name[:80]!r}{hint} Commands: {', '.join(known)}.")
 
 
-class Count(click.ParamType):
-    """A count, or what was written where a count belongs, which memplan then refuses in its own words."""
+def count_or_text(value: object) -> int | str:
+    """A count, or what was written in its place, which memplan then refuses in its own words.
 
-    name = "integer"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,100}", value):
-            return int(value)
-        return value  # type: ignore[no-any-return]
+    >>> count_or_text("8"), count_or_text("8.5")
+    (8, '8.5')
+    """
+    text = str(value)
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,100}", text) else text
 
 
 def _count(flag: str, text: str, *, default: int | None = None) -> Callable[[F], F]:
-    return click.option(flag, type=Count(), default=default, help=text, metavar="N", show_default=default is not None)
+    known = default is not None
+    return click.option(flag, type=count_or_text, default=default, help=text, metavar="N", show_default=known)
 
 
 def _choice(flag: str, choices: tuple[str, ...], default: str, text: str) -> Callable[[F], F]:
@@ -100,13 +100,17 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
     result = estimate(model, **asked)
-    rows = ledger_rows(alive_at_peak(result.model, result.plan, result.worst.rank, result.device)[0]) if ledger else []
+    rows = _ledger_rows(result) if ledger else []
     if as_json:
         _print_json(result.to_dict() | ({"ledger": rows} if ledger else {}))
         return
     click.echo(estimate_text(result))
     if ledger:
         click.echo(f"\nLedger of stage {result.worst.stage} at its worst instant\n{ledger_text(rows)}")
+
+
+def _ledger_rows(result: Estimate) -> list[dict[str, Any]]:
+    return ledger_rows(alive_at_peak(result.model, result.plan, result.worst.rank, result.device)[0])
 
 
 @commands.command("models")
@@ -117,7 +121,9 @@ def models_command(as_json: bool) -> None:
     if as_json:
         _print_json([_model_dict(model) for model in models])
         return
-    rows = [("model", "parameters", "layers", "d_model", "heads", "kv", "vocab", "context")]
+    rows: list[tuple[str, ...]] = [
+        ("model", "parameters", "layers", "d_model", "heads", "kv", "vocab", "context")
+    ]
     rows += [_model_row(model) for model in models]
     click.echo(text_table(rows, "<>>>>>>>", flexible=0))
 
@@ -130,7 +136,9 @@ def gpus_command(as_json: bool) -> None:
     if as_json:
         _print_json([asdict(each) for each in known])
         return
-    rows = [("gpu", "GiB", "usable GiB", "TB/s", "bf16 TFLOP/s", "link", "GB/s one way")]
+    rows: list[tuple[str, ...]] = [
+        ("gpu", "GiB", "usable GiB", "TB/s", "bf16 TFLOP/s", "link", "GB/s one way")
+    ]
     rows += [_gpu_row(each) for each in known]
     click.echo(text_table(rows, "<>>>><>", flexible=5))
 

@@ -3,11 +3,12 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from memplan.checks import checked_count
-from memplan.engines.torch import Rank, Stage
+from memplan.engines import textbook
+from memplan.engines.torch import Rank, Stage, StageTimeline
 from memplan.engines.trace import Trace
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster, resolve_cluster
@@ -16,7 +17,7 @@ from memplan.plan import Plan, check_plan, stage_layers
 from memplan.shapes import Buffer
 from memplan.tape import Device
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
-from memplan.traffic import Collective, collectives
+from memplan.traffic import Collective, collectives, textbook_collectives
 
 if TYPE_CHECKING:
     import pandas
@@ -102,9 +103,12 @@ class Estimate:
         """Whether the peak is within the cluster's budget; None without a cluster or a limit.
 
         The peak is of allocated bytes; the budget's margin stands in for fragmentation, the CUDA context
-        and communication buffers (see `memplan.hardware.Cluster.budget_bytes`).
+        and communication buffers (see `memplan.hardware.Cluster.budget_bytes`). Textbook accounting is never
+        compared with it: None.
         """
-        budget_bytes = self.cluster.budget_bytes if self.cluster is not None else None
+        if self.cluster is None or self.plan.engine == "textbook":
+            return None
+        budget_bytes = self.cluster.budget_bytes
         return None if budget_bytes is None else self.peak.total_bytes <= budget_bytes
 
     def ledger(self, stage: int | None = None) -> "pandas.DataFrame":
@@ -120,7 +124,7 @@ class Estimate:
     def timeline(self, stage: int | None = None) -> Stretch:
         """The step of a stage (the worst one if None), for `memplan.timeline.running_bytes` and plots."""
         rank = (self.worst if stage is None else self._stage(stage)).rank
-        return Stage(self.model, self.plan, rank, self.device).timeline().step
+        return _timeline(self.model, self.plan, rank, self.device).step
 
     @property
     def device(self) -> Device:
@@ -202,7 +206,7 @@ def estimate(
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
         recompute: "none" or "full".
         schedule: "1f1b" or "gpipe".
-        engine: "torch"; the papers' accounting is in `memplan.engines.textbook`.
+        engine: "torch", or "textbook": the papers' closed forms, for teaching, never a verdict on `fits`.
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
@@ -254,18 +258,39 @@ def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> E
             f"pp x dp x tp = {plan.pp} x {plan.dp} x {plan.tp} = {plan.world_size} is not the cluster's "
             f"{cluster.n_gpus} GPUs; use cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
         )
-    device = device_of(cluster)
+    device, by_textbook = device_of(cluster), plan.engine == "textbook"
+    stages = _textbook_stages(model, plan) if by_textbook else _stages(model, plan, device)
     return Estimate(
         model=model,
         plan=plan,
         cluster=cluster,
         n_parameters=parameter_count(model),
-        stages=tuple(_stage_estimates(model, plan, device)),
-        confirmed="measured" if device == "cpu" else "unmeasured",
+        stages=tuple(stages),
+        confirmed="measured" if device == "cpu" and not by_textbook else "unmeasured",
     )
 
 
-def _stage_estimates(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
+def _textbook_stages(model: Model, plan: Plan) -> Iterator[StageEstimate]:
+    for pp_rank in range(plan.pp):
+        timeline = textbook.timeline(model, plan, pp_rank)
+        alive: Alive = Counter(timeline.rest)
+        when = alive_at_high(timeline.step, alive)
+        rest_bytes = bytes_by_kind(timeline.rest).total_bytes
+        peak = bytes_by_kind(alive)
+        yield StageEstimate(
+            rank=Rank(pp=pp_rank),
+            layers=stage_layers(model.n_layers, plan.pp, pp_rank),
+            states=replace(peak, activations_bytes=0),
+            rest_bytes=rest_bytes,
+            peak=peak,
+            when=when,
+            instants=tuple(instants(timeline.step, rest_bytes)),
+            collectives=textbook_collectives(model, plan, pp_rank),
+            flops=round(textbook.forward_flops(model, plan)),
+        )
+
+
+def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
     traces: dict[tuple[bool, bool], Trace] = {}
     for pp_rank in range(plan.pp):
         ends = pp_rank == 0, pp_rank == plan.pp - 1
@@ -305,7 +330,13 @@ def stage_estimate(stage: Stage) -> StageEstimate:
 
 def alive_at_peak(model: Model, plan: Plan, rank: Rank, device: Device) -> tuple[dict[Buffer, int], str]:
     """How many of each named tensor a rank holds at its worst instant, and when that is."""
-    timeline = Stage(model, plan, rank, device).timeline()
+    timeline = _timeline(model, plan, rank, device)
     alive: Alive = Counter(timeline.rest)
     when = alive_at_high(timeline.step, alive)
     return {buffer: n for buffer, n in alive.items() if n}, when
+
+
+def _timeline(model: Model, plan: Plan, rank: Rank, device: Device) -> StageTimeline:
+    if plan.engine == "textbook":
+        return textbook.timeline(model, plan, rank.pp)
+    return Stage(model, plan, rank, device).timeline()

@@ -6,8 +6,6 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import import_module
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from memplan.errors import MemplanError
@@ -47,7 +45,8 @@ def ledger_rows(alive: Mapping[Buffer, int]) -> list[dict[str, Any]]:
 
     >>> from memplan.shapes import FP32
     >>> w = Buffer("wq", (2, 3), FP32, 24, "weights")
-    >>> ledger_rows({w: 2, Buffer("wq", (2, 3), FP32, 24, "weights"): 1, Buffer("x", (), FP32, 4, "grads"): 0})
+    >>> again = Buffer("wq", (2, 3), FP32, 24, "weights")
+    >>> ledger_rows({w: 2, again: 1, Buffer("x", (), FP32, 4, "grads"): 0})
     [{'name': 'wq', 'kind': 'weights', 'shape': (2, 3), 'dtype': 'float32', 'count': 3, 'each_bytes': 24,
       'total_bytes': 72}]
     """
@@ -108,10 +107,10 @@ def instants_frame(estimate: Estimate) -> "pandas.DataFrame":
 
 def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> "pandas.DataFrame":
     try:
-        pandas = import_module("pandas")
+        from pandas import DataFrame
     except ModuleNotFoundError:
         raise MemplanError("a frame needs pandas; install it with: pip install 'memplan[tables]'.") from None
-    return cast("pandas.DataFrame", pandas.DataFrame(rows, columns=list(columns)))
+    return DataFrame(rows, columns=list(columns))
 
 
 # --- Text -------------------------------------------------------------------------------------------------
@@ -208,11 +207,12 @@ def _nodes(n_nodes: int, gpus_per_node: int) -> str:
 def _stages(estimate: Estimate) -> str:
     unit, name = binary_unit(estimate.peak.total_bytes)
     digits = 2 if estimate.peak.total_bytes < 100 * unit else 1
-    rows = [("stage", "layers", *BRIEF_KINDS.values(), "total", "worst in")]
-    shown = _stages_shown(estimate)
-    for before, stage in pairwise((None, *shown)):
-        if before is not None and stage.stage > before.stage + 1:
+    rows: list[tuple[str, ...]] = [("stage", "layers", *BRIEF_KINDS.values(), "total", "worst in")]
+    expected = 0
+    for stage in _stages_shown(estimate):
+        if stage.stage > expected:
             rows.append(("...",) * len(rows[0]))
+        expected = stage.stage + 1
         kinds = (getattr(stage.peak, f"{kind}_bytes") for kind in (*KINDS, "total"))
         rows.append(_stage_row(stage, [f"{n_bytes / unit:.{digits}f}" for n_bytes in kinds]))
     title = "Worst instant of " + ("each stage" if len(rows) > 2 else "a step")
@@ -252,7 +252,8 @@ def _fits(estimate: Estimate) -> str:
     if cluster is None or budget_bytes is None:
         return "No verdict: " + ("no cluster was given." if cluster is None else "CPU ranks have no limit.")
     left_bytes = budget_bytes - estimate.peak.total_bytes
-    budget = f"{human_bytes(budget_bytes)} ({human_bytes(cluster.gpu.usable_bytes or 0)} less {cluster.margin:.0%})"
+    usable = human_bytes(cluster.gpu.usable_bytes or 0)
+    budget = f"{human_bytes(budget_bytes)} ({usable} less {cluster.margin:.0%})"
     if left_bytes >= 0:
         return f"FITS: {human_bytes(left_bytes)} of {budget} are left."
     return f"DOES NOT FIT: {human_bytes(-left_bytes)} more than {budget}."
@@ -264,10 +265,9 @@ def _collectives(estimate: Estimate) -> str:
     if not calls:
         return "No collectives." if estimate.plan.world_size == 1 else ""
     rows = [("collective", "axis", "what", "calls", "payload", "wire")]
-    rows += [
-        (c.kind, c.axis, _brief(c.what), f"{c.calls:,}", human_bytes(c.payload_bytes), human_bytes(c.wire_bytes))
-        for c in calls
-    ]
+    for c in calls:
+        n_bytes = human_bytes(c.payload_bytes), human_bytes(c.wire_bytes)
+        rows.append((c.kind, c.axis, _brief(c.what), f"{c.calls:,}", *n_bytes))
     wire = human_bytes(sum(c.wire_bytes for c in calls))
     of = f" of stage {busiest.stage}, which sends most" if len(estimate.stages) > 1 else ""
     return f"Sent in a step by a GPU{of}: {wire}\n{text_table(rows, '<<<>>>', flexible=2)}"

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from memplan.engines import textbook
 from memplan.engines.sharding import ddp_buckets
 from memplan.engines.torch import Stage, Unit
 from memplan.engines.trace import Segment
-from memplan.models import Llama
+from memplan.models import Llama, Model
+from memplan.plan import Plan
 from memplan.shapes import Parameter
 
 Axis = Literal["dp", "tp", "pp"]
@@ -54,6 +56,22 @@ def wire_bytes(kind: str, payload_bytes: int, n_ranks: int) -> int:
             return payload_bytes
         case _:
             return 0
+
+
+def textbook_collectives(model: Model, plan: Plan, pp_rank: int) -> tuple[Collective, ...]:
+    """What the papers count, a ring's factor (n-1)/n neglected: an all-reduce sends twice its payload."""
+    return tuple(
+        Collective(
+            kind=kind,
+            axis=axis,
+            what=what,
+            calls=n,
+            payload_bytes=round(n_bytes),
+            wire_bytes=round(n_bytes) * (2 if kind == "all_reduce" else 1),
+            overlappable=False,
+        )
+        for kind, axis, what, n, n_bytes in textbook.traffic(model, plan, pp_rank)
+    )
 
 
 Call = tuple[str, Axis, str, int, int]

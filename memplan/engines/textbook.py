@@ -6,10 +6,16 @@ stage. Every result is a real number of bytes (or elements): the formulas know n
 buffers and no allocator, and here they stay so.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Literal, final
 
 from memplan.checks import checked_count
+from memplan.engines.torch import MOMENTS, StageTimeline
+from memplan.models import Model, parameter_count
+from memplan.plan import Plan, stage_layers
+from memplan.shapes import UINT8, Buffer, Event, Kind
+from memplan.timeline import Alive, events
 
 # --- States -----------------------------------------------------------------------------------------------
 
@@ -266,3 +272,125 @@ def input_output_activations_bytes(
     sbh = seq_len * micro_batch * d_model
     outputs = 4 * sbh / tp * (1 + vocab_size / d_model) if pp == 1 else 0.0
     return sbh * pp / tp + outputs
+
+
+# --- A plan -----------------------------------------------------------------------------------------------
+
+
+def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
+    """The convention for a plan's precision and optimizer.
+
+    fp32: 4 + 4 + 4 a moment; bf16-mixed: 2 + 2, an fp32 copy of the weights and 4 a moment; bf16: 2 + 2 + 2
+    a moment. With Adam's two moments these are `FP32_ADAM`, `MIXED_ADAM` and 2 + 2 + 4.
+
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1, for Adam; others keep fewer moments.
+
+    >>> [bytes_per_parameter(Plan(precision=p)).total for p in ("fp32", "bf16-mixed", "bf16")]
+    [16, 16, 8]
+    """
+    weights = 4 if plan.precision == "fp32" else 2
+    moment = 2 if plan.precision == "bf16" else 4
+    copy = 4 if plan.precision == "bf16-mixed" else 0
+    return BytesPerParameter(
+        weights=weights, grads=weights, optimizer=copy + moment * len(MOMENTS[plan.optimizer])
+    )
+
+
+def stage_parameters(model: Model, plan: Plan) -> float:
+    """Parameters of one pipeline stage on one tensor rank: Psi / (p t).
+
+    Assumes: embedding and head are spread over the stages like everything else.
+    """
+    return parameter_count(model) / (plan.pp * plan.tp)
+
+
+def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
+    """Activations of a pipeline stage: its layers' times the micro-batches alive, and the ends it owns.
+
+    1F1B keeps p - i micro-batches on stage i (of m, if that is fewer), GPipe all m. The last stage adds
+    (4sbh/t) (1 + v/h), the first sb h/t per micro-batch alive.
+
+    Assumes: as `layer_activations_bytes` and `input_output_activations_bytes`, whatever the model and the
+        precision.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2.3 and 4.3, which give the first stage.
+    """
+    m = plan.n_micro_batches
+    alive = m if plan.schedule == "gpipe" and plan.pp > 1 else min(m, plan.pp - pp_rank)
+    layers = len(stage_layers(model.n_layers, plan.pp, pp_rank))
+    sizes = {"seq_len": plan.seq_len, "micro_batch": plan.micro_batch, "d_model": model.d_model}
+    ends = {**sizes, "vocab_size": model.vocab_size, "tp": plan.tp}
+    inputs = input_output_activations_bytes(**ends, pp=2) / 2
+    outputs = input_output_activations_bytes(**ends, pp=1) - inputs
+    kept = alive * layers * _layer_bytes(model, plan, sizes)
+    return kept + (alive * inputs if pp_rank == 0 else 0) + (outputs if pp_rank == plan.pp - 1 else 0)
+
+
+def _layer_bytes(model: Model, plan: Plan, sizes: dict[str, int]) -> float:
+    if plan.recompute == "full":
+        kept = layer_activations_full_recompute_bytes(**sizes)
+        return kept / plan.tp if plan.sequence_parallel else kept
+    if plan.sequence_parallel:
+        return layer_activations_tp_sp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
+    return layer_activations_tp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
+
+
+TextbookCall = tuple[str, Literal["dp", "tp", "pp"], str, int, float]
+"""Kind, mesh axis, purpose, calls, payload bytes of all calls, in one step of one GPU."""
+
+
+def traffic(model: Model, plan: Plan, pp_rank: int) -> Iterator[TextbookCall]:
+    """The collectives that the papers count.
+
+    Data axis: gradients all-reduced (zero 0); reduced and the weights gathered (1, 2); weights gathered twice
+    and gradients reduced (3). Tensor axis: four all-reduces of sbh per layer and micro-batch, or with
+    sequence parallelism four all-gathers and four reduce-scatters. Pipeline: sbh per micro-batch.
+
+    Neglects: the ends' traffic on the tensor axis.
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Korthikanti et al. 2022, arXiv:2205.05198,
+        section 4.2.2; Narayanan et al. 2021, arXiv:2104.04473, section 3.2.
+    """
+    m, layers = plan.n_micro_batches, len(stage_layers(model.n_layers, plan.pp, pp_rank))
+    psi_bytes = bytes_per_parameter(plan).weights * stage_parameters(model, plan)
+    boundary_bytes = 2 * plan.seq_len * plan.micro_batch * model.d_model
+    if plan.dp > 1 and plan.zero == 0:
+        yield "all_reduce", "dp", "gradients", 1, psi_bytes
+    if plan.dp > 1 and plan.zero > 0:
+        gathers = 2 if plan.zero == 3 else 1
+        yield "all_gather", "dp", "weights", gathers, gathers * psi_bytes
+        yield "reduce_scatter", "dp", "gradients", 1, psi_bytes
+    if plan.tp > 1:
+        n = 4 * layers * m
+        for kind in ("all_gather", "reduce_scatter") if plan.sequence_parallel else ("all_reduce",):
+            yield kind, "tp", "activations and gradients", n, n * boundary_bytes
+    if pp_rank < plan.pp - 1:
+        yield "send", "pp", "activations", m, m * boundary_bytes
+    if pp_rank > 0:
+        yield "send", "pp", "activation gradients", m, m * boundary_bytes
+
+
+def forward_flops(model: Model, plan: Plan) -> float:
+    """FLOPs of one GPU's forward passes in a step: 2 for each of its parameters and tokens.
+
+    Neglects: attention scores.
+    Source: Kaplan et al. 2020, arXiv:2001.08361, equation 2.2.
+    """
+    return 2 * stage_parameters(model, plan) * plan.n_micro_batches * plan.micro_batch * plan.seq_len
+
+
+def timeline(model: Model, plan: Plan, pp_rank: int) -> StageTimeline:
+    """The formulas' step: weights and optimizer state at rest, one instant at which everything is alive.
+
+    Each number of bytes is rounded to a whole one.
+    """
+    kept = states(
+        stage_parameters(model, plan), zero=plan.zero, dp=plan.dp, per_parameter=bytes_per_parameter(plan)
+    )
+    weights, optimizer = _bytes("weights", kept.weights_bytes), _bytes("optimizer", kept.optimizer_bytes)
+    grads = _bytes("grads", kept.grads_bytes)
+    activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
+    step = [Event(sign, buffer) for sign in (1, -1) for buffer in (grads, activations)]
+    return StageTimeline(rest=Alive({weights: 1, optimizer: 1}), step=events("everything at once", step))
+
+
+def _bytes(kind: Kind, n_bytes: float) -> Buffer:
+    return Buffer(f"textbook {kind}", (round(n_bytes),), UINT8, round(n_bytes), kind)
