@@ -7,6 +7,9 @@ from memplan.errors import InvalidValue, unknown_name
 LARGEST: Final = 2**31 - 1
 """No count in a plan or a model is larger: beyond it a value is a mistake, not a plan."""
 
+LARGEST_CLUSTER: Final = 2**20
+"""More GPUs than that is a mistake, not a cluster."""
+
 
 def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGEST) -> int:
     """`value` as an integer count within [least, most].

@@ -449,7 +449,59 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    raise MissingRule("attention with dropout on CPU has no rule yet; use dropout=0.")
+    """Attention as separate products in float32, which CPU takes for dropout: the scores are materialised.
+
+    Saves the scaled q and k, v, the probabilities, the dropout mask and the dropped probabilities.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`_scaled_dot_product_attention_math`).
+    """
+    run, dtype = q.run, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    shape, scores_shape = q.shape, (batch, n_heads, seq, seq)
+    q, k, v = run.cast(_made_contiguous(q), FP32), run.cast(_made_contiguous(k), FP32), run.cast(_made_contiguous(v), FP32)
+
+    def product_backward(grad: Tensor, saved: Saved) -> Grads:
+        left, right = (t.shape for t in saved)
+        grad_right = grad.run.new("grad", right, FP32)
+        return grad.run.new("grad", left, FP32), grad_right
+
+    def same_backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.run.new("grad", grad.shape, FP32),)
+
+    scaled_q = run.new("scaled q", shape, FP32, run.node((q.node,), (), same_backward))
+    allowed = run.new("allowed", (seq, seq), BOOL)
+    lower = run.new("allowed below the diagonal", (seq, seq), BOOL)
+    del allowed
+    bias = run.new("causal bias", (seq, seq), FP32)
+    del lower
+    scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), same_backward))
+    left, right = run.new("q by head", shape, FP32, None), run.new("k by head", shape, FP32, None)
+    node = run.node((scaled_q.node, scaled_k.node), (left, right), product_backward)
+    scores = run.new("scores", scores_shape, FP32, node)
+    del scaled_k, left, right
+    probabilities = run.new("probabilities", scores_shape, FP32)
+    kept = Tensor(run, scores_shape, FP32, probabilities.storage)
+    probabilities.node = run.node((scores.node,), (kept,), same_backward)
+    masked_out = run.new("rows without any allowed key", scores_shape, BOOL)
+    del masked_out, scores
+    mask = run.new("dropout mask", scores_shape, FP32)
+    node = run.node((probabilities.node,), (mask,), same_backward)
+    dropped = run.new("dropped probabilities", scores_shape, FP32, node)
+    del mask, probabilities, kept
+    by_head = run.new("v by head", shape, FP32)
+    node = run.node((dropped.node, v.node), (dropped, by_head), product_backward)
+    y = run.new("attention", shape, FP32, node)
+    del scaled_q, bias, dropped, by_head
+    y = run.cast(y, dtype)
+    merge = run.node((y.node,), (), lambda grad, saved: (grad.run.new("grad by head", shape, dtype),))
+    return run.new("attention by token", (batch, seq, n_heads * d_head), dtype, merge)
+
+
+def _made_contiguous(x: Tensor) -> Tensor:
+    """x itself; its gradient comes back by head and is copied into the order of tokens."""
+    run, shape, dtype = x.run, x.shape, x.dtype
+    node = run.node((x.node,), (), lambda grad, saved: (grad.run.new("grad by token", shape, dtype),))
+    return Tensor(run, shape, dtype, x.storage, node)
 
 
 def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

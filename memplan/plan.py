@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final, Literal, cast
 
-from memplan.checks import checked_choice, checked_count, checked_flag
+from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.errors import PlanRefused, divisors_text
 from memplan.models import Model
 
@@ -49,7 +49,9 @@ class Plan:
     engine: str = "torch"
 
     def __post_init__(self) -> None:
-        for field in ("dp", "tp", "pp", "micro_batch", "global_batch", "seq_len"):
+        for field in ("dp", "tp", "pp"):
+            object.__setattr__(self, field, checked_count(field, getattr(self, field), most=LARGEST_CLUSTER))
+        for field in ("micro_batch", "global_batch", "seq_len"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field)))
         object.__setattr__(self, "zero", checked_count("zero", self.zero, least=0, most=3))
         checked_flag("sequence_parallel", self.sequence_parallel)
@@ -61,6 +63,11 @@ class Plan:
             ("engine", ENGINES),
         ):
             checked_choice(field, getattr(self, field), choices)
+        if self.world_size > LARGEST_CLUSTER:
+            raise PlanRefused(
+                f"pp x dp x tp = {self.pp} x {self.dp} x {self.tp} = {self.world_size} ranks are more than "
+                f"{LARGEST_CLUSTER}; use smaller degrees."
+            )
         per_pass = self.dp * self.micro_batch
         if self.global_batch % per_pass:
             raise PlanRefused(
@@ -113,17 +120,17 @@ def check_plan(model: Model, plan: Plan) -> None:
 
 def _check_tensor_axis(model: Model, plan: Plan) -> None:
     for name, total in (
-        ("n_kv_heads", model.n_kv_heads),
         ("n_heads", model.n_heads),
+        ("n_kv_heads", model.n_kv_heads),
         ("d_ff", model.d_ff),
         ("vocab_size", model.vocab_size),
     ):
         if total % plan.tp:
-            shared = gcd(gcd(model.n_kv_heads, model.d_ff), model.vocab_size)
-            raise PlanRefused(
-                f"tp={plan.tp} does not divide {name}={total}; use one of {divisors_text(shared)}"
-                + ("." if name != "vocab_size" else ", or pad the vocabulary.")
-            )
+            blocks = gcd(model.n_kv_heads, model.d_ff)
+            shared = gcd(blocks, model.vocab_size)
+            choices = f"one of {divisors_text(shared)}" if shared > 1 else "tp=1"
+            padding = "." if shared == blocks else f", or pad vocab_size={model.vocab_size} to a multiple of tp."
+            raise PlanRefused(f"tp={plan.tp} does not divide {name}={total}; use {choices}{padding}")
     if plan.sequence_parallel and plan.seq_len % plan.tp:
         raise PlanRefused(
             f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use seq_len="

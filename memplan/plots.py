@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
+from memplan.checks import checked_count
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate, alive_at_peak
 from memplan.shapes import DType, Event, Kind, Shape
@@ -40,16 +42,31 @@ COLORS: Final[Mapping[Kind, str]] = {
     "optimizer": "#56B4E9",
     "grads": "#009E73",
     "activations": "#F0E442",
-    "temporaries": "#D55E00",
+    "temporaries": "#E69F00",
 }
+"""Blue for what stays, green for gradients, warm for what comes and goes."""
+
+WITHIN, OUTSIDE, MEASURED = "#0072B2", "#D55E00", "#56B4E9"
+"""Errors within and outside the tolerance; what was measured."""
 
 INK: Final[Mapping[Kind, str]] = dict.fromkeys(STACK, "black") | {"weights": "white", "grads": "white"}
 """What is legible on each color."""
 
 MUTED: Final = "0.35"
 WIDTH_IN: Final = 9.0
+NARROWEST: Final = 0.03
+"""The least share of the horizontal axis that gets a name."""
+
 MOST_POINTS: Final = 900
 """Points of a timeline that are drawn: about as many as the chart is wide in pixels."""
+
+_PAPER: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+_DASHED: Final[dict[str, Any]] = {"color": "black", "linestyle": (0, (4, 3)), "linewidth": 1.2}
+_STACKED: Final[dict[str, Any]] = {
+    "colors": [COLORS[kind] for kind in STACK],
+    "labels": [LABELS[kind] for kind in STACK],
+    "linewidth": 0,
+}
 
 AXIS_LABELS: Final = {
     "seq_len": "seq_len (tokens per sequence)",
@@ -67,7 +84,7 @@ def stage_peaks(estimate: Estimate) -> "Figure":
     bars = [_Bar(f"stage {s.stage}\n{_layers_text(s.layers)}", s.peak, s.when) for s in stages]
     one = len(stages) == 1
     title = "Peak bytes of one GPU" if one else "Peak bytes of one GPU in each pipeline stage"
-    return _stacked_bars(title, _subtitle(estimate), bars, _budget([estimate]))
+    return _stacked_bars(title, _common([estimate]), bars, _budget([estimate]))
 
 
 def compare(estimates: Mapping[str, Estimate]) -> "Figure":
@@ -89,41 +106,48 @@ class _Bar:
 
 
 def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "_Budget | None") -> "Figure":
-    highest = max(bar.peak.total_bytes for bar in bars)
-    unit = _unit(max(highest, budget.n_bytes if budget else 0))
+    reach = max([bar.peak.total_bytes for bar in bars] + ([budget.n_bytes] if budget else []))
+    unit = _unit(reach)
     figure, axes = _axes(title, subtitle, height_in=1.5 + 0.5 * len(bars))
     for kind in STACK:
-        widths = np.array([_of(bar.peak, kind) for bar in bars]) / unit.n_bytes
-        lefts = np.array([_below(bar.peak, kind) for bar in bars]) / unit.n_bytes
-        rectangles = axes.barh(range(len(bars)), widths, left=lefts, height=0.66, color=COLORS[kind],
-                               edgecolor="white", linewidth=0.8, label=LABELS[kind])  # fmt: skip
-        room = 0.045 * max(highest, budget.n_bytes if budget else 0) / unit.n_bytes
-        texts = [f"{width:.3g}" if width > room else "" for width in widths]
-        axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
+        _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
     for y, bar in enumerate(bars):
         _label_total(axes, y, bar, unit, budget)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, 1.36 * max(highest, budget.n_bytes if budget else 0) / unit.n_bytes)
+    axes.set_xlim(0, 1.36 * reach / unit.n_bytes)
     axes.set_xlabel(f"bytes held at the worst instant ({unit.name})")
     axes.tick_params(axis="y", length=0)
     if budget:
-        axes.axvline(budget.n_bytes / unit.n_bytes, color="black", linestyle=(0, (4, 3)), linewidth=1.2,
-                     label=budget.text, zorder=3)  # fmt: skip
-    _legend_in_rows(figure, axes)
+        axes.axvline(budget.n_bytes / unit.n_bytes, label=budget.text, zorder=3, **_DASHED)
+    _legend_in_a_row(figure, axes)
     return figure
+
+
+def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "_Unit", *, room_bytes: float) -> None:
+    """One kind's part of every bar, with its value where there is room for it."""
+    values = [_of(bar.peak, kind) for bar in bars]
+    rectangles = axes.barh(
+        range(len(bars)),
+        [value / unit.n_bytes for value in values],
+        left=[_below(bar.peak, kind) / unit.n_bytes for bar in bars],
+        height=0.66,
+        color=COLORS[kind],
+        edgecolor="white",
+        linewidth=0.8,
+        label=LABELS[kind],
+    )
+    texts = [f"{value / unit.n_bytes:.3g}" if value > room_bytes else "" for value in values]
+    axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
 
 
 def _label_total(axes: "Axes", y: int, bar: _Bar, unit: "_Unit", budget: "_Budget | None") -> None:
     over = budget is not None and bar.peak.total_bytes > budget.n_bytes
-    text = human_bytes(bar.peak.total_bytes) + (", does not fit" if over else "")
-    axes.annotate(f"{text}\n", (bar.peak.total_bytes / unit.n_bytes, y), xytext=(6, -1), va="center",
-                  textcoords="offset points", fontsize=9, weight="bold", bbox=_PAPER, zorder=4)  # fmt: skip
-    axes.annotate(f"\n{bar.when}", (bar.peak.total_bytes / unit.n_bytes, y), xytext=(6, 1), va="center",
-                  textcoords="offset points", fontsize=8, color=MUTED, zorder=4)  # fmt: skip
-
-
-_PAPER: Final = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+    end = bar.peak.total_bytes / unit.n_bytes
+    total = human_bytes(bar.peak.total_bytes) + (", does not fit" if over else "")
+    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": _PAPER, "zorder": 4}
+    axes.annotate(total, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
+    axes.annotate(bar.when, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
 
 
 def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
@@ -136,21 +160,16 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
     of = _stage_of(estimate, stage)
     held = _held(estimate.timeline(of.stage), of.peak)
     unit = _unit(of.peak.total_bytes)
-    figure, axes = _axes(
-        f"One training step, {_stage_text(estimate, of)}", _subtitle(estimate), height_in=4.6
-    )
-    x, points = _drawn(held)
-    rows = [
-        np.append(held.by_kind[i, points], held.by_kind[i, points[-1]]) / unit.n_bytes
-        for i in range(len(STACK))
-    ]
-    axes.stackplot(x, rows, step="post", colors=[COLORS[kind] for kind in STACK], linewidth=0,
-                   labels=[LABELS[kind] for kind in STACK])  # fmt: skip
-    axes.set_xlim(0, x[-1])
-    axes.set_ylim(0, 1.25 * of.peak.total_bytes / unit.n_bytes)
+    title = f"Bytes held over one training step, {_stage_text(estimate, of)}"
+    figure, axes = _axes(title, _common([estimate]), height_in=4.6)
+    starts, points = _drawn(held)
+    drawn = held.by_kind[:, [*points, points[-1]]] / unit.n_bytes
+    axes.stackplot(starts, drawn, step="post", **_STACKED)
+    axes.set_xlim(0, starts[-1])
+    axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit.n_bytes)
     at = int(np.argmax(held.total[points]))
-    _mark_peak(axes, float(x[at] + x[at + 1]) / 2, of, unit)
-    _shade_phases(axes, held, x[-1])
+    _mark_peak(axes, float(starts[at] + starts[at + 1]) / 2, of, unit)
+    _shade_phases(axes, held, starts[-1])
     axes.set_xticks([])
     axes.set_xlabel(_events_text(len(held.total), len(points)))
     axes.set_ylabel(f"bytes held ({unit.name})")
@@ -167,9 +186,17 @@ def _mark_peak(axes: "Axes", x: float, of: StageEstimate, unit: "_Unit") -> None
     y = of.peak.total_bytes / unit.n_bytes
     left = x > 0.5 * axes.get_xlim()[1]
     axes.plot([x], [y], marker="v", color="black", markersize=7, clip_on=False, zorder=5)
-    axes.annotate(f"peak {human_bytes(of.peak.total_bytes)}\n{of.when}", (x, y), xytext=(-9 if left else 9, 3),
-                  textcoords="offset points", ha="right" if left else "left", va="bottom", fontsize=9,
-                  weight="bold", bbox=_PAPER, zorder=5)  # fmt: skip
+    axes.annotate(
+        f"peak {human_bytes(of.peak.total_bytes)}\n{of.when}",
+        (x, y),
+        xytext=(-9 if left else 9, 3),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="bottom",
+        fontsize=9,
+        weight="bold",
+        zorder=5,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +211,8 @@ class _Held:
     @property
     def widths(self) -> "NDArray[np.float64]":
         """How wide each phase is drawn: its events, but never too narrow to be seen."""
-        counts = np.array([n for _, n in self.phases], dtype=float)
-        return np.maximum(counts, counts.sum() / (2 * max(len(counts), 8)))
+        counts = np.array([n for _, n in self.phases], dtype=np.float64)
+        return cast("NDArray[np.float64]", np.maximum(counts, counts.sum() / (2 * max(len(counts), 4))))
 
 
 def _held(step: Stretch, peak: Bytes) -> _Held:
@@ -222,6 +249,9 @@ PHASES: Final = {
     "gradient reduction": "backward",
     "optimizer step": "optimizer",
 }
+"""The phase that a stretch belongs to, by the first words of its name."""
+
+SHADES: Final = {"forward": "white", "backward": "0.93", "optimizer": "0.84"}
 
 
 def _phases(names: Iterable[str]) -> Iterator[str]:
@@ -251,33 +281,48 @@ def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":
 
 
 def _shade_phases(axes: "Axes", held: _Held, end: float) -> None:
-    """Names above the phases that are wide enough for one; all others than forward are shaded."""
-    edge = 0.0
-    shades = {"forward": "white", "backward": "0.93", "optimizer": "0.84"}
-    for (name, _), width in zip(held.phases, held.widths, strict=True):
-        axes.axvspan(edge, edge + width, color=shades[name], linewidth=0, zorder=0)
-        if width > 0.055 * end:
-            text = "forward and loss" if name == "forward" and width > 0.2 * end else name
-            axes.text(edge + width / 2, 0.985, text, transform=axes.get_xaxis_transform(), ha="center",
-                      va="top", fontsize=9, color=MUTED)  # fmt: skip
-        edge += width
+    """Each phase shaded, and named below where it is wide enough."""
+    stops = end * held.widths.cumsum() / held.widths.sum()
+    starts = stops - end * held.widths / held.widths.sum()
+    names = [name for name, _ in held.phases]
+    for name, start, stop in zip(names, starts, stops, strict=True):
+        axes.axvspan(start, stop, color=SHADES[name], linewidth=0, zorder=0)
+    upright = [
+        _upright(name, (stop - start) / end) for name, start, stop in zip(names, starts, stops, strict=True)
+    ]
+    named = [i for i, turned in enumerate(upright) if turned is not None]
+    axes.set_xticks([(starts[i] + stops[i]) / 2 for i in named], [names[i] for i in named], fontsize=9)
+    axes.tick_params(axis="x", length=0)
+    for label, i in zip(axes.get_xticklabels(), named, strict=True):
+        label.set_rotation(90 if upright[i] else 0)
+
+
+def _upright(text: str, share: float) -> bool | None:
+    """Whether a text in a given share of the horizontal axis must stand upright; None: it has no room at all."""
+    if share < NARROWEST:
+        return None
+    return share < 0.0125 * len(text)
 
 
 def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) -> "Figure":
-    """The largest named tensors that a stage (the worst one if None) holds at its peak."""
+    """The largest named tensors that one GPU of a stage (the worst one if None) holds at its peak.
+
+    The equal tensors of all blocks are one entry.
+    """
     of = _stage_of(estimate, stage)
     rows = _ledger(estimate, of)
-    shown = rows[:top]
+    shown = rows[: checked_count("top", top)]
     unit = _unit(shown[0].total_bytes)
     part = sum(row.total_bytes for row in shown) / of.peak.total_bytes
-    title = f"The {len(shown)} largest of {len(rows)} entries at the peak, {part:.0%} of {_peak_text(of)}"
-    figure, axes = _axes(title, _subtitle(estimate), height_in=1.6 + 0.31 * len(shown))
+    title = f"The {len(shown)} largest of {len(rows)} entries alive at the peak hold {part:.0%} of it"
+    peak_text = f"peak of {_stage_text(estimate, of)}: {human_bytes(of.peak.total_bytes)}, {of.when}"
+    figure, axes = _axes(title, f"{peak_text}\n{_common([estimate])}", height_in=1.7 + 0.31 * len(shown))
     values = [row.total_bytes / unit.n_bytes for row in shown]
     bars = axes.barh(range(len(shown)), values, height=0.72, color=[COLORS[row.kind] for row in shown])
     axes.bar_label(bars, [row.text for row in shown], padding=4, fontsize=8, color=MUTED)
     axes.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8.5)
     axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlim(0, 1.75 * values[0])
+    axes.set_xlim(0, 1.8 * values[0])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"bytes held at the peak ({unit.name})")
     _legend_of_kinds(figure, {row.kind for row in shown})
@@ -311,46 +356,52 @@ def _ledger(estimate: Estimate, of: StageEstimate) -> list[_Row]:
 def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     """Peak bytes by kind of plans that differ in one keyword of a Plan, against that keyword.
 
-    Where the worst instant of the step changes, a line says so: the kinds jump there, for they are of another instant.
+    The kinds jump where the worst instant of the step becomes another one; a dotted line parts them.
     """
-    every = sorted(estimates, key=lambda e: cast(int, getattr(e.plan, keyword)))
+    every = sorted(estimates, key=lambda e: _value(e, keyword))
     _checked_some("estimates", every)
-    values = [getattr(e.plan, keyword) for e in every]
+    values = [_value(e, keyword) for e in every]
     budget = _budget(every)
     highest = max(e.peak.total_bytes for e in every)
     unit = _unit(highest)
-    figure, axes = _axes(
-        f"Peak bytes of the fullest GPU against {keyword}", _common(every, keyword), height_in=4.6
-    )
-    rows = [[_of(e.peak, kind) / unit.n_bytes for e in every] for kind in STACK]
-    axes.stackplot(values, rows, colors=[COLORS[kind] for kind in STACK], linewidth=0,
-                   labels=[LABELS[kind] for kind in STACK])  # fmt: skip
-    axes.plot(values, np.sum(rows, axis=0), color="black", linewidth=1.2, label="peak",
-              marker="o" if len(values) <= 24 else "", markersize=4)  # fmt: skip
+    title = f"Peak bytes of the fullest GPU against {keyword}"
+    figure, axes = _axes(title, _common(every, keyword), height_in=4.6)
+    rows = np.array([[_of(e.peak, kind) / unit.n_bytes for e in every] for kind in STACK])
+    axes.stackplot(values, rows, **_STACKED)
+    marker = "o" if len(values) <= 24 else ""
+    axes.plot(values, rows.sum(axis=0), "k-", marker=marker, markersize=4, clip_on=False, label="peak")
     if budget and budget.n_bytes < 1.15 * highest:
-        axes.axhline(budget.n_bytes / unit.n_bytes, color="black", linestyle=(0, (4, 3)), linewidth=1.2,
-                     label=budget.text)  # fmt: skip
+        axes.axhline(budget.n_bytes / unit.n_bytes, label=budget.text, **_DASHED)
     axes.set_xlim(values[0], values[-1])
     axes.set_ylim(0, 1.25 * highest / unit.n_bytes)
-    _name_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
+    _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
     axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))
     axes.set_ylabel(f"bytes held at the worst instant ({unit.name})")
     _legend_top_down(figure, axes)
     return figure
 
 
-def _name_instants(axes: "Axes", values: Sequence[float], whens: Sequence[str]) -> None:
-    start = values[0]
-    groups = [(when, [v for _, v in group]) for when, group in
-              groupby(zip(whens, values, strict=True), key=lambda pair: pair[0])]  # fmt: skip
-    for i, (when, inside) in enumerate(groups):
-        end = (inside[-1] + groups[i + 1][1][0]) / 2 if i + 1 < len(groups) else values[-1]
-        if i + 1 < len(groups):
-            axes.axvline(end, color="black", linewidth=0.8, linestyle=":")
-        text = f"peak in {when}" if i == 0 else when
-        axes.text((start + end) / 2, 0.985, text, transform=axes.get_xaxis_transform(), ha="center", va="top",
-                  fontsize=9, color=MUTED, bbox=_PAPER)  # fmt: skip
-        start = end
+def _value(estimate: Estimate, keyword: str) -> int:
+    value = getattr(estimate.plan, keyword, None)
+    if isinstance(value, bool) or not isinstance(value, int):
+        names = ", ".join(AXIS_LABELS)
+        raise InvalidValue(f"keyword={keyword!r} is no number of a plan; use one of {names}.")
+    return value
+
+
+def _part_instants(axes: "Axes", values: Sequence[int], whens: Sequence[str]) -> None:
+    """Names the worst instants along the horizontal axis, with a line where one gives way to another."""
+    cuts = [i for i in range(1, len(whens)) if whens[i] != whens[i - 1]]
+    edges = [values[0], *((values[i - 1] + values[i]) / 2 for i in cuts), values[-1]]
+    for i, start, stop in zip((0, *cuts), edges, edges[1:], strict=False):
+        share = (stop - start) / max(1, values[-1] - values[0])
+        text = f"peak in {whens[i]}" if share > 0.3 else whens[i]
+        upright = _upright(text, share)
+        if upright is not None:
+            axes.text((start + stop) / 2, 0.985, text, transform=axes.get_xaxis_transform(), ha="center",
+                      va="top", rotation=90 if upright else 0, fontsize=9, color=MUTED)  # fmt: skip
+    for edge in edges[1:-1]:
+        axes.axvline(edge, color="black", linewidth=0.8, linestyle=":")
 
 
 def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: float = 0.01) -> "Figure":
@@ -365,7 +416,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     figure, left, right = _two_axes(len(pairs))
     rows = range(len(pairs))
     unit = _unit(max(pair.measured_bytes for pair in pairs))
-    left.barh(rows, [p.measured_bytes / unit.n_bytes for p in pairs], height=0.7, color=COLORS["optimizer"],
+    left.barh(rows, [p.measured_bytes / unit.n_bytes for p in pairs], height=0.7, color=MEASURED,
               label="measured")  # fmt: skip
     left.plot([p.predicted_bytes / unit.n_bytes for p in pairs], rows, linestyle="", marker="|", markersize=9,
               markeredgewidth=2, color="black", label="predicted")  # fmt: skip
@@ -411,8 +462,7 @@ def _draw_errors(axes: "Axes", percents: Sequence[float], tolerance: float) -> N
     axes.axvspan(-tolerance, tolerance, color="0.92", linewidth=0, zorder=0)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.hlines(rows, 0, percents, color=MUTED, linewidth=1)
-    inside = [abs(percent) <= tolerance for percent in percents]
-    colors = [COLORS["weights"] if good else COLORS["temporaries"] for good in inside]
+    colors = [WITHIN if abs(percent) <= tolerance else OUTSIDE for percent in percents]
     axes.scatter(percents, rows, c=colors, s=22, zorder=3)
     reach = 1.25 * max(tolerance, *map(abs, percents))
     axes.set_xlim(-reach, reach)
@@ -483,46 +533,47 @@ def _layers_text(layers: range) -> str:
     return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
 
 
-def _peak_text(of: StageEstimate) -> str:
-    return f"{human_bytes(of.peak.total_bytes)} ({of.when})"
-
-
-def _described(estimate: Estimate) -> list[tuple[str, str]]:
-    """A plan in words: pairs of the keyword that a part speaks of, and the part."""
-    plan = estimate.plan
-    found = [
-        (axis, f"{axis}={getattr(plan, axis)}") for axis in ("dp", "tp", "pp") if getattr(plan, axis) > 1
-    ]
-    found += [("zero", f"zero={plan.zero}")] if plan.dp > 1 else []
-    found += [("sequence_parallel", "sequence parallel")] if plan.sequence_parallel else []
-    found += [("schedule", plan.schedule)] if plan.pp > 1 else []
-    found += (
-        [("n_micro_batches", f"{plan.n_micro_batches} micro-batches of")] if plan.n_micro_batches > 1 else []
-    )
-    found += [("micro_batch", f"{plan.micro_batch} sequence{'s' * (plan.micro_batch > 1)}")]
-    found += [
-        ("seq_len", f"{plan.seq_len} tokens"),
-        ("precision", plan.precision),
-        ("optimizer", plan.optimizer),
-    ]
-    return [*found, ("recompute", f"recompute {plan.recompute}")]
-
-
-def _subtitle(estimate: Estimate) -> str:
-    return _common([estimate])
+FIELDS: Final = (
+    "dp",
+    "tp",
+    "pp",
+    "zero",
+    "sequence_parallel",
+    "schedule",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+    "precision",
+    "optimizer",
+    "recompute",
+    "engine",
+)
+"""What subtitles say of a plan, in the keywords of `memplan.estimate`."""
 
 
 def _common(estimates: Sequence[Estimate], varied: str = "") -> str:
-    """What all plans have in common, in words."""
+    """What all plans have in common, but for the `varied` keyword."""
     models = {e.model.name for e in estimates}
     parts = [models.pop()] if len(models) == 1 else []
-    described = [_described(e) for e in estimates]
-    shared = set.intersection(*map(set, described))
-    parts += [part for keyword, part in described[0] if (keyword, part) in shared and keyword != varied]
-    confirmed = (
-        "rules confirmed by CPU runs" if all(e.confirmed == "measured" for e in estimates) else "unconfirmed"
-    )
-    return f"{', '.join(parts)}  ({confirmed})".replace(" of, ", " of ")
+    for field in FIELDS:
+        values = {getattr(e.plan, field) for e in estimates}
+        if len(values) == 1 and field != varied and _says_something(estimates, field):
+            parts.append(
+                f"{values.pop()}" if field in ("precision", "optimizer") else f"{field}={values.pop()}"
+            )
+    if any(e.confirmed == "unmeasured" for e in estimates):
+        parts.append("not confirmed by a run")
+    return fill(", ".join(parts), width=112)
+
+
+def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
+    """Whether a field is worth a word: degrees of 1, what only many ranks have, one pass a step are not."""
+    axis = {"zero": "dp", "schedule": "pp", "sequence_parallel": "tp"}.get(field, field)
+    if axis in ("dp", "tp", "pp"):
+        return any(getattr(e.plan, axis) > 1 for e in estimates)
+    if field == "global_batch":
+        return any(e.plan.n_micro_batches > 1 for e in estimates)
+    return field != "engine" or any(e.plan.engine != "torch" for e in estimates)
 
 
 def _axes(title: str, subtitle: str, *, height_in: float) -> "tuple[Figure, Axes]":
@@ -551,10 +602,20 @@ def _plain(axes: "Axes") -> None:
     axes.set_axisbelow(True)
 
 
-def _legend_in_rows(figure: "Figure", axes: "Axes") -> None:
+def _legend_in_a_row(figure: "Figure", axes: "Axes") -> None:
+    """The kinds as they are stacked, then the lines."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5,
-                  columnspacing=1.2, handlelength=1.4)  # fmt: skip
+    order = sorted(range(len(labels)), key=lambda i: labels[i] not in LABELS.values())
+    figure.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="outside lower left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8.5,
+        columnspacing=1.2,
+        handlelength=1.6,
+    )
 
 
 def _legend_top_down(figure: "Figure", axes: "Axes") -> None:

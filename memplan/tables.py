@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate, StageEstimate
 from memplan.shapes import KINDS, Buffer
-from memplan.units import binary_unit, human_bytes
+from memplan.units import binary_unit, human_bytes, scaled
 
 if TYPE_CHECKING:
     import pandas
@@ -130,7 +130,7 @@ def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: int | Non
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     too_wide = sum(widths) + 2 * (len(widths) - 1) - WIDTH
     if flexible is not None and too_wide > 0:
-        widths[flexible] -= too_wide
+        widths[flexible] = max(4, widths[flexible] - too_wide)
     columns = list(zip(sides, widths, strict=True))
     return "\n".join(
         "  ".join(
@@ -214,7 +214,7 @@ def _stages(estimate: Estimate) -> str:
             rows.append(("...",) * len(rows[0]))
         expected = stage.stage + 1
         kinds = (getattr(stage.peak, f"{kind}_bytes") for kind in (*KINDS, "total"))
-        rows.append(_stage_row(stage, [f"{n_bytes / unit:.{digits}f}" for n_bytes in kinds]))
+        rows.append(_stage_row(stage, [scaled(n_bytes, unit, digits) for n_bytes in kinds]))
     title = "Worst instant of " + ("each stage" if len(rows) > 2 else "a step")
     return f"{title}, {name} on the GPU that holds most\n{text_table(rows, '><>>>>>><', flexible=8)}"
 

@@ -33,8 +33,18 @@ def human_bytes(n_bytes: float) -> str:
 
     >>> human_bytes(1536), human_bytes(80 * GiB), human_bytes(-2048)
     ('1.50 KiB', '80.00 GiB', '-2.00 KiB')
-    >>> human_bytes(17)
-    '17 B'
+    >>> human_bytes(17), human_bytes(10**30)
+    ('17 B', '9.09e+17 TiB')
     """
     unit, name = binary_unit(n_bytes)
-    return f"{n_bytes / unit:.{0 if unit == 1 else 2}f} {name}"
+    return f"{scaled(n_bytes, unit, 0 if unit == 1 else 2)} {name}"
+
+
+def scaled(value: float, unit: float, digits: int) -> str:
+    """A number in a unit, in powers of ten once it has more than six digits before the point.
+
+    >>> scaled(1536, KiB, 2), scaled(10**30, GiB, 2)
+    ('1.50', '9.31e+20')
+    """
+    number = value / unit
+    return f"{number:.{digits}f}" if abs(number) < 1e6 else f"{number:.2e}"

@@ -1,6 +1,7 @@
 """Who holds which part of a parameter: FSDP2's rows, ZeroRedundancyOptimizer's whole tensors, DDP's buckets."""
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import Final
 
 from memplan.shapes import Parameter
@@ -49,12 +50,12 @@ def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> 
 
     Source: torch/distributed/optim/zero_redundancy_optimizer.py (`_partition_parameters`).
     """
-    sizes = [0] * n_ranks
     partition: list[list[Parameter]] = [[] for _ in range(n_ranks)]
+    least_first = [(0, rank) for rank in range(n_ranks)]
     for parameter in sorted(parameters, key=lambda p: p.n_elements, reverse=True):
-        rank = sizes.index(min(sizes))
+        n_elements, rank = least_first[0]
         partition[rank].append(parameter)
-        sizes[rank] += parameter.n_elements
+        heapreplace(least_first, (n_elements + parameter.n_elements, rank))
     return partition
 
 

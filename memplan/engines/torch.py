@@ -177,17 +177,11 @@ class Stage:
         alive[_buffer("targets", batch, INT64)] += 1
         if isinstance(model, Llama):
             alive[_buffer("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)] += 1
-        if not self.first:
-            alive[self.receive_buffer] += plan.n_micro_batches
-        if not self.last:
-            boundary = self.trace.boundary
-            alive[_buffer("received gradient", boundary.shape, boundary.dtype)] += plan.n_micro_batches
-
-    @cached_property
-    def receive_buffer(self) -> Buffer:
-        """Where one micro-batch's input from the stage before lands; allocated once for all steps."""
         boundary = self.trace.boundary
-        return _buffer("receive buffer", boundary.shape, boundary.dtype)
+        if not self.first:
+            alive[_buffer("received input", boundary.shape, boundary.dtype)] += plan.n_micro_batches
+        if not self.last:
+            alive[_buffer("received gradient", boundary.shape, boundary.dtype)] += plan.n_micro_batches
 
     # The step
 
@@ -276,13 +270,11 @@ class Passes:
         trace, n = self.trace, self.stage.n_blocks
         return chain(
             "forward",
-            events("forward: embedding", (*self._received(), *trace.embed.events)),
-            repeated(events("forward: block", trace.block.events), n),
+            events("forward: embedding", trace.embed.events),
+            events("forward: block", trace.entry_block.events),
+            repeated(events("forward: block", trace.block.events), n - 1),
             *self._forward_end(release),
         )
-
-    def _received(self) -> tuple[Event, ...]:
-        return () if self.stage.first else _free(self.stage.receive_buffer)
 
     def _forward_end(self, release: Stretch | None) -> list[Stretch]:
         trace, n = self.trace, self.stage.n_blocks
@@ -305,7 +297,7 @@ class Passes:
         return chain(
             "backward",
             events("backward: loss and head", self.added(trace.head_backward, first)),
-            *self._blocks(self.added(trace.block_backward, first), n),
+            *self._blocks(first, n),
             events("backward: embedding", self.added(trace.embed_backward, first)),
             *self._sent(first),
         )
@@ -314,11 +306,15 @@ class Passes:
         """A backward segment's events: gradients are kept in the `first` pass of a step, added after."""
         return segment.events if first else _added_to_older(segment)
 
-    def _blocks(self, body: tuple[Event, ...], n: int) -> list[Stretch]:
-        if self.stage.last:
-            return [repeated(events("backward: block", body), n)]
-        outer = events("backward: block", _from_outside(body))
-        return [outer, repeated(events("backward: block", body), n - 1)]
+    def _blocks(self, first: bool, n: int) -> list[Stretch]:
+        inner = self.added(self.trace.block_backward, first)
+        entry = self.added(self.trace.entry_block_backward, first)
+        outer = entry if n == 1 else inner
+        parts = [events("backward: block", outer if self.stage.last else _from_outside(outer))]
+        if n > 1:
+            parts.append(repeated(events("backward: block", inner), n - 2))
+            parts.append(events("backward: block", entry))
+        return parts
 
     def _sent(self, first: bool) -> list[Stretch]:
         """The gradient sent to the stage before is held until the next one is made."""
@@ -329,10 +325,6 @@ class Passes:
     def release(self) -> Stretch:
         """What the schedule still holds of a micro-batch: a stage's output."""
         return events("release of the stage's output", self.trace.release.events)
-
-    def emptied(self) -> Stretch:
-        """The slot that the micro-batch's input came in is free for the next step."""
-        return events("release of the stage's input", () if self.stage.first else _alloc(self.stage.receive_buffer))
 
     def end(self) -> list[Stretch]:
         """What the schedule drops when it returns, and the reductions it has put off."""
@@ -411,6 +403,10 @@ class ShardedPasses(Passes):
         self.block = Unit(stage, "block", stage.trace.block_parameters)
         self.reshards = stage.plan.zero == 3
         self.pipelined = stage.plan.pp > 1
+        self.widens = self.pipelined and self.block.casting
+        trace = stage.trace
+        self.block_sums = _Sums(trace.block_backward)
+        self.root_sums = _Sums(trace.head_backward, trace.embed_backward)
 
     def forward(self, *, first: bool, unsharded: bool = False, release: Stretch | None = None) -> Stretch:
         """The forward pass: blocks are gathered unless `unsharded`, the root in the first of a step."""
@@ -419,14 +415,15 @@ class ShardedPasses(Passes):
         enters = first or not self.pipelined
         enter = (*root.gather(), *root.copy_out(None)) if enters else ()
         leave = block.reshard() if self.reshards else ()
-        parts = [events("forward: embedding", (*self._received(), *enter, *trace.embed.events))]
+        parts = [events("forward: embedding", (*enter, *trace.embed.events))]
         if gathers:
             opened = (*block.gather(), *block.copy_out(root if enters else None))
-            parts.append(events("forward: block", (*opened, *trace.block.events, *leave)))
+            parts.append(events("forward: block", (*opened, *trace.entry_block.events, *leave)))
             opened = (*block.gather(), *block.copy_out(block))
             parts.append(repeated(events("forward: block", (*opened, *trace.block.events, *leave)), n - 1))
         else:
-            parts.append(repeated(events("forward: block", (*trace.block.events, *leave)), n))
+            parts.append(events("forward: block", (*trace.entry_block.events, *leave)))
+            parts.append(repeated(events("forward: block", (*trace.block.events, *leave)), n - 1))
         if self.stage.last:
             parts.append(events("forward: head", trace.head.events))
         parts.append(events("forward: end", _free(block.flat) if gathers else ()))
@@ -445,38 +442,46 @@ class ShardedPasses(Passes):
         openings = [(*whole, *ahead)] * (n - 1) + [whole]
         head, n_loss = self.kept(self.trace.head_backward, first), self.trace.n_loss_backward
         parts = [events("backward: loss", head[:n_loss]), events("backward: head", (*ahead, *head[n_loss:]))]
-        parts.append(self._block(openings[0], None, first=first, outer=not self.stage.last))
-        parts.append(repeated(self._block(openings[0], block, first=first), n - 2))
+        trace, outer = self.trace, not self.stage.last
+        inner, entry = trace.block_backward, trace.entry_block_backward
+        parts.append(self._block(entry if n == 1 else inner, openings[0], None, first=first, outer=outer))
+        parts.append(repeated(self._block(inner, openings[0], block, first=first), n - 2))
         if n > 1:
-            parts.append(self._block(openings[-1], block, first=first))
+            parts.append(self._block(entry, openings[-1], block, first=first))
         embed = self.kept(self.trace.embed_backward, first)
         if self.pipelined:
-            return chain("backward", *parts, events("backward: embedding", embed), *self._sent(first))
-        grads = _grads(self.trace.head_backward, self.trace.embed_backward)
-        reduced = self.root.reduce(grads, block, first=first)
+            widened = self.root_sums.add(first=first) if self.widens else ()
+            return chain("backward", *parts, events("backward: embedding", (*embed, *widened)), *self._sent(first))
+        reduced = self.root.reduce(self.root_sums.grads, block, first=first)
         end = (*embed, *self.root.reshard(), *reduced, *_free(self.root.reduce_input))
         return chain("backward", *parts, events("backward: embedding", end))
 
     def kept(self, segment: Segment, first: bool) -> tuple[Event, ...]:
-        """A backward segment's events: unsharded gradients are added to older ones under a schedule only."""
-        return self.added(segment, first or not self.pipelined)
+        """A backward segment's events: unsharded gradients are added to older ones under a schedule only.
+
+        Where gradients are summed in a wider type than they come in, that happens after each unit's backward.
+        """
+        return self.added(segment, first or not self.pipelined or self.widens)
 
     def _block(
-        self, opening: tuple[Event, ...], stale: Unit | None, *, first: bool, outer: bool = False
+        self, segment: Segment, opening: tuple[Event, ...], stale: Unit | None, *, first: bool, outer: bool = False
     ) -> Stretch:
-        block, segment = self.block, self.trace.block_backward
+        block = self.block
         body = self.kept(segment, first)
         body = (*opening, *(_from_outside(body) if outer else body))
         if not self.pipelined:
-            body = (*body, *block.reshard(), *block.reduce(_grads(segment), stale, first=first))
+            body = (*body, *block.reshard(), *block.reduce(self.block_sums.grads, stale, first=first))
+        elif self.widens:
+            body = (*body, *self.block_sums.add(first=first))
         return events("backward: block", body)
 
     def end(self) -> list[Stretch]:
         """The schedule's end: the root, then every block, is freed and reduced."""
-        root, block, trace = self.root, self.block, self.trace
-        block_grads = _grads(trace.block_backward)
+        root, block = self.root, self.block
+        block_grads = self.block_sums.wide if self.widens else self.block_sums.grads
+        root_grads = self.root_sums.wide if self.widens else self.root_sums.grads
         name = "gradient reduction"
-        root_reduced = root.reduce(_grads(trace.head_backward, trace.embed_backward), None, first=True)
+        root_reduced = root.reduce(root_grads, None, first=True)
         parts = [events(name, (*root.reshard(), *root_reduced))]
         parts.append(events(name, (*block.reshard(), *block.reduce(block_grads, root, first=True))))
         again = events(name, (*block.reshard(), *block.reduce(block_grads, block, first=True)))
@@ -485,9 +490,22 @@ class ShardedPasses(Passes):
         return [*super().end(), *parts]
 
 
-def _grads(*segments: Segment) -> list[Buffer]:
-    """The gradients that segments leave."""
-    return [e.buffer for segment in segments for e in segment.events if e.parameter is not None]
+class _Sums:
+    """The gradients that backward segments leave, and their float32 sums over a schedule's micro-batches.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`).
+    """
+
+    def __init__(self, *segments: Segment) -> None:
+        self.grads = [e.buffer for segment in segments for e in segment.events if e.parameter is not None]
+        self.wide = [_buffer(f"{grad.name} (float32 sum)", grad.shape, FP32) for grad in self.grads]
+
+    def add(self, *, first: bool) -> tuple[Event, ...]:
+        """Each gradient is copied into its sum the first time, added to it after, and freed."""
+        found: list[Event] = []
+        for grad, wide in zip(self.grads, self.wide, strict=True):
+            found += [*(_alloc(wide) if first else ()), *_free(grad)]
+        return tuple(found)
 
 
 def schedule(stage: Stage, passes: Passes) -> list[Stretch]:
@@ -514,7 +532,7 @@ def _gpipe(passes: Passes, m: int) -> list[Stretch]:
 
     Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe._step_microbatches`).
     """
-    done = (passes.release(), passes.emptied())
+    done = (passes.release(),)
     steps = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
     steps.append(chain("backward", passes.backward(first=True, last=m == 1), *done))
     middle = chain("backward", passes.backward(first=False, last=False, unsharded=True), *done)
@@ -533,7 +551,7 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
     """
     warm_up = min(m, stage.plan.pp - stage.rank.pp)
-    release, emptied = passes.release(), passes.emptied()
+    release = passes.release()
     early = release if stage.last else None
     warm = passes.forward(first=False)
     forward = passes.forward(first=False, unsharded=True, release=early)
@@ -542,7 +560,7 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     drain = passes.backward(first=False, last=False, unsharded=True)
 
     def done(i: int) -> tuple[Stretch, ...]:
-        return (emptied,) if stage.last or i == held else (release, emptied)
+        return () if stage.last or i == held else (release,)
 
     def turn(i: int) -> Stretch:
         if i == 0:

@@ -24,7 +24,8 @@ EMPTY = Segment()
 class Trace:
     """Forward and backward of the ends a stage owns and of one of its equal blocks.
 
-    `casts` frees what autocast kept of each part's weights, when the forward pass ends. Parameters are in
+    `entry_block` is the stage's first block: where its input came from another stage, that tensor is the
+    schedule's and not freed. `casts` frees what autocast kept of each part's weights, when the forward pass ends. Parameters are in
     the order of the module. `release` frees what the pipeline schedule holds until the backward pass is over:
     a stage's output (`release_input_grad`: the gradient it sends back). The first `n_loss_backward` events of `head_backward` are the loss's. `boundary` is the tensor handed from block to block and stage to stage.
     FLOPs are of the forward pass on one tensor rank.
@@ -40,6 +41,8 @@ class Trace:
     head_backward: Segment = EMPTY
     n_loss_backward: int = 0
     block_backward: Segment
+    entry_block: Segment
+    entry_block_backward: Segment
     embed_backward: Segment = EMPTY
     release: Segment = EMPTY
     release_input_grad: Segment = EMPTY
@@ -134,8 +137,9 @@ def traced(
     del input_grad
     release_input_grad = cut.segment()
     same = _Renamed(entry, boundary)
+    inside = (lambda segment: segment) if first else _Without(entry)
     return Trace(
-        embed=same(embed),
+        embed=same(inside(embed)),
         embed_casts=embed_casts,
         block=same(block),
         block_casts=block_casts,
@@ -145,6 +149,8 @@ def traced(
         head_backward=same(head_backward),
         n_loss_backward=n_loss_backward,
         block_backward=same(block_backward),
+        entry_block=same(inside(block)),
+        entry_block_backward=same(inside(block_backward)),
         embed_backward=same(embed_backward),
         release=same(release),
         release_input_grad=release_input_grad,
@@ -171,6 +177,16 @@ def _buffer(x: Tensor) -> Buffer:
     if x.storage is None:
         raise MissingRule("the input of a block must own its bytes; a model's embed() must allocate its output.")
     return x.storage.buffer
+
+
+class _Without:
+    """Leaves out what happens to a buffer."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def __call__(self, segment: Segment) -> Segment:
+        return Segment(tuple(e for e in segment.events if e.buffer is not self.buffer), segment.calls)
 
 
 class _Renamed:

@@ -8,15 +8,12 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from memplan.checks import checked_count, checked_fraction
+from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction
 from memplan.errors import InvalidValue
 from memplan.hardware.gpu import Gpu, Link, gpu, gpu_names
 
 DEFAULT_MARGIN: Final = 0.05
 """The fraction of usable memory that `fits` leaves free unless told otherwise: a policy, not a prediction."""
-
-LARGEST_CLUSTER: Final = 2**20
-"""More GPUs than that is a mistake, not a cluster."""
 
 
 @final

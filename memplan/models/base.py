@@ -2,11 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, divisors_text
 from memplan.tape import Tensor
+
+MOST_LAYERS: Final = 10_000
+"""The deepest transformer trained has 1,000 (Wang et al. 2022, DeepNet, arXiv:2203.00555); more is a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,8 @@ class Model(ABC):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("n_layers", "d_model", "n_heads", "d_ff", "vocab_size", "max_seq_len"):
+        object.__setattr__(self, "n_layers", checked_count("n_layers", self.n_layers, most=MOST_LAYERS))
+        for field in ("d_model", "n_heads", "d_ff", "vocab_size", "max_seq_len"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field)))
         for field in ("n_kv_heads", "d_head"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field), least=0))
