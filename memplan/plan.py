@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.errors import PlanRefused, divisors_text
@@ -129,8 +129,9 @@ def _check_tensor_axis(model: Model, plan: Plan) -> None:
             blocks = gcd(model.n_kv_heads, model.d_ff)
             shared = gcd(blocks, model.vocab_size)
             choices = f"one of {divisors_text(shared)}" if shared > 1 else "tp=1"
-            padding = "." if shared == blocks else f", or pad vocab_size={model.vocab_size} to a multiple of tp."
-            raise PlanRefused(f"tp={plan.tp} does not divide {name}={total}; use {choices}{padding}")
+            if shared < blocks:
+                choices += f", or pad vocab_size={model.vocab_size} to a multiple of tp"
+            raise PlanRefused(f"tp={plan.tp} does not divide {name}={total}; use {choices}.")
     if plan.sequence_parallel and plan.seq_len % plan.tp:
         raise PlanRefused(
             f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use seq_len="
@@ -140,7 +141,8 @@ def _check_tensor_axis(model: Model, plan: Plan) -> None:
 
 def _check_pipeline(model: Model, plan: Plan) -> None:
     if plan.pp > model.n_layers:
-        raise PlanRefused(f"pp={plan.pp} is more than n_layers={model.n_layers}; use at most {model.n_layers}.")
+        most = model.n_layers
+        raise PlanRefused(f"pp={plan.pp} is more than n_layers={most}; use at most {most}.")
     if plan.pp == 1:
         return
     if model.tied_head:

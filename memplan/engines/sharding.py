@@ -1,4 +1,4 @@
-"""Who holds which part of a parameter: FSDP2's rows, ZeroRedundancyOptimizer's whole tensors, DDP's buckets."""
+"""Who holds which part of a parameter: FSDP2 rows, ZeroRedundancyOptimizer whole tensors, DDP buckets."""
 
 from collections.abc import Sequence
 from heapq import heapreplace

@@ -9,7 +9,7 @@ from memplan.errors import InvalidValue, divisors_text
 from memplan.tape import Tensor
 
 MOST_LAYERS: Final = 10_000
-"""The deepest transformer trained has 1,000 (Wang et al. 2022, DeepNet, arXiv:2203.00555); more is a mistake."""
+"""More is a mistake: the deepest trained has 1,000 (Wang et al. 2022, DeepNet, arXiv:2203.00555)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
