@@ -36,6 +36,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
         n_out //= tp
     full_shape = (n_out, n_in)
     weight = run.parameter(f"{name}.weight", full_shape, tp_dim=(0 if split == "columns" else 1) if tp > 1 else None)
+    weight.grad_shape = weight.shape
     dtype = BF16 if run.setting.autocast else x.dtype
     b = None
     if bias:

@@ -110,7 +110,7 @@ def check_plan(model: Model, plan: Plan) -> None:
     """
     _check_tensor_axis(model, plan)
     _check_pipeline(model, plan)
-    _check_data_axis(plan)
+    _check_data_axis(model, plan)
     if model.learned_positions and plan.seq_len > model.max_seq_len:
         raise PlanRefused(
             f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
@@ -157,8 +157,14 @@ def _check_pipeline(model: Model, plan: Plan) -> None:
         )
 
 
-def _check_data_axis(plan: Plan) -> None:
+def _check_data_axis(model: Model, plan: Plan) -> None:
     if plan.zero and plan.dp == 1:
         raise PlanRefused(
             f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0."
+        )
+    if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
+        raise PlanRefused(
+            f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
+            f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, tp=1, "
+            "or the model with tied_head=False."
         )

@@ -202,6 +202,21 @@ class Transformer(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
         self.recompute = False
 
+    @property
+    def tied(self) -> bool:
+        """Whether the projection to the vocabulary is the token table itself."""
+        if self.head is None or self.embedding is None:
+            return False
+        return self.head.output.weight is cast(nn.Embedding, self.embedding.tokens).weight
+
+    def tie(self) -> None:
+        """Make the projection to the vocabulary the token table itself, where this stage has both.
+
+        `parallelize_module` gives each of the two a weight of its own, so that cutting unties them.
+        """
+        if self.head is not None and self.embedding is not None:
+            self.head.output.weight = cast(nn.Embedding, self.embedding.tokens).weight
+
     def forward(self, x: Tensor) -> Tensor:
         if self.autocast_dtype is None:
             return self._forward(x)

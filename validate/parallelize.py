@@ -135,6 +135,7 @@ def shard_weights(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
 def cut_tensors(stage: Transformer, plan: Plan, at: Coordinates, mesh: DeviceMesh) -> None:
     """Tensor parallelism, with the sequence divided between the cut regions if the plan says so."""
     between = Shard(1) if plan.sequence_parallel else Replicate()
+    tied = stage.tied
     if stage.embedding is not None:
         parallelize_module(stage.embedding, mesh, _embedding_styles(stage.embedding, plan))
         if isinstance(stage.embedding, GptEmbedding) and plan.sequence_parallel:
@@ -148,6 +149,8 @@ def cut_tensors(stage: Transformer, plan: Plan, at: Coordinates, mesh: DeviceMes
         if plan.sequence_parallel:
             styles["norm"] = SequenceParallel()
         parallelize_module(stage.head, mesh, styles)
+    if tied:
+        stage.tie()
 
 
 def _embedding_styles(embedding: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
