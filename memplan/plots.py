@@ -169,9 +169,8 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
     axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit.n_bytes)
     at = int(np.argmax(held.total[points]))
     _mark_peak(axes, float(starts[at] + starts[at + 1]) / 2, of, unit)
-    _shade_phases(axes, held, starts[-1])
-    axes.set_xticks([])
     axes.set_xlabel(_events_text(len(held.total), len(points)))
+    _shade_phases(axes, held)
     axes.set_ylabel(f"bytes held ({unit.name})")
     _legend_top_down(figure, axes)
     return figure
@@ -280,25 +279,25 @@ def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":
     return np.concatenate([*starts, [edge]]), np.concatenate(points)
 
 
-def _shade_phases(axes: "Axes", held: _Held, end: float) -> None:
+def _shade_phases(axes: "Axes", held: _Held) -> None:
     """Each phase shaded, and named below where it is wide enough."""
-    stops = end * held.widths.cumsum() / held.widths.sum()
-    starts = stops - end * held.widths / held.widths.sum()
+    stops = held.widths.cumsum()
+    starts = stops - held.widths
     names = [name for name, _ in held.phases]
     for name, start, stop in zip(names, starts, stops, strict=True):
         axes.axvspan(start, stop, color=SHADES[name], linewidth=0, zorder=0)
-    upright = [
-        _upright(name, (stop - start) / end) for name, start, stop in zip(names, starts, stops, strict=True)
-    ]
+    upright = [_upright(name, share) for name, share in zip(names, held.widths / stops[-1], strict=True)]
     named = [i for i, turned in enumerate(upright) if turned is not None]
     axes.set_xticks([(starts[i] + stops[i]) / 2 for i in named], [names[i] for i in named], fontsize=9)
     axes.tick_params(axis="x", length=0)
     for label, i in zip(axes.get_xticklabels(), named, strict=True):
         label.set_rotation(90 if upright[i] else 0)
+    if len(named) < len(names):
+        axes.set_xlabel("white: forward, grey: backward, dark grey: optimizer\n" + axes.get_xlabel())
 
 
 def _upright(text: str, share: float) -> bool | None:
-    """Whether a text in a given share of the horizontal axis must stand upright; None: it has no room at all."""
+    """Whether a text in a share of the horizontal axis must stand upright; None: it has no room at all."""
     if share < NARROWEST:
         return None
     return share < 0.0125 * len(text)
@@ -316,7 +315,9 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
     part = sum(row.total_bytes for row in shown) / of.peak.total_bytes
     title = f"The {len(shown)} largest of {len(rows)} entries alive at the peak hold {part:.0%} of it"
     peak_text = f"peak of {_stage_text(estimate, of)}: {human_bytes(of.peak.total_bytes)}, {of.when}"
-    figure, axes = _axes(title, f"{peak_text}\n{_common([estimate])}", height_in=1.7 + 0.31 * len(shown))
+    figure, axes = _axes(
+        title, f"{peak_text}\n{_common([estimate])}", height_in=1.7 + 0.31 * len(shown), wrap=88
+    )
     values = [row.total_bytes / unit.n_bytes for row in shown]
     bars = axes.barh(range(len(shown)), values, height=0.72, color=[COLORS[row.kind] for row in shown])
     axes.bar_label(bars, [row.text for row in shown], padding=4, fontsize=8, color=MUTED)
@@ -425,9 +426,9 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     left.set_xlabel(f"peak of the rank farthest off ({unit.name})")
     _draw_errors(right, [100 * p.error for p in pairs], 100 * tolerance)
     figure.suptitle(_verdict(pairs, len(every), tolerance), x=0.012, ha="left", fontsize=12, weight="bold")
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9
-    )
+    handles, labels = left.get_legend_handles_labels()
+    place: dict[str, Any] = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": 8.5}
+    figure.legend(handles[::-1], labels[::-1], **place)
     return figure
 
 
@@ -450,11 +451,12 @@ def _pair(record: Mapping[str, Any]) -> _Pair:
 
 
 def _verdict(pairs: Sequence[_Pair], n_records: int, tolerance: float) -> str:
-    worst, within = max((p.error for p in pairs), key=abs), sum(abs(p.error) <= tolerance for p in pairs)
-    left_out = (
-        f" ({n_records - len(pairs)} not drawn: no run or no prediction)" if n_records > len(pairs) else ""
-    )
-    return f"{within} of {len(pairs)} runs within {tolerance:.0%}, farthest off {worst:+.2%}{left_out}"
+    worst = max((pair.error for pair in pairs), key=abs)
+    within = sum(abs(pair.error) <= tolerance for pair in pairs)
+    missing = n_records - len(pairs)
+    left_out = f"; {missing} without a run or a prediction" if missing else ""
+    head = f"{within} of {len(pairs)} peaks predicted within {tolerance:.0%} of the measured one"
+    return f"{head}, the farthest {worst:+.3%} off{left_out}"
 
 
 def _draw_errors(axes: "Axes", percents: Sequence[float], tolerance: float) -> None:
@@ -464,8 +466,12 @@ def _draw_errors(axes: "Axes", percents: Sequence[float], tolerance: float) -> N
     axes.hlines(rows, 0, percents, color=MUTED, linewidth=1)
     colors = [WITHIN if abs(percent) <= tolerance else OUTSIDE for percent in percents]
     axes.scatter(percents, rows, c=colors, s=22, zorder=3)
-    reach = 1.25 * max(tolerance, *map(abs, percents))
+    reach = 1.6 * max(tolerance, *map(abs, percents))
     axes.set_xlim(-reach, reach)
+    for y, percent in enumerate(percents):
+        axes.text(0.99, y, f"{percent:+.3f} %", transform=axes.get_yaxis_transform(), ha="right", va="center",
+                  fontsize=8, color=MUTED)  # fmt: skip
+    axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)
 
@@ -563,7 +569,7 @@ def _common(estimates: Sequence[Estimate], varied: str = "") -> str:
             )
     if any(e.confirmed == "unmeasured" for e in estimates):
         parts.append("not confirmed by a run")
-    return fill(", ".join(parts), width=112)
+    return ", ".join(parts)
 
 
 def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
@@ -576,13 +582,14 @@ def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
     return field != "engine" or any(e.plan.engine != "torch" for e in estimates)
 
 
-def _axes(title: str, subtitle: str, *, height_in: float) -> "tuple[Figure, Axes]":
+def _axes(title: str, subtitle: str, *, height_in: float, wrap: int = 112) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold")
-    axes.set_title(subtitle, loc="left", fontsize=9, color=MUTED)
+    lines = [fill(line, wrap) for line in subtitle.splitlines()]
+    axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED)
     _plain(axes)
     return figure, axes
 
