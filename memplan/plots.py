@@ -286,12 +286,9 @@ def _shade_phases(axes: "Axes", held: _Held) -> None:
     names = [name for name, _ in held.phases]
     for name, start, stop in zip(names, starts, stops, strict=True):
         axes.axvspan(start, stop, color=SHADES[name], linewidth=0, zorder=0)
-    upright = [_upright(name, share) for name, share in zip(names, held.widths / stops[-1], strict=True)]
-    named = [i for i, turned in enumerate(upright) if turned is not None]
+    named = [i for i, name in enumerate(names) if _upright(name, held.widths[i] / stops[-1]) is False]
     axes.set_xticks([(starts[i] + stops[i]) / 2 for i in named], [names[i] for i in named], fontsize=9)
     axes.tick_params(axis="x", length=0)
-    for label, i in zip(axes.get_xticklabels(), named, strict=True):
-        label.set_rotation(90 if upright[i] else 0)
     if len(named) < len(names):
         axes.set_xlabel("white: forward, grey: backward, dark grey: optimizer\n" + axes.get_xlabel())
 
@@ -300,7 +297,7 @@ def _upright(text: str, share: float) -> bool | None:
     """Whether a text in a share of the horizontal axis must stand upright; None: it has no room at all."""
     if share < NARROWEST:
         return None
-    return share < 0.0125 * len(text)
+    return bool(share < 0.011 * len(text))
 
 
 def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) -> "Figure":
@@ -423,9 +420,12 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
               markeredgewidth=2, color="black", label="predicted")  # fmt: skip
     left.set_yticks(rows, [p.name for p in pairs], fontsize=8)
     left.set_ylim(len(pairs) - 0.4, -0.6)
-    left.set_xlabel(f"peak of the rank farthest off ({unit.name})")
-    _draw_errors(right, [100 * p.error for p in pairs], 100 * tolerance)
-    figure.suptitle(_verdict(pairs, len(every), tolerance), x=0.012, ha="left", fontsize=12, weight="bold")
+    left.set_xlabel(f"peak of the rank farthest off ({unit.name})\nat the right: bytes off")
+    if len(every) > len(pairs):
+        text = f"{len(every) - len(pairs)} more cases have no run or no prediction"
+        left.set_title(text, loc="left", fontsize=9, color=MUTED)
+    _draw_errors(right, pairs, 100 * tolerance)
+    figure.suptitle(_verdict(pairs, tolerance), x=0.012, ha="left", fontsize=12, weight="bold")
     handles, labels = left.get_legend_handles_labels()
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": 8.5}
     figure.legend(handles[::-1], labels[::-1], **place)
@@ -450,27 +450,27 @@ def _pair(record: Mapping[str, Any]) -> _Pair:
     return max(pairs, key=lambda pair: abs(pair.error))
 
 
-def _verdict(pairs: Sequence[_Pair], n_records: int, tolerance: float) -> str:
+def _verdict(pairs: Sequence[_Pair], tolerance: float) -> str:
     worst = max((pair.error for pair in pairs), key=abs)
     within = sum(abs(pair.error) <= tolerance for pair in pairs)
-    missing = n_records - len(pairs)
-    left_out = f"; {missing} without a run or a prediction" if missing else ""
     head = f"{within} of {len(pairs)} peaks predicted within {tolerance:.0%} of the measured one"
-    return f"{head}, the farthest {worst:+.3%} off{left_out}"
+    return f"{head}, the worst {worst:+.3%}"
 
 
-def _draw_errors(axes: "Axes", percents: Sequence[float], tolerance: float) -> None:
+def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None:
+    percents = [100 * pair.error for pair in pairs]
     rows = range(len(percents))
     axes.axvspan(-tolerance, tolerance, color="0.92", linewidth=0, zorder=0)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.hlines(rows, 0, percents, color=MUTED, linewidth=1)
     colors = [WITHIN if abs(percent) <= tolerance else OUTSIDE for percent in percents]
     axes.scatter(percents, rows, c=colors, s=22, zorder=3)
-    reach = 1.6 * max(tolerance, *map(abs, percents))
+    reach = 2 * max(tolerance, *map(abs, percents))
     axes.set_xlim(-reach, reach)
-    for y, percent in enumerate(percents):
-        axes.text(0.99, y, f"{percent:+.3f} %", transform=axes.get_yaxis_transform(), ha="right", va="center",
-                  fontsize=8, color=MUTED)  # fmt: skip
+    place: dict[str, Any] = {"ha": "right", "va": "center", "transform": axes.get_yaxis_transform()}
+    for y, pair in enumerate(pairs):
+        off_bytes = pair.predicted_bytes - pair.measured_bytes
+        axes.text(1, y, f"{off_bytes:+,} B", fontsize=8, color=MUTED, **place)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)
