@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from memplan.errors import InvalidValue, unknown_name
+from memplan.errors import InvalidValue, shown_value, unknown_name
 
 LARGEST: Final = 2**31 - 1
 """No count in a plan or a model is larger: beyond it a value is a mistake, not a plan."""
@@ -21,9 +21,7 @@ def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGE
         number = int(value.__index__())
         if least <= number <= most:
             return number
-    shown = repr(value)
-    shown = shown if len(shown) <= 40 else shown[:37] + "..."
-    raise InvalidValue(f"{name}={shown} is not allowed; use an integer from {least} to {most}.")
+    raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use an integer from {least} to {most}.")
 
 
 def checked_fraction(name: str, value: object) -> float:
@@ -34,7 +32,9 @@ def checked_fraction(name: str, value: object) -> float:
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < 1.0:
         return float(value)
-    raise InvalidValue(f"{name}={value!r} is not allowed; use a number from 0 up to, not including, 1.")
+    raise InvalidValue(
+        f"{name}={shown_value(value)} is not allowed; use a number from 0 up to, not including, 1."
+    )
 
 
 def checked_flag(name: str, value: object) -> bool:
@@ -45,7 +45,7 @@ def checked_flag(name: str, value: object) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise InvalidValue(f"{name}={value!r} is not allowed; use True or False.")
+    raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use True or False.")
 
 
 def checked_choice(name: str, value: object, choices: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from memplan.errors import MemplanError
-from memplan.estimate import Estimate, alive_at_peak, estimate
+from memplan.estimate import Estimate, estimate
 from memplan.hardware import Gpu, gpu, gpu_names
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import ENGINES, OPTIMIZERS, PRECISIONS, RECOMPUTES, SCHEDULES
@@ -110,7 +110,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 
 
 def _ledger_rows(result: Estimate) -> list[dict[str, Any]]:
-    return ledger_rows(alive_at_peak(result.model, result.plan, result.worst.rank, result.device)[0])
+    return ledger_rows(result.worst.alive)
 
 
 @commands.command("models")

@@ -24,6 +24,19 @@ class MissingRule(MemplanError):
     """No rule states what this operation costs; nothing is assumed in its place."""
 
 
+def shown_value(value: object, most: int = 40) -> str:
+    """A value's representation, cut to `most` characters, for an error's text.
+
+    >>> shown_value("8.5"), len(shown_value("x" * 1000)), shown_value(10**10000)
+    ("'8.5'", 40, 'a number of thousands of digits')
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
     """The error for a name that is not in a table, with the nearest match.
 
@@ -31,7 +44,7 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
     unknown model 'lama-2-7b'; did you mean 'llama-2-7b'? Known: gpt2, llama-2-7b.
     """
     names = sorted(known)
-    shown = str(name)[:80]
+    shown = name[:80] if isinstance(name, str) else shown_value(name)
     near = get_close_matches(shown.lower(), names, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return UnknownName(f"unknown {what} {shown!r}{hint} Known: {', '.join(names)}.")

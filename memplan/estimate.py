@@ -2,19 +2,18 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from memplan.checks import checked_count
+from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.engines import textbook
 from memplan.engines.torch import Rank, Stage, StageTimeline
-from memplan.engines.trace import Trace
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, parameter_count, resolve
 from memplan.plan import Plan, check_plan, stage_layers
-from memplan.shapes import Buffer
 from memplan.tape import Device
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
 from memplan.traffic import Collective, collectives, textbook_collectives
@@ -26,23 +25,66 @@ if TYPE_CHECKING:
 Confirmation = Literal["measured", "unmeasured"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """What one rank of a pipeline stage holds and sends.
+    """What one rank of a pipeline stage holds and sends; the figures are worked out when asked for.
 
-    `states` are the weights, gradients and optimizer state (zero elsewhere) as the optimizer sees them;
-    `peak` is everything alive at the worst instant, `when`; `instants` the highs of the step's stretches.
+    `rest_bytes` are alive between steps, `flops` the forward pass's on this rank over a step.
     """
 
     rank: Rank
     layers: range
-    states: Bytes
-    rest_bytes: int
-    peak: Bytes
-    when: str
-    instants: tuple[Instant, ...]
-    collectives: tuple[Collective, ...]
+    timeline: StageTimeline
     flops: int
+    traffic: Callable[[], tuple[Collective, ...]] = field(repr=False, compare=False)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Bytes at the worst instant."""
+        return self.timeline.peak_bytes
+
+    @cached_property
+    def rest_bytes(self) -> int:
+        """Bytes alive between steps."""
+        return self.timeline.rest_bytes
+
+    @cached_property
+    def states(self) -> Bytes:
+        """Weights, gradients and optimizer state as the optimizer sees them; the other kinds are 0."""
+        kinds = ("weights", "grads", "optimizer")
+        found = self.timeline.rest + self.timeline.grads
+        return bytes_by_kind(Counter({buffer: n for buffer, n in found.items() if buffer.kind in kinds}))
+
+    @cached_property
+    def _at_peak(self) -> tuple[Alive, str]:
+        alive: Alive = Counter(self.timeline.rest)
+        when = alive_at_high(self.timeline.step, alive)
+        return Counter({buffer: n for buffer, n in alive.items() if n}), when
+
+    @property
+    def alive(self) -> Alive:
+        """How many of each named tensor are alive at the worst instant."""
+        return self._at_peak[0]
+
+    @cached_property
+    def peak(self) -> Bytes:
+        """Everything alive at the worst instant, by kind."""
+        return bytes_by_kind(self.alive)
+
+    @property
+    def when(self) -> str:
+        """The worst instant's stretch of the step."""
+        return self._at_peak[1]
+
+    @cached_property
+    def instants(self) -> tuple[Instant, ...]:
+        """The highs of the step's stretches, in order."""
+        return tuple(instants(self.timeline.step, self.rest_bytes))
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All collectives of a step, by kind, axis and purpose."""
+        return self.traffic()
 
     @property
     def stage(self) -> int:
@@ -81,7 +123,7 @@ class Estimate:
     @property
     def worst(self) -> StageEstimate:
         """The stage with the highest peak."""
-        return max(self.stages, key=lambda stage: stage.peak.total_bytes)
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
 
     @property
     def peak(self) -> Bytes:
@@ -118,13 +160,11 @@ class Estimate:
         """
         from memplan.tables import ledger_frame
 
-        rank = (self.worst if stage is None else self._stage(stage)).rank
-        return ledger_frame(alive_at_peak(self.model, self.plan, rank, self.device)[0])
+        return ledger_frame((self.worst if stage is None else self._stage(stage)).alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
         """The step of a stage (the worst one if None), for `memplan.timeline.running_bytes` and plots."""
-        rank = (self.worst if stage is None else self._stage(stage)).rank
-        return _timeline(self.model, self.plan, rank, self.device).step
+        return (self.worst if stage is None else self._stage(stage)).timeline.step
 
     @property
     def device(self) -> Device:
@@ -213,10 +253,11 @@ def estimate(
     """
     model = resolve(model)
     cluster = resolve_cluster(cluster)
-    tp, pp, micro_batch = checked_count("tp", tp), checked_count("pp", pp), checked_count("micro_batch", micro_batch)
+    tp, pp = (checked_count(axis, n, most=LARGEST_CLUSTER) for axis, n in (("tp", tp), ("pp", pp)))
+    micro_batch = checked_count("micro_batch", micro_batch)
     if dp is None:
         dp = _dp_left(cluster, tp, pp)
-    dp = checked_count("dp", dp)
+    dp = checked_count("dp", dp, most=LARGEST_CLUSTER)
     plan = Plan(
         dp=dp,
         tp=tp,
@@ -272,30 +313,20 @@ def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> E
 
 def _textbook_stages(model: Model, plan: Plan) -> Iterator[StageEstimate]:
     for pp_rank in range(plan.pp):
-        timeline = textbook.timeline(model, plan, pp_rank)
-        alive: Alive = Counter(timeline.rest)
-        when = alive_at_high(timeline.step, alive)
-        rest_bytes = bytes_by_kind(timeline.rest).total_bytes
-        peak = bytes_by_kind(alive)
         yield StageEstimate(
             rank=Rank(pp=pp_rank),
             layers=stage_layers(model.n_layers, plan.pp, pp_rank),
-            states=replace(peak, activations_bytes=0),
-            rest_bytes=rest_bytes,
-            peak=peak,
-            when=when,
-            instants=tuple(instants(timeline.step, rest_bytes)),
-            collectives=textbook_collectives(model, plan, pp_rank),
+            timeline=textbook.timeline(model, plan, pp_rank),
             flops=round(textbook.forward_flops(model, plan)),
+            traffic=partial(textbook_collectives, model, plan, pp_rank),
         )
 
 
 def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
-    traces: dict[tuple[bool, bool], Trace] = {}
+    stage: Stage | None = None
     for pp_rank in range(plan.pp):
-        ends = pp_rank == 0, pp_rank == plan.pp - 1
-        stage = Stage(model, plan, Rank(pp=pp_rank), device, traces.get(ends))
-        traces[ends] = stage.trace
+        rank = Rank(pp=pp_rank)
+        stage = stage.moved(rank) if stage is not None and stage.alike(rank) else Stage(model, plan, rank, device)
         yield stage_estimate(stage.on_fullest_rank())
 
 
@@ -307,36 +338,11 @@ def rank_estimate(model: Model, plan: Plan, rank: Rank, device: Device) -> Stage
 
 def stage_estimate(stage: Stage) -> StageEstimate:
     """A stage's rank, estimated."""
-    timeline = stage.timeline()
-    rest, step = timeline.rest, timeline.step
-    rest_bytes = sum(n * buffer.n_bytes for buffer, n in rest.items())
-    alive: Alive = Counter(rest)
-    when = alive_at_high(step, alive)
-    states = Counter(rest) + Counter(dict(stage.grad_buffers()))
-    kinds = ("weights", "grads", "optimizer")
-    m = stage.plan.n_micro_batches
+    micro_batch_flops = stage.n_blocks * stage.trace.block_flops + stage.trace.head_flops
     return StageEstimate(
         rank=stage.rank,
         layers=stage_layers(stage.model.n_layers, stage.plan.pp, stage.rank.pp),
-        states=bytes_by_kind(Counter({b: n for b, n in states.items() if b.kind in kinds})),
-        rest_bytes=rest_bytes,
-        peak=bytes_by_kind(alive),
-        when=when,
-        instants=tuple(instants(step, rest_bytes)),
-        collectives=collectives(stage),
-        flops=m * (stage.n_blocks * stage.trace.block_flops + stage.trace.head_flops),
+        timeline=stage.timeline(),
+        flops=stage.plan.n_micro_batches * micro_batch_flops,
+        traffic=partial(collectives, stage),
     )
-
-
-def alive_at_peak(model: Model, plan: Plan, rank: Rank, device: Device) -> tuple[dict[Buffer, int], str]:
-    """How many of each named tensor a rank holds at its worst instant, and when that is."""
-    timeline = _timeline(model, plan, rank, device)
-    alive: Alive = Counter(timeline.rest)
-    when = alive_at_high(timeline.step, alive)
-    return {buffer: n for buffer, n in alive.items() if n}, when
-
-
-def _timeline(model: Model, plan: Plan, rank: Rank, device: Device) -> StageTimeline:
-    if plan.engine == "textbook":
-        return textbook.timeline(model, plan, rank.pp)
-    return Stage(model, plan, rank, device).timeline()

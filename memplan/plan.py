@@ -103,14 +103,18 @@ def stage_layers(n_layers: int, pp: int, stage: int) -> range:
 
 
 def check_plan(model: Model, plan: Plan) -> None:
-    """Raise unless PyTorch can run the plan on this model.
+    """Raise unless the plan's engine can run it on this model.
+
+    The textbook knows no vocabulary to divide, no tied weights and no schedule to fill.
 
     Raises:
         PlanRefused: with value, rule and way out.
     """
     _check_tensor_axis(model, plan)
-    _check_pipeline(model, plan)
-    _check_data_axis(model, plan)
+    _check_layers(model, plan)
+    if plan.engine == "torch":
+        _check_pipeline(model, plan)
+        _check_data_axis(model, plan)
     if model.learned_positions and plan.seq_len > model.max_seq_len:
         raise PlanRefused(
             f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
@@ -119,17 +123,14 @@ def check_plan(model: Model, plan: Plan) -> None:
 
 
 def _check_tensor_axis(model: Model, plan: Plan) -> None:
-    for name, total in (
-        ("n_heads", model.n_heads),
-        ("n_kv_heads", model.n_kv_heads),
-        ("d_ff", model.d_ff),
-        ("vocab_size", model.vocab_size),
-    ):
+    sizes = {"n_heads": model.n_heads}
+    if plan.engine == "torch":
+        sizes |= {"n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
+    for name, total in sizes.items():
         if total % plan.tp:
-            blocks = gcd(model.n_kv_heads, model.d_ff)
-            shared = gcd(blocks, model.vocab_size)
+            shared = gcd(*sizes.values())
             choices = f"one of {divisors_text(shared)}" if shared > 1 else "tp=1"
-            if shared < blocks:
+            if shared < gcd(model.n_kv_heads, model.d_ff) and plan.engine == "torch":
                 choices += f", or pad vocab_size={model.vocab_size} to a multiple of tp"
             raise PlanRefused(f"tp={plan.tp} does not divide {name}={total}; use {choices}.")
     if plan.sequence_parallel and plan.seq_len % plan.tp:
@@ -139,10 +140,13 @@ def _check_tensor_axis(model: Model, plan: Plan) -> None:
         )
 
 
-def _check_pipeline(model: Model, plan: Plan) -> None:
+def _check_layers(model: Model, plan: Plan) -> None:
     if plan.pp > model.n_layers:
         most = model.n_layers
         raise PlanRefused(f"pp={plan.pp} is more than n_layers={most}; use at most {most}.")
+
+
+def _check_pipeline(model: Model, plan: Plan) -> None:
     if plan.pp == 1:
         return
     if model.tied_head:

@@ -16,7 +16,7 @@ import numpy as np
 
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue
-from memplan.estimate import Estimate, StageEstimate, alive_at_peak
+from memplan.estimate import Estimate, StageEstimate
 from memplan.shapes import DType, Event, Kind, Shape
 from memplan.timeline import Bytes, Stretch, alive_at_high, bytes_by_kind
 from memplan.units import GiB, KiB, MiB, human_bytes
@@ -345,7 +345,7 @@ class _Row:
 
 def _ledger(estimate: Estimate, of: StageEstimate) -> list[_Row]:
     counts: Counter[tuple[str, Kind, Shape, DType, int]] = Counter()
-    for buffer, n in alive_at_peak(estimate.model, estimate.plan, of.rank, estimate.device)[0].items():
+    for buffer, n in of.alive.items():
         counts[buffer.name, buffer.kind, buffer.shape, buffer.dtype, buffer.n_bytes] += n
     rows = [_Row(*key[:4], count=n, total_bytes=n * key[4]) for key, n in counts.items() if n]
     return sorted(rows, key=lambda row: -row.total_bytes)

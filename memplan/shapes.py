@@ -55,12 +55,13 @@ class Parameter:
     """A weight as one tensor rank holds it.
 
     `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank); `grad_shape`
-    is its gradient's, which PyTorch does not always divide.
+    is its gradient's, which PyTorch does not always divide. `n_elements` and `n_bytes` are of `shape`, before
+    any data-parallel sharding.
     `summed_over_tp` marks a whole weight whose gradient each tensor rank knows only a part of, because the
     sequence is divided over them.
     """
 
-    __slots__ = ("dtype", "grad_shape", "name", "shape", "summed_over_tp", "tp_dim")
+    __slots__ = ("dtype", "grad_shape", "n_bytes", "n_elements", "name", "shape", "summed_over_tp", "tp_dim")
 
     def __init__(
         self, name: str, shape: Shape, dtype: DType, *, tp_dim: int | None = None, summed_over_tp: bool = False
@@ -69,18 +70,10 @@ class Parameter:
         self.shape = shape
         self.grad_shape = shape
         self.dtype = dtype
+        self.n_elements = n_elements(shape)
+        self.n_bytes = self.n_elements * dtype.itemsize
         self.tp_dim = tp_dim
         self.summed_over_tp = summed_over_tp
-
-    @property
-    def n_elements(self) -> int:
-        """Elements on this tensor rank."""
-        return n_elements(self.shape)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes on this tensor rank, before any data-parallel sharding."""
-        return self.n_elements * self.dtype.itemsize
 
 
 class Event(NamedTuple):

@@ -8,13 +8,12 @@ needs no event loop: a stretch repeated n times reaches its high in its first or
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from memplan.shapes import KINDS, Buffer, Event, Kind
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
 
     `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0.
@@ -27,11 +26,6 @@ class Stretch:
     net_bytes: int
     high_bytes: int
 
-    @property
-    def once_net_bytes(self) -> int:
-        """What one repetition leaves behind."""
-        return self.net_bytes // self.repeats if self.repeats else 0
-
 
 def events(name: str, sequence: Iterable[Event]) -> Stretch:
     """A stretch of single events.
@@ -42,7 +36,7 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     >>> s.net_bytes, s.high_bytes
     (12, 42)
     """
-    kept = tuple(event for event in sequence if event.sign)
+    kept = tuple([event for event in sequence if event[0]])
     live = high = 0
     for sign, buffer, _ in kept:
         if sign > 0:
@@ -58,7 +52,8 @@ def chain(name: str, *parts: Stretch) -> Stretch:
     """Stretches one after the other."""
     live = high = 0
     for part in parts:
-        high = max(high, live + part.high_bytes)
+        if live + part.high_bytes > high:
+            high = live + part.high_bytes
         live += part.net_bytes
     return Stretch(name, (), parts, 1, live, high)
 

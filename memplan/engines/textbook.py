@@ -389,7 +389,8 @@ def timeline(model: Model, plan: Plan, pp_rank: int) -> StageTimeline:
     grads = _bytes("grads", kept.grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
     step = [Event(sign, buffer) for sign in (1, -1) for buffer in (grads, activations)]
-    return StageTimeline(rest=Alive({weights: 1, optimizer: 1}), step=events("everything at once", step))
+    rest = Alive({weights: 1, optimizer: 1})
+    return StageTimeline(rest=rest, step=events("everything at once", step), grads=Alive({grads: 1}))
 
 
 def _bytes(kind: Kind, n_bytes: float) -> Buffer:

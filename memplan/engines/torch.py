@@ -9,7 +9,8 @@ torch/distributed/fsdp/_fully_shard, torch/distributed/pipelining.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -42,10 +43,21 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimeline:
-    """One rank's step: what is alive between steps, and what the step allocates and frees."""
+    """One rank's step: what is alive between steps, what the step allocates and frees, the gradients it makes."""
 
     rest: Alive
     step: Stretch
+    grads: Alive
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes alive between steps."""
+        return sum(n * buffer.n_bytes for buffer, n in self.rest.items())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes alive at the worst instant."""
+        return self.rest_bytes + self.step.high_bytes
 
 
 def _buffer(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries") -> Buffer:
@@ -73,7 +85,7 @@ def _added_to_older(segment: Segment) -> tuple[Event, ...]:
 class Stage:
     """One rank of one pipeline stage under a plan."""
 
-    def __init__(self, model: Model, plan: Plan, rank: Rank, device: Device, trace: Trace | None = None) -> None:
+    def __init__(self, model: Model, plan: Plan, rank: Rank, device: Device) -> None:
         self.model = model
         self.plan = plan
         self.rank = rank
@@ -84,10 +96,28 @@ class Stage:
         self.fsdp = plan.zero >= 2 and plan.dp > 1
         self.ddp = plan.zero <= 1 and plan.dp > 1
         self.weight_dtype = BF16 if plan.precision == "bf16" else FP32
-        self.trace = trace if trace is not None else self._traced()
-        self.ends = self.trace.embed_parameters + self.trace.head_parameters
 
-    @property
+    def alike(self, other: "Rank") -> bool:
+        """Whether a rank of another stage has the same ends, as many blocks, and so the same passes."""
+        plan, layers = self.plan, self.model.n_layers
+        return (
+            (other.dp, other.tp) == (self.rank.dp, self.rank.tp)
+            and (other.pp == 0, other.pp == plan.pp - 1) == (self.first, self.last)
+            and len(stage_layers(layers, plan.pp, other.pp)) == self.n_blocks
+        )
+
+    def moved(self, rank: Rank) -> "Stage":
+        """The stage of an `alike` rank: everything but the schedule is the same."""
+        other = copy(self)
+        other.rank = rank
+        return other
+
+    @cached_property
+    def ends(self) -> tuple[Parameter, ...]:
+        """The parameters outside the blocks: FSDP2's root unit."""
+        return self.trace.embed_parameters + self.trace.head_parameters
+
+    @cached_property
     def setting(self) -> Setting:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
         plan = self.plan
@@ -103,7 +133,9 @@ class Stage:
             seq_len=plan.seq_len,
         )
 
-    def _traced(self) -> Trace:
+    @cached_property
+    def trace(self) -> Trace:
+        """One micro-batch through this kind of stage."""
         recompute = self.plan.recompute == "full"
         return traced(
             self.model, self.setting, first=self.first, last=self.last, recompute=recompute,
@@ -114,10 +146,18 @@ class Stage:
         """The stage on the rank that holds most: ZeRO-1 gives ranks different tensors, shards are fullest first."""
         if self.owned is None:
             return self
-        every = zero_redundancy_partition(self.parameters(), self.plan.dp)
-        sizes = [sum(p.n_elements for p in owned) for owned in every]
-        fullest = Rank(pp=self.rank.pp, dp=sizes.index(max(sizes)), tp=self.rank.tp)
-        return Stage(self.model, self.plan, fullest, self.device, self.trace)
+        sizes = [sum([p.n_elements for p in owned]) for owned in self.partition]
+        fullest = sizes.index(max(sizes))
+        if fullest == self.rank.dp:
+            return self
+        other = self.moved(Rank(pp=self.rank.pp, dp=fullest, tp=self.rank.tp))
+        other.owned = self.partition[fullest]
+        return other
+
+    @cached_property
+    def partition(self) -> list[list[Parameter]]:
+        """ZeroRedundancyOptimizer's partition of the stage's parameters over the data axis."""
+        return zero_redundancy_partition(self.parameters(), self.plan.dp)
 
     def parameters(self) -> list[Parameter]:
         """Every parameter of the stage, in the module's order."""
@@ -135,13 +175,14 @@ class Stage:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
         if self.plan.zero != 1 or not self.ddp:
             return None
-        return zero_redundancy_partition(self.parameters(), self.plan.dp)[self.rank.dp]
+        return self.partition[self.rank.dp]
 
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the stage and how many times it occurs."""
         blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
         return [(p, 1) for p in self.trace.embed_parameters] + blocks + [(p, 1) for p in self.trace.head_parameters]
 
+    @cached_property
     def rest(self) -> Alive:
         """What is alive between steps."""
         alive: Alive = Counter()
@@ -187,19 +228,25 @@ class Stage:
 
     def timeline(self) -> StageTimeline:
         """What is alive at rest, and the step."""
-        passes = ShardedPasses(self) if self.fsdp else Passes(self)
-        update = self._update()
-        return StageTimeline(rest=self.rest(), step=chain("step", *schedule(self, passes), update))
+        step = chain("step", *schedule(self, self.passes), self.update)
+        return StageTimeline(rest=self.rest, step=step, grads=self.grads)
 
-    def grad_buffers(self) -> list[tuple[Buffer, int]]:
+    @cached_property
+    def passes(self) -> "Passes":
+        """Its forward and backward passes."""
+        return ShardedPasses(self) if self.fsdp else Passes(self)
+
+    @cached_property
+    def grads(self) -> Alive:
         """The gradients that the optimizer sees."""
-        found = []
+        found: Alive = Counter()
         for parameter, n in self.counted_parameters():
             shape: Shape = (self.weight_elements(parameter),) if self.fsdp else parameter.grad_shape
-            found.append((_buffer(f"{parameter.name}.grad", shape, self.weight_dtype, "grads"), n))
+            found[_buffer(f"{parameter.name}.grad", shape, self.weight_dtype, "grads")] += n
         return found
 
-    def _update(self) -> Stretch:
+    @cached_property
+    def update(self) -> Stretch:
         """The optimizer's temporaries: Adam's denominator and its square root, one parameter at a time.
 
         The last parameter's denominator lives until the next one's is made.
@@ -260,13 +307,27 @@ class Passes:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.trace = stage.trace
+        self._made: dict[tuple[str, bool, bool, bool], Stretch] = {}
 
-    def forward(self, *, first: bool, unsharded: bool = False, release: Stretch | None = None) -> Stretch:
+    def forward(self, *, first: bool, unsharded: bool = False, releases: bool = False) -> Stretch:
         """The forward pass up to the loss.
 
-        `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `release`: what the schedule
-        drops once it has the new output.
+        `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `releases`: the schedule drops
+        the micro-batch before once it has the new output.
         """
+        key = "forward", first, unsharded, releases
+        if key not in self._made:
+            self._made[key] = self._forward(first, unsharded, self.release() if releases else None)
+        return self._made[key]
+
+    def backward(self, *, first: bool, last: bool, unsharded: bool = False) -> Stretch:
+        """The backward pass; `first` and `last` of the step."""
+        key = "backward", first, last, unsharded
+        if key not in self._made:
+            self._made[key] = self._backward(first, unsharded)
+        return self._made[key]
+
+    def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
         trace, n = self.trace, self.stage.n_blocks
         return chain(
             "forward",
@@ -291,8 +352,7 @@ class Passes:
             parts.append(events("loss", trace.loss.events))
         return parts
 
-    def backward(self, *, first: bool, last: bool, unsharded: bool = False) -> Stretch:
-        """The backward pass; `first` and `last` of the step."""
+    def _backward(self, first: bool, unsharded: bool) -> Stretch:
         trace, n = self.trace, self.stage.n_blocks
         return chain(
             "backward",
@@ -408,7 +468,7 @@ class ShardedPasses(Passes):
         self.block_sums = _Sums(trace.block_backward)
         self.root_sums = _Sums(trace.head_backward, trace.embed_backward)
 
-    def forward(self, *, first: bool, unsharded: bool = False, release: Stretch | None = None) -> Stretch:
+    def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
         """The forward pass: blocks are gathered unless `unsharded`, the root in the first of a step."""
         trace, n, root, block = self.trace, self.stage.n_blocks, self.root, self.block
         gathers = first or not self.pipelined or (self.reshards and not unsharded)
@@ -433,7 +493,7 @@ class ShardedPasses(Passes):
             parts.append(events("loss", trace.loss.events))
         return chain("forward", *parts)
 
-    def backward(self, *, first: bool, last: bool, unsharded: bool = False) -> Stretch:
+    def _backward(self, first: bool, unsharded: bool) -> Stretch:
         """The backward pass: blocks are gathered one ahead if they were freed, and not `unsharded`."""
         block, n = self.block, self.stage.n_blocks
         gathers = self.reshards and not unsharded
@@ -552,9 +612,8 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     """
     warm_up = min(m, stage.plan.pp - stage.rank.pp)
     release = passes.release()
-    early = release if stage.last else None
     warm = passes.forward(first=False)
-    forward = passes.forward(first=False, unsharded=True, release=early)
+    forward = passes.forward(first=False, unsharded=True, releases=stage.last)
     held = None if stage.last or warm_up < 2 else warm_up - 2
     backward = passes.backward(first=False, last=False)
     drain = passes.backward(first=False, last=False, unsharded=True)

@@ -1,6 +1,7 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from memplan.errors import MissingRule
 from memplan.models import Model
@@ -79,6 +80,7 @@ class _Marks:
         return new
 
 
+@lru_cache(maxsize=1024)
 def traced(
     model: Model, setting: Setting, *, first: bool, last: bool, recompute: bool, keep_logits: bool
 ) -> Trace:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, shown_value
 from memplan.hardware.gpu import Gpu, Link, gpu, gpu_names
 
 DEFAULT_MARGIN: Final = 0.05
@@ -123,7 +123,7 @@ def resolve_cluster(value: "Cluster | str | None") -> Cluster | None:
 def _count_and_name(text: str) -> tuple[int, str]:
     example = f"use <n>x<gpu>, as in 64xh100-sxm; GPUs: {', '.join(gpu_names())}."
     if not isinstance(text, str):
-        raise InvalidValue(f"cluster={str(text)[:80]!r} is not a text; {example}")
+        raise InvalidValue(f"cluster={shown_value(text)} is not a text; {example}")
     match = re.fullmatch(r"\s*([+-]?[0-9]+)\s*x\s*(\S+)\s*", text[:200], flags=re.ASCII | re.IGNORECASE)
     if match is None or len(text) > 200:
         raise InvalidValue(f"cluster={text[:80]!r} is not understood; {example}")

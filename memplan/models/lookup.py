@@ -2,7 +2,7 @@
 
 import os
 
-from memplan.errors import InvalidValue, unknown_name
+from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.models.base import Model
 from memplan.models.huggingface import model_from_config
 from memplan.models.presets import preset, preset_names
@@ -26,7 +26,7 @@ def resolve(model: Model | str | os.PathLike[str]) -> Model:
         return model_from_config(model)
     if not isinstance(model, str):
         raise InvalidValue(
-            f"model={str(model)[:80]!r} is not a model; use a preset's name, the path of a config.json, "
+            f"model={shown_value(model)} is not a model; use a preset's name, the path of a config.json, "
             "or a memplan.Model."
         )
     if model in preset_names():

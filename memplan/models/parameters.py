@@ -1,10 +1,13 @@
 """How many parameters a model has, by running its forward pass."""
 
+from functools import cache
+
 from memplan.models.base import Model
 from memplan.shapes import INT64, n_elements
 from memplan.tape import Run, Setting, Tensor
 
 
+@cache
 def parameter_count(model: Model) -> int:
     """Elements of all weights; a tied head counts once.
 
