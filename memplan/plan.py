@@ -169,6 +169,6 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
     if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
         raise PlanRefused(
             f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
-            f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, tp=1, "
-            "or the model with tied_head=False."
+            f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
+            "tp=1, or the model with tied_head=False."
         )

@@ -99,7 +99,7 @@ def test_no_cluster_stays_none():
         ("64x", InvalidValue, "is not understood"),
         ("", InvalidValue, "is not understood"),
         ("\u0664xh100-sxm", InvalidValue, "is not understood"),
-        (64, InvalidValue, "cluster='64' is not a text"),
+        (64, InvalidValue, "cluster=64 is not a text"),
     ],
 )
 def test_a_bad_cluster_is_refused_with_a_way_out(text, error, message):

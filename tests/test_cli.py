@@ -1,0 +1,163 @@
+"""The command line: what it prints, as text and as JSON, and how it ends."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import memplan
+from memplan.cli import commands
+from memplan.hardware import gpu_names
+from memplan.models import preset_names
+
+GPT2 = ["estimate", "gpt2", "--cluster", "8xh100-sxm", "--zero", "3"]
+
+
+def run(*args):
+    return CliRunner().invoke(commands, list(args))
+
+
+def python(*args, stdin=None):
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=60, check=False, input=stdin
+    )
+
+
+def test_estimate_prints_the_estimate():
+    result = run(*GPT2)
+    assert result.exit_code == 0
+    assert result.stdout == f"{memplan.estimate('gpt2', cluster='8xh100-sxm', zero=3)}\n"
+
+
+def test_every_flag_is_the_keyword_with_dashes():
+    asked: dict[str, Any] = {
+        "cluster": "32xh100-sxm", "dp": 2, "tp": 4, "pp": 4, "zero": 1, "sequence_parallel": True,
+        "micro_batch": 2, "global_batch": 32, "seq_len": 4096, "precision": "bf16",
+        "optimizer": "sgd-momentum", "recompute": "full", "schedule": "gpipe", "engine": "textbook",
+    }  # fmt: skip
+    flags = ["--sequence-parallel"]
+    for name, value in asked.items():
+        flags += [] if value is True else [f"--{name.replace('_', '-')}", str(value)]
+    printed = json.loads(run("estimate", "llama-3-8b", "--json", *flags).stdout)
+    assert printed == json.loads(json.dumps(memplan.estimate("llama-3-8b", **asked).to_dict()))
+    asked.pop("cluster")
+    assert {name: printed["plan"][name] for name in asked} == asked
+
+
+def test_json_is_one_object_with_the_peak_the_stages_and_the_collectives():
+    result = json.loads(run(*GPT2, "--json").stdout)
+    assert result["fits"] is True
+    assert result["confirmed"] == "unmeasured"
+    kinds = {key: n for key, n in result["peak"].items() if key != "total_bytes"}
+    assert sum(kinds.values()) == result["peak"]["total_bytes"]
+    assert result["stages"][0]["peak"] == result["peak"]
+    assert {c["kind"] for c in result["stages"][0]["collectives"]} == {"all_gather", "reduce_scatter"}
+    assert "ledger" not in result
+
+
+def test_the_ledger_adds_up_to_the_peak():
+    result = json.loads(run(*GPT2, "--json", "--ledger").stdout)
+    assert sum(row["total_bytes"] for row in result["ledger"]) == result["peak"]["total_bytes"]
+    text = run(*GPT2, "--ledger").stdout
+    assert text.rstrip().endswith(f"= {result['peak']['total_bytes']:,} bytes")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_models_and_gpus_list_every_name():
+    models, gpus = run("models").stdout, run("gpus").stdout
+    assert [line.split()[0] for line in models.splitlines()[1:]] == list(preset_names())
+    assert [line.split()[0] for line in gpus.splitlines()[1:]] == list(gpu_names())
+    assert max(map(len, (models + gpus).splitlines())) <= 80
+    assert "6,738,415,616" in models
+
+
+def test_models_and_gpus_as_json():
+    models = {m["name"]: m for m in json.loads(run("models", "--json").stdout)}
+    gpus = {g["name"]: g for g in json.loads(run("gpus", "--json").stdout)}
+    assert (tuple(models), tuple(gpus)) == (preset_names(), gpu_names())
+    assert models["llama-2-7b"]["n_parameters"] == 6738415616
+    assert gpus["h100-sxm"]["memory_bytes"] == 80 * 1024**3
+    assert all(entry["source"] for entry in (*models.values(), *gpus.values()))
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (
+            ["estimat"],
+            "unknown command 'estimat'; did you mean 'estimate'? Commands: estimate, gpus, models.",
+        ),
+        (["\x1b[2J"], "unknown command '\\x1b[2J'. Commands: "),
+        (["estimate"], "Missing argument 'MODEL'."),
+        (["estimate", "gpt2", "--micro-bacth", "1"], "--micro-batch"),
+        (["estimate", "gpt2", "--tp"], "requires an argument"),
+        (["estimate", "gpt2", "surplus"], "surplus"),
+        (["models", "--jsno"], "--json"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_a_way_out(args, message):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("args", [[], ["-h"], ["estimate", "--help"], ["models", "-h"], ["--version"]])
+def test_help_is_printed_within_80_columns(args):
+    result = run(*args)
+    assert "Traceback" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_the_module_is_the_command():
+    result = python("-m", "memplan", *GPT2)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == run(*GPT2).stdout
+
+
+def test_a_refusal_is_one_line_on_stderr_and_exit_code_2():
+    result = python("-m", "memplan", "estimate", "gpt2", "--tp", "5")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: tp=5 does not divide n_heads=12; use ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [["models", "--json"], [*GPT2, "--ledger"]])
+def test_a_closed_pipe_is_no_crash(args):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memplan", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    with process:
+        assert "Traceback" not in process.stderr.read()
+
+
+WITHOUT = "import sys; sys.modules[{!r}] = None; import memplan{}"
+
+
+def test_without_click_the_command_names_the_extra():
+    result = python("-c", WITHOUT.format("click", ".cli"))
+    assert result.returncode == 1
+    assert result.stderr == "memplan's commands need click; install it with: pip install 'memplan[cli]'.\n"
+
+
+def test_without_pandas_a_frame_names_the_extra_and_text_still_works():
+    start = WITHOUT.format("pandas", "") + "; e = memplan.estimate('gpt2'); "
+    assert python("-c", start + "print(e)").stdout == f"{memplan.estimate('gpt2')}\n"
+    result = python("-c", start + "e.to_frame()")
+    assert "memplan.errors.MemplanError: a frame needs pandas; install it with: pip install" in result.stderr
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
+    folder = tmp_path / "模型"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    command = [sys.executable, "-m", "memplan", "estimate", str(folder)]
+    env = {"PYTHONIOENCODING": "latin-1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "model    \\u6a21\\u578b: " in result.stdout
