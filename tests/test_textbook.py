@@ -3,10 +3,14 @@
 Kind: formula. These rows check theory against theory: that the formulas are copied right, not that they hold.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memplan
+from memplan import Gpt, Llama
 from memplan.engines import textbook
 from memplan.errors import InvalidValue
 
@@ -149,3 +153,92 @@ def test_more_sharding_never_holds_more(n_parameters, dp):
 def test_a_stage_that_does_not_exist_is_refused(zero):
     with pytest.raises(InvalidValue, match=r"zero=.* is not allowed; use an integer from 0 to 3"):
         textbook.states(1, zero=zero)
+
+
+# Through `memplan.estimate`.
+
+EXACTLY_7_5B = Llama(
+    name="7.5b", n_layers=31, d_model=4000, n_heads=40, d_ff=12001, vocab_size=131422, max_seq_len=1024
+)
+GPT_22B = Gpt(
+    name="22b", n_layers=48, d_model=6144, n_heads=64, d_ff=24576, vocab_size=51200, max_seq_len=2048
+)
+
+
+def test_the_model_has_7_5_billion_parameters():
+    assert memplan.parameter_count(EXACTLY_7_5B) == 7_500_000_000
+
+
+@pytest.mark.parametrize("zero,printed_gb", [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_estimate_says_zero_figure_1(zero, printed_gb):
+    estimate = memplan.estimate(EXACTLY_7_5B, cluster="64xa100-80-sxm", zero=zero, engine="textbook")
+    assert round(estimate.stages[0].states.total_bytes / 1e9, 1) == printed_gb
+    assert estimate.fits is None
+
+
+@pytest.mark.parametrize("zero,multiple", [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_estimate_says_zero_section_7(zero, multiple):
+    estimate = memplan.estimate(EXACTLY_7_5B, dp=64, zero=zero, engine="textbook")
+    sent_bytes = sum(c.wire_bytes for c in estimate.collectives)
+    assert sent_bytes == 2 * textbook.data_parallel_traffic_elements(7.5e9, zero=zero) == 2 * multiple * 7.5e9
+
+
+@pytest.mark.parametrize("precision,optimizer,bytes_each", [
+    ("fp32", "adamw", (4, 4, 8)), ("bf16-mixed", "adam", (2, 2, 12)), ("bf16", "adamw", (2, 2, 4)),
+    ("fp32", "sgd", (4, 4, 0)), ("bf16-mixed", "sgd-momentum", (2, 2, 8)),
+])  # fmt: skip
+def test_estimate_counts_bytes_per_parameter(precision, optimizer, bytes_each):
+    estimate = memplan.estimate("llama-2-7b", precision=precision, optimizer=optimizer, engine="textbook")
+    states = estimate.stages[0].states
+    each = (states.weights_bytes, states.grads_bytes, states.optimizer_bytes)
+    assert each == tuple(n * 6738415616 for n in bytes_each)
+
+
+@pytest.mark.parametrize("tp,sp", [(1, False), (8, False), (8, True)])
+def test_estimate_says_korthikanti(tp, sp):
+    estimate = memplan.estimate(
+        GPT_22B, tp=tp, sequence_parallel=sp, micro_batch=4, global_batch=4, engine="textbook"
+    )
+    layer = {"seq_len": 2048, "micro_batch": 4, "d_model": 6144, "n_heads": 64}
+    of_layer = textbook.layer_activations_tp_sp_bytes if sp else textbook.layer_activations_tp_bytes
+    ends = textbook.input_output_activations_bytes(
+        seq_len=2048, micro_batch=4, d_model=6144, vocab_size=51200, tp=tp
+    )
+    assert estimate.peak.activations_bytes == round(48 * of_layer(**layer, tp=tp) + ends)
+    if tp == 1:
+        s, b, h, a = layer.values()
+        assert estimate.peak.activations_bytes == round(s * b * h * (34 + 5 * a * s / h) * 48 + ends)
+
+
+def test_estimate_says_korthikantis_first_stage_keeps_every_layer():
+    asked: dict[str, Any] = {"tp": 8, "sequence_parallel": True, "engine": "textbook"}
+    estimate = memplan.estimate(GPT_22B, pp=8, global_batch=64, **asked)
+    alone = memplan.estimate(GPT_22B, global_batch=64, **asked)
+    layer = textbook.layer_activations_tp_sp_bytes(
+        seq_len=2048, micro_batch=1, d_model=6144, n_heads=64, tp=8
+    )
+    ends = {"seq_len": 2048, "micro_batch": 1, "d_model": 6144, "vocab_size": 51200, "tp": 8}
+    for e, pp in ((estimate, 8), (alone, 1)):
+        kept = textbook.first_stage_activations_bytes(layer_activations_bytes=layer, n_layers=48, pp=pp)
+        kept += textbook.input_output_activations_bytes(**ends, pp=pp)
+        assert e.stages[0].peak.activations_bytes == round(kept)
+    peaks = [stage.peak.activations_bytes for stage in estimate.stages]
+    assert peaks == sorted(peaks, reverse=True)
+    gpipe = memplan.estimate(GPT_22B, pp=8, global_batch=64, schedule="gpipe", **asked)
+    assert gpipe.peak.activations_bytes == 8 * peaks[0]
+
+
+def test_estimate_with_full_recompute_keeps_the_layers_inputs():
+    estimate = memplan.estimate(GPT_22B, recompute="full", engine="textbook")
+    ends = textbook.input_output_activations_bytes(
+        seq_len=2048, micro_batch=1, d_model=6144, vocab_size=51200
+    )
+    assert estimate.peak.activations_bytes == 48 * 2 * 2048 * 6144 + ends
+
+
+def test_textbook_estimates_say_what_they_are():
+    estimate = memplan.estimate("gpt2", cluster="1xh100-sxm", engine="textbook")
+    assert "No verdict: textbook accounting" in str(estimate)
+    assert "measured" not in str(estimate)
+    assert estimate.confirmed == "unmeasured"
+    assert memplan.estimate("gpt2", cluster="1xcpu", engine="textbook").confirmed == "unmeasured"
