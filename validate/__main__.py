@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from memplan import Plan
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, PlanRefused
 from memplan.models.lookup import resolve
 from memplan.plan import OPTIMIZERS, PRECISIONS, RECOMPUTES, SCHEDULES
 from validate import cases, report
@@ -96,7 +96,11 @@ def run(
         ended = run_case(case, keep_events=True)
         dump_events(ended, events)
     record = judged(case, References(), ended=ended)
+    if record.outcome == "refused" and not as_json:
+        raise PlanRefused(record.reason)
     click.echo(record.to_json() if as_json else report.details(record))
+    if record.outcome == "refused":
+        sys.exit(2)
     _finish([record])
 
 

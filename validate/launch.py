@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from memplan.errors import PlanRefused
 from validate.cases import Case
-from validate.measure import RankMeasurement, measured_rank
+from validate.measure import Prepare, RankMeasurement, measured_rank, prepared
 from validate.records import Outcome
 
 PRELOADED: Final = [
@@ -58,6 +57,18 @@ class _Rank:
     """The file its output goes to."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What a rank is told: `port` of the loopback store, `spoken` the file for its output."""
+
+    case: Case
+    rank: int
+    port: int
+    spoken: Path
+    keep_events: bool
+    prepare: Prepare
+
+
 def fork_server() -> ForkServerContext:
     """Processes forked from a server that has torch imported, but has used nothing of it."""
     context = multiprocessing.get_context("forkserver")
@@ -65,17 +76,20 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def run_case(case: Case, *, keep_events: bool = False) -> Ended:
+def run_case(case: Case, *, keep_events: bool = False, prepare: Prepare = prepared) -> Ended:
     """Runs a case on new processes of its own on this machine, one per rank, on CPU with gloo.
 
     A rank that fails, or the case's time-out, ends all ranks; none is left when this returns.
+    `prepare` is for tests that wire a training wrongly.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: dict[Connection, _Rank] = {}
     with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
         try:
             for rank in range(case.plan.world_size):
-                _start(case, rank, store.port, Path(folder), keep_events, ranks)
+                ranks.update(
+                    [_started(_Order(case, rank, store.port, Path(folder) / str(rank), keep_events, prepare))]
+                )
             return _watched(case, ranks)
         finally:
             for connection, started in ranks.items():
@@ -84,17 +98,13 @@ def run_case(case: Case, *, keep_events: bool = False) -> Ended:
                 connection.close()
 
 
-def _start(
-    case: Case, rank: int, port: int, folder: Path, keep_events: bool, ranks: dict[Connection, _Rank]
-) -> None:
+def _started(order: _Order) -> tuple[Connection, _Rank]:
     context = fork_server()
     ours, theirs = context.Pipe(duplex=False)
-    spoken = folder / str(rank)
-    arguments = (case, rank, port, theirs, spoken, keep_events)
-    process = context.Process(target=_rank_main, args=arguments, daemon=True)
+    process = context.Process(target=_rank_main, args=(order, theirs), daemon=True)
     process.start()
     theirs.close()
-    ranks[ours] = _Rank(rank=rank, process=process, spoken=spoken)
+    return ours, _Rank(rank=order.rank, process=process, spoken=order.spoken)
 
 
 def _watched(case: Case, ranks: Mapping[Connection, _Rank]) -> Ended:
@@ -129,15 +139,22 @@ def _answer(connection: Connection, started: _Rank) -> RankMeasurement | Ended:
     )
 
 
-def _rank_main(case: Case, rank: int, port: int, answer: Connection, spoken: Path, keep_events: bool) -> None:
-    with spoken.open("w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+def _rank_main(order: _Order, answer: Connection) -> None:
+    with order.spoken.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     try:
-        with _loopback_group(rank, case, port):
-            answer.send(measured_rank(case, rank, torch.device("cpu"), keep_events=keep_events))
+        with _loopback_group(order.rank, order.case, order.port):
+            measured = measured_rank(
+                order.case,
+                order.rank,
+                torch.device("cpu"),
+                keep_events=order.keep_events,
+                prepare=order.prepare,
+            )
+            answer.send(measured)
     except Exception as error:
-        answer.send(_failed(rank, error))
+        answer.send(_failed(order.rank, error))
 
 
 def _failed(rank: int, error: Exception) -> Ended:

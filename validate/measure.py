@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -122,8 +122,17 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     )
 
 
+Prepare = Callable[[Case, int, torch.device], Training]
+"""Builds the training of one rank."""
+
+
 def measured_rank(
-    case: Case, rank: int, device: torch.device, *, keep_events: bool = False
+    case: Case,
+    rank: int,
+    device: torch.device,
+    *,
+    keep_events: bool = False,
+    prepare: Prepare = prepared,
 ) -> RankMeasurement:
     """Runs the case's training on this rank and measures it.
 
@@ -135,7 +144,7 @@ def measured_rank(
     torch.backends.mkldnn.set_flags(False)
     gc.disable()
     count_all_threads()
-    training = prepared(case, rank, device)
+    training = prepare(case, rank, device)
     losses, norm_squared = _warmed_up(training)
     with CollectiveCounter(training.axis_of_group) as counter:
         losses.append(training.step())

@@ -1,5 +1,6 @@
 """Records as a table for people, 80 columns wide."""
 
+import textwrap
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -16,11 +17,12 @@ def header() -> str:
 
 
 def row(record: Record) -> str:
-    """One case on one line, or its outcome and the reason's last line."""
+    """One case on one line; or its outcome, and below it the reason's last line."""
     name = record.case["name"][:43]
     if record.measured is None or record.outcome != "ok":
         reason = record.reason.strip().splitlines()[-1] if record.reason.strip() else ""
-        return f"{name:<44}{record.outcome:>11}  {reason}"
+        why = textwrap.fill(reason, 79, initial_indent="    ", subsequent_indent="    ")
+        return f"{name:<44}{record.outcome:>13}" + (f"\n{why}" if why else "")
     peak_bytes = max(rank["peak_bytes"] for rank in record.measured["ranks"])
     error = "-" if record.peak_error is None else f"{record.peak_error:+.3%}"
     states = "-" if record.states_off_bytes is None else str(record.states_off_bytes)
