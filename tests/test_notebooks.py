@@ -1,0 +1,67 @@
+"""Notebooks run from top to bottom, and what they show is what the code says today."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def texts(cell):
+    """What a cell prints and the text form of its results; pictures are left out."""
+    printed = "".join(output.text for output in cell.outputs if output.output_type == "stream")
+    shown = [output.data for output in cell.outputs if output.output_type == "execute_result"]
+    return printed, [data["text/plain"] for data in shown if "image/png" not in data]
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.name)
+def committed(request):
+    return nbformat.read(request.param, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(committed):
+    notebook = nbformat.from_dict(committed)
+    client = NotebookClient(
+        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    )
+    return client.execute()
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def test_every_cell_runs_and_shows_something(executed):
+    for cell in code_cells(executed):
+        assert cell.outputs, f"shows nothing: {cell.source}"
+        assert not [o for o in cell.outputs if o.output_type == "stream" and o.name == "stderr"], cell.source
+
+
+def test_outputs_are_committed_and_say_what_the_code_says(committed, executed):
+    for before, after in zip(code_cells(committed), code_cells(executed), strict=True):
+        assert before.outputs, f"committed without its output, use `make notebooks`: {before.source}"
+        assert texts(before) == texts(after), f"out of date, use `make notebooks`: {before.source}"
+
+
+def test_every_picture_is_committed_once(committed):
+    for cell in code_cells(committed):
+        pictures = [o for o in cell.outputs if "image/png" in o.get("data", {})]
+        assert len(pictures) <= 1, cell.source
+
+
+def test_notebooks_define_nothing_and_name_no_machine(committed):
+    text = nbformat.writes(committed)
+    for cell in code_cells(committed):
+        lines = [line.split() for line in cell.source.splitlines()]
+        assert not [words for words in lines if words and words[0] in ("def", "class", "async")], cell.source
+        assert "lambda" not in cell.source.replace("key=lambda e: e.plan.seq_len", ""), cell.source
+    for machine in ("/home/", "/root/", "/work/", "/tmp/", "/Users/", "C:\\\\"):
+        assert machine not in text
