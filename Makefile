@@ -26,7 +26,8 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/memplan estimate llama-3-70b --cluster 64xh100-sxm --dp 2 --tp 8 --pp 4 --zero 1 \
-	    --sequence-parallel --micro-batch 1 --global-batch 512 --seq-len 8192
+	    --sequence-parallel --recompute full --micro-batch 1 --global-batch 512 --seq-len 8192
+	@echo
 	$(BIN)/python -m validate sweep --suite quick
 
 quick: $(READY)
@@ -45,9 +46,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+BENCHED := memplan.estimate('llama-3.1-405b', cluster='1152xh100-sxm', tp=8, pp=9, dp=16, zero=1, \
+    sequence_parallel=True, global_batch=512, seq_len=8192)
+
 bench: $(READY)
-	$(BIN)/python -m timeit -s "import memplan" "memplan.estimate('llama-3.1-405b', cluster='1152xh100-sxm', \
-	    tp=8, pp=9, dp=16, zero=1, sequence_parallel=True, global_batch=512, seq_len=8192)"
+	@echo "llama-3.1-405b on 1152 GPUs, pp=9 x dp=16 x tp=8: one estimate"
+	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED)"
+	@echo "with every stage's peak, instants and collectives"
+	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED).to_dict()"
 
 notebooks: $(READY)
 	for notebook in notebooks/*.ipynb; do \

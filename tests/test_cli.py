@@ -1,8 +1,11 @@
 """The command line: what it prints, as text and as JSON, and how it ends."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +164,16 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert (result.returncode, result.stderr) == (0, "")
     assert "model    \\u6a21\\u578b: " in result.stdout
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"```sh\nmemplan (.*?)\n```\n\n```text\n(.*?)(?:\n\.\.\.)?\n```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("command,shown", SHOWN, ids=[command.split(" --")[0] for command, _ in SHOWN])
+def test_the_readme_shows_what_its_commands_print(command, shown):
+    assert shown in run(*shlex.split(command.replace("\\\n", " "))).output
+
+
+def test_the_readme_shows_a_plan_a_ledger_and_a_refusal():
+    assert len(SHOWN) == 3
