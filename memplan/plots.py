@@ -54,6 +54,9 @@ INK: Final[Mapping[Kind, str]] = dict.fromkeys(STACK, "black") | {"weights": "wh
 
 MUTED: Final = "0.35"
 WIDTH_IN: Final = 9.0
+LINE_LENGTH: Final = 118
+"""Characters of a subtitle that fit into the width, less what stands beside the axis."""
+
 NARROWEST: Final = 0.03
 """The least share of the horizontal axis that gets a name."""
 
@@ -108,7 +111,7 @@ class _Bar:
 def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "_Budget | None") -> "Figure":
     reach = max([bar.peak.total_bytes for bar in bars] + ([budget.n_bytes] if budget else []))
     unit = _unit(reach)
-    figure, axes = _axes(title, subtitle, height_in=1.5 + 0.5 * len(bars))
+    figure, axes = _axes(title, subtitle, height_in=1.5 + 0.5 * len(bars), beside=[bar.label for bar in bars])
     for kind in STACK:
         _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
     for y, bar in enumerate(bars):
@@ -313,7 +316,10 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
     title = f"The {len(shown)} largest of {len(rows)} entries alive at the peak hold {part:.0%} of it"
     peak_text = f"peak of {_stage_text(estimate, of)}: {human_bytes(of.peak.total_bytes)}, {of.when}"
     figure, axes = _axes(
-        title, f"{peak_text}\n{_common([estimate])}", height_in=1.7 + 0.31 * len(shown), wrap=88
+        title,
+        f"{peak_text}\n{_common([estimate])}",
+        height_in=1.7 + 0.31 * len(shown),
+        beside=[row.name for row in shown],
     )
     values = [row.total_bytes / unit.n_bytes for row in shown]
     bars = axes.barh(range(len(shown)), values, height=0.72, color=[COLORS[row.kind] for row in shown])
@@ -582,13 +588,17 @@ def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
     return field != "engine" or any(e.plan.engine != "torch" for e in estimates)
 
 
-def _axes(title: str, subtitle: str, *, height_in: float, wrap: int = 112) -> "tuple[Figure, Axes]":
+def _axes(
+    title: str, subtitle: str, *, height_in: float, beside: Iterable[str] = ()
+) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold")
-    lines = [fill(line, wrap) for line in subtitle.splitlines()]
+    longest = max((len(line) for text in beside for line in text.splitlines()), default=0)
+    room = max(40, round(LINE_LENGTH - 1.1 * longest))
+    lines = [fill(line, room) for line in subtitle.splitlines()]
     axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED)
     _plain(axes)
     return figure, axes

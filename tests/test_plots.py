@@ -40,6 +40,7 @@ def every_chart(one, staged):
         "compare": plots.compare({"one GPU": one, "a much longer name, on\ntwo lines": staged}),
         "step_timeline": plots.step_timeline(one),
         "step_timeline of a long step": plots.step_timeline(long),
+        "compare beside long names": plots.compare({"8 sequences of a batch in 8 passes": long}),
         "ledger_at_peak": plots.ledger_at_peak(staged),
         "sweep": plots.sweep("micro_batch", sweep),
         "predicted_beside_measured": plots.predicted_beside_measured(
