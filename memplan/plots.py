@@ -426,7 +426,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
               markeredgewidth=2, color="black", label="predicted")  # fmt: skip
     left.set_yticks(rows, [p.name for p in pairs], fontsize=8)
     left.set_ylim(len(pairs) - 0.4, -0.6)
-    left.set_xlabel(f"peak of the rank farthest off ({unit.name})\nat the right: bytes off")
+    left.set_xlabel(f"peak of the rank farthest off ({unit.name})")
     if len(every) > len(pairs):
         text = f"{len(every) - len(pairs)} more cases have no run or no prediction"
         left.set_title(text, loc="left", fontsize=9, color=MUTED)
@@ -477,6 +477,7 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     for y, pair in enumerate(pairs):
         off_bytes = pair.predicted_bytes - pair.measured_bytes
         axes.text(1, y, f"{off_bytes:+,} B", fontsize=8, color=MUTED, **place)
+    axes.set_title("off by", loc="right", fontsize=8, color=MUTED)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)
