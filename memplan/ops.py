@@ -421,8 +421,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
 def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Saves q, k, v, the output and each row's log-sum-exp; per-thread workspaces (one thread).
 
-    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention`: query blocks of 32, 64 or
-    256 rows by length, key blocks of 512; `cpu_flash_attention_backward`: query blocks of 32, 64 or 256).
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention` and its backward: query
+    blocks of 32, 64 or 256 rows by length, key blocks of 512, neither longer than the sequence).
     """
     run, dtype = q.run, q.dtype
     batch, seq, n_heads, d_head = q.shape
@@ -433,9 +433,9 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         r = grad.run
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
-        scores = r.new("workspace", (2, 32, 512), FP32)
-        narrow = None if dtype == FP32 else r.new("workspace", (2, 32, 512), dtype)
-        sums = r.new("workspace", (min(32, seq), 2), FP32)
+        scores = r.new("workspace", (2, rows, columns), FP32)
+        narrow = None if dtype == FP32 else r.new("workspace", (2, rows, columns), dtype)
+        sums = r.new("workspace", (rows,), FP32)
         del scores, narrow, sums
         return grads
 

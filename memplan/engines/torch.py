@@ -376,9 +376,14 @@ class Passes:
             parts.append(events("backward: block", entry))
         return parts
 
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether all sent tensors live to the schedule's end: GPipe keeps its sends' handles, gloo's the tensors."""
+        return self.stage.plan.schedule == "gpipe" and self.stage.device == "cpu"
+
     def _sent(self, first: bool) -> list[Stretch]:
         """The gradient sent to the stage before is held until the next one is made."""
-        if self.stage.first or first:
+        if self.stage.first or first or self.keeps_sent:
             return []
         return [events("backward: embedding", self.trace.release_input_grad.events)]
 
@@ -388,7 +393,14 @@ class Passes:
 
     def end(self) -> list[Stretch]:
         """What the schedule drops when it returns, and the reductions it has put off."""
-        return [] if self.stage.first else [events("end of the schedule", self.trace.release_input_grad.events)]
+        m, name = self.stage.plan.n_micro_batches, "end of the schedule"
+        parts = []
+        if self.keeps_sent and not self.stage.last:
+            parts.append(repeated(events(name, self.trace.release.events), m))
+        if not self.stage.first:
+            sent = events(name, self.trace.release_input_grad.events)
+            parts.append(repeated(sent, m if self.keeps_sent else 1))
+        return parts
 
 
 class Unit:
@@ -419,7 +431,7 @@ class Unit:
 
     def gather(self) -> tuple[Event, ...]:
         """All-gather into one flat buffer."""
-        scratch = ()
+        scratch: tuple[Event, ...] = ()
         if self.stage.device == "cpu":
             scratch = (*_alloc(self.scratch), *_free(self.scratch)) * 2
         if self.casting:
@@ -436,7 +448,7 @@ class Unit:
 
     def reduce(self, grads: list[Buffer], stale: "Unit | None", *, first: bool) -> tuple[Event, ...]:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first."""
-        scratch = ()
+        scratch: tuple[Event, ...] = ()
         if self.stage.device == "cpu":
             scratch = (*_alloc(self.reduce_scratch), *_free(self.reduce_scratch))
         output = self.reduced if first else self.added
@@ -547,7 +559,7 @@ class ShardedPasses(Passes):
         again = events(name, (*block.reshard(), *block.reduce(block_grads, block, first=True)))
         parts.append(repeated(again, self.stage.n_blocks - 1))
         parts.append(events(name, _free(block.reduce_input)))
-        return [*super().end(), *parts]
+        return [*parts, *super().end()]
 
 
 class _Sums:
@@ -592,7 +604,7 @@ def _gpipe(passes: Passes, m: int) -> list[Stretch]:
 
     Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe._step_microbatches`).
     """
-    done = (passes.release(),)
+    done = () if passes.keeps_sent and not passes.stage.last else (passes.release(),)
     steps = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
     steps.append(chain("backward", passes.backward(first=True, last=m == 1), *done))
     middle = chain("backward", passes.backward(first=False, last=False, unsharded=True), *done)
@@ -606,7 +618,7 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
     The last stage's logits are held by the schedule until the next micro-batch's replace them. The other
-    stages' last output sent on its own during warm-up is held by its send's handle until the schedule ends.
+    stages' last output sent on its own during warm-up is held by its send's handle (gloo's) until the end.
 
     Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
     """
@@ -614,7 +626,7 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     release = passes.release()
     warm = passes.forward(first=False)
     forward = passes.forward(first=False, unsharded=True, releases=stage.last)
-    held = None if stage.last or warm_up < 2 else warm_up - 2
+    held = None if stage.last or warm_up < 2 or stage.device != "cpu" else warm_up - 2
     backward = passes.backward(first=False, last=False)
     drain = passes.backward(first=False, last=False, unsharded=True)
 
