@@ -70,12 +70,13 @@ GPT_DROPOUT: Final = replace(GPT, name="gpt-small-dropout", dropout=0.1)
 
 
 def _case(name: str, model: Model, **plan: Any) -> Case:
-    settings: dict[str, Any] = {
-        "global_batch": 4,
-        "seq_len": 128,
+    defaults: dict[str, Any] = {
+        "global_batch": 2 * plan.get("dp", 1) if plan.get("tp", 1) > 1 and "pp" not in plan else 4,
+        "seq_len": 128 if plan.get("precision", "fp32") == "fp32" else 64,
         "precision": "fp32",
         "optimizer": "adamw",
-    } | plan
+    }
+    settings = defaults | plan
     return Case(name=f"{model.name}, {name}", model=model, plan=Plan(**settings))
 
 
