@@ -176,12 +176,15 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
     run, dtype = ids.run, table.dtype
     shape = (n_rows, table.shape[1])
+    rows: Node | Parameter = table
+    if table.grad_shape != shape:
+        cut = table.grad_shape
+        rows = run.node((table,), (), lambda grad, saved: (grad.run.new("grad", cut, dtype),))
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        whole = grad.run.new("grad", shape, dtype)
-        return (whole if table.grad_shape == shape else grad.run.new("grad", table.grad_shape, dtype),)
+        return (grad.run.new("grad", shape, dtype),)
 
-    return run.new(name, (*ids.shape, shape[1]), dtype, run.node((table,), (ids,), backward))
+    return run.new(name, (*ids.shape, shape[1]), dtype, run.node((rows,), (ids,), backward))
 
 
 def position_ids(tokens: Tensor) -> Tensor:

@@ -416,14 +416,16 @@ class Unit:
         n = plan.dp
         compute = stage.setting.weight_dtype
         reduce = FP32 if plan.precision == "bf16-mixed" else stage.weight_dtype
+        self.parameters = parameters
         shards = [padded_shard_elements(p, n) for p in parameters]
-        self.n_bytes_gathered = n * sum(shards) * compute.itemsize
-        self.n_bytes_reduced = n * sum(shards) * reduce.itemsize
+        self.padding = {p: n * s - p.n_elements for p, s in zip(parameters, shards, strict=True)}
         self.flat = _buffer(f"{name} (all-gather output)", (n * sum(shards),), compute)
         self.scratch = _buffer(f"{name} (gloo scratch)", (n * sum(shards),), compute)
         self.cast = _buffer(f"{name} (own shards as {compute.name})", (sum(shards),), compute)
         self.casting = compute != stage.weight_dtype
-        self.unsharded = [_buffer(f"{p.name} (unsharded)", (n * s,), compute) for p, s in zip(parameters, shards)]
+        self.unsharded = [
+            _buffer(f"{p.name} (unsharded)", (n * s,), compute) for p, s in zip(parameters, shards, strict=True)
+        ]
         self.reduce_input = _buffer(f"{name} (reduce-scatter input)", (n * sum(shards),), reduce)
         self.reduce_scratch = _buffer(f"{name} (gloo scratch)", (n * sum(shards),), reduce)
         self.reduced = _buffer(f"{name}.grad (sharded)", (sum(shards),), reduce, "grads")
@@ -446,18 +448,37 @@ class Unit:
         """Free the unsharded parameters."""
         return _free(*self.unsharded)
 
-    def reduce(self, grads: list[Buffer], stale: "Unit | None", *, first: bool) -> tuple[Event, ...]:
-        """Reduce-scatter the unsharded gradients; the input of the one before is dropped first."""
+    def reduce(self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool) -> tuple[Event, ...]:
+        """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
+
+        The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
+        divide evenly are copied into padded ones, all at once; where gradients are widened on the way in, CPU
+        copies each of them once more.
+
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
+        aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
+        """
         scratch: tuple[Event, ...] = ()
         if self.stage.device == "cpu":
             scratch = (*_alloc(self.reduce_scratch), *_free(self.reduce_scratch))
         output = self.reduced if first else self.added
+        in_order = [grads[p] for p in self.parameters]
+        widens = self.stage.device == "cpu" and self.reduced.dtype != in_order[-1].dtype
+        copies = [e for grad in in_order for e in (*_alloc(grad), *_free(grad))] if widens else []
+        padded = [
+            _buffer(f"{p.name}.grad (padded)", (p.n_elements + self.padding[p],), grads[p].dtype)
+            for p in self.parameters
+            if self.padding[p]
+        ]
         return (
             *(_free(stale.reduce_input) if stale is not None else ()),
-            *_alloc(self.reduce_input),
-            *_free(*grads),
+            *_alloc(self.reduce_input, *padded),
+            *copies,
+            *_free(*padded),
+            *_free(*in_order[:-1]),
             *_alloc(output),
             *scratch,
+            *_free(in_order[-1]),
             *(() if first else _free(output)),
         )
 
@@ -569,14 +590,17 @@ class _Sums:
     """
 
     def __init__(self, *segments: Segment) -> None:
-        self.grads = [e.buffer for segment in segments for e in segment.events if e.parameter is not None]
-        self.wide = [_buffer(f"{grad.name} (float32 sum)", grad.shape, FP32) for grad in self.grads]
+        self.grads = {e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None}
+        self.wide = {
+            parameter: _buffer(f"{grad.name} (float32 sum)", grad.shape, FP32)
+            for parameter, grad in self.grads.items()
+        }
 
     def add(self, *, first: bool) -> tuple[Event, ...]:
         """Each gradient is copied into its sum the first time, added to it after, and freed."""
         found: list[Event] = []
-        for grad, wide in zip(self.grads, self.wide, strict=True):
-            found += [*(_alloc(wide) if first else ()), *_free(grad)]
+        for parameter, grad in self.grads.items():
+            found += [*(_alloc(self.wide[parameter]) if first else ()), *_free(grad)]
         return tuple(found)
 
 
