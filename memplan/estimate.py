@@ -326,7 +326,9 @@ def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]
     stage: Stage | None = None
     for pp_rank in range(plan.pp):
         rank = Rank(pp=pp_rank)
-        stage = stage.moved(rank) if stage is not None and stage.alike(rank) else Stage(model, plan, rank, device)
+        stage = (
+            stage.moved(rank) if stage is not None and stage.alike(rank) else Stage(model, plan, rank, device)
+        )
         yield stage_estimate(stage.on_fullest_rank())
 
 

@@ -11,7 +11,6 @@ a weight's output features, rows (RowwiseParallel) its input features.
 
 from typing import Literal
 
-from memplan.errors import MissingRule
 from memplan.shapes import BF16, BOOL, COMPLEX64, FP32, INT64, Parameter
 from memplan.tape import Node, Run, Tensor
 
@@ -35,7 +34,9 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
     if split == "columns":
         n_out //= tp
     full_shape = (n_out, n_in)
-    weight = run.parameter(f"{name}.weight", full_shape, tp_dim=(0 if split == "columns" else 1) if tp > 1 else None)
+    weight = run.parameter(
+        f"{name}.weight", full_shape, tp_dim=(0 if split == "columns" else 1) if tp > 1 else None
+    )
     weight.grad_shape = weight.shape
     dtype = BF16 if run.setting.autocast else x.dtype
     b = None
@@ -89,7 +90,7 @@ def gather_sequence(x: Tensor) -> Tensor:
 
 
 def _reduced_over_tp(y: Tensor, what: str) -> Tensor:
-    """Leave a tensor-parallel region: sum the tensor ranks' parts, keeping a part of the sequence under SP."""
+    """Leave a tensor-parallel region: sum the tensor ranks' parts, keeping part of the sequence under SP."""
     run = y.run
     if run.setting.tp == 1:
         return y
@@ -235,7 +236,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     w = run.parameter(f"{name}.weight", (d,), summed=run.setting.sequence_parallel)
     b = run.parameter(f"{name}.bias", (d,), summed=run.setting.sequence_parallel)
     shape, dtype = x.shape, x.dtype
-    statistics = FP32 if w.dtype == FP32 else dtype
+    statistics = FP32 if run.setting.device == "cuda" or w.dtype == FP32 else dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.run.new("grad", shape, dtype)
@@ -359,7 +360,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
 
 
 def rope(x: Tensor) -> Tensor:
-    """Pairs of elements turned by their position's angle, in float32 as complex numbers; saves the angles only.
+    """Pairs of elements turned by their position's angle, as complex float32 numbers; saves the angles only.
 
     The backward product resolves the angles' conjugate, a copy of (seq, d_head / 2) complex numbers; that is
     the size of one head's float32 sequence.
@@ -414,11 +415,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     run = q.run
     batch, seq, n_heads, d_head = q.shape
     run.flops += 4 * batch * n_heads * seq * seq * d_head
-    if run.setting.device == "cuda":
+    if run.setting.device == "cpu":
+        return _math_attention(q, k, v, dropout=True) if dropout else _flash_attention_cpu(q, k, v)
+    if q.dtype != FP32:
         return _flash_attention_cuda(q, k, v)
-    if dropout:
-        return _math_attention(q, k, v)
-    return _flash_attention_cpu(q, k, v)
+    if k.shape != q.shape:
+        return _math_attention(
+            q, _repeated_heads(k, n_heads), _repeated_heads(v, n_heads), dropout=dropout > 0
+        )
+    return _efficient_attention_cuda(q, k, v)
 
 
 def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -452,53 +457,88 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.view(batch, seq, n_heads * d_head)
 
 
-def _math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention as separate products in float32, which CPU takes for dropout: the scores are materialised.
+def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
+    """Attention as separate products in float32, the scores materialised.
 
-    Saves the scaled q and k, v, the probabilities, the dropout mask and the dropped probabilities.
+    CPU takes it for dropout, CUDA for float32 with grouped queries. Saves the scaled q and k, v, the
+    probabilities and, with dropout, the mask and the dropped probabilities.
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`_scaled_dot_product_attention_math`).
     """
     run, dtype = q.run, q.dtype
     batch, seq, n_heads, d_head = q.shape
     shape, scores_shape = q.shape, (batch, n_heads, seq, seq)
-    q, k, v = run.cast(_made_contiguous(q), FP32), run.cast(_made_contiguous(k), FP32), run.cast(_made_contiguous(v), FP32)
+    q, k, v = (run.cast(_made_contiguous(x), FP32) for x in (q, k, v))
 
     def product_backward(grad: Tensor, saved: Saved) -> Grads:
         left, right = (t.shape for t in saved)
         grad_right = grad.run.new("grad", right, FP32)
         return grad.run.new("grad", left, FP32), grad_right
 
-    def same_backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad", grad.shape, FP32),)
-
-    scaled_q = run.new("scaled q", shape, FP32, run.node((q.node,), (), same_backward))
+    scaled_q = run.new("scaled q", shape, FP32, run.node((q.node,), (), _same_backward))
     allowed = run.new("allowed", (seq, seq), BOOL)
     lower = run.new("allowed below the diagonal", (seq, seq), BOOL)
     del allowed
     bias = run.new("causal bias", (seq, seq), FP32)
     del lower
-    scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), same_backward))
-    left, right = run.new("q by head", shape, FP32, None), run.new("k by head", shape, FP32, None)
+    scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), _same_backward))
+    left, right = run.new("q by head", shape, FP32), run.new("k by head", shape, FP32)
     node = run.node((scaled_q.node, scaled_k.node), (left, right), product_backward)
     scores = run.new("scores", scores_shape, FP32, node)
     del scaled_k, left, right
     probabilities = run.new("probabilities", scores_shape, FP32)
     kept = Tensor(run, scores_shape, FP32, probabilities.storage)
-    probabilities.node = run.node((scores.node,), (kept,), same_backward)
+    probabilities.node = run.node((scores.node,), (kept,), _same_backward)
     masked_out = run.new("rows without any allowed key", scores_shape, BOOL)
-    del masked_out, scores
-    mask = run.new("dropout mask", scores_shape, FP32)
-    node = run.node((probabilities.node,), (mask,), same_backward)
-    dropped = run.new("dropped probabilities", scores_shape, FP32, node)
-    del mask, probabilities, kept
+    del masked_out, scores, kept
+    if dropout:
+        mask = run.new("dropout mask", scores_shape, FP32 if run.setting.device == "cpu" else BOOL)
+        node = run.node((probabilities.node,), (mask,), _same_backward)
+        probabilities = run.new("dropped probabilities", scores_shape, FP32, node)
+        del mask
     by_head = run.new("v by head", shape, FP32)
-    node = run.node((dropped.node, v.node), (dropped, by_head), product_backward)
+    node = run.node((probabilities.node, v.node), (probabilities, by_head), product_backward)
     y = run.new("attention", shape, FP32, node)
-    del scaled_q, bias, dropped, by_head
+    del scaled_q, bias, probabilities, by_head
     y = run.cast(y, dtype)
     merge = run.node((y.node,), (), lambda grad, saved: (grad.run.new("grad by head", shape, dtype),))
     return run.new("attention by token", (batch, seq, n_heads * d_head), dtype, merge)
+
+
+def _same_backward(grad: Tensor, saved: Saved) -> Grads:
+    return (grad.run.new("grad", grad.shape, grad.dtype),)
+
+
+def _repeated_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Keys or values copied once per query head; the copies' gradients are summed."""
+    run, shape, dtype = x.run, x.shape, x.dtype
+    batch, seq, _, d_head = shape
+    node = run.node((x.node,), (), lambda grad, saved: (grad.run.new("grad", shape, dtype),))
+    return run.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
+
+
+def _efficient_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output and each row's log-sum-exp, rows padded to 32; float32's kernel on CUDA.
+
+    Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`),
+    attention_backward.cu (`_efficient_attention_backward`: each row's dot product).
+    """
+    run, dtype, shape = q.run, q.dtype, q.shape
+    batch, seq, n_heads, d_head = shape
+    rows = (batch, n_heads, -(-seq // 32) * 32)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        r = grad.run
+        grads = r.new("grad", shape, dtype), r.new("grad", shape, dtype), r.new("grad", shape, dtype)
+        dots = r.new("workspace", rows, FP32)
+        del dots
+        return grads
+
+    y = run.new("attention", shape, dtype)
+    lse = run.new("log-sum-exp", rows, FP32)
+    out = Tensor(run, shape, dtype, y.storage)
+    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
+    return y.view(batch, seq, n_heads * d_head)
 
 
 def _made_contiguous(x: Tensor) -> Tensor:
@@ -596,7 +636,9 @@ def _vocabulary_parallel_cross_entropy(logits: Tensor) -> Tensor:
     del shifted, maxima, sums
     saved = Tensor(run, shape, FP32, log_p.storage)
     log_p.node = run.node((logits.node,), (saved,), lambda grad, saved: (grad,))
-    target_values = _all_reduced(run.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities")
+    target_values = _all_reduced(
+        run.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities"
+    )
     del target_values
     total_weight = run.new("total weight", (), FP32)
     return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))

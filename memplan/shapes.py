@@ -64,7 +64,13 @@ class Parameter:
     __slots__ = ("dtype", "grad_shape", "n_bytes", "n_elements", "name", "shape", "summed_over_tp", "tp_dim")
 
     def __init__(
-        self, name: str, shape: Shape, dtype: DType, *, tp_dim: int | None = None, summed_over_tp: bool = False
+        self,
+        name: str,
+        shape: Shape,
+        dtype: DType,
+        *,
+        tp_dim: int | None = None,
+        summed_over_tp: bool = False,
     ) -> None:
         self.name = name
         self.shape = shape

@@ -10,7 +10,7 @@ torch/utils/checkpoint.py (non-reentrant variant, early stop).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -161,8 +161,21 @@ def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tens
 class Run:
     """One pass over a model: the events, nodes, parameters and collectives it leaves behind."""
 
-    __slots__ = ("_casts", "_grads", "_region", "_replayed", "_replaying", "calls", "events", "flops", "nodes",
-                 "parameters", "phase", "scope", "setting")  # fmt: skip
+    __slots__ = (
+        "_casts",
+        "_grads",
+        "_region",
+        "_replayed",
+        "_replaying",
+        "calls",
+        "events",
+        "flops",
+        "nodes",
+        "parameters",
+        "phase",
+        "scope",
+        "setting",
+    )
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -215,7 +228,9 @@ class Run:
                 raise _Recomputed
         return node
 
-    def parameter(self, name: str, shape: Shape, *, tp_dim: int | None = None, summed: bool = False) -> Parameter:
+    def parameter(
+        self, name: str, shape: Shape, *, tp_dim: int | None = None, summed: bool = False
+    ) -> Parameter:
         """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight."""
         key = f"{self.scope}{name}"
         if key not in self.parameters:
@@ -272,7 +287,7 @@ class Run:
         return y if region.nodes else x
 
     def _taken_over(self, grad: Tensor) -> Tensor:
-        """The sum with a gradient that the caller owns: a new tensor here, in place behind the first block."""
+        """The sum with a gradient that the caller owns: a new tensor, where an own one is added to in place."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
@@ -293,7 +308,9 @@ class Run:
     def _step(self, node: Node) -> None:
         grad, node.grad = node.grad, None
         if grad is None:
-            raise MissingRule("a forward operation received no gradient; its users' rules return None for it.")
+            raise MissingRule(
+                "a forward operation received no gradient; its users' rules return None for it."
+            )
         if node.saved is None and node.region is not None:
             self._recompute(node.region)
         grads = list(node.backward(grad, node.saved or ()))
@@ -315,10 +332,8 @@ class Run:
         scope, casts, self._casts = self.scope, self._casts, {}
         current_state = self._random_state() if self.setting.device == "cpu" else None
         self._replaying, self._replayed = region, 0
-        try:
+        with suppress(_Recomputed):
             region.function(Tensor(self, region.x.shape, region.x.dtype, region.x.storage, region.x.node))
-        except _Recomputed:
-            pass
         del current_state
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 

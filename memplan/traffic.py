@@ -74,8 +74,8 @@ def textbook_collectives(model: Model, plan: Plan, pp_rank: int) -> tuple[Collec
     )
 
 
-Call = tuple[str, Axis, str, int, int]
-"""Kind, axis, purpose, calls, payload bytes of all calls."""
+Calls = tuple[str, Axis, str, int, int]
+"""Kind, axis, purpose, number of calls, payload bytes of all of them."""
 
 
 def collectives(stage: Stage) -> tuple[Collective, ...]:
@@ -101,7 +101,7 @@ def collectives(stage: Stage) -> tuple[Collective, ...]:
     )
 
 
-def _calls(stage: Stage) -> Iterator[Call]:
+def _calls(stage: Stage) -> Iterator[Calls]:
     if stage.plan.tp > 1:
         yield from _tensor_axis(stage)
     if stage.ddp:
@@ -112,7 +112,7 @@ def _calls(stage: Stage) -> Iterator[Call]:
         yield from _pipeline(stage)
 
 
-def _tensor_axis(stage: Stage) -> Iterator[Call]:
+def _tensor_axis(stage: Stage) -> Iterator[Calls]:
     trace, m, n = stage.trace, stage.plan.n_micro_batches, stage.n_blocks
     ends = (trace.embed, trace.head, trace.loss, trace.head_backward, trace.embed_backward)
     parts: list[tuple[Segment, int]] = [(segment, m) for segment in ends]
@@ -156,7 +156,7 @@ def _ready_order(stage: Stage) -> list[Parameter]:
     ]
 
 
-def _replicated(stage: Stage) -> Iterator[Call]:
+def _replicated(stage: Stage) -> Iterator[Calls]:
     buckets = ddp_buckets(_ready_order(stage))
     yield "all_reduce", "dp", "all-reduce gradients", len(buckets), sum(buckets)
     if isinstance(stage.model, Llama) and stage.plan.pp == 1:
@@ -168,7 +168,7 @@ def _replicated(stage: Stage) -> Iterator[Call]:
         yield "broadcast", "dp", "updated weights", sum(n for _, n in parameters), n_bytes
 
 
-def _sharded(stage: Stage) -> Iterator[Call]:
+def _sharded(stage: Stage) -> Iterator[Calls]:
     n, m = stage.n_blocks, stage.plan.n_micro_batches
     root, block = Unit(stage, "root", stage.ends), Unit(stage, "block", stage.trace.block_parameters)
     again = stage.plan.zero == 3
@@ -188,8 +188,10 @@ def _sharded(stage: Stage) -> Iterator[Call]:
 
 
 def _gathering_passes(stage: Stage) -> int:
-    """Passes of a schedule that find the blocks' weights freed: every forward before the first backward, and
-    every backward that follows a forward."""
+    """Passes of a schedule that find the blocks' weights freed.
+
+    Those are every forward before the first backward, and every backward that follows a forward.
+    """
     m = stage.plan.n_micro_batches
     if stage.plan.schedule == "gpipe":
         return m + 1
@@ -197,7 +199,7 @@ def _gathering_passes(stage: Stage) -> int:
     return warm_up + 1 + (m - warm_up)
 
 
-def _pipeline(stage: Stage) -> Iterator[Call]:
+def _pipeline(stage: Stage) -> Iterator[Calls]:
     m, n_bytes = stage.plan.n_micro_batches, stage.trace.boundary.n_bytes
     if not stage.first:
         yield "recv", "pp", "activations", m, m * n_bytes

@@ -20,7 +20,19 @@ from memplan.engines.sharding import padded_shard_elements, shard_elements, zero
 from memplan.engines.trace import Segment, Trace, traced
 from memplan.models import Llama, Model
 from memplan.plan import Plan, stage_layers
-from memplan.shapes import BF16, COMPLEX64, FP32, INT64, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
+from memplan.shapes import (
+    BF16,
+    COMPLEX64,
+    FP32,
+    INT64,
+    Buffer,
+    DType,
+    Event,
+    Kind,
+    Parameter,
+    Shape,
+    n_elements,
+)
 from memplan.tape import Device, Setting
 from memplan.timeline import Alive, Stretch, chain, events, repeated
 
@@ -43,7 +55,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimeline:
-    """One rank's step: what is alive between steps, what the step allocates and frees, the gradients it makes."""
+    """One rank's step: what is alive between steps, what it allocates and frees, the gradients it makes."""
 
     rest: Alive
     step: Stretch
@@ -143,7 +155,7 @@ class Stage:
         )  # fmt: skip
 
     def on_fullest_rank(self) -> "Stage":
-        """The stage on the rank that holds most: ZeRO-1 gives ranks different tensors, shards are fullest first."""
+        """The stage on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
         if self.owned is None:
             return self
         sizes = [sum([p.n_elements for p in owned]) for owned in self.partition]
@@ -180,7 +192,11 @@ class Stage:
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the stage and how many times it occurs."""
         blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
-        return [(p, 1) for p in self.trace.embed_parameters] + blocks + [(p, 1) for p in self.trace.head_parameters]
+        return (
+            [(p, 1) for p in self.trace.embed_parameters]
+            + blocks
+            + [(p, 1) for p in self.trace.head_parameters]
+        )
 
     @cached_property
     def rest(self) -> Alive:
@@ -312,8 +328,8 @@ class Passes:
     def forward(self, *, first: bool, unsharded: bool = False, releases: bool = False) -> Stretch:
         """The forward pass up to the loss.
 
-        `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `releases`: the schedule drops
-        the micro-batch before once it has the new output.
+        `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `releases`: the schedule
+        drops the micro-batch before once it has the new output.
         """
         key = "forward", first, unsharded, releases
         if key not in self._made:
@@ -378,7 +394,7 @@ class Passes:
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether all sent tensors live to the schedule's end: GPipe keeps its sends' handles, gloo's the tensors."""
+        """Whether sent tensors live to the schedule's end: GPipe keeps the handles, gloo's keep the tensors."""
         return self.stage.plan.schedule == "gpipe" and self.stage.device == "cpu"
 
     def _sent(self, first: bool) -> list[Stretch]:
@@ -424,7 +440,8 @@ class Unit:
         self.cast = _buffer(f"{name} (own shards as {compute.name})", (sum(shards),), compute)
         self.casting = compute != stage.weight_dtype
         self.unsharded = [
-            _buffer(f"{p.name} (unsharded)", (n * s,), compute) for p, s in zip(parameters, shards, strict=True)
+            _buffer(f"{p.name} (unsharded)", (n * s,), compute)
+            for p, s in zip(parameters, shards, strict=True)
         ]
         self.reduce_input = _buffer(f"{name} (reduce-scatter input)", (n * sum(shards),), reduce)
         self.reduce_scratch = _buffer(f"{name} (gloo scratch)", (n * sum(shards),), reduce)
@@ -448,7 +465,9 @@ class Unit:
         """Free the unsharded parameters."""
         return _free(*self.unsharded)
 
-    def reduce(self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool) -> tuple[Event, ...]:
+    def reduce(
+        self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool
+    ) -> tuple[Event, ...]:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
@@ -544,7 +563,9 @@ class ShardedPasses(Passes):
         embed = self.kept(self.trace.embed_backward, first)
         if self.pipelined:
             widened = self.root_sums.add(first=first) if self.widens else ()
-            return chain("backward", *parts, events("backward: embedding", (*embed, *widened)), *self._sent(first))
+            return chain(
+                "backward", *parts, events("backward: embedding", (*embed, *widened)), *self._sent(first)
+            )
         reduced = self.root.reduce(self.root_sums.grads, block, first=first)
         end = (*embed, *self.root.reshard(), *reduced, *_free(self.root.reduce_input))
         return chain("backward", *parts, events("backward: embedding", end))
@@ -557,7 +578,13 @@ class ShardedPasses(Passes):
         return self.added(segment, first or not self.pipelined or self.widens)
 
     def _block(
-        self, segment: Segment, opening: tuple[Event, ...], stale: Unit | None, *, first: bool, outer: bool = False
+        self,
+        segment: Segment,
+        opening: tuple[Event, ...],
+        stale: Unit | None,
+        *,
+        first: bool,
+        outer: bool = False,
     ) -> Stretch:
         block = self.block
         body = self.kept(segment, first)
@@ -590,7 +617,9 @@ class _Sums:
     """
 
     def __init__(self, *segments: Segment) -> None:
-        self.grads = {e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None}
+        self.grads = {
+            e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None
+        }
         self.wide = {
             parameter: _buffer(f"{grad.name} (float32 sum)", grad.shape, FP32)
             for parameter, grad in self.grads.items()
@@ -620,7 +649,11 @@ def _accumulation(passes: Passes, m: int) -> list[Stretch]:
 
     if m == 1:
         return [one(first=True, last=True)]
-    return [one(first=True, last=False), repeated(one(first=False, last=False), m - 2), one(first=False, last=True)]
+    return [
+        one(first=True, last=False),
+        repeated(one(first=False, last=False), m - 2),
+        one(first=False, last=True),
+    ]
 
 
 def _gpipe(passes: Passes, m: int) -> list[Stretch]:

@@ -25,11 +25,17 @@ EMPTY = Segment()
 class Trace:
     """Forward and backward of the ends a stage owns and of one of its equal blocks.
 
-    `entry_block` is the stage's first block: where its input came from another stage, that tensor is the
-    schedule's and not freed. `casts` frees what autocast kept of each part's weights, when the forward pass ends. Parameters are in
-    the order of the module. `release` frees what the pipeline schedule holds until the backward pass is over:
-    a stage's output (`release_input_grad`: the gradient it sends back). The first `n_loss_backward` events of `head_backward` are the loss's. `boundary` is the tensor handed from block to block and stage to stage.
-    FLOPs are of the forward pass on one tensor rank.
+    Parameters are in the order of the module; FLOPs are of the forward pass on one tensor rank.
+
+    Attributes whose meaning their name does not tell:
+        entry_block: the stage's first block. Where its input came from another stage, that tensor is the
+            schedule's and not freed here (`entry_block_backward` likewise).
+        embed_casts, block_casts, head_casts: free what autocast kept of a part's weights, when the forward
+            pass ends.
+        n_loss_backward: how many of `head_backward`'s events are the loss's.
+        release: frees the stage's output, which a pipeline schedule holds until the backward pass is over.
+        release_input_grad: frees the gradient that is sent to the stage before.
+        boundary: the tensor handed from block to block and from stage to stage.
     """
 
     embed: Segment = EMPTY
@@ -177,7 +183,9 @@ def _entry(model: Model, run: Run, *, first: bool) -> Tensor:
 
 def _buffer(x: Tensor) -> Buffer:
     if x.storage is None:
-        raise MissingRule("the input of a block must own its bytes; a model's embed() must allocate its output.")
+        raise MissingRule(
+            "the input of a block must own its bytes; a model's embed() must allocate its output."
+        )
     return x.storage.buffer
 
 

@@ -39,8 +39,12 @@ class Llama(Model):
     def _attention(self, x: Tensor) -> Tensor:
         h = gather_sequence(x)
         q = linear(h, "attention.wq", self.n_heads * self.d_head, bias=self.attention_bias, split="columns")
-        k = linear(h, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
-        v = linear(h, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns")
+        k = linear(
+            h, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns"
+        )
+        v = linear(
+            h, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns"
+        )
         q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
         q, k = rope(q), rope(k)
         y = attention(q, k, v)
