@@ -1,0 +1,144 @@
+"""Measured runs on file, predicted afresh: states and collectives to the byte, the peak within 1 %.
+
+The measurements are `data/measurements/quick.jsonl` (see data/README.md). Nothing predicted is read from the
+file, and nothing is run: a rule that goes wrong fails here in seconds, without torch.
+"""
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from memplan import Gpt, Llama, Model, Plan
+from memplan.engines.torch import Rank
+from memplan.estimate import StageEstimate, rank_estimate
+from memplan.plan import PRECISIONS, RECOMPUTES, SCHEDULES
+from validate.records import PEAK_TOLERANCE, Record, read_records
+
+MEASURED = Path(__file__).parents[1] / "data" / "measurements" / "quick.jsonl"
+RECORDS = read_records(MEASURED)
+FAMILIES: dict[str, type[Model]] = {"gpt": Gpt, "llama": Llama}
+MEDIAN_TOLERANCE = 0.0025
+
+Entry = tuple[str, str, int, int]
+"""A collective's kind, axis, calls, payload bytes."""
+
+
+def model_of(record: Record) -> Model:
+    fields = dict(record.case["model"])
+    return FAMILIES[fields.pop("family")](**fields)
+
+
+def plan_of(record: Record) -> Plan:
+    return Plan(**record.case["plan"])
+
+
+def predicted(record: Record, rank: dict[str, Any]) -> StageEstimate:
+    at = Rank(pp=rank["pp"], dp=rank["dp"], tp=rank["tp"])
+    return rank_estimate(model_of(record), plan_of(record), at, "cpu")
+
+
+def entries(estimated: StageEstimate) -> set[Entry]:
+    calls: Counter[tuple[str, str]] = Counter()
+    payload_bytes: Counter[tuple[str, str]] = Counter()
+    for collective in estimated.collectives:
+        calls[collective.kind, collective.axis] += collective.calls
+        payload_bytes[collective.kind, collective.axis] += collective.payload_bytes
+    return {(*key, n, payload_bytes[key]) for key, n in calls.items()}
+
+
+def peak_errors(record: Record) -> list[float]:
+    return [predicted(record, rank).peak_bytes / rank["peak_bytes"] - 1 for rank in ranks_of(record)]
+
+
+def ranks_of(record: Record) -> list[dict[str, Any]]:
+    assert record.measured is not None, f"{record.case['name']} was not measured: {record.reason}"
+    ranks: list[dict[str, Any]] = record.measured["ranks"]
+    return ranks
+
+
+every_case = pytest.mark.parametrize("record", RECORDS, ids=[record.case["name"] for record in RECORDS])
+
+
+@every_case
+def test_every_rank_was_measured_in_a_run_that_trained_rightly(record):
+    plan = plan_of(record)
+    mesh = [{"pp": p, "dp": d, "tp": t} for p, d, t in product(*map(range, (plan.pp, plan.dp, plan.tp)))]
+    assert record.outcome == "ok", record.reason
+    assert [{axis: rank[axis] for axis in ("pp", "dp", "tp")} for rank in ranks_of(record)] == mesh
+
+
+@every_case
+def test_states_equal_the_measured_ones_to_the_byte(record):
+    kinds = ("weights_bytes", "grads_bytes", "optimizer_bytes")
+    said = {r["rank"]: {k: getattr(predicted(record, r).states, k) for k in kinds} for r in ranks_of(record)}
+    assert said == {r["rank"]: {k: r[k] for k in kinds} for r in ranks_of(record)}
+
+
+@every_case
+def test_collectives_equal_the_counted_ones(record):
+    for rank in ranks_of(record):
+        counted = {(c["kind"], c["axis"], c["calls"], c["payload_bytes"]) for c in rank["collectives"]}
+        said = entries(predicted(record, rank))
+        assert said == counted, f"rank {rank['rank']}: predicted and measured differ in {said ^ counted}"
+
+
+@every_case
+def test_the_peak_is_within_1_percent_of_the_measured_one(record):
+    errors = {rank["rank"]: error for rank, error in zip(ranks_of(record), peak_errors(record), strict=True)}
+    off = {rank: f"{error:+.3%}" for rank, error in errors.items() if abs(error) > PEAK_TOLERANCE}
+    assert not off, f"ranks whose predicted peak is off: {off}"
+
+
+def test_the_median_peak_is_within_a_quarter_percent():
+    assert median(abs(max(peak_errors(record), key=abs)) for record in RECORDS) <= MEDIAN_TOLERANCE
+
+
+# What the cases cover. A claim over every kind of plan holds for the kinds that were run.
+
+
+def axes_of(plan: Plan) -> frozenset[str]:
+    return frozenset(axis for axis in ("dp", "tp", "pp") if getattr(plan, axis) > 1)
+
+
+def test_at_least_30_configurations_differ():
+    assert len({(model_of(record), plan_of(record)) for record in RECORDS}) >= 30
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    [
+        ("zero", {0, 1, 2, 3}),
+        ("precision", set(PRECISIONS)),
+        ("recompute", set(RECOMPUTES)),
+        ("optimizer", {"sgd", "sgd-momentum", "adam", "adamw"}),
+    ],
+)
+def test_every_value_was_run(field, values):
+    assert {getattr(plan_of(record), field) for record in RECORDS} == values
+
+
+def test_every_axis_was_run_alone_and_in_mixes_of_two_and_three():
+    mixes = {axes_of(plan_of(record)) for record in RECORDS}
+    every = ("dp", "tp", "pp")
+    assert mixes == {
+        frozenset(axis for axis, chosen in zip(every, choice, strict=True) if chosen)
+        for choice in product((False, True), repeat=3)
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_families_ran_both_schedules_and_tensor_parallelism_with_and_without_sp(family):
+    plans = [plan_of(record) for record in RECORDS if record.case["model"]["family"] == family]
+    assert {plan.schedule for plan in plans if plan.pp > 1} == set(SCHEDULES)
+    assert {plan.sequence_parallel for plan in plans if plan.tp > 1} == {False, True}
+    assert {plan.zero for plan in plans if plan.dp > 1} == {0, 1, 2, 3}
+
+
+def test_every_zero_stage_was_run_in_mixed_precision_and_in_a_pipeline():
+    plans = [plan_of(record) for record in RECORDS]
+    assert {p.zero for p in plans if p.dp > 1 and p.precision == "bf16-mixed"} == {0, 1, 2, 3}
+    assert {p.zero for p in plans if p.dp > 1 and p.pp > 1} == {0, 1, 2, 3}
