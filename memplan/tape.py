@@ -287,7 +287,7 @@ class Run:
         return y if region.nodes else x
 
     def _taken_over(self, grad: Tensor) -> Tensor:
-        """The sum with a gradient that the caller owns: a new tensor, where an own one is added to in place."""
+        """The sum with a gradient that the caller owns: a new tensor; an own one is added to in place."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))

@@ -5,29 +5,35 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from memplan.units import human_bytes
 from validate.records import Record
 
-HEADER = f"{'case':<44}{'measured':>11}{'peak':>9}{'states':>8}{'coll.':>7}"
+HEADER = f"{'case':<35}{'predicted':>12}{'measured':>12}{'peak':>9}{'states':>7}{'coll':>5}"
 
 
 def header() -> str:
     """The table's head: what the columns are."""
-    return f"{HEADER}\n{'':<44}{'peak':>11}{'error':>9}{'off':>8}{'off':>7}\n{'-' * len(HEADER)}"
+    units = f"{'':<35}{'bytes':>12}{'bytes':>12}{'error':>9}{'off':>7}{'off':>5}"
+    return f"{HEADER}\n{units}\n{'-' * len(HEADER)}"
 
 
 def row(record: Record) -> str:
-    """One case on one line; or its outcome, and below it the reason's last line."""
-    name = record.case["name"][:43]
+    """One case on one line: the peak of the rank that is farthest off.
+
+    A case that did not run shows its outcome, and below it the reason's last line.
+    """
+    name = record.case["name"][:34]
     if record.measured is None or record.outcome != "ok":
         reason = record.reason.strip().splitlines()[-1] if record.reason.strip() else ""
         why = textwrap.fill(reason, 79, initial_indent="    ", subsequent_indent="    ")
-        return f"{name:<44}{record.outcome:>13}" + (f"\n{why}" if why else "")
-    peak_bytes = max(rank["peak_bytes"] for rank in record.measured["ranks"])
-    error = "-" if record.peak_error is None else f"{record.peak_error:+.3%}"
-    states = "-" if record.states_off_bytes is None else str(record.states_off_bytes)
-    collectives = "-" if record.collectives_off is None else str(record.collectives_off)
-    return f"{name:<44}{human_bytes(peak_bytes):>11}{error:>9}{states:>8}{collectives:>7}"
+        return f"{name:<35}{record.outcome:>12}" + (f"\n{why}" if why else "")
+    measured = [rank["peak_bytes"] for rank in record.measured["ranks"]]
+    if record.predicted is None:
+        return f"{name:<35}{'-':>12}{max(measured):>12,}"
+    predicted = [rank["peak_bytes"] for rank in record.predicted["ranks"]]
+    ahead, seen = max(zip(predicted, measured, strict=True), key=lambda pair: abs(pair[0] / pair[1] - 1))
+    error = f"{ahead / seen - 1:+.4%}"
+    off = f"{record.states_off_bytes:>7}{record.collectives_off:>5}"
+    return f"{name:<35}{ahead:>12,}{seen:>12,}{error:>9}{off}"
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -38,7 +44,7 @@ def summary(records: Sequence[Record]) -> str:
     refused = sum(record.outcome == "refused" for record in records)
     lines = [f"{len(records)} cases: {ran} ran and trained rightly, {refused} refused, {confirmed} confirmed"]
     if errors:
-        lines.append(f"peak error: median {median(errors):.3%}, worst {max(errors):.3%}")
+        lines.append(f"peak error: median {median(errors):.5%}, worst {max(errors):.3%}")
     return "\n".join(lines)
 
 

@@ -394,7 +394,7 @@ class Passes:
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether sent tensors live to the schedule's end: GPipe keeps the handles, gloo's keep the tensors."""
+        """Whether sent tensors live to the schedule's end: GPipe keeps the handles, gloo's the tensors."""
         return self.stage.plan.schedule == "gpipe" and self.stage.device == "cpu"
 
     def _sent(self, first: bool) -> list[Stretch]:
@@ -472,16 +472,19 @@ class Unit:
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
         divide evenly are copied into padded ones, all at once; where gradients are widened on the way in, CPU
-        copies each of them once more.
+        copies each of them once more. A unit without parameters (the root of a stage between others) has
+        nothing to reduce.
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
         """
+        in_order = [grads[p] for p in self.parameters]
+        if not in_order:
+            return (*(_free(stale.reduce_input) if stale is not None else ()), *_alloc(self.reduce_input))
         scratch: tuple[Event, ...] = ()
         if self.stage.device == "cpu":
             scratch = (*_alloc(self.reduce_scratch), *_free(self.reduce_scratch))
         output = self.reduced if first else self.added
-        in_order = [grads[p] for p in self.parameters]
         widens = self.stage.device == "cpu" and self.reduced.dtype != in_order[-1].dtype
         copies = [e for grad in in_order for e in (*_alloc(grad), *_free(grad))] if widens else []
         padded = [
