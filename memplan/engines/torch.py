@@ -158,7 +158,12 @@ class Stage:
         """The stage on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
         if self.owned is None:
             return self
-        sizes = [sum([p.n_elements for p in owned]) for owned in self.partition]
+        names, itemsize = MOMENTS[self.plan.optimizer], self.weight_dtype.itemsize
+        per_element, per_tensor = len(names) * itemsize, FP32.itemsize if len(names) == 2 else 0
+        sizes = [
+            sum([p.n_elements for p in owned]) * per_element + len(owned) * per_tensor
+            for owned in self.partition
+        ]
         fullest = sizes.index(max(sizes))
         if fullest == self.rank.dp:
             return self
@@ -678,29 +683,34 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
     The last stage's logits are held by the schedule until the next micro-batch's replace them. The other
-    stages' last output sent on its own during warm-up is held by its send's handle (gloo's) until the end.
+    stages' last output that is sent on its own during warm-up is held by that send's handle (gloo's) until
+    the schedule has no forward left and reuses the handle's name.
 
     Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
     """
     warm_up = min(m, stage.plan.pp - stage.rank.pp)
+    last_turn = m - warm_up
+    sent_alone = warm_up - 2
+    holds = stage.device == "cpu" and not stage.last and 0 <= sent_alone < last_turn
     release = passes.release()
     warm = passes.forward(first=False)
     forward = passes.forward(first=False, unsharded=True, releases=stage.last)
-    held = None if stage.last or warm_up < 2 or stage.device != "cpu" else warm_up - 2
     backward = passes.backward(first=False, last=False)
     drain = passes.backward(first=False, last=False, unsharded=True)
 
-    def done(i: int) -> tuple[Stretch, ...]:
-        return () if stage.last or i == held else (release,)
+    def done(i: int) -> list[Stretch]:
+        if stage.last or (holds and i == sent_alone):
+            return []
+        return [release, release] if holds and i == last_turn else [release]
 
     def turn(i: int) -> Stretch:
         if i == 0:
             return chain("backward", passes.backward(first=True, last=m == 1), *done(i))
-        if i <= m - warm_up:
+        if i <= last_turn:
             return chain("forward and backward", forward, backward, *done(i))
         return chain("backward", drain, *done(i))
 
     steps = [passes.forward(first=True), repeated(warm, warm_up - 1)]
-    cuts = sorted({0, 1, m - warm_up + 1, m, *(() if held is None else (held, held + 1))})
-    steps += [repeated(turn(a), b - a) for a, b in pairwise(cuts) if b <= m]
-    return [*steps, release] if stage.last or held is not None else steps
+    cuts = {0, 1, last_turn, last_turn + 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
+    steps += [repeated(turn(a), b - a) for a, b in pairwise(sorted(cuts)) if b <= m]
+    return [*steps, release] if stage.last else steps
