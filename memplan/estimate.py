@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.engines import textbook
-from memplan.engines.torch import Rank, Stage, StageTimeline
+from memplan.engines.torch import Passes, Rank, Stage, StageTimeline, passes_of, timeline
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, parameter_count, resolve
@@ -323,28 +323,30 @@ def _textbook_stages(model: Model, plan: Plan) -> Iterator[StageEstimate]:
 
 
 def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
-    stage: Stage | None = None
-    for pp_rank in range(plan.pp):
-        rank = Rank(pp=pp_rank)
-        stage = (
-            stage.moved(rank) if stage is not None and stage.alike(rank) else Stage(model, plan, rank, device)
-        )
-        yield stage_estimate(stage.on_fullest_rank())
+    stage = Stage(model, plan, Rank(), device)
+    passes = passes_of(stage)
+    for rank in (Rank(pp=pp_rank) for pp_rank in range(plan.pp)):
+        if stage.alike(rank):
+            stage = stage.moved(rank)
+        else:
+            stage = Stage(model, plan, rank, device)
+            passes = passes_of(stage)
+        yield _stage_estimate(stage.on_fullest_rank(), passes)
 
 
 def rank_estimate(model: Model, plan: Plan, rank: Rank, device: Device) -> StageEstimate:
     """The estimate of one given rank, as `validate` compares it with that rank's run."""
     check_plan(model, plan)
-    return stage_estimate(Stage(model, plan, rank, device))
+    stage = Stage(model, plan, rank, device)
+    return _stage_estimate(stage, passes_of(stage))
 
 
-def stage_estimate(stage: Stage) -> StageEstimate:
-    """A stage's rank, estimated."""
+def _stage_estimate(stage: Stage, passes: Passes) -> StageEstimate:
     micro_batch_flops = stage.n_blocks * stage.trace.block_flops + stage.trace.head_flops
     return StageEstimate(
         rank=stage.rank,
         layers=stage_layers(stage.model.n_layers, stage.plan.pp, stage.rank.pp),
-        timeline=stage.timeline(),
+        timeline=timeline(stage, passes),
         flops=stage.plan.n_micro_batches * micro_batch_flops,
         traffic=partial(collectives, stage),
     )

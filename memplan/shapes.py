@@ -51,6 +51,11 @@ class Buffer:
         return f"{self.name} {self.shape} {self.dtype.name} {self.n_bytes} B ({self.kind})"
 
 
+def buffer_of(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries") -> Buffer:
+    """The record of a tensor that takes its elements' bytes and no more."""
+    return Buffer(name, shape, dtype, n_elements(shape) * dtype.itemsize, kind)
+
+
 class Parameter:
     """A weight as one tensor rank holds it.
 

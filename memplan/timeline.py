@@ -27,6 +27,16 @@ class Stretch(NamedTuple):
     high_bytes: int
 
 
+def allocs(*buffers: Buffer) -> tuple[Event, ...]:
+    """The allocation of each buffer."""
+    return tuple([Event(1, buffer) for buffer in buffers])
+
+
+def frees(*buffers: Buffer) -> tuple[Event, ...]:
+    """The free of each buffer."""
+    return tuple([Event(-1, buffer) for buffer in buffers])
+
+
 def events(name: str, sequence: Iterable[Event]) -> Stretch:
     """A stretch of single events.
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from memplan.engines import textbook
-from memplan.engines.sharding import ddp_buckets
-from memplan.engines.torch import Stage, Unit
+from memplan.engines.torch import Stage
+from memplan.engines.torch.fsdp import Unit
+from memplan.engines.torch.sharding import ddp_buckets
 from memplan.engines.trace import Segment
 from memplan.models import Llama, Model
 from memplan.plan import Plan

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 from memplan.checks import checked_count
-from memplan.engines.torch import MOMENTS, StageTimeline
+from memplan.engines.torch import StageTimeline
+from memplan.engines.torch.stage import MOMENTS
 from memplan.models import Model, parameter_count
 from memplan.plan import Plan, stage_layers
 from memplan.shapes import UINT8, Buffer, Event, Kind

@@ -1,0 +1,13 @@
+"""What stock PyTorch keeps alive, and when: DDP, ZeroRedundancyOptimizer, FSDP2, pipelining.
+
+`stage` says what a rank holds between steps, `passes` and `fsdp` what one micro-batch's forward and backward
+pass allocate and free, `schedules` in which order they run, `optimizer` what the update adds; `step` puts
+them together. Rules of the gloo backend belong to the "cpu" device, where collectives keep scratch of their own;
+on "cuda" NCCL works in place.
+"""
+
+from memplan.engines.torch.passes import Passes
+from memplan.engines.torch.stage import Rank, Stage
+from memplan.engines.torch.step import StageTimeline, passes_of, timeline
+
+__all__ = ["Passes", "Rank", "Stage", "StageTimeline", "passes_of", "timeline"]
