@@ -10,6 +10,7 @@ from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
 from memplan.shapes import FP32, Buffer, Event, Parameter, buffer_of
+from memplan.tape import Device
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
 
 
@@ -105,7 +106,8 @@ class GradientSums:
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`).
     """
 
-    def __init__(self, *segments: Segment) -> None:
+    def __init__(self, device: Device, *segments: Segment) -> None:
+        self.device = device
         self.grads = {
             e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None
         }
@@ -115,10 +117,17 @@ class GradientSums:
         }
 
     def add(self, *, first: bool) -> tuple[Event, ...]:
-        """Each gradient is copied into its sum the first time, added to it after, and freed."""
+        """Each gradient is copied into its sum the first time, added to it after, and freed.
+
+        CPU adds a narrower tensor by way of a widened copy.
+
+        Source: aten/src/ATen/TensorIterator.cpp (`compute_types`).
+        """
         found: list[Event] = []
         for parameter, grad in self.grads.items():
-            found += [*(allocs(self.wide[parameter]) if first else ()), *frees(grad)]
+            wide = self.wide[parameter]
+            copied = (*allocs(wide), *frees(wide)) if self.device == "cpu" else ()
+            found += [*(allocs(wide) if first else copied), *frees(grad)]
         return tuple(found)
 
 
@@ -137,8 +146,8 @@ class ShardedPasses(Passes):
         self.pipelined = stage.plan.pp > 1
         self.widens = self.pipelined and self.block.casting
         trace = stage.trace
-        self.block_sums = GradientSums(trace.block_backward)
-        self.root_sums = GradientSums(trace.head_backward, trace.embed_backward)
+        self.block_sums = GradientSums(stage.device, trace.block_backward)
+        self.root_sums = GradientSums(stage.device, trace.head_backward, trace.embed_backward)
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
         """The forward pass: blocks are gathered unless `unsharded`, the root in the first of a step."""
