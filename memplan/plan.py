@@ -134,9 +134,12 @@ def _check_tensor_axis(model: Model, plan: Plan) -> None:
                 choices += f", or pad vocab_size={model.vocab_size} to a multiple of tp"
             raise PlanRefused(f"tp={plan.tp} does not divide {name}={total}; use {choices}.")
     if plan.sequence_parallel and plan.seq_len % plan.tp:
+        divisible = -(-plan.seq_len // plan.tp) * plan.tp
+        if model.learned_positions:
+            divisible = min(divisible, model.max_seq_len // plan.tp * plan.tp)
         raise PlanRefused(
-            f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use seq_len="
-            f"{-(-plan.seq_len // plan.tp) * plan.tp}."
+            f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use "
+            f"{f'seq_len={divisible}' if divisible else 'sequence_parallel=False'}."
         )
 
 
