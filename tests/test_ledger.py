@@ -74,8 +74,8 @@ def test_adam_keeps_two_moments_and_a_count_of_each_weight(zero, weights):
 
 
 def test_zero_1_deals_out_whole_weights_largest_first():
-    """Each to the rank that has least: the fullest one then has 416 + 160 + 64 + 64 + 32 of 2,904 elements."""
-    owned = {
+    """Each to the rank that has least: the fullest then has 416 + 160 + 64 + 64 + 32 of 2,904 elements."""
+    owned: dict[str, tuple[Shape, int]] = {
         "embedding.tokens.weight": ((52, 8), 1),
         "blocks.*.feed_forward.w1.weight": ((20, 8), 1),
         "blocks.*.attention.wq.weight": ((8, 8), 1),
