@@ -1,0 +1,314 @@
+"""Abstract autograd on operations made up here: what is allocated and freed, in which order."""
+
+import pytest
+
+from memplan.errors import MissingRule
+from memplan.ops import embedding, linear
+from memplan.shapes import BF16, FP32, INT64, Event
+from memplan.tape import CPU_RANDOM_STATE_BYTES, Run, Setting, Tensor
+
+
+def a_run(**setting) -> Run:
+    return Run(Setting(**{"device": "cuda", **setting}))
+
+
+def input_of(run: Run, name: str = "x") -> Tensor:
+    """A tensor that wants a gradient, as another stage's output does."""
+    return run.new(name, (4,), FP32, run.node((None,), (), lambda grad, saved: (None,)))
+
+
+def op(x: Tensor, name: str, *saved: Tensor, view_grad: bool = False) -> Tensor:
+    """One output like x, one new gradient for it; saves what it is told to."""
+
+    def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
+        grad_x = grad.run.new(f"d({name})/dx", grad.shape, grad.dtype)
+        grad_x.is_view = view_grad
+        return (grad_x,)
+
+    node = x.run.node((x.node,), saved, backward)
+    return x.run.new(name, x.shape, x.dtype, node)
+
+
+def record(run: Run, start: int = 0) -> list[str]:
+    """Allocations and frees as +name and -name."""
+    return [f"{'+' if e.sign > 0 else '-'}{e.buffer.name}" for e in run.events[start:] if e.sign]
+
+
+def alive(run: Run) -> dict[str, str]:
+    """The kind of each buffer that is not freed, by name."""
+    held = {id(e.buffer): e.buffer for e in run.events if e.sign > 0}
+    for event in run.events:
+        if event.sign < 0:
+            del held[id(event.buffer)]
+    return {buffer.name: buffer.kind for buffer in held.values()}
+
+
+def marks(run: Run) -> list[Event]:
+    return [event for event in run.events if event.sign == 0]
+
+
+# Lifetimes
+
+
+def test_a_tensor_dies_with_its_last_name():
+    run = a_run()
+    x = input_of(run)
+    y = op(x, "y")
+    del x
+    assert record(run) == ["+x", "+y", "-x"]
+    del y
+    assert record(run)[3:] == ["-y"]
+
+
+def test_a_view_keeps_the_bytes():
+    run = a_run()
+    x = input_of(run)
+    seen = x.view(2, 2)
+    assert seen.shape == (2, 2)
+    del x
+    assert record(run) == ["+x"]
+    del seen
+    assert record(run) == ["+x", "-x"]
+
+
+def test_what_is_saved_lives_until_its_backward_has_run():
+    run = a_run()
+    x = input_of(run)
+    y = op(x, "y", x)
+    del x
+    assert alive(run) == {"x": "activations", "y": "temporaries"}
+    start = len(run.events)
+    run.start_backward(y, run.new("dy", (4,), FP32))
+    del y
+    run.backward(down_to=1)
+    assert record(run, start) == ["+dy", "-y", "+d(y)/dx", "-x", "-dy"]
+
+
+def test_a_tensor_saved_by_three_is_saved_once():
+    run = a_run()
+    x = input_of(run)
+    users = [op(x, name, x) for name in ("a", "b", "c")]
+    del x
+    for y in users:
+        run.start_backward(y, run.new("dy", (4,), FP32))
+    del y
+    assert record(run).count("+x") == 1
+    run.backward(down_to=2)
+    assert "-x" not in record(run)
+    run.backward(down_to=1)
+    assert "-x" in record(run)
+
+
+def test_backward_runs_the_newest_first_and_stops_where_told():
+    run = a_run()
+    z = op(op(op(input_of(run), "a"), "b"), "c")
+    run.start_backward(z, run.new("dc", (4,), FP32))
+    start = len(run.events)
+    run.backward(down_to=2)
+    assert [name for name in record(run, start) if name[0] == "+"] == ["+d(c)/dx", "+d(b)/dx"]
+    assert len(run.nodes) == 2
+
+
+def test_an_output_that_receives_no_gradient_is_a_missing_rule():
+    run = a_run()
+    op(input_of(run), "y")
+    with pytest.raises(MissingRule, match="received no gradient"):
+        run.backward()
+
+
+# Gradients that meet
+
+
+def two_users(*, view_grad: bool) -> list[str]:
+    """x feeds a and b; what happens in backward until x has its whole gradient."""
+    run = a_run()
+    x = input_of(run)
+    a, b = op(x, "a", view_grad=view_grad), op(x, "b", view_grad=view_grad)
+    del x
+    run.start_backward(a, run.new("da", (4,), FP32))
+    run.start_backward(b, run.new("db", (4,), FP32))
+    del a, b
+    start = len(run.events)
+    run.backward(down_to=1)
+    return record(run, start)
+
+
+def test_gradients_are_summed_in_place():
+    assert two_users(view_grad=False) == ["+d(b)/dx", "-db", "+d(a)/dx", "-da", "-d(a)/dx"]
+
+
+def test_a_gradient_that_is_a_view_is_summed_out_of_place():
+    after = two_users(view_grad=True)
+    assert after[:4] == ["+d(b)/dx", "-db", "+d(a)/dx", "-da"]
+    assert after[4] == "+sum of grads"
+    assert sorted(after[5:]) == ["-d(a)/dx", "-d(b)/dx"]
+
+
+def test_a_sum_passes_its_gradient_to_both_without_a_copy():
+    run = a_run()
+    x, y = input_of(run, "x"), input_of(run, "y")
+    z = x + y
+    del x, y
+    run.start_backward(z, run.new("dz", (4,), FP32))
+    start = len(run.events)
+    run.backward(down_to=2)
+    assert record(run, start) == []
+    assert [node.grad.storage.buffer.name for node in run.nodes] == ["dz", "dz"]
+
+
+def test_a_sum_is_in_the_wider_type():
+    run = a_run()
+    narrow, x = run.new("narrow", (4,), BF16), input_of(run)
+    z = narrow + x
+    assert (z.dtype, z.n_bytes) == (FP32, 16)
+    assert record(run) == ["+narrow", "+x", "+copy as float32", "+residual", "-copy as float32"]
+
+
+def test_a_product_saves_both_factors():
+    run = a_run()
+    z = input_of(run, "x") * input_of(run, "y")
+    assert alive(run) == {"x": "activations", "y": "activations", "product": "temporaries"}
+    assert z.shape == (4,)
+
+
+def test_a_gradient_from_outside_is_added_to_in_place_but_marked():
+    # The caller owns the output's gradient (it has no bytes of its own here); the residual's is added to it.
+    run = a_run()
+    x = input_of(run)
+    y = x + op(x, "a")
+    run.start_backward(y, Tensor(run, (4,), FP32))
+    del x, y
+    run.backward(down_to=1)
+    assert [(event.sign, event.buffer.name, event.parameter) for event in marks(run)] == [
+        (0, "sum of grads", None)
+    ]
+
+
+# Recomputation
+
+
+def a_block(x: Tensor) -> Tensor:
+    """a, b, c, d; the last tensor saved is b."""
+    a = op(x, "a")
+    b = op(a, "b", a)
+    c = op(b, "c", b)
+    return op(c, "d")
+
+
+def recomputed(device: str) -> tuple[Run, int]:
+    """A run whose block has been recomputed, and where its backward pass began."""
+    run = a_run(device=device)
+    x = input_of(run)
+    y = run.recomputed(a_block, x)
+    del x
+    run.start_backward(y, run.new("dd", (4,), FP32))
+    del y
+    start = len(run.events)
+    run.backward(down_to=1)
+    return run, start
+
+
+def test_a_recomputed_block_keeps_its_input_only():
+    run = a_run()
+    x = input_of(run)
+    y = run.recomputed(a_block, x)
+    del x
+    assert alive(run) == {"x": "activations", "d": "temporaries"}
+    assert y.shape == (4,)
+
+
+def test_recomputation_stops_once_the_last_saved_tensor_is_there():
+    run, start = recomputed("cuda")
+    after = record(run, start)
+    first = after.index("+a")
+    assert after[:first] == ["+d(d)/dx", "-dd"]  # the last operation saved nothing: its backward runs first
+    assert after[first : first + 2] == ["+a", "+b"]
+    assert not {"+c", "+d"} & set(after)
+    assert sorted(line for line in after if line in ("-a", "-b", "-x")) == ["-a", "-b", "-x"]
+
+
+def test_what_is_recomputed_is_saved_until_its_own_backward():
+    run, start = recomputed("cuda")
+    after = record(run, start)
+    assert after.index("+d(c)/dx") < after.index("-b") < after.index("+d(b)/dx") < after.index("-a")
+
+
+def test_everything_recomputed_is_freed_in_the_end():
+    run, _ = recomputed("cuda")
+    assert list(alive(run)) == ["d(a)/dx"]  # what goes back to the block before
+
+
+@pytest.mark.parametrize("device, states", [("cpu", 2), ("cuda", 0)])
+def test_on_cpu_the_generators_state_is_kept_and_saved_again_beside_it(device, states):
+    run, _ = recomputed(device)
+    kept = [event.buffer for event in run.events if event.sign > 0 and event.buffer.name == "random state"]
+    assert [buffer.n_bytes for buffer in kept] == [CPU_RANDOM_STATE_BYTES] * states
+    assert "random state" not in alive(run)
+
+
+def test_recomputation_counts_flops_and_nodes_of_the_forward_pass_once():
+    run = a_run()
+    n_nodes = len((a_block(input_of(run)), run.nodes)[1])
+    again = a_run()
+    again.recomputed(a_block, input_of(again))
+    assert len(again.nodes) == n_nodes
+
+
+# Weights
+
+
+def test_a_weight_is_made_once_per_name_in_its_scope():
+    run = a_run()
+    with run.named("blocks.*"):
+        inner = run.parameter("w", (2, 3))
+    assert run.parameter("w", (2, 3)) is run.parameter("w", (2, 3))
+    assert inner is not run.parameter("w", (2, 3))
+    assert list(run.parameters) == ["blocks.*.w", "w"]
+
+
+def test_a_weights_bytes_are_the_engines():
+    run = a_run()
+    assert run.weight(run.parameter("w", (2, 3))).storage is None
+    assert run.events == []
+
+
+def test_autocast_keeps_one_copy_of_a_weight_until_it_is_left():
+    run = a_run()
+    parameter = run.parameter("w", (2, 3))
+    run.weight(parameter, BF16)
+    run.weight(parameter, BF16)
+    assert record(run) == ["+copy as bfloat16"]
+    run.leave_autocast()
+    assert record(run) == ["+copy as bfloat16", "-copy as bfloat16"]
+
+
+def tied_backward() -> Run:
+    """Six tokens looked up in a table that is the head's weight too, and the whole backward pass."""
+    run = a_run(seq_len=6)
+    x = embedding(Tensor(run, (1, 6), INT64), "table", 10, 4)
+    y = linear(x, "table", 10, bias=False, split="columns")
+    del x
+    run.start_backward(y, run.new("dy", y.shape, FP32))
+    del y
+    run.backward()
+    return run
+
+
+def test_a_tied_weight_is_one_parameter_with_one_gradient():
+    run = tied_backward()
+    (table,) = run.parameters.values()
+    assert table.shape == (10, 4)
+    assert alive(run) == {"table.weight.grad": "grads"}
+    assert [(event.buffer.name, event.parameter) for event in marks(run)] == [("table.weight.grad", table)]
+
+
+def test_an_untied_heads_gradient_is_its_own():
+    run = a_run(seq_len=6)
+    x = embedding(Tensor(run, (1, 6), INT64), "table", 10, 4)
+    y = linear(x, "head", 10, bias=False, split="columns")
+    del x
+    run.start_backward(y, run.new("dy", y.shape, FP32))
+    del y
+    run.backward()
+    assert alive(run) == {"table.weight.grad": "grads", "head.weight.grad": "grads"}
+    assert [event.parameter.name for event in marks(run)] == ["head.weight", "table.weight"]
