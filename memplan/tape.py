@@ -167,6 +167,7 @@ class Run:
         "_region",
         "_replayed",
         "_replaying",
+        "_uses",
         "calls",
         "events",
         "flops",
@@ -188,6 +189,7 @@ class Run:
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
         self._casts: dict[Parameter, Tensor] = {}
+        self._uses: dict[Parameter, int] = {}
         self._region: Region | None = None
         self._replaying: Region | None = None
         self._replayed = 0
@@ -206,6 +208,9 @@ class Run:
         """The backward step of an operation that is about to allocate its output."""
         if self._replaying is not None:
             return self._replay(self._replaying, saved)
+        for target in inputs:
+            if isinstance(target, Parameter):
+                self._uses[target] = self._uses.get(target, 0) + 1
         region = self._region
         if region is None:
             _mark_saved(saved)
@@ -339,12 +344,12 @@ class Run:
 
     def _deliver(self, target: Node | Parameter, grad: Tensor) -> None:
         if isinstance(target, Parameter):
-            if target not in self._grads:
-                self._grads[target] = grad
-                if grad.storage is not None:
-                    grad.storage.buffer.kind = "grads"
-                    grad.storage.buffer.name = f"{target.name}.grad"
-                    self.events.append(Event(0, grad.storage.buffer, target))
+            total = self._grads.setdefault(target, grad)
+            self._uses[target] -= 1
+            if self._uses[target] == 0 and total.storage is not None:
+                total.storage.buffer.kind = "grads"
+                total.storage.buffer.name = f"{target.name}.grad"
+                self.events.append(Event(0, total.storage.buffer, target))
         elif target.grad is None:
             target.grad = grad
         elif target.grad.storage is None:
