@@ -12,7 +12,7 @@ MOST_ROUNDS, REPEATS = 300, 5
 def least_s(work: Callable[[], object], enough_s: float) -> float:
     """CPU seconds of one call, of the quickest round of a few calls; no more rounds once that is `enough_s`.
 
-    What else a machine does only adds, and little of it to this process's own time. So the least of many short
+    What else a machine does only adds, and little of it to this process's own time: the least of many short
     rounds is what the work itself takes, on a loaded machine too.
     """
     best = float("inf")
