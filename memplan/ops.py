@@ -461,8 +461,8 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
     """Attention as separate products in float32, the scores materialised.
 
     CPU takes it for dropout, CUDA for float32 with grouped queries. Saves the scaled q and k, v, the
-    probabilities and, with dropout, the mask and the dropped probabilities. The probabilities are returned too,
-    and dropped: in a narrower type that is one more copy.
+    probabilities and, with dropout, the mask and the dropped probabilities. The probabilities are returned
+    too, and thrown away: in a narrower type that is one more copy.
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`_scaled_dot_product_attention_math`).
     """

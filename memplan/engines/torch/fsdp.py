@@ -5,7 +5,7 @@ Source: torch/distributed/fsdp/_fully_shard.
 
 from collections.abc import Iterable
 
-from memplan.engines.torch.passes import Passes, from_outside
+from memplan.engines.torch.passes import Passes, from_outside, gradients
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
@@ -108,9 +108,7 @@ class GradientSums:
 
     def __init__(self, device: Device, *segments: Segment) -> None:
         self.device = device
-        self.grads = {
-            e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None
-        }
+        self.grads = gradients(*segments)
         self.wide = {
             parameter: buffer_of(f"{grad.name} (float32 sum)", grad.shape, FP32)
             for parameter, grad in self.grads.items()

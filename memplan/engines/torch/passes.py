@@ -1,11 +1,11 @@
 """Forward and backward of one micro-batch where every rank has the weights whole."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
-from memplan.shapes import Event
-from memplan.timeline import Stretch, chain, events, repeated
+from memplan.shapes import Buffer, Event, Parameter
+from memplan.timeline import Stretch, chain, events, frees, repeated
 
 
 class Passes:
@@ -65,13 +65,41 @@ class Passes:
             "backward",
             events("backward: loss and head", self.added(trace.head_backward, first)),
             *self._blocks(first, n),
-            events("backward: embedding", self.added(trace.embed_backward, first)),
+            *self._embedding(first),
             *self._sent(first),
         )
 
     def added(self, segment: Segment, first: bool) -> tuple[Event, ...]:
         """A backward segment's events: gradients are kept in the `first` pass of a step, added after."""
-        return segment.events if first else added_to_older(segment)
+        if first:
+            return segment.events
+        return added_to_older(segment, [p for p in gradients(segment) if not self._is_late(p)])
+
+    def _is_late(self, parameter: Parameter) -> bool:
+        """Whether a gradient waits for the end of the backward pass before it is added to an older one.
+
+        Beside tensor parallelism DDP holds plain weights and makes DTensors of the divided ones before the
+        forward pass. That is the first step of the pass, and so the last of the way back.
+
+        Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+        """
+        return self.stage.ddp and parameter.tp_dim is not None
+
+    def _embedding(self, first: bool) -> list[Stretch]:
+        """The embedding's backward, and the late additions: head and blocks first, the table's cut last."""
+        name, embed = "backward: embedding", self.added(self.trace.embed_backward, first)
+        if first or not (self.stage.ddp and self.stage.plan.tp > 1):
+            return [events(name, embed)]
+        head, block, table = (
+            [buffer for parameter, buffer in gradients(segment).items() if self._is_late(parameter)]
+            for segment in (self.trace.head_backward, self.trace.block_backward, self.trace.embed_backward)
+        )
+        cut = next((i for i, event in enumerate(embed) if event.buffer in table), len(embed))
+        return [
+            events(name, (*embed[:cut], *frees(*head))),
+            repeated(events("backward: end", frees(*block)), self.stage.n_blocks),
+            events("backward: end", (*embed[cut:], *frees(*table))),
+        ]
 
     def _blocks(self, first: bool, n: int) -> list[Stretch]:
         inner = self.added(self.trace.block_backward, first)
@@ -110,12 +138,17 @@ class Passes:
         return parts
 
 
-def added_to_older(segment: Segment) -> tuple[Event, ...]:
-    """The segment's events where every gradient is added in place to an older one, and so freed at once."""
+def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
+    """The gradients that backward segments leave."""
+    return {e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None}
+
+
+def added_to_older(segment: Segment, parameters: Collection[Parameter]) -> tuple[Event, ...]:
+    """The segment's events where these parameters' gradients are added in place to older ones, and freed."""
     found: list[Event] = []
     for event in segment.events:
         found.append(event)
-        if event.parameter is not None:
+        if event.parameter is not None and event.parameter in parameters:
             found.append(Event(-1, event.buffer))
     return tuple(found)
 
