@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -313,8 +314,8 @@ def test_pipeline_stages_cover_the_model(case):
     assert layers == list(range(case.model.n_layers))
 
 
-@laws(40)
-@given(cases())
+@laws(200)
+@given(cases(dp=st.integers(2, 4), zero=st.just(1), pp=st.just(1)))
 def test_the_rank_that_stands_for_a_stage_holds_most_states(case):
     stage = case.of()
     fullest = stage.on_fullest_rank().rank
@@ -457,6 +458,17 @@ def test_whoever_follows_the_ways_out_arrives_at_a_plan_that_runs(model, fields)
     else:
         raise AssertionError(f"no way out arrives: {[refusal_of(model, fields) for fields in tried]}")
     rank_estimate(replace(model, tied_head=fields["tied_head"]), plan_of(fields), Rank(), "cuda")
+
+
+def test_the_sequence_length_offered_fits_the_table_of_positions():
+    model = Gpt(name="any", n_layers=1, d_model=6, n_heads=3, d_ff=6, vocab_size=6, max_seq_len=16)
+    for seq_len, offered in ((16, 15), (4, 6)):
+        plan = Plan(tp=3, sequence_parallel=True, seq_len=seq_len)
+        with pytest.raises(PlanRefused, match=rf"use seq_len={offered}\.$"):
+            check_plan(model, plan)
+        check_plan(model, replace(plan, seq_len=offered))
+    with pytest.raises(PlanRefused, match=r"use sequence_parallel=False\.$"):
+        check_plan(replace(model, max_seq_len=2), replace(plan, seq_len=2))
 
 
 def test_ways_out_are_read_from_the_refusals_text():
