@@ -84,8 +84,23 @@ def gather_sequence(x: Tensor) -> Tensor:
         return x
     if run.setting.sequence_parallel:
         node = run.node((x.node,), (), lambda grad, saved: (_reduce_scattered(grad, "activation gradients"),))
+        node.distributed = True
         return _with_node(_gathered(x, "activations"), node)
     node = run.node((x.node,), (), lambda grad, saved: (_all_reduced(grad, "activation gradients"),))
+    node.distributed = True
+    return Tensor(run, x.shape, x.dtype, x.storage, node)
+
+
+def _divided_sequence(x: Tensor) -> Tensor:
+    """x as the norms see it under sequence parallelism: a DTensor of the same bytes.
+
+    Source: torch/distributed/tensor/parallel/style.py (`SequenceParallel`).
+    """
+    run = x.run
+    if not run.setting.sequence_parallel:
+        return x
+    node = run.node((x.node,), (), lambda grad, saved: (grad,))
+    node.distributed = True
     return Tensor(run, x.shape, x.dtype, x.storage, node)
 
 
@@ -95,7 +110,7 @@ def _reduced_over_tp(y: Tensor, what: str) -> Tensor:
     if run.setting.tp == 1:
         return y
     if run.setting.sequence_parallel:
-        node = run.node((y.node,), (), lambda grad, saved: (_gathered(grad, "activation gradients"),))
+        node = run.node((y.node,), (), _gathered_backward)
         return _with_node(_reduce_scattered(y, "activations"), node)
     node = run.node((y.node,), (), lambda grad, saved: (grad,))
     return _with_node(_all_reduced(y, "activations"), node)
@@ -115,8 +130,9 @@ def _all_reduced(x: Tensor, what: str) -> Tensor:
 def _gathered(x: Tensor, what: str) -> Tensor:
     """All-gather along the sequence: ranks' parts arrive one after the other and are then interleaved.
 
-    Source: torch/distributed/_functional_collectives.py (`all_gather_tensor`: torch.cat of the chunks where
-    gather_dim is not 0).
+    With a single sequence in the batch they are in order as they arrive.
+
+    Source: torch/distributed/_functional_collectives.py (`all_gather_tensor`).
     """
     run, tp = x.run, x.run.setting.tp
     batch, seq, d = x.shape
@@ -126,9 +142,14 @@ def _gathered(x: Tensor, what: str) -> Tensor:
     if run.setting.device == "cpu":
         run.new("gloo scratch", x.shape, x.dtype)
         run.new("gloo scratch", shape, x.dtype)
-    whole = run.new("gathered sequence", shape, x.dtype)
-    del arrived
-    return whole
+    return arrived if batch == 1 else run.new("gathered sequence", shape, x.dtype)
+
+
+def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
+    whole = _gathered(grad, "activation gradients")
+    if whole.shape[0] == 1:
+        whole.in_flight = grad
+    return (whole,)
 
 
 def _reduce_scattered(x: Tensor, what: str) -> Tensor:
@@ -236,6 +257,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     w = run.parameter(f"{name}.weight", (d,), summed=run.setting.sequence_parallel)
     b = run.parameter(f"{name}.bias", (d,), summed=run.setting.sequence_parallel)
     shape, dtype = x.shape, x.dtype
+    x = _divided_sequence(x)
     statistics = FP32 if run.setting.device == "cuda" or w.dtype == FP32 else dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -262,6 +284,7 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
     """
     run = x.run
     weight = run.parameter(f"{name}.weight", (x.shape[-1],), summed=run.setting.sequence_parallel)
+    x = _divided_sequence(x)
     if run.setting.device == "cuda":
         return _fused_rms_norm(x, weight, name)
     dtype = x.dtype

@@ -71,10 +71,11 @@ class Storage:
 class Node:
     """One step of the backward pass: maps the output's gradient to the inputs' gradients.
 
-    `backward` reads tensors only from `saved`, so that recomputation can supply them anew.
+    `backward` reads tensors only from `saved`, so that recomputation can supply them anew. The gradients of
+    a `distributed` output are DTensors, which are never summed in place.
     """
 
-    __slots__ = ("backward", "grad", "inputs", "region", "saved")
+    __slots__ = ("backward", "distributed", "grad", "inputs", "region", "saved")
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Node:
         self.saved = saved
         self.backward = backward
         self.region = region
+        self.distributed = False
         self.grad: Tensor | None = None
 
 
@@ -108,9 +110,12 @@ class _Recomputed(Exception):
 
 
 class Tensor:
-    """Shape, dtype, storage, and the node whose output it is (None for data and for gradients)."""
+    """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
-    __slots__ = ("dtype", "is_view", "node", "run", "shape", "storage")
+    `in_flight` is the operand of the collective that is still filling it: held until the first use.
+    """
+
+    __slots__ = ("dtype", "in_flight", "is_view", "node", "run", "shape", "storage")
 
     def __init__(
         self,
@@ -127,6 +132,7 @@ class Tensor:
         self.storage = storage
         self.node = node
         self.is_view = is_view
+        self.in_flight: Tensor | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -318,6 +324,7 @@ class Run:
             )
         if node.saved is None and node.region is not None:
             self._recompute(node.region)
+        grad.in_flight = None
         grads = list(node.backward(grad, node.saved or ()))
         node.saved = ()
         grad = None
@@ -354,7 +361,7 @@ class Run:
             target.grad = grad
         elif target.grad.storage is None:
             target.grad = self._taken_over(grad)
-        elif target.grad.is_view:
+        elif target.grad.is_view or target.distributed:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
 
