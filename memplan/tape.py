@@ -297,6 +297,15 @@ class Run:
         self._region = None
         return y if region.nodes else x
 
+    def _distributed_sum(self, parameter: Parameter, grad: Tensor) -> Tensor:
+        """The sum of a divided weight's gradients (DTensors): out of place, a whole one being cut first."""
+        part = None
+        if grad.shape != parameter.shape:
+            part = self.new("grad (own rows)", parameter.shape, grad.dtype)
+        total = self.new("sum of grads", parameter.shape, grad.dtype)
+        del part
+        return total
+
     def _taken_over(self, grad: Tensor) -> Tensor:
         """The sum with a gradient that the caller owns: a new tensor; an own one is added to in place."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
@@ -351,6 +360,8 @@ class Run:
 
     def _deliver(self, target: Node | Parameter, grad: Tensor) -> None:
         if isinstance(target, Parameter):
+            if target in self._grads and target.tp_dim is not None:
+                self._grads[target] = self._distributed_sum(target, grad)
             total = self._grads.setdefault(target, grad)
             self._uses[target] -= 1
             if self._uses[target] == 0 and total.storage is not None:
