@@ -1,7 +1,7 @@
 """Measured runs on file, predicted afresh: states and collectives to the byte, the peak within 1 %.
 
-The measurements are `data/measurements/quick.jsonl` (see data/README.md). Nothing predicted is read from the
-file, and nothing is run: a rule that goes wrong fails here in seconds, without torch.
+The measurements are the files of `data/measurements` (see data/README.md). Nothing predicted is read from
+them, and nothing is run: a rule that goes wrong fails here in seconds, without torch.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import PRECISIONS, RECOMPUTES, SCHEDULES
 from validate.records import PEAK_TOLERANCE, Record, read_records
 
-MEASURED = Path(__file__).parents[1] / "data" / "measurements" / "quick.jsonl"
-RECORDS = read_records(MEASURED)
+MEASURED = Path(__file__).parents[1] / "data" / "measurements"
+RECORDS = [record for file in sorted(MEASURED.glob("*.jsonl")) for record in read_records(file)]
 FAMILIES: dict[str, type[Model]] = {"gpt": Gpt, "llama": Llama}
 MEDIAN_TOLERANCE = 0.0025
 
