@@ -116,9 +116,13 @@ class Estimate:
     model: Model
     plan: Plan
     cluster: Cluster | None
-    n_parameters: int
     stages: tuple[StageEstimate, ...]
     confirmed: Confirmation
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of the model's weights, all GPUs together."""
+        return parameter_count(self.model)
 
     @property
     def worst(self) -> StageEstimate:
@@ -305,7 +309,6 @@ def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> E
         model=model,
         plan=plan,
         cluster=cluster,
-        n_parameters=parameter_count(model),
         stages=tuple(stages),
         confirmed="measured" if device == "cpu" and not by_textbook else "unmeasured",
     )
