@@ -8,7 +8,7 @@ needs no event loop: a stretch repeated n times reaches its high in its first or
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from memplan.shapes import KINDS, Buffer, Event, Kind
 
@@ -124,15 +124,9 @@ class Instant:
     total_bytes: int
 
 
-ROOT: Final = ""
-
-
 def instants(step: Stretch, rest_bytes: int) -> list[Instant]:
     """The highs of a step's named stretches, in order; repeated stretches at their first and last."""
-    found: list[Instant] = []
-    for name, high_bytes in _highs(step, rest_bytes, ROOT):
-        found.append(Instant(when=name, total_bytes=high_bytes))
-    return found
+    return [Instant(when=name, total_bytes=n_bytes) for name, n_bytes in _highs(step, rest_bytes, "")]
 
 
 def _highs(stretch: Stretch, start: int, suffix: str) -> Iterator[tuple[str, int]]:
