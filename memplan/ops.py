@@ -41,7 +41,8 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
     dtype = BF16 if run.setting.autocast else x.dtype
     b = None
     if bias:
-        b = run.parameter(f"{name}.bias", (n_out,), tp_dim=0 if tp > 1 and split == "columns" else None)
+        tp_dim = 0 if tp > 1 and split == "columns" else None
+        b = run.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
         b_used = run.weight(b, dtype)
     w = run.weight(weight, dtype)
     x = run.cast(x, dtype)
@@ -506,7 +507,7 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
     bias = run.new("causal bias", (seq, seq), FP32)
     del lower
     scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), _same_backward))
-    left, right = run.new("q by head", shape, FP32), run.new("k by head", shape, FP32)
+    left, right = _by_head(scaled_q), _by_head(scaled_k)
     node = run.node((scaled_q.node, scaled_k.node), (left, right), product_backward)
     scores = run.new("scores", scores_shape, FP32, node)
     del scaled_k, left, right
@@ -521,14 +522,19 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
         probabilities = run.new("dropped probabilities", scores_shape, FP32, node)
         del mask
     returned = None if dtype == FP32 else run.new(f"probabilities as {dtype.name}", scores_shape, dtype)
-    by_head = run.new("v by head", shape, FP32)
+    by_head = _by_head(v)
     node = run.node((probabilities.node, v.node), (probabilities, by_head), product_backward)
     y = run.new("attention", shape, FP32, node)
     del by_head
     y = run.cast(y, dtype)
     del probabilities, returned, scaled_q, bias
-    merge = run.node((y.node,), (), lambda grad, saved: (grad.run.new("grad by head", shape, dtype),))
+    merge = run.node((y.node,), (), lambda grad, saved: (_by_head(grad),))
     return run.new("attention by token", (batch, seq, n_heads * d_head), dtype, merge)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """The heads one after the other, as batched products want them: a copy, but for a single sequence."""
+    return x if x.shape[0] == 1 else x.run.new("by head", x.shape, x.dtype)
 
 
 def _same_backward(grad: Tensor, saved: Saved) -> Grads:

@@ -63,10 +63,20 @@ class Parameter:
     is its gradient's, which PyTorch does not always divide. `n_elements` and `n_bytes` are of `shape`, before
     any data-parallel sharding.
     `summed_over_tp` marks a whole weight whose gradient each tensor rank knows only a part of, because the
-    sequence is divided over them.
+    sequence is divided over them. Both kinds are DTensors (`distributed`), and so are a few others.
     """
 
-    __slots__ = ("dtype", "grad_shape", "n_bytes", "n_elements", "name", "shape", "summed_over_tp", "tp_dim")
+    __slots__ = (
+        "distributed",
+        "dtype",
+        "grad_shape",
+        "n_bytes",
+        "n_elements",
+        "name",
+        "shape",
+        "summed_over_tp",
+        "tp_dim",
+    )
 
     def __init__(
         self,
@@ -76,6 +86,7 @@ class Parameter:
         *,
         tp_dim: int | None = None,
         summed_over_tp: bool = False,
+        distributed: bool = False,
     ) -> None:
         self.name = name
         self.shape = shape
@@ -85,6 +96,7 @@ class Parameter:
         self.n_bytes = self.n_elements * dtype.itemsize
         self.tp_dim = tp_dim
         self.summed_over_tp = summed_over_tp
+        self.distributed = distributed or summed_over_tp or tp_dim is not None
 
 
 class Event(NamedTuple):

@@ -240,13 +240,24 @@ class Run:
         return node
 
     def parameter(
-        self, name: str, shape: Shape, *, tp_dim: int | None = None, summed: bool = False
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        tp_dim: int | None = None,
+        summed: bool = False,
+        distributed: bool = False,
     ) -> Parameter:
         """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight."""
         key = f"{self.scope}{name}"
         if key not in self.parameters:
             self.parameters[key] = Parameter(
-                key, shape, self.setting.weight_dtype, tp_dim=tp_dim, summed_over_tp=summed
+                key,
+                shape,
+                self.setting.weight_dtype,
+                tp_dim=tp_dim,
+                summed_over_tp=summed,
+                distributed=distributed,
             )
         return self.parameters[key]
 

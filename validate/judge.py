@@ -22,9 +22,11 @@ is up to 2^-9 = 2e-3; where they fall differs between autocast and FSDP2's mixed
 summed over micro-batches are rounded each time.
 """
 
-GRADIENT_TOLERANCES: Final = {"fp32": 1e-6, "bf16-mixed": 1e-3, "bf16": 1e-3}
+GRADIENT_TOLERANCES: Final = {"fp32": 1e-6, "bf16-mixed": 4e-3, "bf16": 4e-3}
 """Relative, the norm of the first step's whole gradient: one backward pass, whose roundings average out.
 
+bfloat16: one unit in the last place, 2^-8. Nine micro-batches over three ranks were seen 1.4e-3 off, since
+every sum is rounded; a missing reduction or a wrong scale is off by tenths.
 It shows what Adam's steps, which do not depend on a gradient's scale, would hide.
 """
 

@@ -83,7 +83,7 @@ class Passes:
 
         Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
         """
-        return self.stage.ddp and parameter.tp_dim is not None
+        return self.stage.ddp and parameter.distributed
 
     def _embedding(self, first: bool) -> list[Stretch]:
         """The embedding's backward, and the late additions: head and blocks first, the table's cut last."""
@@ -94,7 +94,8 @@ class Passes:
             [buffer for parameter, buffer in gradients(segment).items() if self._is_late(parameter)]
             for segment in (self.trace.head_backward, self.trace.block_backward, self.trace.embed_backward)
         )
-        cut = next((i for i, event in enumerate(embed) if event.buffer in table), len(embed))
+        divided = [b for p, b in gradients(self.trace.embed_backward).items() if p.tp_dim is not None]
+        cut = next((i for i, event in enumerate(embed) if event.buffer in divided), len(embed))
         return [
             events(name, (*embed[:cut], *frees(*head))),
             repeated(events("backward: end", frees(*block)), self.stage.n_blocks),

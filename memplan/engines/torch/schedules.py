@@ -12,9 +12,11 @@ def schedule(stage: Stage, passes: Passes) -> list[Stretch]:
     m = stage.plan.n_micro_batches
     if stage.plan.pp == 1:
         return _accumulation(passes, m)
-    if stage.plan.schedule == "gpipe":
-        return [*_gpipe(passes, m), *passes.end()]
-    return [*_one_forward_one_backward(stage, passes, m), *passes.end()]
+    passed = (
+        _gpipe(passes, m) if stage.plan.schedule == "gpipe" else _one_forward_one_backward(stage, passes, m)
+    )
+    last_logits = [passes.release()] if stage.last else []
+    return [*passed, *passes.end(), *last_logits]
 
 
 def _accumulation(passes: Passes, m: int) -> list[Stretch]:
@@ -25,23 +27,25 @@ def _accumulation(passes: Passes, m: int) -> list[Stretch]:
 
 
 def _gpipe(passes: Passes, m: int) -> list[Stretch]:
-    """All forwards, then all backwards.
+    """All forwards, then all backwards. The last logits are held until the schedule ends.
 
     Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe._step_microbatches`).
     """
     done = () if passes.keeps_sent and not passes.stage.last else (passes.release(),)
+    first, later = passes.backward(first=True), passes.backward(first=False, unsharded=True)
     steps = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
-    steps.append(chain("backward", passes.backward(first=True), *done))
-    later = chain("backward", passes.backward(first=False, unsharded=True), *done)
-    return [*steps, repeated(later, m - 1)]
+    if m == 1:
+        return [*steps, first, *(() if passes.stage.last else done)]
+    steps += [chain("backward", first, *done), repeated(chain("backward", later, *done), m - 2), later]
+    return [*steps, *(() if passes.stage.last else done)]
 
 
 def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stretch]:
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
-    The last stage's logits are held by the schedule until the next micro-batch's replace them. The other
-    stages' last output that is sent on its own during warm-up is held by that send's handle (gloo's) until
-    the schedule has no forward left and reuses the handle's name.
+    The last stage's logits are held by the schedule until the next micro-batch's replace them, or it ends.
+    The other stages' last output that is sent on its own during warm-up is held by that send's handle
+    (gloo's) until the schedule has no forward left and reuses the handle's name.
 
     Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
     """
@@ -70,4 +74,4 @@ def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stre
     steps = [passes.forward(first=True), repeated(warm, warm_up - 1)]
     cuts = {0, 1, last_turn, last_turn + 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
     steps += [repeated(turn(a), b - a) for a, b in pairwise(sorted(cuts)) if b <= m]
-    return [*steps, release] if stage.last else steps
+    return steps
