@@ -301,15 +301,15 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
 
 def _square(x: Tensor) -> Tensor:
     run, shape = x.run, x.shape
+    return run.new("squares", shape, FP32, run.node((x.node,), (x,), _power_backward))
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        power = grad.run.new("workspace", shape, FP32)
-        doubled = grad.run.new("workspace", shape, FP32)
-        grad_x = grad.run.new("grad", shape, FP32)
-        del power, doubled
-        return (grad_x,)
 
-    return run.new("squares", shape, FP32, run.node((x.node,), (x,), backward))
+def _power_backward(grad: Tensor, saved: Saved) -> Grads:
+    power = grad.run.new("workspace", grad.shape, FP32)
+    scaled = grad.run.new("workspace", grad.shape, FP32)
+    grad_x = grad.run.new("grad", grad.shape, FP32)
+    del power, scaled
+    return (grad_x,)
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -323,16 +323,8 @@ def _mean(x: Tensor) -> Tensor:
 
 def _rsqrt(x: Tensor) -> Tensor:
     run, shape = x.run, x.shape
-
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        cube = grad.run.new("workspace", shape, FP32)
-        scaled = grad.run.new("workspace", shape, FP32)
-        grad_x = grad.run.new("grad", shape, FP32)
-        del cube, scaled
-        return (grad_x,)
-
     y = run.new("rstd", shape, FP32)
-    y.node = run.node((x.node,), (Tensor(run, shape, FP32, y.storage),), backward)
+    y.node = run.node((x.node,), (Tensor(run, shape, FP32, y.storage),), _power_backward)
     return y
 
 
@@ -416,12 +408,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _pointwise(x: Tensor, name: str) -> Tensor:
-    run, shape, dtype = x.run, x.shape, x.dtype
-
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad", shape, dtype),)
-
-    return run.new(name, shape, dtype, run.node((x.node,), (x,), backward))
+    return x.run.new(name, x.shape, x.dtype, x.run.node((x.node,), (x,), _same_backward))
 
 
 def heads(x: Tensor, d_head: int) -> Tensor:
