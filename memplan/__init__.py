@@ -5,8 +5,10 @@ from memplan.estimate import Estimate, estimate
 from memplan.hardware import Cluster, cluster
 from memplan.models import Gpt, Llama, Model, model_from_config, parameter_count, preset, preset_names
 from memplan.plan import Plan
+from memplan.search import Advice, advise, largest_model, longest_sequence, search, smallest_cluster, why
 
 __all__ = [
+    "Advice",
     "Cluster",
     "Estimate",
     "Gpt",
@@ -14,10 +16,16 @@ __all__ = [
     "MemplanError",
     "Model",
     "Plan",
+    "advise",
     "cluster",
     "estimate",
+    "largest_model",
+    "longest_sequence",
     "model_from_config",
     "parameter_count",
     "preset",
     "preset_names",
+    "search",
+    "smallest_cluster",
+    "why",
 ]

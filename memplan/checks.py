@@ -37,6 +37,17 @@ def checked_fraction(name: str, value: object) -> float:
     )
 
 
+def checked_positive(name: str, value: object) -> float:
+    """`value` as a finite float above 0.
+
+    Raises:
+        InvalidValue: if it is not a number in that range (NaN and infinity are not).
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value < float("inf"):
+        return float(value)
+    raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use a number above 0.")
+
+
 def checked_flag(name: str, value: object) -> bool:
     """`value` as a bool.
 

@@ -1,19 +1,40 @@
-"""The command line: `memplan estimate|models|gpus`, each with `--json`."""
+"""The command line: `memplan estimate|search|advise|compare|models|gpus`, each with `--json`."""
 
+import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
-from memplan.errors import MemplanError
-from memplan.estimate import Estimate, estimate
+from memplan.errors import MemplanError, unknown_name
+from memplan.estimate import estimate
 from memplan.hardware import Gpu, gpu, gpu_names
+from memplan.layout import text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
-from memplan.plan import ENGINES, OPTIMIZERS, PRECISIONS, RECOMPUTES, SCHEDULES
-from memplan.tables import estimate_text, ledger_rows, ledger_text, text_table
+from memplan.plan import (
+    DDP_COMM_HOOKS,
+    ENGINES,
+    FLAGS,
+    FSDP_UNITS,
+    OPTIMIZER_IMPLS,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULES,
+    Plan,
+)
+from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
+from memplan.search.advise import advise
+from memplan.search.search import KEEP, OBJECTIVES, searched
+from memplan.search.table import COLUMNS as SEARCH_COLUMNS
+from memplan.search.table import counts, search_rows
+from memplan.search.text import advice_text, search_text
+from memplan.search.why import why
+from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.units import TB, TFLOP, GiB
 
 try:
@@ -61,36 +82,155 @@ def count_or_text(value: object) -> int | str:
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,100}", text) else text
 
 
-def _count(flag: str, text: str, *, default: int | None = None) -> Callable[[F], F]:
-    known = default is not None
-    return click.option(flag, type=count_or_text, default=default, help=text, metavar="N", show_default=known)
+def _count(flag: str, text: str, *, default: int | None = None, required: bool = False) -> Callable[[F], F]:
+    return click.option(
+        flag,
+        type=count_or_text,
+        default=default,
+        required=required,
+        help=text,
+        metavar="N",
+        show_default=default is not None,
+    )
 
 
 def _choice(flag: str, choices: tuple[str, ...], default: str, text: str) -> Callable[[F], F]:
     return click.option(flag, default=default, metavar="|".join(choices), help=text, show_default=True)
 
 
+def plan_options(**defaults: Any) -> Callable[[F], F]:
+    """The flags of every field of a Plan, for a command; `defaults` where they differ from the plan's."""
+    told: dict[str, Any] = {
+        name: field.default for name, field in Plan.__dataclass_fields__.items()
+    } | defaults
+
+    def count(name: str, text: str) -> Callable[[F], F]:
+        return _count(_flag(name), text, default=told[name])
+
+    def flag(name: str, text: str) -> Callable[[F], F]:
+        return click.option(_flag(name), is_flag=True, help=text)
+
+    def choice(name: str, choices: tuple[str, ...], text: str) -> Callable[[F], F]:
+        return _choice(_flag(name), choices, told[name], text)
+
+    options = (
+        count("dp", "Data-parallel ranks; left out: what the cluster has left."),
+        count("tp", "Tensor-parallel ranks."),
+        count("pp", "Ranks of a pipeline."),
+        count("dp_replicate", "Replicas of the dp ranks that shard between them (HSDP)."),
+        count("zero", "0 DDP, 1 shards optimizer state, 2 gradients too, 3 weights too."),
+        flag("sequence_parallel", "Divide the sequence over the tensor axis too."),
+        count("micro_batch", "Sequences per micro-batch and replica."),
+        count("global_batch", "Sequences per step; left out: one micro-batch per stage and replica."),
+        count("seq_len", "Tokens per sequence; left out: the model's context."),
+        choice("precision", PRECISIONS, "Number formats."),
+        choice("optimizer", OPTIMIZERS, "Optimizer."),
+        choice("optimizer_impl", OPTIMIZER_IMPLS, "One parameter at a time, all at once, or one kernel."),
+        choice("recompute", RECOMPUTES, "Which activations are computed again."),
+        count("recompute_blocks", "Only in the first so many blocks of each stage."),
+        choice("schedule", SCHEDULES, "Order of micro-batches in a pipeline."),
+        count("virtual_stages", "Pipeline stages per rank."),
+        click.option(
+            "--layers-per-stage",
+            type=_counts,
+            metavar="N,N,...",
+            help="Blocks of each stage; left out: as even as possible.",
+        ),
+        choice("fsdp_units", FSDP_UNITS, "What FSDP2 gathers together."),
+        count("fsdp_blocks", "Blocks in a row that share a unit."),
+        flag("offload", "FSDP2 keeps the states on the host."),
+        click.option(
+            "--clip-grad-norm", type=_number, metavar="X", help="Largest norm of the gradient; left out: any."
+        ),
+        click.option(
+            "--set-to-none/--no-set-to-none",
+            default=told["set_to_none"],
+            show_default=True,
+            help="Free the gradients after a step rather than zero them.",
+        ),
+        flag("gradient_as_bucket_view", "DDP's gradients are views of its buckets."),
+        flag("static_graph", "DDP may rely on the same graph in each step."),
+        count("bucket_cap_bytes", "Bytes of DDP's buckets; left out: 25 MiB, the first one 1 MiB."),
+        choice("ddp_comm_hook", DDP_COMM_HOOKS, "DDP's compression of gradients."),
+        count("loss_chunks", "Pieces of the sequence whose loss is computed in turn."),
+    )
+
+    return _all_of(options)
+
+
+def search_options() -> Callable[[F], F]:
+    """Flags for the fields that a search varies: one value, or several with commas between them."""
+    yes_or_no = {
+        "sequence_parallel": "Divide the sequence over the tensor axis too.",
+        "offload": "FSDP2 keeps the states on the host.",
+    }
+    counts = {
+        "dp": "Data-parallel ranks.",
+        "dp_replicate": "Replicas of the dp ranks that shard between them (HSDP).",
+        "tp": "Tensor-parallel ranks.",
+        "pp": "Ranks of a pipeline.",
+        "virtual_stages": "Pipeline stages per rank.",
+        "zero": "0 DDP, 1 shards optimizer state, 2 gradients too, 3 weights too.",
+        "micro_batch": "Sequences per micro-batch and replica.",
+        "recompute_blocks": "Recompute only in the first so many blocks of each stage.",
+    }
+    options: list[Callable[[Any], Any]] = [
+        click.option(_flag(name), type=_counts, metavar="N,N,...", help=text) for name, text in counts.items()
+    ]
+    options += [
+        click.option(_flag(name), type=_names, metavar="NAME,...", help=f"Of {', '.join(choices)}.")
+        for name, choices in (("schedule", SCHEDULES), ("recompute", RECOMPUTES))
+    ]
+    options += [
+        click.option(f"{_flag(name)}/--no{_flag(name)[1:]}", default=None, help=text)
+        for name, text in yes_or_no.items()
+    ]
+    options += [
+        _choice("--precision", PRECISIONS, "bf16-mixed", "Number formats."),
+        _choice("--optimizer", OPTIMIZERS, "adamw", "Optimizer."),
+        _count("--loss-chunks", "Pieces of the sequence whose loss is computed in turn.", default=1),
+    ]
+    return _all_of(options)
+
+
+def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
+    def decorated(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _counts(text: str) -> tuple[int | str, ...]:
+    return tuple(map(count_or_text, text.split(",")))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="memplan")
 def commands() -> None:
-    """Bytes and traffic of a distributed training job, before the GPUs are reserved."""
+    """Bytes, traffic and rough time of a distributed training job, before the GPUs are reserved."""
 
 
 @commands.command("estimate")
 @click.argument("model")
 @click.option("--cluster", metavar="NxGPU", help="As in 64xh100-sxm; left out: memory and traffic only.")
-@_count("--dp", "Data-parallel ranks; left out: what the cluster has left.")
-@_count("--tp", "Tensor-parallel ranks.", default=1)
-@_count("--pp", "Pipeline stages.", default=1)
-@_count("--zero", "0 DDP, 1 shards optimizer state, 2 gradients too, 3 weights too.", default=0)
-@click.option("--sequence-parallel", is_flag=True, help="Divide the sequence over the tensor axis too.")
-@_count("--micro-batch", "Sequences per micro-batch and replica.", default=1)
-@_count("--global-batch", "Sequences per step; left out: one micro-batch per stage and replica.")
-@_count("--seq-len", "Tokens per sequence; left out: the model's context.")
-@_choice("--precision", PRECISIONS, "bf16-mixed", "Number formats.")
-@_choice("--optimizer", OPTIMIZERS, "adamw", "Optimizer.")
-@_choice("--recompute", RECOMPUTES, "none", "Which activations are computed again.")
-@_choice("--schedule", SCHEDULES, "1f1b", "Order of micro-batches in a pipeline.")
+@plan_options(dp=None, global_batch=None, seq_len=None)
 @_choice("--engine", ENGINES, "torch", "Whose accounting.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -100,17 +240,125 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
     result = estimate(model, **asked)
-    rows = _ledger_rows(result) if ledger else []
+    worst = result.worst
+    tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
+    rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}
     if as_json:
-        _print_json(result.to_dict() | ({"ledger": rows} if ledger else {}))
+        _print_json(result.to_dict() | rows)
         return
     click.echo(estimate_text(result))
-    if ledger:
-        click.echo(f"\nLedger of stage {result.worst.stage} at its worst instant\n{ledger_text(rows)}")
+    for name, found in rows.items():
+        where = f"stage {worst.stage}" + (", on the host," if name == "host_ledger" else "")
+        click.echo(f"\nLedger of {where} at its worst instant\n{ledger_text(found)}")
 
 
-def _ledger_rows(result: Estimate) -> list[dict[str, Any]]:
-    return ledger_rows(result.worst.alive)
+@commands.command("search")
+@click.argument("model")
+@click.option("--cluster", required=True, metavar="NxGPU", help="As in 64xh100-sxm; all of it is used.")
+@_count("--global-batch", "Sequences per step.", required=True)
+@_count("--seq-len", "Tokens per sequence; left out: the model's context.")
+@_choice("--objective", tuple(OBJECTIVES), "speed", "What the best plan has most, or least, of.")
+@search_options()
+@_count("--keep", "Plans of each verdict to keep.", default=KEEP)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
+def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
+    """All plans of a cluster, best first.
+
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Fields of a plan that
+    are left out take every value that makes a difference.
+    """
+    with _counting("plans") as progress:
+        result = searched(model, progress=progress, **asked)
+    if as_csv:
+        _print_csv(search_rows(result), SEARCH_COLUMNS)
+    elif as_json:
+        _print_json({"plans": list(search_rows(result)), **counts(result)})
+    else:
+        click.echo(search_text(result))
+
+
+@commands.command("advise")
+@click.argument("model")
+@click.option("--cluster", required=True, metavar="NxGPU", help="As in 64xh100-sxm.")
+@plan_options(dp=None, global_batch=None, seq_len=None)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--csv", "as_csv", is_flag=True, help="The changes as CSV instead of text.")
+def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
+    """What to change in a plan that does not fit, and what each change costs.
+
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    """
+    advice = advise(estimate(model, **asked))
+    if as_csv:
+        _print_csv(map(advice.row, advice.changes), ADVICE_COLUMNS)
+    elif as_json:
+        _print_json(advice.to_dict())
+    else:
+        click.echo(advice_text(advice))
+
+
+@commands.command("compare")
+@click.argument("model")
+@click.argument("plan_a")
+@click.argument("plan_b")
+@click.option("--cluster", required=True, metavar="NxGPU", help="As in 64xh100-sxm.")
+@_count("--global-batch", "Sequences per step.", required=True)
+@_count("--seq-len", "Tokens per sequence; left out: the model's context.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def compare_command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **asked: Any) -> None:
+    """Which of two plans is better, and why.
+
+    A plan is fields and values, as in "tp=8,pp=4,zero=1,recompute=full"; dp is what the cluster has left.
+    """
+    a, b = (estimate(model, **asked, **fields_of(text)) for text in (plan_a, plan_b))
+    if as_json:
+        _print_json({"a": a.to_dict(), "b": b.to_dict(), "why": why(a, b)})
+    else:
+        click.echo(why(a, b))
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """The fields of a plan, as text.
+
+    >>> fields_of("tp=8,recompute=full,sequence_parallel,layers_per_stage=3+5")
+    {'tp': 8, 'recompute': 'full', 'sequence_parallel': True, 'layers_per_stage': (3, 5)}
+
+    Raises:
+        UnknownName: a name that is no field of a plan.
+    """
+    fields: dict[str, Any] = {}
+    for part in filter(None, re.split(r"[,\s]+", text)):
+        name, _, value = part.partition("=")
+        name = name.replace("-", "_")
+        if name not in Plan.__dataclass_fields__:
+            raise unknown_name("field of a plan", name, Plan.__dataclass_fields__)
+        fields[name] = _field_value(name, value)
+    return fields
+
+
+def _field_value(name: str, value: str) -> Any:
+    if name in FLAGS:
+        return {"": True, "true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value)
+    if name == "layers_per_stage":
+        return tuple(map(count_or_text, value.split("+")))
+    return _number(value) if name == "clip_grad_norm" else count_or_text(value)
+
+
+@contextmanager
+def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
+    """Tells how many have been seen, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    yield lambda n: click.echo(f"\r{n:,} {what}", nl=False, err=True)
+    click.echo("\r\033[K", nl=False, err=True)
+
+
+def _print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 @commands.command("models")

@@ -2,18 +2,32 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.engines import textbook
-from memplan.engines.torch import Passes, Rank, Stage, StageTimeline, passes_of, timeline
+from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, timeline
+from memplan.engines.torch.stage import StageKind
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, parameter_count, resolve
-from memplan.plan import Plan, check_plan, stage_layers
+from memplan.plan import Plan, Rank, check_device, check_plan, stage_layers
+from memplan.steptime import (
+    RankWork,
+    Roofline,
+    StepTime,
+    TimeModel,
+    forward_flops,
+    model_flops,
+    peak_flops_per_s,
+    per_s,
+    recomputed_flops,
+    utilisation,
+)
 from memplan.tape import Device
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
 from memplan.traffic import Collective, collectives, textbook_collectives
@@ -27,16 +41,18 @@ Confirmation = Literal["measured", "unmeasured"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """What one rank of a pipeline stage holds and sends; the figures are worked out when asked for.
+    """What one rank of a pipeline holds and sends; the figures are worked out when asked for.
 
+    `layers` are the blocks of each of its stages: one range, or several where it has `virtual_stages`.
     `rest_bytes` are alive between steps, `flops` the forward pass's on this rank over a step.
     """
 
     rank: Rank
-    layers: range
+    layers: tuple[range, ...]
     timeline: StageTimeline
     flops: int
     traffic: Callable[[], tuple[Collective, ...]] = field(repr=False, compare=False)
+    again: Callable[[], int] = field(repr=False, compare=False)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -50,10 +66,14 @@ class StageEstimate:
 
     @cached_property
     def states(self) -> Bytes:
-        """Weights, gradients and optimizer state as the optimizer sees them; the other kinds are 0."""
-        kinds = ("weights", "grads", "optimizer")
-        found = self.timeline.rest + self.timeline.grads
-        return bytes_by_kind(Counter({buffer: n for buffer, n in found.items() if buffer.kind in kinds}))
+        """Weights, gradients and optimizer state as the optimizer sees them; the other kinds are 0.
+
+        Offloaded ones, which are the host's, count too.
+        """
+        host = self.timeline.host
+        held = self.timeline.rest if host is None else host.pinned + host.pageable
+        states = Counter({buffer: n for buffer, n in held.items() if buffer.kind in ("weights", "optimizer")})
+        return bytes_by_kind(states + self.timeline.grads)
 
     @cached_property
     def _at_peak(self) -> tuple[Alive, str]:
@@ -71,6 +91,21 @@ class StageEstimate:
         """Everything alive at the worst instant, by kind."""
         return bytes_by_kind(self.alive)
 
+    @cached_property
+    def host_alive(self) -> Alive:
+        """How many of each named tensor the host holds at its worst instant in the device's place."""
+        return self.timeline.host.at_peak() if self.timeline.host is not None else Counter()
+
+    @cached_property
+    def host(self) -> Bytes:
+        """Everything the host holds at its worst instant, by kind; on CPU ranks it is the device: 0."""
+        return bytes_by_kind(self.host_alive)
+
+    @property
+    def host_pinned_bytes(self) -> int:
+        """The page-locked part of what the host holds."""
+        return bytes_by_kind(self.timeline.host.pinned).total_bytes if self.timeline.host is not None else 0
+
     @property
     def when(self) -> str:
         """The worst instant's stretch of the step."""
@@ -86,6 +121,26 @@ class StageEstimate:
         """All collectives of a step, by kind, axis and purpose."""
         return self.traffic()
 
+    @cached_property
+    def recomputed_flops(self) -> int:
+        """Forward FLOPs that it computes again in a step."""
+        return self.again()
+
+    @property
+    def work(self) -> RankWork:
+        """What a step takes, as it is counted."""
+        return RankWork(
+            forward_flops=self.flops,
+            recomputed_flops=self.recomputed_flops,
+            collectives=self.collectives,
+            states=self.states,
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the rank sends to others in a step; copies to and from its host are none of it."""
+        return sum(c.wire_bytes for c in self.collectives if c.axis != "host")
+
     @property
     def stage(self) -> int:
         """Its place in the pipeline, from 0."""
@@ -95,13 +150,15 @@ class StageEstimate:
         """Plain values, as `--json` prints them."""
         return {
             "stage": self.stage,
-            "layers": [self.layers.start, self.layers.stop],
+            "layers": [[layers.start, layers.stop] for layers in self.layers],
             "states": self.states.to_dict(),
             "rest_bytes": self.rest_bytes,
             "peak": self.peak.to_dict(),
             "when": self.when,
+            "host": {**self.host.to_dict(), "pinned_bytes": self.host_pinned_bytes},
             "collectives": [asdict(c) for c in self.collectives],
             "forward_flops": self.flops,
+            "recomputed_flops": self.recomputed_flops,
         }
 
 
@@ -110,7 +167,8 @@ class Estimate:
     """What a plan asks of each GPU: per pipeline stage, the rank of it that holds most.
 
     `confirmed` is "measured" where the rules behind it have been compared with real runs (CPU ranks), and
-    "unmeasured" where they are read from sources only (CUDA).
+    "unmeasured" where they are read from sources only (CUDA). `time_model` turns work into seconds:
+    `dataclasses.replace` puts another in its place.
     """
 
     model: Model
@@ -118,6 +176,7 @@ class Estimate:
     cluster: Cluster | None
     stages: tuple[StageEstimate, ...]
     confirmed: Confirmation
+    time_model: TimeModel = field(default_factory=Roofline)
 
     @property
     def n_parameters(self) -> int:
@@ -135,9 +194,14 @@ class Estimate:
         return self.worst.peak
 
     @property
+    def host(self) -> Bytes:
+        """What the host holds of the GPU that offloads most to it, by kind."""
+        return max((stage.host for stage in self.stages), key=lambda held: held.total_bytes)
+
+    @property
     def busiest(self) -> StageEstimate:
         """The stage that sends most."""
-        return max(self.stages, key=lambda stage: sum(c.wire_bytes for c in stage.collectives))
+        return max(self.stages, key=lambda stage: stage.sent_bytes)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -157,14 +221,69 @@ class Estimate:
         budget_bytes = self.cluster.budget_bytes
         return None if budget_bytes is None else self.peak.total_bytes <= budget_bytes
 
-    def ledger(self, stage: int | None = None) -> "pandas.DataFrame":
+    @property
+    def time_missing(self) -> tuple[str, ...]:
+        """Why there is no step time; empty if there is."""
+        return self.time_model.missing(self.plan, self.cluster)
+
+    @property
+    def stage_times(self) -> tuple[StepTime, ...] | None:
+        """The step of each stage of the pipeline; None without a cluster that claims the rates."""
+        if self.cluster is None or self.time_missing:
+            return None
+        return self.time_model.step_times([stage.work for stage in self.stages], self.plan, self.cluster)
+
+    @property
+    def time(self) -> StepTime | None:
+        """The slowest stage's step: parts that add up to `step_s`."""
+        times = self.stage_times
+        return None if times is None else max(times, key=lambda time: time.total_s)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; None without a cluster that claims the rates."""
+        return None if (time := self.time) is None else time.total_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens that the whole cluster trains on in a second."""
+        step_s = self.step_s
+        return None if step_s is None else float(per_s(self.plan.global_batch * self.plan.seq_len, step_s))
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """Each GPU's share of them."""
+        rate = self.tokens_per_s
+        return None if rate is None else rate / self.plan.world_size
+
+    @property
+    def total_model_flops(self) -> int:
+        """FLOPs of a step on all GPUs, forward and backward, nothing counted that is computed again."""
+        forward = sum([stage.flops for stage in self.stages]) * self.plan.n_replicas * self.plan.tp
+        return int(model_flops(forward))
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's FLOPs over what the GPUs' peak dense rate allows in the step's time."""
+        step_s = self.step_s
+        if step_s is None or self.cluster is None:
+            return None
+        peak = peak_flops_per_s(self.plan, self.cluster)
+        if peak is None:
+            return None
+        one_pipeline = model_flops(sum([stage.flops for stage in self.stages]))
+        return float(utilisation(one_pipeline, step_s, self.plan.pp, peak))
+
+    def ledger(self, stage: int | None = None, *, host: bool = False) -> "pandas.DataFrame":
         """Every named tensor alive at the peak of a stage (the worst one if None), largest first.
 
+        With `host`, those that the host holds at its own worst instant where states are offloaded.
         Columns: name, kind, shape (on this rank), dtype, count, each_bytes, total_bytes.
         """
         from memplan.tables import ledger_frame
 
-        return ledger_frame((self.worst if stage is None else self._stage(stage)).alive)
+        chosen = self.worst if stage is None else self._stage(stage)
+        return ledger_frame(chosen.host_alive if host else chosen.alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
         """The step of a stage (the worst one if None), for `memplan.timeline.running_bytes` and plots."""
@@ -188,14 +307,26 @@ class Estimate:
         """Plain values, as `--json` prints them."""
         return {
             "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
-            "plan": asdict(self.plan),
+            "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
             "cluster": self.cluster.name if self.cluster is not None else None,
             "n_parameters": self.n_parameters,
             "fits": self.fits,
             "confirmed": self.confirmed,
             "peak": self.peak.to_dict(),
             "worst_stage": self.worst.stage,
+            **self._time_dict(),
             "stages": [stage.to_dict() for stage in self.stages],
+        }
+
+    def _time_dict(self) -> dict[str, Any]:
+        time = self.time
+        return {
+            "step_s": None if time is None else time.total_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "time": None if time is None else time.parts | {"confidence": self.time_model.label},
+            "time_missing": list(self.time_missing),
         }
 
     def plot(self) -> "Figure":
@@ -222,6 +353,7 @@ def estimate(
     dp: int | None = None,
     tp: int = 1,
     pp: int = 1,
+    dp_replicate: int = 1,
     zero: int = 0,
     sequence_parallel: bool = False,
     micro_batch: int = 1,
@@ -230,7 +362,21 @@ def estimate(
     precision: str = "bf16-mixed",
     optimizer: str = "adamw",
     recompute: str = "none",
+    recompute_blocks: int | None = None,
     schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    layers_per_stage: Sequence[int] | None = None,
+    fsdp_units: str = "block",
+    fsdp_blocks: int = 1,
+    offload: bool = False,
+    optimizer_impl: str = "default",
+    clip_grad_norm: float | None = None,
+    set_to_none: bool = True,
+    gradient_as_bucket_view: bool = False,
+    static_graph: bool = False,
+    bucket_cap_bytes: int | None = None,
+    ddp_comm_hook: str = "none",
+    loss_chunks: int = 1,
     engine: str = "torch",
 ) -> Estimate:
     """What one plan asks of each GPU.
@@ -240,16 +386,31 @@ def estimate(
         cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on CUDA, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
         tp: tensor-parallel ranks.
-        pp: pipeline stages.
+        pp: ranks of a pipeline.
+        dp_replicate: replicas of the `dp` ranks that shard between them (HSDP).
         zero: 0 DDP, 1 optimizer state, 2 + gradients, 3 + weights.
         sequence_parallel: divide the sequence over the tensor axis between its regions.
         micro_batch: sequences per micro-batch and replica.
         global_batch: sequences per step; left out, one micro-batch per pipeline stage and replica.
         seq_len: tokens per sequence; left out, the model's context.
-        precision: "fp32", "bf16" or "bf16-mixed".
+        precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed" (with a loss scaler).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
-        recompute: "none" or "full".
-        schedule: "1f1b" or "gpipe".
+        recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
+        recompute_blocks: only the first so many blocks of each stage; left out, all.
+        schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".
+        virtual_stages: pipeline stages on each rank of the pipeline.
+        layers_per_stage: blocks of each stage in model order; left out, as even as possible.
+        fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
+        fsdp_blocks: so many blocks in a row share a unit.
+        offload: FSDP2 keeps weights, gradients and optimizer state on the host.
+        optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
+        clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
+        set_to_none: gradients are freed after the step rather than zeroed.
+        gradient_as_bucket_view: DDP's gradients are views of its buckets.
+        static_graph: DDP may rely on the same graph in each step.
+        bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
+        ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
+        loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
         engine: "torch", or "textbook": the papers' closed forms, for teaching, never a verdict on `fits`.
 
     Raises:
@@ -257,38 +418,51 @@ def estimate(
     """
     model = resolve(model)
     cluster = resolve_cluster(cluster)
-    tp, pp = (checked_count(axis, n, most=LARGEST_CLUSTER) for axis, n in (("tp", tp), ("pp", pp)))
-    micro_batch = checked_count("micro_batch", micro_batch)
     if dp is None:
-        dp = _dp_left(cluster, tp, pp)
-    dp = checked_count("dp", dp, most=LARGEST_CLUSTER)
+        axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
+        dp = _dp_left(cluster, prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items()))
     plan = Plan(
         dp=dp,
         tp=tp,
         pp=pp,
+        dp_replicate=dp_replicate,
         zero=zero,
         sequence_parallel=sequence_parallel,
         micro_batch=micro_batch,
-        global_batch=dp * micro_batch * pp if global_batch is None else global_batch,
+        global_batch=0 if global_batch is None else checked_count("global_batch", global_batch),
         seq_len=model.max_seq_len if seq_len is None else seq_len,
         precision=cast(Any, precision),
         optimizer=cast(Any, optimizer),
         recompute=cast(Any, recompute),
+        recompute_blocks=recompute_blocks,
         schedule=cast(Any, schedule),
+        virtual_stages=virtual_stages,
+        layers_per_stage=cast(Any, layers_per_stage),
+        fsdp_units=cast(Any, fsdp_units),
+        fsdp_blocks=fsdp_blocks,
+        offload=offload,
+        optimizer_impl=cast(Any, optimizer_impl),
+        clip_grad_norm=clip_grad_norm,
+        set_to_none=set_to_none,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        static_graph=static_graph,
+        bucket_cap_bytes=bucket_cap_bytes,
+        ddp_comm_hook=cast(Any, ddp_comm_hook),
+        loss_chunks=loss_chunks,
         engine=engine,
     )
     return estimate_plan(model, plan, cluster)
 
 
-def _dp_left(cluster: Cluster | None, tp: int, pp: int) -> int:
+def _dp_left(cluster: Cluster | None, n_other: int) -> int:
     if cluster is None:
         return 1
-    if cluster.n_gpus % (tp * pp):
+    if cluster.n_gpus % n_other:
         raise InvalidValue(
-            f"tp x pp = {tp} x {pp} = {tp * pp} does not divide the cluster's {cluster.n_gpus} GPUs; "
-            f"use a cluster of {-(-cluster.n_gpus // (tp * pp)) * tp * pp}, or other degrees."
+            f"The other axes' {n_other} ranks do not divide the cluster's {cluster.n_gpus} GPUs; "
+            f"use a cluster of {-(-cluster.n_gpus // n_other) * n_other}, or other degrees."
         )
-    return cluster.n_gpus // (tp * pp)
+    return cluster.n_gpus // n_other
 
 
 def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> Estimate:
@@ -298,12 +472,18 @@ def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> E
         MemplanError: if the plan cannot run on this model, or its mesh is not the cluster.
     """
     check_plan(model, plan)
+    check_device(plan, device_of(cluster))
     if cluster is not None and plan.world_size != cluster.n_gpus:
         raise InvalidValue(
-            f"pp x dp x tp = {plan.pp} x {plan.dp} x {plan.tp} = {plan.world_size} is not the cluster's "
-            f"{cluster.n_gpus} GPUs; use cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
+            f"{plan.mesh_text} = {plan.world_size} ranks are not the cluster's {cluster.n_gpus} GPUs; use "
+            f"cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
         )
-    device, by_textbook = device_of(cluster), plan.engine == "textbook"
+    return estimate_on(model, plan, device_of(cluster), cluster)
+
+
+def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
+    """`estimate` of a plan that is known to run there."""
+    by_textbook = plan.engine == "textbook"
     stages = _textbook_stages(model, plan) if by_textbook else _stages(model, plan, device)
     return Estimate(
         model=model,
@@ -318,38 +498,49 @@ def _textbook_stages(model: Model, plan: Plan) -> Iterator[StageEstimate]:
     for pp_rank in range(plan.pp):
         yield StageEstimate(
             rank=Rank(pp=pp_rank),
-            layers=stage_layers(model.n_layers, plan.pp, pp_rank),
+            layers=(stage_layers(model.n_layers, plan, pp_rank),),
             timeline=textbook.timeline(model, plan, pp_rank),
             flops=round(textbook.forward_flops(model, plan)),
             traffic=partial(textbook_collectives, model, plan, pp_rank),
+            again=partial(_textbook_recomputed, model, plan, pp_rank),
         )
 
 
+def _textbook_recomputed(model: Model, plan: Plan, pp_rank: int) -> int:
+    return round(textbook.recomputed_flops(model, plan, pp_rank))
+
+
 def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
-    stage = Stage(model, plan, Rank(), device)
-    passes = passes_of(stage)
-    for rank in (Rank(pp=pp_rank) for pp_rank in range(plan.pp)):
-        if stage.alike(rank):
-            stage = stage.moved(rank)
-        else:
-            stage = Stage(model, plan, rank, device)
-            passes = passes_of(stage)
-        yield _stage_estimate(stage.on_fullest_rank(), passes)
+    passes: dict[Stage, Passes] = {}
+    for stages in ranks_of(model, plan, device):
+        yield _stage_estimate(stages, passes)
+
+
+def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
+    """Of each rank of the pipeline the one that holds most."""
+    known: dict[StageKind, Stage] = {}
+    alike: dict[tuple[Stage, ...], RankStages] = {}
+    for pp_rank in range(plan.pp):
+        stages = RankStages(model, plan, Rank(pp=pp_rank), device, known)
+        like = alike.get(stages.stages)
+        stages = stages.on_fullest_rank() if like is None else like.moved(pp_rank)
+        alike[stages.stages] = stages
+        yield stages
 
 
 def rank_estimate(model: Model, plan: Plan, rank: Rank, device: Device) -> StageEstimate:
     """The estimate of one given rank, as `validate` compares it with that rank's run."""
     check_plan(model, plan)
-    stage = Stage(model, plan, rank, device)
-    return _stage_estimate(stage, passes_of(stage))
+    check_device(plan, device)
+    return _stage_estimate(RankStages(model, plan, rank, device), {})
 
 
-def _stage_estimate(stage: Stage, passes: Passes) -> StageEstimate:
-    micro_batch_flops = stage.n_blocks * stage.trace.block_flops + stage.trace.head_flops
+def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes]) -> StageEstimate:
     return StageEstimate(
-        rank=stage.rank,
-        layers=stage_layers(stage.model.n_layers, stage.plan.pp, stage.rank.pp),
-        timeline=timeline(stage, passes),
-        flops=stage.plan.n_micro_batches * micro_batch_flops,
-        traffic=partial(collectives, stage),
+        rank=stages.rank,
+        layers=stages.layers,
+        timeline=timeline(stages, passes),
+        flops=forward_flops(stages),
+        traffic=partial(collectives, stages),
+        again=partial(recomputed_flops, stages),
     )

@@ -11,7 +11,7 @@ a weight's output features, rows (RowwiseParallel) its input features.
 
 from typing import Literal
 
-from memplan.shapes import BF16, BOOL, COMPLEX64, FP32, INT64, Parameter
+from memplan.shapes import BOOL, COMPLEX64, FP32, INT64, Parameter
 from memplan.tape import Node, Run, Tensor
 
 Split = Literal["columns", "rows"]
@@ -22,11 +22,12 @@ Saved = tuple[Tensor, ...]
 def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Tensor:
     """x W^T + b, with W (n_out, n_in): 2 x tokens x n_in x n_out FLOPs; saves x and W.
 
-    Under autocast the weight, the bias and x are first copied to bfloat16, the weight's copy being kept
+    Under autocast the weight, the bias and x are first copied to its type, the weight's copy being kept
     until backward. With rows, partial outputs are summed over the tensor axis, or reduce-scattered over the
-    sequence.
+    sequence; each rank adds its part of the bias.
 
-    Source: aten/src/ATen/native/Linear.cpp, derivatives.yaml (`mm`, `addmm`).
+    Source: aten/src/ATen/native/Linear.cpp, derivatives.yaml (`mm`, `addmm`),
+    torch/distributed/tensor/placement_types.py (`Partial._partition_value`).
     """
     run = x.run
     tp = run.setting.tp
@@ -38,37 +39,43 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
         f"{name}.weight", full_shape, tp_dim=(0 if split == "columns" else 1) if tp > 1 else None
     )
     weight.grad_shape = weight.shape
-    dtype = BF16 if run.setting.autocast else x.dtype
+    dtype = run.setting.autocast or x.dtype
     b = None
     if bias:
         tp_dim = 0 if tp > 1 and split == "columns" else None
         b = run.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
         b_used = run.weight(b, dtype)
     w = run.weight(weight, dtype)
-    x = run.cast(x, dtype)
+    used = run.cast(x, dtype)
     batch, seq = x.shape[0], x.shape[1]
-    run.flops += 2 * batch * seq * n_in * n_out
     x_shape, w_shape = x.shape, full_shape
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_w = grad.run.new("grad", w_shape, dtype)
-        grad_x = grad.run.new("grad", x_shape, dtype)
-        grad_x.is_view = True
-        return grad_x, grad_w
+        grad_w = grad.run.grad_of(1, w_shape, dtype, is_view=True)
+        return grad.run.grad_of(0, x_shape, dtype, is_view=True), grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.new("grad", x_shape, dtype)
-        grad_x.is_view = True
-        grad_w = grad.run.new("grad", w_shape, dtype)
-        return grad_x, grad_w, grad.run.new("grad", (n_out,), dtype)
+        grad_x = grad.run.grad_of(0, x_shape, dtype, is_view=True)
+        grad_w = grad.run.grad_of(2, w_shape, dtype, is_view=True)
+        del saved
+        return grad_x, grad.run.grad_of(1, (n_out,), dtype), grad_w
 
     if b is None:
-        node = run.node((x.node, w.node), (x, w), mm_backward)
+        node = run.node((used.node, w.node), (used, w), mm_backward)
     else:
-        node = run.node((x.node, w.node, b_used.node), (x, w), addmm_backward)
+        node = run.node((used.node, b_used.node, w.node), (used, w), addmm_backward)
         del b_used
-    y = run.new(name, (batch, seq, n_out), dtype, node)
-    del x, w
+    divides_bias = bias and tp > 1 and split == "rows"
+
+    def product() -> tuple[Tensor]:
+        part = run.new("part of bias", (n_out,), dtype) if divides_bias else None
+        y = run.new(name, (batch, seq, n_out), dtype)
+        del part
+        return (y,)
+
+    (y,) = run.kept(product, 2 * batch * seq * n_in * n_out)
+    y.node = node
+    del used, w
     return _reduced_over_tp(y, name) if split == "rows" else y
 
 
@@ -124,8 +131,14 @@ def _with_node(x: Tensor, node: Node) -> Tensor:
 
 def _all_reduced(x: Tensor, what: str) -> Tensor:
     """A functional all-reduce: in a copy of its operand."""
-    x.run.collective("all_reduce", what, x.n_bytes)
-    return x.run.new("all-reduced", x.shape, x.dtype)
+    run, shape, dtype = x.run, x.shape, x.dtype
+
+    def compute() -> tuple[Tensor]:
+        run.collective("all_reduce", what, x.n_bytes)
+        return (run.new("all-reduced", shape, dtype),)
+
+    (total,) = run.kept(compute)
+    return total
 
 
 def _gathered(x: Tensor, what: str) -> Tensor:
@@ -161,10 +174,15 @@ def _reduce_scattered(x: Tensor, what: str) -> Tensor:
     run, tp = x.run, x.run.setting.tp
     batch, seq, d = x.shape
     ordered = run.new("ordered by rank", x.shape, x.dtype)
-    run.collective("reduce_scatter", what, ordered.n_bytes)
-    part = run.new("reduce-scattered", (batch, seq // tp, d), x.dtype)
-    scratch = run.new("gloo scratch", x.shape, x.dtype) if run.setting.device == "cpu" else None
-    del ordered, scratch
+
+    def compute() -> tuple[Tensor]:
+        run.collective("reduce_scatter", what, ordered.n_bytes)
+        part = run.new("reduce-scattered", (batch, seq // tp, d), ordered.dtype)
+        if run.setting.device == "cpu":
+            run.new("gloo scratch", ordered.shape, ordered.dtype)
+        return (part,)
+
+    (part,) = run.kept(compute)
     return part
 
 
@@ -262,9 +280,10 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     statistics = FP32 if run.setting.device == "cuda" or w.dtype == FP32 else dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.new("grad", shape, dtype)
-        grad_w, grad_b = grad.run.new("grad", (d,), w.dtype), grad.run.new("grad", (d,), b.dtype)
-        grad.run.new("workspace", (2, d), w.dtype)
+        grad_x = grad.run.grad_of(0, shape, dtype)
+        grad_w, grad_b = grad.run.grad_of(1, (d,), w.dtype), grad.run.grad_of(2, (d,), b.dtype)
+        if grad_w is not None:
+            grad.run.new("workspace", (2, d), w.dtype)
         return grad_x, grad_w, grad_b
 
     y = run.new(name, shape, dtype)
@@ -294,8 +313,8 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
     mean = _mean(squares)
     r = _rsqrt(mean)
     del squares, mean
-    normed = _mul_per_token(x, r)
-    y = _mul_by_weight(normed, run.weight(weight), name)
+    y = _mul_by_weight(_mul_per_token(x, r), run.weight(weight), name)
+    del x
     return run.cast(y, dtype)
 
 
@@ -334,6 +353,7 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.run.new("grad", shape, FP32)
         terms = grad.run.new("workspace", shape, FP32)
+        del saved
         grad_r = grad.run.new("grad", shape[:-1], FP32)
         del terms
         return grad_x, grad_r
@@ -346,14 +366,15 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
     narrow = w.dtype != FP32
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        terms = grad.run.new("workspace", shape, FP32)
-        widened = grad.run.new("weight as float32", shape[-1:], FP32) if narrow else None
-        grad_x = grad.run.new("grad", shape, FP32)
-        del widened
-        grad_w = grad.run.new("grad", shape[-1:], FP32)
+        terms = grad.run.grad_of(1, shape, FP32)
+        widens = narrow and grad.run.wants(0)
+        widened = grad.run.new("weight as float32", shape[-1:], FP32) if widens else None
+        grad_x = grad.run.grad_of(0, shape, FP32)
+        del widened, saved
+        grad_w = grad.run.grad_of(1, shape[-1:], FP32)
         del terms
         if narrow:
-            grad_w = grad.run.new("grad", shape[-1:], BF16)
+            grad_w = grad.run.grad_of(1, shape[-1:], w.dtype)
         return grad_x, grad_w
 
     node = run.node((x.node, w.node), (x, w), backward)
@@ -367,7 +388,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
     run, shape, dtype = x.run, x.shape, x.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return grad.run.new("grad", shape, dtype), grad.run.new("grad", shape[-1:], weight.dtype)
+        return grad.run.grad_of(0, shape, dtype), grad.run.grad_of(1, shape[-1:], weight.dtype)
 
     y = run.new(name, shape, dtype)
     rstd = run.new("rstd", shape[:-1], FP32)
@@ -412,9 +433,24 @@ def _pointwise(x: Tensor, name: str) -> Tensor:
 
 
 def heads(x: Tensor, d_head: int) -> Tensor:
-    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head)."""
+    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head); its gradient is put in that order."""
     batch, seq, width = x.shape
-    return x.view(batch, seq, width // d_head, d_head)
+    y = x.view(batch, seq, width // d_head, d_head)
+    y.node = x.run.node((x.node,), (), lambda grad, saved: (_by_token(grad),))
+    return y
+
+
+def merged_heads(x: Tensor) -> Tensor:
+    """(batch, seq, heads, d_head) as (batch, seq, heads x d_head): a copy of what is laid out by head."""
+    batch, seq, n_heads, d_head = x.shape
+    shape = batch, seq, n_heads * d_head
+    if not x.by_head:
+        return x.view(*shape)
+    return _by_token(x).view(*shape)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    return x.run.new("by token", x.shape, x.dtype, x.node) if x.by_head else x
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -424,8 +460,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     Chowdhery et al. 2022, appendix B).
     """
     run = q.run
-    batch, seq, n_heads, d_head = q.shape
-    run.flops += 4 * batch * n_heads * seq * seq * d_head
+    n_heads = q.shape[2]
     if run.setting.device == "cpu":
         return _math_attention(q, k, v, dropout=True) if dropout else _flash_attention_cpu(q, k, v)
     if q.dtype != FP32:
@@ -435,6 +470,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
             q, _repeated_heads(k, n_heads), _repeated_heads(v, n_heads), dropout=dropout > 0
         )
     return _efficient_attention_cuda(q, k, v)
+
+
+def _attention_flops(q: Tensor) -> int:
+    batch, seq, n_heads, d_head = q.shape
+    return 4 * batch * n_heads * seq * seq * d_head
 
 
 def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -458,14 +498,18 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         del scores, narrow, sums
         return grads
 
-    y = run.new("attention", q_shape, dtype)
-    lse = run.new("log-sum-exp", (batch, seq, n_heads), FP32)
-    scores = run.new("workspace", (rows * columns + 2 * rows + rows * d_head,), FP32)
-    narrow = None if dtype == FP32 else run.new("workspace", (rows, columns), dtype)
-    del scores, narrow
+    def compute() -> tuple[Tensor, Tensor]:
+        y = run.new("attention", q_shape, dtype)
+        lse = run.new("log-sum-exp", (batch, seq, n_heads), FP32)
+        scores = run.new("workspace", (rows * columns + 2 * rows + rows * d_head,), FP32)
+        narrow = None if dtype == FP32 else run.new("workspace", (rows, columns), dtype)
+        del scores, narrow
+        return y, lse
+
+    y, lse = run.kept(compute, _attention_flops(q))
     out = Tensor(run, q_shape, dtype, y.storage)
     y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
-    return y.view(batch, seq, n_heads * d_head)
+    return y
 
 
 def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
@@ -473,19 +517,26 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
 
     CPU takes it for dropout, CUDA for float32 with grouped queries. Saves the scaled q and k, v, the
     probabilities and, with dropout, the mask and the dropped probabilities. The probabilities are returned
-    too, and thrown away: in a narrower type that is one more copy.
+    too, and thrown away: in a narrower type that is one more copy. Gradients come by head, k's transposed on
+    top, so that a single sequence's is in order.
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`_scaled_dot_product_attention_math`).
     """
     run, dtype = q.run, q.dtype
-    batch, seq, n_heads, d_head = q.shape
-    shape, scores_shape = q.shape, (batch, n_heads, seq, seq)
-    q, k, v = (run.cast(_made_contiguous(x), FP32) for x in (q, k, v))
+    batch, seq, n_heads, _ = shape = q.shape
+    scores_shape, apart = (batch, n_heads, seq, seq), min(n_heads, seq) > 1
+    q, k, v = (run.cast(x, FP32) for x in (q, k, v))
 
-    def product_backward(grad: Tensor, saved: Saved) -> Grads:
+    def product_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
         left, right = (t.shape for t in saved)
-        grad_right = grad.run.new("grad", right, FP32)
-        return grad.run.new("grad", left, FP32), grad_right
+        grad_right, grad_left = grad.run.new("grad", right, FP32), grad.run.new("grad", left, FP32)
+        grad_left.by_head = grad_right.by_head = apart
+        return grad_left, grad_right
+
+    def scores_backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_q, grad_k = product_backward(grad, saved)
+        grad_k.by_head = min(batch, seq) > 1
+        return grad_q, grad_k
 
     scaled_q = run.new("scaled q", shape, FP32, run.node((q.node,), (), _same_backward))
     allowed = run.new("allowed", (seq, seq), BOOL)
@@ -495,44 +546,61 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
     del lower
     scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), _same_backward))
     left, right = _by_head(scaled_q), _by_head(scaled_k)
-    node = run.node((scaled_q.node, scaled_k.node), (left, right), product_backward)
-    scores = run.new("scores", scores_shape, FP32, node)
+    node = run.node((scaled_q.node, scaled_k.node), (left, right), scores_backward)
+    flops = _attention_flops(q) // 2
+    (scores,) = run.kept(lambda: (run.new("scores", scores_shape, FP32),), flops)
     del scaled_k, left, right
+    if run.watched:
+        scores = run.new("scores and bias", scores_shape, FP32)
     probabilities = run.new("probabilities", scores_shape, FP32)
-    kept = Tensor(run, scores_shape, FP32, probabilities.storage)
-    probabilities.node = run.node((scores.node,), (kept,), _same_backward)
-    masked_out = run.new("rows without any allowed key", scores_shape, BOOL)
-    del masked_out, scores, kept
+    saved = Tensor(run, scores_shape, FP32, probabilities.storage)
+    probabilities.node = run.node((node,), (saved,), _same_backward)
+    masked_out = run.new("keys not allowed", scores_shape, BOOL)
+    nothing_left = run.new("rows without any allowed key", scores_shape[:-1], BOOL)
+    del nothing_left, masked_out, scores, saved
     if dropout:
         mask = run.new("dropout mask", scores_shape, FP32 if run.setting.device == "cpu" else BOOL)
         node = run.node((probabilities.node,), (mask,), _same_backward)
         probabilities = run.new("dropped probabilities", scores_shape, FP32, node)
         del mask
     returned = None if dtype == FP32 else run.new(f"probabilities as {dtype.name}", scores_shape, dtype)
-    by_head = _by_head(v)
-    node = run.node((probabilities.node, v.node), (probabilities, by_head), product_backward)
-    y = run.new("attention", shape, FP32, node)
-    del by_head
+    values = _by_head(v)
+    node = run.node((probabilities.node, v.node), (probabilities, values), product_backward)
+    (y,) = run.kept(lambda: (run.new("attention", shape, FP32),), flops)
+    y.by_head = apart
+    y.node = run.node((node,), (), lambda grad, saved: (_by_head(grad.view(*shape)),))
+    del values
     y = run.cast(y, dtype)
     del probabilities, returned, scaled_q, bias
-    merge = run.node((y.node,), (), lambda grad, saved: (_by_head(grad),))
-    return run.new("attention by token", (batch, seq, n_heads * d_head), dtype, merge)
+    return y
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """The heads one after the other, as batched products want them: a copy, but for a single sequence."""
-    return x if x.shape[0] == 1 else x.run.new("by head", x.shape, x.dtype)
+    """The heads one after the other, as batched products want them: a copy, but of one sequence or head."""
+    return x if 1 in x.shape[:3] else x.run.new("by head", x.shape, x.dtype)
 
 
 def _same_backward(grad: Tensor, saved: Saved) -> Grads:
-    return (grad.run.new("grad", grad.shape, grad.dtype),)
+    return (_like(grad, "grad"),)
+
+
+def _like(x: Tensor, name: str) -> Tensor:
+    y = x.run.new(name, x.shape, x.dtype)
+    y.by_head = x.by_head
+    return y
 
 
 def _repeated_heads(x: Tensor, n_heads: int) -> Tensor:
     """Keys or values copied once per query head; the copies' gradients are summed."""
     run, shape, dtype = x.run, x.shape, x.dtype
     batch, seq, _, d_head = shape
-    node = run.node((x.node,), (), lambda grad, saved: (grad.run.new("grad", shape, dtype),))
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.run.new("grad", shape, dtype)
+        grad_x.by_head = grad.by_head
+        return (grad_x,)
+
+    node = run.node((x.node,), (), backward)
     return run.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
 
 
@@ -543,7 +611,7 @@ def _efficient_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     attention_backward.cu (`_efficient_attention_backward`: each row's dot product).
     """
     run, dtype, shape = q.run, q.dtype, q.shape
-    batch, seq, n_heads, d_head = shape
+    batch, seq, n_heads, _ = shape
     rows = (batch, n_heads, -(-seq // 32) * 32)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -553,18 +621,12 @@ def _efficient_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         del dots
         return grads
 
-    y = run.new("attention", shape, dtype)
-    lse = run.new("log-sum-exp", rows, FP32)
+    y, lse = run.kept(
+        lambda: (run.new("attention", shape, dtype), run.new("log-sum-exp", rows, FP32)), _attention_flops(q)
+    )
     out = Tensor(run, shape, dtype, y.storage)
     y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
-    return y.view(batch, seq, n_heads * d_head)
-
-
-def _made_contiguous(x: Tensor) -> Tensor:
-    """x itself; its gradient comes back by head and is copied into the order of tokens."""
-    run, shape, dtype = x.run, x.shape, x.dtype
-    node = run.node((x.node,), (), lambda grad, saved: (grad.run.new("grad by token", shape, dtype),))
-    return Tensor(run, shape, dtype, x.storage, node)
+    return y
 
 
 def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -590,25 +652,39 @@ def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         del dots, accumulator, expanded
         return grads
 
-    y = run.new("attention", q_shape, dtype)
-    lse = run.new("log-sum-exp", (batch, n_heads, seq), FP32)
-    random_state = run.new("random state", (2,), INT64)
+    def compute() -> tuple[Tensor, ...]:
+        y = run.new("attention", q_shape, dtype)
+        lse = run.new("log-sum-exp", (batch, n_heads, seq), FP32)
+        return y, lse, run.new("random state", (2,), INT64)
+
+    y, lse, random_state = run.kept(compute, _attention_flops(q))
     out = Tensor(run, q_shape, dtype, y.storage)
     y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse, random_state), backward)
-    return y.view(batch, seq, n_heads * d_head)
+    return y
 
 
 def cross_entropy(logits: Tensor) -> Tensor:
     """Mean of -log softmax(logits) at the target, in float32: saves the log-probabilities.
 
-    A narrower type is first copied to float32; that copy dies with the forward pass.
+    A narrower type is first copied to float32; that copy dies with the forward pass. With `loss_chunks`, that
+    happens to one piece of the sequence after the other, as torchtune's `CEWithChunkedOutputLoss` does: the
+    log-probabilities of all are saved, but one piece at a time is widened, and has gradients.
 
     Source: aten/src/ATen/native/SoftMax.cpp, LossNLL.cpp; derivatives.yaml (`_log_softmax` saves its result).
     """
+    run = logits.run
+    if run.setting.loss_chunks == 1:
+        return _cross_entropy(run.cast(logits, FP32))
+    losses = [_cross_entropy_of_piece(piece) for piece in _pieces(logits, run.setting.loss_chunks)]
+    nodes = tuple([loss.node for loss in losses])
+    return run.new("loss", (), FP32, run.node(nodes, (), lambda grad, saved: (grad,) * len(nodes)))
+
+
+def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
+    """Of float32 logits; `targets` made for it are saved."""
     run, shape = logits.run, logits.shape
-    wide = run.cast(logits, FP32)
     if run.setting.tp > 1:
-        return _vocabulary_parallel_cross_entropy(wide)
+        return _vocabulary_parallel_cross_entropy(logits, targets)
 
     def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.run.new("grad of logits", shape, FP32),)
@@ -617,12 +693,55 @@ def cross_entropy(logits: Tensor) -> Tensor:
         return (grad.run.new("grad of log-probabilities", shape, FP32),)
 
     log_p = run.new("log-probabilities", shape, FP32)
-    log_p.node = run.node((wide.node,), (Tensor(run, shape, FP32, log_p.storage),), softmax_backward)
+    log_p.node = run.node((logits.node,), (Tensor(run, shape, FP32, log_p.storage),), softmax_backward)
     total_weight = run.new("total weight", (), FP32)
-    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))
+    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
 
 
-def _vocabulary_parallel_cross_entropy(logits: Tensor) -> Tensor:
+def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
+    """One piece's sum; where it is cut out of several sequences, logits and targets are made contiguous."""
+    run = logits.run
+    batch, seq, _ = logits.shape
+    wide = run.cast(logits, FP32)
+    if batch > 1 and logits.dtype == FP32:
+        wide = run.new("contiguous logits", logits.shape, FP32)
+        wide.node = logits.node
+    return _cross_entropy(
+        wide, *([run.new("targets of the piece", (batch, seq), INT64)] if batch > 1 else [])
+    )
+
+
+def _pieces(logits: Tensor, n: int) -> list[Tensor]:
+    """`torch.chunk` over the sequence: pieces of ceil(seq / n), the last one shorter.
+
+    Backward joins their gradients, all of them alive, once the first piece's has come.
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
+    """
+    run, (batch, seq, vocab), dtype = logits.run, logits.shape, logits.dtype
+    each = -(-seq // n)
+    parts: list[Tensor] = []
+
+    def joined(grad: Tensor, saved: Saved) -> Grads:
+        parts.append(grad)
+        del grad
+        whole = run.new("grad of logits", (batch, seq, vocab), dtype)
+        parts.clear()
+        return (whole,)
+
+    def kept(grad: Tensor, saved: Saved) -> Grads:
+        parts.append(grad)
+        return (None,)
+
+    pieces = []
+    for start in range(0, seq, each):
+        node = run.node((logits.node,) if start == 0 else (None,), (), kept if start else joined)
+        shape = (batch, min(each, seq - start), vocab)
+        pieces.append(Tensor(run, shape, dtype, logits.storage, node))
+    return pieces
+
+
+def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor:
     """Each tensor rank has a part of the vocabulary: maxima, sums and the targets' values are all-reduced.
 
     The gradient is made whole by the loss's backward; log-softmax's passes it on.
@@ -651,8 +770,9 @@ def _vocabulary_parallel_cross_entropy(logits: Tensor) -> Tensor:
     sums = run.new("sums", tokens, FP32)
     del powers
     sums = _all_reduced(sums, "sums of exponentials")
+    logs = run.new("logarithms of sums", tokens, FP32)
     log_p = run.new("log-probabilities", shape, FP32)
-    del shifted, maxima, sums
+    del shifted, maxima, sums, logs
     saved = Tensor(run, shape, FP32, log_p.storage)
     log_p.node = run.node((logits.node,), (saved,), lambda grad, saved: (grad,))
     target_values = _all_reduced(
@@ -660,7 +780,7 @@ def _vocabulary_parallel_cross_entropy(logits: Tensor) -> Tensor:
     )
     del target_values
     total_weight = run.new("total weight", (), FP32)
-    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight), nll_backward))
+    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
 
 
 def gradient_of_loss(run: Run) -> Tensor:

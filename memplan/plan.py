@@ -1,33 +1,111 @@
 """Plans: what can be asked of a cluster, and what is refused."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import gcd
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
-from memplan.errors import PlanRefused, divisors_text
+from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag, checked_positive
+from memplan.errors import InvalidValue, MissingRule, PlanRefused, divisors_text, shown_value
 from memplan.models import Model
 
-Precision = Literal["fp32", "bf16", "bf16-mixed"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
-Recompute = Literal["none", "full"]
-Schedule = Literal["gpipe", "1f1b"]
+OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v"]
+FsdpUnits = Literal["block", "block+ends", "model"]
+DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
 
-PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed")
+PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
-RECOMPUTES: Final = ("none", "full")
-SCHEDULES: Final = ("gpipe", "1f1b")
+OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
+RECOMPUTES: Final = ("none", "selective", "full")
+SCHEDULES: Final = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v")
+SINGLE_STAGE_SCHEDULES: Final = ("gpipe", "1f1b")
+V_SCHEDULES: Final = ("zbv", "dualpipe-v")
+SPLITTING_SCHEDULES: Final = ("zero-bubble", "zbv", "dualpipe-v")
+"""Schedules that take a backward pass apart: gradients of the stage's input first, of its weights later."""
 ENGINES: Final = ("torch", "textbook")
+FSDP_UNITS: Final = ("block", "block+ends", "model")
+DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
+
+MESH_AXES: Final[tuple["Axis", ...]] = ("pp", "dp_replicate", "dp", "tp")
+"""The axes of the mesh, outermost first."""
+
+Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
+"""What bytes are moved over: an axis of the mesh, all of several, or PCIe between a GPU and its host."""
+
+FLAGS: Final = ("sequence_parallel", "offload", "set_to_none", "gradient_as_bucket_view", "static_graph")
+
+DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
+"""What only DistributedDataParallel knows."""
+
+FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks", "offload")
+"""What only FSDP2 knows."""
+
+RULED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
+    "torch": {},
+    "textbook": {
+        "dp_replicate": (1,),
+        "virtual_stages": (1,),
+        "schedule": ("gpipe", "1f1b"),
+        "layers_per_stage": (None,),
+        "fsdp_units": ("block",),
+        "fsdp_blocks": (1,),
+        "offload": (False,),
+        "optimizer_impl": ("default",),
+        "clip_grad_norm": (None,),
+        "set_to_none": (True,),
+        "gradient_as_bucket_view": (False,),
+        "static_graph": (False,),
+        "bucket_cap_bytes": (None,),
+        "ddp_comm_hook": ("none",),
+        "precision": ("fp32", "bf16", "bf16-mixed"),
+        "loss_chunks": (1,),
+    },
+}
+"""Values that have a rule, of each engine's options whose rules are not all written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A place on the mesh."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One way of dividing a training job.
 
-    Mesh axes, outermost first: `pp` pipeline stages, `dp` data-parallel replicas or shards, `tp` tensor
-    shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer state, 2 gradients
-    too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens, each replica in
-    micro-batches of `micro_batch`.
+    Mesh axes, outermost first: `pp` ranks of a pipeline, `dp_replicate` replicas of `dp` data-parallel ranks
+    (HSDP), `tp` tensor shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer
+    state, 2 gradients too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens,
+    each replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica.
+
+    Attributes:
+        virtual_stages: pipeline stages on each rank of the pipeline.
+        layers_per_stage: blocks of each stage in model order; None: as even as possible.
+        recompute: what of a block is computed again in backward: "none"; "full": all, from the block's input;
+            "selective": all but what matrix products (`aten.mm`, `addmm`, `bmm`: linears, and the products of
+            attention where no kernel fuses them), fused attention kernels (outputs and log-sum-exps) and sums
+            over the tensor axis (`all_reduce`, `reduce_scatter_tensor`) return. So norms, rotary positions,
+            activations, dropout, casts and residual sums are computed again, and under sequence parallelism
+            the sequence is all-gathered again. (The textbook's "selective" is the paper's: attention's core.)
+        recompute_blocks: recompute only the first so many blocks of each stage; None: all.
+        fsdp_units: what FSDP2 gathers together: each "block", the ends too ("block+ends"), or the "model".
+        fsdp_blocks: so many blocks in a row share a unit.
+        offload: FSDP2 keeps weights, gradients and optimizer state on the host.
+        optimizer_impl: one parameter at a time, all at once, or in one kernel; "default": torch's choice.
+        clip_grad_norm: the largest norm of the whole gradient; None: not clipped.
+        set_to_none: gradients are freed after the step rather than zeroed.
+        gradient_as_bucket_view, static_graph, bucket_cap_bytes, ddp_comm_hook: DistributedDataParallel's.
+        loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -37,67 +115,224 @@ class Plan:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    dp_replicate: int = 1
     zero: int = 0
     sequence_parallel: bool = False
     micro_batch: int = 1
-    global_batch: int = 1
+    global_batch: int = 0
     seq_len: int = 1024
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    recompute_blocks: int | None = None
+    fsdp_units: FsdpUnits = "block"
+    fsdp_blocks: int = 1
+    offload: bool = False
+    optimizer_impl: OptimizerImpl = "default"
+    clip_grad_norm: float | None = None
+    set_to_none: bool = True
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    bucket_cap_bytes: int | None = None
+    ddp_comm_hook: DdpCommHook = "none"
+    loss_chunks: int = 1
     engine: str = "torch"
 
     def __post_init__(self) -> None:
-        for field in ("dp", "tp", "pp"):
+        for field in ("dp", "tp", "pp", "dp_replicate"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field), most=LARGEST_CLUSTER))
-        for field in ("micro_batch", "global_batch", "seq_len"):
+        for field in ("micro_batch", "seq_len", "virtual_stages", "fsdp_blocks", "loss_chunks"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field)))
+        if self.global_batch == 0:
+            least = self.n_replicas * self.micro_batch * self.pp * self.virtual_stages
+            object.__setattr__(self, "global_batch", least)
+        object.__setattr__(self, "global_batch", checked_count("global_batch", self.global_batch))
+        for field in ("recompute_blocks", "bucket_cap_bytes"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, checked_count(field, getattr(self, field)))
         object.__setattr__(self, "zero", checked_count("zero", self.zero, least=0, most=3))
-        checked_flag("sequence_parallel", self.sequence_parallel)
+        if self.layers_per_stage is not None:
+            object.__setattr__(self, "layers_per_stage", _checked_layers(self.layers_per_stage))
+        if self.clip_grad_norm is not None:
+            object.__setattr__(
+                self, "clip_grad_norm", checked_positive("clip_grad_norm", self.clip_grad_norm)
+            )
+        for field in FLAGS:
+            checked_flag(field, getattr(self, field))
         for field, choices in (
             ("precision", PRECISIONS),
             ("optimizer", OPTIMIZERS),
+            ("optimizer_impl", OPTIMIZER_IMPLS),
             ("recompute", RECOMPUTES),
             ("schedule", SCHEDULES),
+            ("fsdp_units", FSDP_UNITS),
+            ("ddp_comm_hook", DDP_COMM_HOOKS),
             ("engine", ENGINES),
         ):
             checked_choice(field, getattr(self, field), choices)
-        if self.world_size > LARGEST_CLUSTER:
-            raise PlanRefused(
-                f"pp x dp x tp = {self.pp} x {self.dp} x {self.tp} = {self.world_size} ranks are more than "
-                f"{LARGEST_CLUSTER}; use smaller degrees."
-            )
-        per_pass = self.dp * self.micro_batch
-        if self.global_batch % per_pass:
-            raise PlanRefused(
-                f"global_batch={self.global_batch} is not a multiple of dp x micro_batch = {self.dp} x "
-                f"{self.micro_batch}; use {-(-self.global_batch // per_pass) * per_pass}."
-            )
-        if self.sequence_parallel and self.tp == 1:
-            raise PlanRefused(
-                "sequence_parallel=True divides the sequence over the tensor axis, but tp=1; "
-                "use tp of 2 or more, or sequence_parallel=False."
-            )
+        _check_mesh(self)
+        _check_options(self)
 
     @property
     def world_size(self) -> int:
-        """Ranks: pp x dp x tp."""
-        return self.pp * self.dp * self.tp
+        """Ranks: pp x dp_replicate x dp x tp."""
+        return self.pp * self.n_replicas * self.tp
+
+    @property
+    def n_replicas(self) -> int:
+        """Parts of the global batch that are trained on at the same time: dp_replicate x dp."""
+        return self.dp_replicate * self.dp
+
+    @property
+    def ddp(self) -> bool:
+        """Whether DistributedDataParallel replicates the weights."""
+        return self.zero <= 1 and self.dp > 1
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 shards the weights."""
+        return self.zero >= 2
+
+    @property
+    def mixed(self) -> bool:
+        """Whether weights are float32 and computed with in a narrower type."""
+        return self.precision in ("bf16-mixed", "fp16-mixed")
+
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages: pp x virtual_stages."""
+        return self.pp * self.virtual_stages
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of one rank of the pipeline, in model order: dealt out in turn, or folded into a V.
+
+        Source: torch/distributed/pipelining/_utils.py (`generate_stage_to_rank_mapping`).
+
+        >>> Plan(pp=4, virtual_stages=2, schedule="interleaved-1f1b").stages_of(1)
+        (1, 5)
+        >>> Plan(pp=4, virtual_stages=2, schedule="zbv").stages_of(1)
+        (1, 6)
+        """
+        if self.schedule in V_SCHEDULES and self.virtual_stages == 2:
+            return pp_rank, self.n_stages - 1 - pp_rank
+        return tuple(range(pp_rank, self.n_stages, self.pp))
 
     @property
     def n_micro_batches(self) -> int:
         """Micro-batches each replica runs in one step."""
-        return self.global_batch // (self.dp * self.micro_batch)
+        return self.global_batch // (self.n_replicas * self.micro_batch)
+
+    def place(self, rank: int) -> Rank:
+        """Where `rank` sits on the mesh, the tensor axis running fastest.
+
+        >>> Plan(dp=2, tp=2, global_batch=2).place(3)
+        Rank(pp=0, dp_replicate=0, dp=1, tp=1)
+        """
+        rest, tp = divmod(rank, self.tp)
+        rest, dp = divmod(rest, self.dp)
+        pp, dp_replicate = divmod(rest, self.dp_replicate)
+        return Rank(pp=pp, dp_replicate=dp_replicate, dp=dp, tp=tp)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh, for people.
+
+        >>> Plan(dp=2, pp=2, global_batch=2).mesh_text
+        'pp=2 x dp=2 x tp=1'
+        """
+        hybrid = f"dp_replicate={self.dp_replicate} x " if self.dp_replicate > 1 else ""
+        return f"pp={self.pp} x {hybrid}dp={self.dp} x tp={self.tp}"
 
 
-def stage_layers(n_layers: int, pp: int, stage: int) -> range:
-    """The blocks of one pipeline stage: as even as possible, the first stages take the odd ones.
+def _checked_layers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise InvalidValue(
+            f"layers_per_stage={shown_value(value)} is not allowed; use the number of blocks of each stage, "
+            "as (3, 5)."
+        )
+    return tuple(checked_count("layers_per_stage", n, least=0) for n in value)
 
-    >>> [stage_layers(7, 3, i) for i in range(3)]
+
+def _check_mesh(plan: Plan) -> None:
+    if plan.world_size > LARGEST_CLUSTER:
+        raise PlanRefused(
+            f"{plan.mesh_text} = {plan.world_size} ranks are more than {LARGEST_CLUSTER}; "
+            "use smaller degrees."
+        )
+    per_pass = plan.n_replicas * plan.micro_batch
+    if plan.global_batch % per_pass:
+        replicas = f"dp_replicate x dp = {plan.n_replicas}" if plan.dp_replicate > 1 else f"dp = {plan.dp}"
+        raise PlanRefused(
+            f"global_batch={plan.global_batch} is not a multiple of micro_batch = {plan.micro_batch} times "
+            f"{replicas}; use {-(-plan.global_batch // per_pass) * per_pass}."
+        )
+    if plan.sequence_parallel and plan.tp == 1:
+        raise PlanRefused(
+            "sequence_parallel=True divides the sequence over the tensor axis, but tp=1; "
+            "use tp of 2 or more, or sequence_parallel=False."
+        )
+
+
+def _check_options(plan: Plan) -> None:
+    """Options of a tool that the plan does not use."""
+    plain = Plan.__dataclass_fields__
+    if plan.dp_replicate > 1 and not plan.fsdp:
+        raise PlanRefused(
+            f"dp_replicate={plan.dp_replicate} replicates shards (HSDP), but zero={plan.zero} shards no "
+            "weights; use zero=2 or 3, or dp for replicas."
+        )
+    for tool, options, used, way_out in (
+        ("DistributedDataParallel", DDP_OPTIONS, plan.ddp, "zero=0 or 1 and dp of 2 or more"),
+        ("FSDP2", FSDP_OPTIONS, plan.fsdp, "zero=2 or 3"),
+    ):
+        for option in options:
+            value = getattr(plan, option)
+            if not used and value != plain[option].default:
+                raise PlanRefused(
+                    f"{option}={value!r} is an option of {tool}, which zero={plan.zero}, dp={plan.dp} does "
+                    f"not use; leave it out, or use {way_out}."
+                )
+    if plan.static_graph and plan.n_micro_batches > 1:
+        single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
+        raise PlanRefused(
+            f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
+            "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
+            f"static_graph=False{single}."
+        )
+    if plan.fsdp_blocks > 1 and plan.fsdp_units == "model":
+        raise PlanRefused(
+            f"fsdp_blocks={plan.fsdp_blocks} says how many blocks share a unit, but fsdp_units='model' makes "
+            "one unit of all; use fsdp_units='block' or 'block+ends', or fsdp_blocks=1."
+        )
+    if plan.recompute_blocks is not None and plan.recompute == "none":
+        raise PlanRefused(
+            f"recompute_blocks={plan.recompute_blocks} says which blocks to recompute, but recompute='none'; "
+            "use recompute='full' or 'selective', or leave it out."
+        )
+    if plan.loss_chunks > plan.seq_len:
+        raise PlanRefused(
+            f"loss_chunks={plan.loss_chunks} is more than the seq_len={plan.seq_len} tokens to divide; "
+            f"use {plan.seq_len} or less."
+        )
+
+
+def stage_layers(n_layers: int, plan: Plan, stage: int) -> range:
+    """The blocks of one pipeline stage: those of `layers_per_stage`, or as even as possible.
+
+    Where that is not even the first stages take one more.
+
+    >>> [stage_layers(7, Plan(pp=3), stage) for stage in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]
+    >>> stage_layers(7, Plan(pp=3, layers_per_stage=(1, 4, 2)), 1)
+    range(1, 5)
     """
-    each, odd = divmod(n_layers, pp)
+    if plan.layers_per_stage is not None:
+        start = sum(plan.layers_per_stage[:stage])
+        return range(start, start + plan.layers_per_stage[stage])
+    each, odd = divmod(n_layers, plan.n_stages)
     start = stage * each + min(stage, odd)
     return range(start, start + each + (stage < odd))
 
@@ -109,17 +344,46 @@ def check_plan(model: Model, plan: Plan) -> None:
 
     Raises:
         PlanRefused: with value, rule and way out.
+        MissingRule: an option that no rule of the engine covers yet.
     """
     _check_tensor_axis(model, plan)
     _check_layers(model, plan)
     if plan.engine == "torch":
         _check_pipeline(model, plan)
         _check_data_axis(model, plan)
+        _check_update(plan)
     if model.learned_positions and plan.seq_len > model.max_seq_len:
         raise PlanRefused(
             f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
             f"positions of {model.name}; use {model.max_seq_len} or less."
         )
+    _check_rules(plan)
+
+
+def check_device(plan: Plan, device: str) -> None:
+    """Raise if PyTorch runs the plan on this device, "cpu" or "cuda", but computes it wrongly.
+
+    Source: pytorch/pytorch issue 191763 (torch 2.12, 2.13).
+
+    Raises:
+        PlanRefused: with value, rule and way out.
+    """
+    sgd = plan.optimizer in ("sgd", "sgd-momentum")
+    if device == "cpu" and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
+            "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'."
+        )
+
+
+def _check_rules(plan: Plan) -> None:
+    for option, ruled in RULED[plan.engine].items():
+        value = getattr(plan, option)
+        if value not in ruled:
+            raise MissingRule(
+                f"{option}={value!r} has no rule yet in the {plan.engine} engine; use "
+                f"{' or '.join(map(repr, ruled))}."
+            )
 
 
 def _check_tensor_axis(model: Model, plan: Plan) -> None:
@@ -144,9 +408,51 @@ def _check_tensor_axis(model: Model, plan: Plan) -> None:
 
 
 def _check_layers(model: Model, plan: Plan) -> None:
-    if plan.pp > model.n_layers:
+    if plan.virtual_stages > 1 and plan.pp == 1:
+        raise PlanRefused(
+            f"virtual_stages={plan.virtual_stages} are stages of a pipeline, but pp=1; use pp of 2 or more, "
+            "or virtual_stages=1."
+        )
+    stages = f"pp={plan.pp}"
+    if plan.virtual_stages > 1:
+        stages = f"pp x virtual_stages = {plan.pp} x {plan.virtual_stages} = {plan.n_stages}"
+    if plan.layers_per_stage is None:
         most = model.n_layers
-        raise PlanRefused(f"pp={plan.pp} is more than n_layers={most}; use at most {most}.")
+        if plan.pp > most:
+            raise PlanRefused(f"pp={plan.pp} is more than n_layers={most}; use at most {most}.")
+        if plan.n_stages > most:
+            raise PlanRefused(
+                f"{stages} is more than n_layers={most}; use virtual_stages={most // plan.pp} or smaller "
+                "degrees."
+            )
+        return
+    given = f"layers_per_stage={plan.layers_per_stage}"
+    if len(plan.layers_per_stage) != plan.n_stages:
+        raise PlanRefused(
+            f"{given} names {len(plan.layers_per_stage)} stages, but {stages}; name {plan.n_stages}."
+        )
+    if sum(plan.layers_per_stage) != model.n_layers:
+        raise PlanRefused(
+            f"{given} adds up to {sum(plan.layers_per_stage)} blocks, but n_layers={model.n_layers}; "
+            f"make it add up to {model.n_layers}."
+        )
+    _check_empty_stages(plan, plan.layers_per_stage)
+
+
+def _check_empty_stages(plan: Plan, layers: tuple[int, ...]) -> None:
+    """The ends have weights of their own, other stages only those of their blocks."""
+    empty = [stage for stage in range(1, plan.n_stages - 1) if not layers[stage]]
+    for rank in range(plan.pp):
+        if set(plan.stages_of(rank)) <= set(empty):
+            raise PlanRefused(
+                f"layers_per_stage={layers} leaves rank {rank} of the pipeline without weights ('optimizer "
+                "got an empty parameter list'); give it at least 1 block, or use fewer pp."
+            )
+    if empty:
+        raise MissingRule(
+            f"layers_per_stage={layers} leaves stage {empty[0]} without blocks, which only the first and the "
+            "last stage have a rule for; give it at least 1."
+        )
 
 
 def _check_pipeline(model: Model, plan: Plan) -> None:
@@ -157,10 +463,119 @@ def _check_pipeline(model: Model, plan: Plan) -> None:
             f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
             "tied; use pp=1, or the model with tied_head=False."
         )
-    if plan.schedule == "1f1b" and plan.n_micro_batches < plan.pp:
+    _check_stages(plan)
+    _check_micro_batches(plan)
+    _check_split_backward(plan)
+
+
+def _check_stages(plan: Plan) -> None:
+    if plan.schedule in SINGLE_STAGE_SCHEDULES and plan.virtual_stages > 1:
         raise PlanRefused(
-            f"schedule='1f1b' needs a micro-batch per stage, but there are {plan.n_micro_batches} for pp="
-            f"{plan.pp}; use global_batch={plan.dp * plan.micro_batch * plan.pp} or more."
+            f"schedule={plan.schedule!r} runs one stage on each rank, but virtual_stages="
+            f"{plan.virtual_stages}; use schedule='interleaved-1f1b', or virtual_stages=1."
+        )
+    if plan.schedule in V_SCHEDULES and plan.virtual_stages != 2:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}: ZBV requires exactly 2 "
+            f"stages per rank, but got {plan.virtual_stages} (PyTorch); use virtual_stages=2, or "
+            "schedule='zero-bubble'."
+        )
+
+
+def _check_split_backward(plan: Plan) -> None:
+    """Schedules that take a backward pass apart lose gradients unless the weights stay whole and plain."""
+    if plan.schedule not in SPLITTING_SCHEDULES:
+        return
+    if plan.recompute == "selective":
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} goes back through a block in parts, but recompute='selective' lets "
+            "it once ('Trying to backward an extra time. You are only allowed to backward once on any region "
+            "computed under selective activation checkpoint.'); use recompute='full' or 'none', or "
+            "schedule='interleaved-1f1b'."
+        )
+    if plan.dp == 1 or plan.zero == 2:
+        return
+    why = "DDP's hooks do not run for gradients made by `torch.autograd.grad`, which are never reduced"
+    if plan.zero == 3:
+        why = (
+            "FSDP2 frees a block's weights after its forward pass, so that `stage_backward_input` finds none "
+            "to make gradients for"
+        )
+    raise PlanRefused(
+        f"schedule={plan.schedule!r} loses gradients with zero={plan.zero}: {why}; use zero=2, or "
+        "schedule='interleaved-1f1b'."
+    )
+
+
+def _check_micro_batches(plan: Plan) -> None:
+    m, n, least, reason = plan.n_micro_batches, plan.n_stages, 0, ""
+    match plan.schedule:
+        case "1f1b":
+            least = n
+            reason = (
+                f"Number of microbatches ({m}) must be greater than or equal to the number of stages ({n})"
+            )
+        case "dualpipe-v":
+            least = n
+            reason = (
+                "DualPipeV requires at least as many microbatches as stages, but got "
+                f"{m} microbatches and {n} stages"
+            )
+        case "interleaved-1f1b" | "zero-bubble" as kind:
+            least = next(i for i in count(m) if i % _rounds(i, plan) == 0)
+            reason = (
+                f"{'Zero bubble' if kind == 'zero-bubble' else 'Interleaved 1F1B'} requires the number of "
+                f"microbatches to be a multiple of the number of rounds ({_rounds(m, plan)}), but got {m}"
+            )
+    if m < least:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r}: {reason}; use global_batch="
+            f"{plan.n_replicas * plan.micro_batch * least}."
+        )
+
+
+def _rounds(n_micro_batches: int, plan: Plan) -> int:
+    """How often an interleaved schedule goes round a rank's stages.
+
+    Source: torch/distributed/pipelining/schedules.py (`ScheduleInterleaved1F1B.number_of_rounds`).
+    """
+    return max(1, n_micro_batches // plan.pp)
+
+
+def _check_update(plan: Plan) -> None:
+    """What PyTorch's optimizers and loss scalers cannot take: some lists of DTensors."""
+    tensors_alone = plan.tp > 1 and not plan.ddp and not plan.fsdp
+    listed = plan.optimizer_impl in ("foreach", "fused")
+    sgd = plan.optimizer in ("sgd", "sgd-momentum")
+    if plan.optimizer_impl == "fused" and sgd and (plan.fsdp or tensors_alone):
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the DTensors of zero="
+            f"{plan.zero}, tp={plan.tp} (Operator aten._fused_sgd_.default does not have a sharding strategy "
+            "registered); use optimizer_impl='foreach' or 'for-loop'."
+        )
+    if listed and not plan.set_to_none and tensors_alone:
+        reason = (
+            "aten.zero.default: in-place operations that require placement changes are not supported"
+            if plan.sequence_parallel
+            else "aten._foreach_zero_.default got mixed torch.Tensor and DTensor"
+        )
+        raise PlanRefused(
+            f"set_to_none=False with optimizer_impl={plan.optimizer_impl!r} zeroes all gradients at once, "
+            f"which fails beside tp={plan.tp} ({reason}); use optimizer_impl='for-loop', or set_to_none=True."
+        )
+    if plan.precision != "fp16-mixed":
+        return
+    if tensors_alone and not plan.sequence_parallel:
+        raise PlanRefused(
+            f"precision='fp16-mixed' unscales all gradients at once, which fails beside tp={plan.tp} "
+            "(aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor); "
+            "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'."
+        )
+    if plan.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the overflow flag that "
+            "precision='fp16-mixed' shares over all ranks (_foreach_sub_: output with shape [] doesn't match "
+            "the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'."
         )
 
 
@@ -168,6 +583,12 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
     if plan.zero and plan.dp == 1:
         raise PlanRefused(
             f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0."
+        )
+    if model.tied_head and plan.fsdp_units == "block+ends":
+        raise PlanRefused(
+            f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
+            "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
+            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False."
         )
     if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
         raise PlanRefused(

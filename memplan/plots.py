@@ -17,8 +17,10 @@ import numpy as np
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
-from memplan.shapes import DType, Event, Kind, Shape
-from memplan.timeline import Bytes, Stretch, alive_at_high, bytes_by_kind
+from memplan.plan import Plan
+from memplan.shapes import DType, Kind, Shape
+from memplan.tables import layers_text
+from memplan.timeline import Bytes, Stretch, alive_at_high, bytes_by_kind, unrolled
 from memplan.units import GiB, KiB, MiB, human_bytes
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ AXIS_LABELS: Final = {
     "dp": "dp (data-parallel ranks)",
     "tp": "tp (tensor-parallel ranks)",
     "pp": "pp (pipeline stages)",
+    "dp_replicate": "dp_replicate (replicas of the dp ranks)",
 }
 
 
@@ -219,21 +222,13 @@ class _Held:
 
 def _held(step: Stretch, peak: Bytes) -> _Held:
     row = {kind: i for i, kind in enumerate(STACK)}
-    names, found = zip(*_events(step), strict=True)
+    names, found = zip(*unrolled(step), strict=True)
     deltas = np.zeros((len(STACK), len(found)), dtype=np.int64)
     for i, event in enumerate(found):
         deltas[row[event.buffer.kind], i] = event.sign * event.buffer.n_bytes
     by_kind = deltas.cumsum(axis=1) + _at_rest(step, peak)[:, None]
     phases = groupby(_phases(names))
     return _Held(by_kind, by_kind.sum(axis=0), tuple((name, len(list(run))) for name, run in phases))
-
-
-def _events(stretch: Stretch) -> Iterator[tuple[str, Event]]:
-    for _ in range(stretch.repeats):
-        for event in stretch.events:
-            yield stretch.name, event
-        for part in stretch.parts:
-            yield from _events(part)
 
 
 def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
@@ -542,8 +537,8 @@ def _stage_text(estimate: Estimate, of: StageEstimate) -> str:
     )
 
 
-def _layers_text(layers: range) -> str:
-    return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
+def _layers_text(layers: Sequence[range]) -> str:
+    return f"layer{'s' if sum(map(len, layers)) > 1 else ''} {layers_text(layers)}"
 
 
 FIELDS: Final = (
@@ -561,14 +556,15 @@ FIELDS: Final = (
     "recompute",
     "engine",
 )
-"""What subtitles say of a plan, in the keywords of `memplan.estimate`."""
+"""What subtitles say of every plan, in the keywords of `memplan.estimate`; of other options they say what is
+not the default."""
 
 
 def _common(estimates: Sequence[Estimate], varied: str = "") -> str:
     """What all plans have in common, but for the `varied` keyword."""
     models = {e.model.name for e in estimates}
     parts = [models.pop()] if len(models) == 1 else []
-    for field in FIELDS:
+    for field in (*FIELDS, *(field for field in Plan.__dataclass_fields__ if field not in FIELDS)):
         values = {getattr(e.plan, field) for e in estimates}
         if len(values) == 1 and field != varied and _says_something(estimates, field):
             parts.append(
@@ -586,7 +582,9 @@ def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
         return any(getattr(e.plan, axis) > 1 for e in estimates)
     if field == "global_batch":
         return any(e.plan.n_micro_batches > 1 for e in estimates)
-    return field != "engine" or any(e.plan.engine != "torch" for e in estimates)
+    if field == "engine" or field not in FIELDS:
+        return any(getattr(e.plan, field) != Plan.__dataclass_fields__[field].default for e in estimates)
+    return True
 
 
 def _axes(

@@ -17,8 +17,10 @@ class DType(NamedTuple):
 
 FP32: Final = DType("float32", 4)
 BF16: Final = DType("bfloat16", 2)
+FP16: Final = DType("float16", 2)
 BOOL: Final = DType("bool", 1)
 UINT8: Final = DType("uint8", 1)
+INT32: Final = DType("int32", 4)
 INT64: Final = DType("int64", 8)
 COMPLEX64: Final = DType("complex64", 8)
 

@@ -6,18 +6,18 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import repeat
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from memplan.errors import MemplanError
 from memplan.estimate import Estimate, StageEstimate
+from memplan.layout import WIDTH, cut, frame, printable, text_table
+from memplan.plan import Plan
 from memplan.shapes import KINDS, Buffer
-from memplan.units import binary_unit, human_bytes, scaled
+from memplan.units import binary_unit, human_bytes, scaled, time_unit
 
 if TYPE_CHECKING:
     import pandas
-
-WIDTH: Final = 80
-"""Columns of a terminal; no line is longer."""
 
 MOST_STAGES: Final = 24
 """Pipeline stages printed; of more, the first, the last and the worst are."""
@@ -67,21 +67,32 @@ def ledger_frame(alive: Mapping[Buffer, int]) -> "pandas.DataFrame":
     Raises:
         MemplanError: if pandas is not installed.
     """
-    return _frame(ledger_rows(alive), LEDGER_COLUMNS)
+    return frame(ledger_rows(alive), LEDGER_COLUMNS)
 
 
 def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
-    """One row per pipeline stage: its layers, its peak by kind in bytes, and when that is.
+    """One row per pipeline stage: its layers, its peak by kind in bytes, when that is, its step, the batch.
 
     Raises:
         MemplanError: if pandas is not installed.
     """
     rows = [
-        {"stage": s.stage, "first_layer": s.layers.start, "n_layers": len(s.layers), **s.peak.to_dict()}
+        {
+            "stage": s.stage,
+            "layers": layers_text(s.layers),
+            "n_layers": sum(map(len, s.layers)),
+            **s.peak.to_dict(),
+        }
         | {"rest_bytes": s.rest_bytes, "when": s.when}
-        for s in estimate.stages
+        | {"step_s": None if time is None else time.total_s}
+        | {
+            "global_batch": estimate.plan.global_batch,
+            "micro_batch": estimate.plan.micro_batch,
+            "n_micro_batches": estimate.plan.n_micro_batches,
+        }
+        for s, time in zip(estimate.stages, estimate.stage_times or repeat(None), strict=False)
     ]
-    return _frame(rows, tuple(rows[0]))
+    return frame(rows, tuple(rows[0]))
 
 
 def collectives_frame(estimate: Estimate) -> "pandas.DataFrame":
@@ -92,7 +103,7 @@ def collectives_frame(estimate: Estimate) -> "pandas.DataFrame":
     """
     columns = ("stage", "kind", "axis", "what", "calls", "payload_bytes", "wire_bytes", "overlappable")
     rows = [{"stage": s.stage} | asdict(c) for s in estimate.stages for c in s.collectives]
-    return _frame(rows, columns)
+    return frame(rows, columns)
 
 
 def instants_frame(estimate: Estimate) -> "pandas.DataFrame":
@@ -102,61 +113,10 @@ def instants_frame(estimate: Estimate) -> "pandas.DataFrame":
         MemplanError: if pandas is not installed.
     """
     rows = [{"stage": s.stage} | asdict(i) for s in estimate.stages for i in s.instants]
-    return _frame(rows, ("stage", "when", "total_bytes"))
-
-
-def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> "pandas.DataFrame":
-    try:
-        from pandas import DataFrame
-    except ModuleNotFoundError:
-        raise MemplanError("a frame needs pandas; install it with: pip install 'memplan[tables]'.") from None
-    return DataFrame(rows, columns=list(columns))
+    return frame(rows, ("stage", "when", "total_bytes"))
 
 
 # --- Text -------------------------------------------------------------------------------------------------
-
-
-def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: int | None = None) -> str:
-    """Rows of cells in columns two spaces apart, the first row their headings.
-
-    `sides` has one of "<" and ">" per column. If the lines would be longer than `WIDTH`, the cells of the
-    column `flexible` are cut.
-
-    >>> print(text_table([("name", "bytes"), ("wq", "4096"), ("norm", "16")], "<>"))
-    name  bytes
-    wq     4096
-    norm     16
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    too_wide = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-    if flexible is not None and too_wide > 0:
-        widths[flexible] = max(4, widths[flexible] - too_wide)
-    columns = list(zip(sides, widths, strict=True))
-    return "\n".join(
-        "  ".join(
-            f"{cut(cell, width):{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)
-        ).rstrip()
-        for row in rows
-    )
-
-
-def cut(text: str, width: int) -> str:
-    """`text` in at most `width` characters, its middle left out.
-
-    >>> cut("gather weights", 20), cut("gather weights", 10)
-    ('gather weights', 'gath..ghts')
-    """
-    half = (width - 2) // 2
-    return text if len(text) <= width else f"{text[: width - 2 - half]}..{text[-half:]}"
-
-
-def printable(text: str) -> str:
-    r"""Text with whatever could move a terminal's cursor written as escapes.
-
-    >>> print(printable("a\x1bb"))
-    a\x1bb
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def estimate_text(estimate: Estimate) -> str:
@@ -165,7 +125,8 @@ def estimate_text(estimate: Estimate) -> str:
     Every line has at most `WIDTH` characters; whatever stands for bytes says its unit.
     """
     textbook = estimate.plan.engine == "textbook"
-    parts = [_header(estimate), _stages(estimate), _verdict(estimate), _collectives(estimate)]
+    parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
+    parts += [_collectives(estimate), _time(estimate)]
     parts.append(TEXTBOOK if textbook else CONFIRMED[estimate.confirmed])
     return "\n\n".join(part for part in parts if part)
 
@@ -189,15 +150,41 @@ def _header(estimate: Estimate) -> str:
         place = f"{printable(cluster.name)}: {_nodes(cluster.n_nodes, cluster.gpus_per_node)}"
     how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
     how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
+    how += f", fsdp_units={plan.fsdp_units}" if plan.fsdp_units != "block" else ""
+    how += f", fsdp_blocks={plan.fsdp_blocks}" if plan.fsdp_blocks > 1 else ""
+    how += ", offload" if plan.offload else ""
     lines = {
         "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_layers} layers",
         "cluster": place,
-        "mesh": f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, {how}",
+        "mesh": f"{plan.mesh_text}, {how}",
         "batch": f"{plan.global_batch} x {plan.seq_len} tokens; micro-batches of {plan.micro_batch}: "
         f"{plan.n_micro_batches} per replica",
         "kept as": f"{plan.precision}, {plan.optimizer}, recompute={plan.recompute}, engine={plan.engine}",
     }
+    update = f", {plan.optimizer_impl}" if plan.optimizer_impl != "default" else ""
+    update += f", clip_grad_norm={plan.clip_grad_norm:g}" if plan.clip_grad_norm is not None else ""
+    update += "" if plan.set_to_none else ", set_to_none=False"
+    if ddp := _ddp_options(plan):
+        lines["ddp"] = ddp
+    if plan.loss_chunks > 1:
+        lines["loss"] = f"cross-entropy over {plan.loss_chunks} chunks of the sequence"
+    if update:
+        lines["update"] = f"{plan.optimizer}{update}"
     return "\n".join(cut(f"{label:<9}{line}", WIDTH) for label, line in lines.items())
+
+
+def _ddp_options(plan: Plan) -> str:
+    """What DDP does otherwise than by default.
+
+    >>> _ddp_options(Plan(dp=2, static_graph=True, ddp_comm_hook="fp16", bucket_cap_bytes=2**20))
+    'static_graph, buckets of 1.00 MiB, hook fp16'
+    """
+    options = [name for name in ("gradient_as_bucket_view", "static_graph") if getattr(plan, name)]
+    if plan.bucket_cap_bytes is not None:
+        options.append(f"buckets of {human_bytes(plan.bucket_cap_bytes)}")
+    if plan.ddp_comm_hook != "none":
+        options.append(f"hook {plan.ddp_comm_hook}")
+    return ", ".join(options)
 
 
 def _nodes(n_nodes: int, gpus_per_node: int) -> str:
@@ -229,9 +216,21 @@ def _stages_shown(estimate: Estimate) -> list[StageEstimate]:
 
 
 def _stage_row(stage: StageEstimate, numbers: list[str]) -> tuple[str, ...]:
-    first, last = stage.layers.start, stage.layers.stop - 1
-    layers = f"{first}-{last}" if last > first else f"{first}"
-    return (str(stage.stage), layers, *numbers, _brief(stage.when.split(",")[0].replace(":", "")))
+    return (
+        str(stage.stage),
+        layers_text(stage.layers),
+        *numbers,
+        _brief(stage.when.split(",")[0].replace(":", "")),
+    )
+
+
+def layers_text(layers: Sequence[range]) -> str:
+    """The blocks of a rank's stages.
+
+    >>> layers_text([range(4), range(8, 9)])
+    '0-3, 8'
+    """
+    return ", ".join(f"{r.start}-{r.stop - 1}" if len(r) > 1 else f"{r.start}" for r in layers)
 
 
 def _brief(text: str) -> str:
@@ -259,6 +258,43 @@ def _fits(estimate: Estimate) -> str:
     return f"DOES NOT FIT: {human_bytes(-left_bytes)} more than {budget}."
 
 
+def _host(estimate: Estimate) -> str:
+    held = estimate.host
+    if not held.total_bytes:
+        return ""
+    unit, name = binary_unit(held.total_bytes)
+    kinds = {kind: getattr(held, f"{kind}_bytes") for kind in KINDS}
+    parts = ", ".join(f"{BRIEF_KINDS[kind]} {scaled(n, unit, 2)}" for kind, n in kinds.items() if n)
+    pinned = human_bytes(max(stage.host_pinned_bytes for stage in estimate.stages))
+    total = f"Host {human_bytes(held.total_bytes)} for each GPU, {pinned} of it page-locked: {name} of"
+    return "\n".join(cut(line, WIDTH) for line in (total, parts))
+
+
+def _time(estimate: Estimate) -> str:
+    """The step's seconds, and the parts of them that are not 0."""
+    time = estimate.time
+    if time is None:
+        return "\n".join(wrap(f"No step time: {'; '.join(estimate.time_missing)}.", WIDTH))
+    unit, name = time_unit(time.total_s)
+    rate, each = estimate.tokens_per_s or 0.0, estimate.tokens_per_s_per_gpu or 0.0
+    total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} tokens/s, {_rate(each)} per GPU, "
+    total += f"MFU {estimate.mfu or 0.0:.1%}"
+    parts = [
+        f"{part.removesuffix('_s')} {scaled(s, unit, 2)}" for part, s in time.parts.items() if s >= unit / 200
+    ]
+    lines = [total, *wrap(f"= {' + '.join(parts)}", WIDTH), *wrap(estimate.time_model.label, WIDTH)]
+    return "\n".join(lines)
+
+
+def _rate(per_s: float) -> str:
+    """A rate for people.
+
+    >>> _rate(39295.4), _rate(0.1234)
+    ('39,295', '0.123')
+    """
+    return f"{per_s:,.0f}" if 100 <= per_s < 1e12 else f"{per_s:.3g}"
+
+
 def _collectives(estimate: Estimate) -> str:
     busiest = estimate.busiest
     calls = sorted(busiest.collectives, key=lambda c: c.wire_bytes, reverse=True)
@@ -268,6 +304,8 @@ def _collectives(estimate: Estimate) -> str:
     for c in calls:
         n_bytes = human_bytes(c.payload_bytes), human_bytes(c.wire_bytes)
         rows.append((c.kind, c.axis, _brief(c.what), f"{c.calls:,}", *n_bytes))
-    wire = human_bytes(sum(c.wire_bytes for c in calls))
+    wire = human_bytes(busiest.sent_bytes)
+    pcie = sum(c.wire_bytes for c in calls if c.axis == "host")
     of = f" of stage {busiest.stage}, which sends most" if len(estimate.stages) > 1 else ""
+    wire += f"; copied to and from its host: {human_bytes(pcie)}" if pcie else ""
     return f"Sent in a step by a GPU{of}: {wire}\n{text_table(rows, '<<<>>>', flexible=2)}"

@@ -9,6 +9,7 @@ Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), input_buffer.cpp (
 torch/utils/checkpoint.py (non-reentrant variant, early stop).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from memplan.errors import MissingRule
 from memplan.shapes import FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
 
 Device = Literal["cpu", "cuda"]
+
+RANDOM_STATE: Final = "random state"
+"""What checkpointing keeps of a block before it is called, so that dropout drops the same again."""
+
 CPU_RANDOM_STATE_BYTES: Final = 5056
 """The state of PyTorch's CPU generator (`torch.get_rng_state().nbytes`), kept by every recomputed region."""
+
 Backward = Callable[["Tensor", "tuple[Tensor, ...]"], "tuple[Tensor | None, ...]"]
 
 
@@ -27,19 +33,21 @@ Backward = Callable[["Tensor", "tuple[Tensor, ...]"], "tuple[Tensor | None, ...]
 class Setting:
     """What decides an operation's cost beside its shapes.
 
-    `weight_dtype` is the type the operations see the weights in; `autocast` lets matrix products run in
-    bfloat16 on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
-    `local_grads`: gradients are cut like their weights as soon as they are made.
+    `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
+    run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
+    `local_grads`: gradients are cut like their weights as soon as they are made. `loss_chunks`: pieces of the
+    sequence whose cross-entropy is computed one after the other.
     """
 
     device: Device = "cuda"
     weight_dtype: DType = FP32
-    autocast: bool = False
+    autocast: DType | None = None
     tp: int = 1
     sequence_parallel: bool = False
     local_grads: bool = False
     micro_batch: int = 1
     seq_len: int = 1024
+    loss_chunks: int = 1
 
 
 class Call:
@@ -75,7 +83,7 @@ class Node:
     a `distributed` output are DTensors, which are never summed in place.
     """
 
-    __slots__ = ("backward", "distributed", "grad", "inputs", "region", "saved")
+    __slots__ = ("backward", "distributed", "grad", "inputs", "region", "released", "saved")
 
     def __init__(
         self,
@@ -88,21 +96,36 @@ class Node:
         self.saved = saved
         self.backward = backward
         self.region = region
-        self.distributed = False
+        self.distributed = self.released = False
         self.grad: Tensor | None = None
+
+    def unpacked(self) -> "tuple[Tensor, ...]":
+        """What was saved: recomputed tensors are handed over, others stay until the step is over.
+
+        Source: torch/utils/checkpoint.py (`_checkpoint_hook.unpack_hook`), engine.cpp (`release_variables`).
+        """
+        saved = self.saved or ()
+        if self.region is not None:
+            self.saved = ()
+        return saved
 
 
 class Region:
-    """A stretch of the forward pass that keeps only its input and is run again in the backward pass."""
+    """A stretch of the forward pass that keeps only its input and is run again in the backward pass.
 
-    __slots__ = ("function", "n_saving", "nodes", "random_state", "x")
+    If `selective`, what `Run.kept` makes is `kept` too, in order, and not made again.
+    """
 
-    def __init__(self, function: "Callable[[Tensor], Tensor]", x: "Tensor") -> None:
+    __slots__ = ("function", "kept", "n_saving", "nodes", "random_state", "selective", "x")
+
+    def __init__(self, function: "Callable[[Tensor], Tensor]", x: "Tensor", *, selective: bool) -> None:
         self.function = function
         self.x = x
+        self.selective = selective
         self.nodes: list[Node] = []
         self.n_saving = 0
         self.random_state: Tensor | None = None
+        self.kept: deque[tuple[Tensor, ...]] = deque()
 
 
 class _Recomputed(Exception):
@@ -113,9 +136,10 @@ class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
     `in_flight` is the operand of the collective that is still filling it: held until the first use.
+    `by_head`: its (batch, seq, heads, d_head) are laid out in another order, one head after the other.
     """
 
-    __slots__ = ("dtype", "in_flight", "is_view", "node", "run", "shape", "storage")
+    __slots__ = ("by_head", "dtype", "in_flight", "is_view", "node", "run", "shape", "storage")
 
     def __init__(
         self,
@@ -133,6 +157,7 @@ class Tensor:
         self.node = node
         self.is_view = is_view
         self.in_flight: Tensor | None = None
+        self.by_head = False
 
     @property
     def n_bytes(self) -> int:
@@ -169,11 +194,15 @@ class Run:
 
     __slots__ = (
         "_casts",
+        "_expected",
         "_grads",
         "_region",
         "_replayed",
         "_replaying",
+        "_retained",
+        "_saved_again",
         "_uses",
+        "_wanted",
         "calls",
         "events",
         "flops",
@@ -198,15 +227,35 @@ class Run:
         self._uses: dict[Parameter, int] = {}
         self._region: Region | None = None
         self._replaying: Region | None = None
-        self._replayed = 0
+        self._replayed = self._expected = 0
+        self._wanted: tuple[bool, ...] = ()
+        self._retained: set[int] = set()
+        self._saved_again: list[tuple[Tensor, ...]] = []
 
     def new(
-        self, name: str, shape: Shape, dtype: DType, node: Node | None = None, kind: Kind = "temporaries"
+        self,
+        name: str,
+        shape: Shape,
+        dtype: DType,
+        node: Node | Parameter | None = None,
+        kind: Kind = "temporaries",
     ) -> Tensor:
         """A freshly allocated tensor."""
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
+
+    def wants(self, i: int) -> bool:
+        """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
+        return not self._wanted or self._wanted[i]
+
+    def grad_of(self, i: int, shape: Shape, dtype: DType, *, is_view: bool = False) -> Tensor | None:
+        """A gradient for the i-th input; None if it is not asked for."""
+        if not self.wants(i):
+            return None
+        grad = self.new("grad", shape, dtype)
+        grad.is_view = is_view
+        return grad
 
     def node(
         self, inputs: tuple[Node | Parameter | None, ...], saved: tuple[Tensor, ...], backward: Backward
@@ -222,7 +271,9 @@ class Run:
             _mark_saved(saved)
         elif saved:
             region.n_saving += 1
-        node = Node(inputs, saved if region is None or not saved else None, backward, region)
+        node = Node(
+            inputs, saved if region is None or not saved else None, backward, region if saved else None
+        )
         self.nodes.append(node)
         if region is not None:
             region.nodes.append(node)
@@ -233,9 +284,12 @@ class Run:
         self._replayed += 1
         if saved:
             _mark_saved(saved)
-            node.saved = saved
-            region.n_saving -= 1
-            if region.n_saving == 0:
+            if node.released:
+                self._saved_again.append(saved)
+            else:
+                node.saved = saved
+            self._expected -= 1
+            if self._expected == 0:
                 raise _Recomputed
         return node
 
@@ -282,10 +336,15 @@ class Run:
         if x.dtype == dtype:
             return x
         was = x.dtype
-        node = self.node(
-            (x.node,), (), lambda grad, saved: (grad.run.new(f"grad as {was.name}", grad.shape, was),)
-        )
-        return self.new(f"copy as {dtype.name}", x.shape, dtype, node)
+
+        def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
+            narrow = grad.run.new(f"grad as {was.name}", grad.shape, was)
+            narrow.by_head = grad.by_head
+            return (narrow,)
+
+        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self.node((x.node,), (), backward))
+        y.by_head = x.by_head
+        return y
 
     def collective(self, kind: str, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
@@ -298,9 +357,32 @@ class Run:
         yield
         self.scope = before
 
-    def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    @property
+    def watched(self) -> bool:
+        """Whether a Python dispatch mode sees the operations, as in selective recomputation."""
+        region = self._replaying or self._region
+        return region is not None and region.selective
+
+    def kept(self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0) -> tuple[Tensor, ...]:
+        """The outputs of an operation of so many FLOPs that selective recomputation does not run again.
+
+        Source: torch/utils/checkpoint.py (`_CachingTorchDispatchMode`, `_CachedTorchDispatchMode`).
+        """
+        replaying, region = self._replaying, self._region
+        if replaying is not None and replaying.selective:
+            return replaying.kept.popleft()
+        outputs = compute()
+        self.flops += flops
+        if region is not None and region.selective:
+            _mark_saved(outputs)
+            region.kept.append(tuple(Tensor(self, y.shape, y.dtype, y.storage) for y in outputs))
+        return outputs
+
+    def recomputed(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool = False
+    ) -> Tensor:
         """`function(x)` keeping only `x`; what backward needs is computed again when it gets there."""
-        self._region = region = Region(function, x)
+        self._region = region = Region(function, x, selective=selective)
         _mark_saved((x,))
         if self.setting.device == "cpu":
             region.random_state = self._random_state()
@@ -308,8 +390,15 @@ class Run:
         self._region = None
         return y if region.nodes else x
 
-    def _distributed_sum(self, parameter: Parameter, grad: Tensor) -> Tensor:
-        """The sum of a divided weight's gradients (DTensors): out of place, a whole one being cut first."""
+    def _sum(self, parameter: Parameter, older: Tensor, grad: Tensor) -> Tensor:
+        """The sum of a tied weight's gradients: in place, unless the older is a view, or they are DTensors.
+
+        A whole DTensor is cut first where the weight is divided.
+
+        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
+        """
+        if not older.is_view and parameter.tp_dim is None:
+            return older
         part = None
         if grad.shape != parameter.shape:
             part = self.new("grad (own rows)", parameter.shape, grad.dtype)
@@ -342,10 +431,9 @@ class Run:
             raise MissingRule(
                 "a forward operation received no gradient; its users' rules return None for it."
             )
-        if node.saved is None and node.region is not None:
-            self._recompute(node.region)
+        self.make_saved(node)
         grad.in_flight = None
-        grads = list(node.backward(grad, node.saved or ()))
+        grads = self.gradients(node, grad)
         node.saved = ()
         grad = None
         inputs, node.region = node.inputs, None
@@ -353,38 +441,195 @@ class Run:
         for i, target in enumerate(inputs):
             part, grads[i] = grads[i], None
             if target is not None and part is not None:
-                self._deliver(target, part)
+                self.deliver(target, part)
+                part = None
+                if isinstance(target, Parameter):
+                    self._mark_ready(target)
             part = None
 
+    def make_saved(self, node: Node) -> None:
+        """Compute again what a node has not kept."""
+        if node.saved is None and node.region is not None:
+            self._recompute(node.region)
+
+    def gradients(self, node: Node, grad: Tensor, wanted: tuple[bool, ...] = ()) -> list[Tensor | None]:
+        """The gradients of a node's inputs, or of those `wanted`."""
+        self._wanted = wanted
+        found = list(node.backward(grad, node.unpacked()))
+        self._wanted = ()
+        return found
+
+    def retain(self, grad: Tensor) -> None:
+        """Keep others from adding to this gradient in place."""
+        self._retained.add(id(grad.storage))
+
+    def release_retained(self) -> None:
+        """Nothing is added to any more."""
+        self._retained.clear()
+
+    def graded(self, parameter: Parameter, grad: Tensor) -> Tensor:
+        """A gradient that is a weight's own."""
+        if grad.storage is not None:
+            grad.storage.buffer.kind = "grads"
+            grad.storage.buffer.name = f"{parameter.name}.grad"
+            self.events.append(Event(0, grad.storage.buffer, parameter))
+        return grad
+
     def _random_state(self) -> Tensor:
-        return self.new("random state", (CPU_RANDOM_STATE_BYTES,), UINT8, kind="activations")
+        return self.new(RANDOM_STATE, (CPU_RANDOM_STATE_BYTES,), UINT8, kind="activations")
 
     def _recompute(self, region: Region) -> None:
         phase, self.phase = self.phase, "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
         current_state = self._random_state() if self.setting.device == "cpu" else None
-        self._replaying, self._replayed = region, 0
+        self._replaying, self._replayed, self._expected = region, 0, region.n_saving
         with suppress(_Recomputed):
             region.function(Tensor(self, region.x.shape, region.x.dtype, region.x.storage, region.x.node))
         del current_state
+        self._saved_again.clear()
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 
-    def _deliver(self, target: Node | Parameter, grad: Tensor) -> None:
+    def deliver(self, target: Node | Parameter, grad: Tensor) -> None:
+        """Add a gradient to what a node or a weight has of it."""
         if isinstance(target, Parameter):
-            if target in self._grads and target.tp_dim is not None:
-                self._grads[target] = self._distributed_sum(target, grad)
-            total = self._grads.setdefault(target, grad)
-            self._uses[target] -= 1
-            if self._uses[target] == 0 and total.storage is not None:
-                total.storage.buffer.kind = "grads"
-                total.storage.buffer.name = f"{target.name}.grad"
-                self.events.append(Event(0, total.storage.buffer, target))
+            if target in self._grads:
+                self._grads[target] = self._sum(target, self._grads[target], grad)
+            self._grads.setdefault(target, grad)
         elif target.grad is None:
             target.grad = grad
         elif target.grad.storage is None:
             target.grad = self._taken_over(grad)
-        elif target.grad.is_view or target.distributed:
+        elif target.grad.is_view or target.distributed or id(target.grad.storage) in self._retained:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
+
+    def _mark_ready(self, parameter: Parameter) -> None:
+        """One more use of a parameter has its gradient; the last one's arrival marks the sum."""
+        self._uses[parameter] -= 1
+        if self._uses[parameter] == 0:
+            self.graded(parameter, self._grads[parameter])
+
+
+class SplitBackward:
+    """A backward pass in two parts: the gradient of the input first, those of the weights later.
+
+    The first part keeps the graph from the topmost weight down, all that it has saved included, and the
+    gradient that came to each operation with a weight. The second part goes through these operations in the
+    order of the module, and lets go of the graph when it is done. Each of them is a backward pass of its own,
+    for which a recomputed region is run again whole; what the others would need is kept until they are done.
+
+    Source: torch/distributed/pipelining/_backward.py (`stage_backward_input`, `stage_backward_weight`),
+    torch/utils/checkpoint.py (`_CheckpointFrame.recomputed`, one for each graph task).
+    """
+
+    __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "run")
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._graph = list(run.nodes)
+        self.n_nodes = len(run.nodes)
+        self._beside: set[Node] = set()
+        self._waiting: deque[tuple[int, Node, Tensor]] = deque()
+        self._taken: tuple[Node, Tensor] | None = None
+        self._made: list[Tensor] = []
+        self._unused: dict[Node, list[tuple[Tensor, ...]]] = {}
+        self._regions = {node.region for node in run.nodes if node.region is not None}
+        for node in run.nodes:
+            inputs = [target for target in node.inputs if target is not None]
+            if inputs and all(map(self._is_weights, inputs)):
+                self._beside.add(node)
+
+    def _is_weights(self, target: Node | Parameter | None) -> bool:
+        """Whether a gradient goes to weights only."""
+        return isinstance(target, Parameter) or target in self._beside
+
+    def input(self, down_to: int) -> None:
+        """Run the newest nodes until `down_to` are left, but for those that only weights need."""
+        run = self.run
+        run.phase = "backward"
+        while len(run.nodes) > down_to:
+            node = run.nodes.pop()
+            if node not in self._beside:
+                self._step(node, len(run.nodes))
+
+    def _step(self, node: Node, index: int) -> None:
+        run = self.run
+        grad, node.grad = node.grad, None
+        if grad is None:
+            raise MissingRule("an operation received no gradient in the first part of a split backward pass.")
+        wanted = tuple([not self._is_weights(target) for target in node.inputs])
+        if not all(wanted):
+            self._waiting.appendleft((index, node, grad))
+            run.retain(grad)
+        run.make_saved(node)
+        grad.in_flight = None
+        grads = run.gradients(node, grad, wanted)
+        if node.region is not None:
+            node.saved = None
+        grad = None
+        inputs = node.inputs
+        del node
+        for i, target in enumerate(inputs):
+            part, grads[i] = grads[i], None
+            if target is not None and part is not None:
+                run.deliver(target, part)
+            part = None
+
+    def end_input(self) -> None:
+        """The first part returns: the graph above the topmost weight is gone, whatever of it was saved."""
+        kept: set[Node] = set()
+        ahead = [node for _, node, _ in self._waiting]
+        while ahead:
+            node = ahead.pop()
+            kept.add(node)
+            ahead += [target for target in node.inputs if isinstance(target, Node) and target not in kept]
+        for node in self._graph:
+            node.released = node not in kept
+        self._graph.clear()
+        self.run.release_retained()
+
+    def weights(self, up_to: int) -> None:
+        """The gradients of the weights of the first `up_to` nodes.
+
+        What an operation needed lives until the next one is begun, the gradients until its are made.
+        """
+        while self._waiting and self._waiting[0][0] < up_to:
+            _, node, grad = self._waiting.popleft()
+            self._taken = (node, grad)
+            self._made = self._weights_of(node, grad)
+
+    def _weights_of(self, node: Node, grad: Tensor) -> list[Tensor]:
+        run, region = self.run, node.region
+        run.make_saved(node)
+        if region is not None:
+            for other in region.nodes:
+                if other is not node and other.saved:
+                    self._unused.setdefault(other, []).append(other.saved)
+                    other.saved = None
+        wanted = tuple([self._is_weights(target) for target in node.inputs])
+        grads = run.gradients(node, grad, wanted)
+        node.saved = ()
+        node.released = True
+        self._unused.pop(node, None)
+        made: list[Tensor] = []
+        for i, target in enumerate(node.inputs):
+            part, grads[i] = grads[i], None
+            while isinstance(target, Node) and part is not None:
+                (part,) = run.gradients(target, part, ())
+                (target,) = target.inputs
+            if isinstance(target, Parameter) and part is not None:
+                made.append(run.graded(target, part))
+            part = None
+        return made
+
+    def end_weights(self) -> None:
+        """The second part returns: the graph is gone."""
+        self._taken = None
+        self._made = []
+        for region in self._regions:
+            region.nodes.clear()
+        self._regions.clear()
+        self._unused.clear()
+        self._beside.clear()
 
 
 def _mark_saved(saved: tuple[Tensor, ...]) -> None:

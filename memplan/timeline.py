@@ -8,8 +8,11 @@ needs no event loop: a stretch repeated n times reaches its high in its first or
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
+from memplan.many import Many, larger, largest
 from memplan.shapes import KINDS, Buffer, Event, Kind
 
 
@@ -51,6 +54,8 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     for sign, buffer, _ in kept:
         if sign > 0:
             live += buffer.n_bytes
+            if type(live) is not int:
+                return _events_of_many(name, kept)
             if live > high:
                 high = live
         else:
@@ -58,22 +63,39 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     return Stretch(name, kept, (), 1, live, high)
 
 
+def _events_of_many(name: str, kept: tuple[Event, ...]) -> Stretch:
+    """Along as few axes as can be: events in a row that have the same ones are worked out once."""
+    live = high = 0
+    for _, alike in groupby(kept, lambda event: getattr(event[1].n_bytes, "shape", None)):
+        net_bytes, high_bytes = _net_and_high(tuple(alike))
+        high = larger(high, live + high_bytes)
+        live += net_bytes
+    return Stretch(name, kept, (), 1, live, high)
+
+
+@lru_cache(maxsize=65536)
+def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
+    live = [0, *accumulate([sign * buffer.n_bytes for sign, buffer, _ in kept])]
+    return live[-1], largest(live)
+
+
 def chain(name: str, *parts: Stretch) -> Stretch:
     """Stretches one after the other."""
     live = high = 0
     for part in parts:
-        if live + part.high_bytes > high:
-            high = live + part.high_bytes
+        high = larger(high, live + part.high_bytes)
         live += part.net_bytes
     return Stretch(name, (), parts, 1, live, high)
 
 
 def repeated(part: Stretch, n: int) -> Stretch:
     """A stretch n times over; nothing if n is 0."""
+    net, high = part.net_bytes, part.high_bytes
+    if isinstance(n, Many):
+        return Stretch(part.name, (), (part,), n, n * net, (n > 0) * larger(high, (n - 1) * net + high))
     if n <= 0:
         return Stretch(part.name, (), (), 0, 0, 0)
-    net = part.net_bytes
-    return Stretch(part.name, (), (part,), n, n * net, max(part.high_bytes, (n - 1) * net + part.high_bytes))
+    return Stretch(part.name, (), (part,), n, n * net, larger(high, (n - 1) * net + high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +128,11 @@ class Bytes:
 
 Alive = Counter[Buffer]
 """How many of each buffer are alive."""
+
+
+def n_bytes_of(alive: Alive) -> int:
+    """Bytes of all that is alive."""
+    return sum(n * buffer.n_bytes for buffer, n in alive.items())
 
 
 def bytes_by_kind(alive: Alive) -> Bytes:
@@ -190,14 +217,15 @@ def running_bytes(stretch: Stretch, start: int = 0) -> Iterator[tuple[str, int]]
     Its maximum is `start + high_bytes`; this is the slow, literal way that the closed form must agree with.
     """
     live = start
-    for name, delta in _unrolled(stretch):
-        live += delta
+    for name, event in unrolled(stretch):
+        live += event.sign * event.buffer.n_bytes
         yield name, live
 
 
-def _unrolled(stretch: Stretch) -> Iterator[tuple[str, int]]:
+def unrolled(stretch: Stretch) -> Iterator[tuple[str, Event]]:
+    """Every event of a step in order, with the name of its stretch."""
     for _ in range(stretch.repeats):
         for event in stretch.events:
-            yield stretch.name, event.sign * event.buffer.n_bytes
+            yield stretch.name, event
         for part in stretch.parts:
-            yield from _unrolled(part)
+            yield from unrolled(part)

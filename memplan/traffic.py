@@ -3,20 +3,29 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from memplan.engines import textbook
-from memplan.engines.torch import Stage
-from memplan.engines.torch.fsdp import Unit
-from memplan.engines.torch.sharding import ddp_buckets
+from memplan.engines.torch import RankStages, Stage
+from memplan.engines.torch.ddp import bucket_of, buckets, payloads
+from memplan.engines.torch.fsdp import Unit, Units
+from memplan.engines.torch.optimizer import all_reduces
+from memplan.engines.torch.orders import Action, count, plan_order, times_unsharded
 from memplan.engines.trace import Segment
+from memplan.many import Many
 from memplan.models import Llama, Model
-from memplan.plan import Plan
-from memplan.shapes import Parameter
+from memplan.plan import MESH_AXES, SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan
+from memplan.shapes import FP32, DType, Parameter
 
-Axis = Literal["dp", "tp", "pp"]
-
-NEXT_TO_COMPUTE: Final = frozenset({"gather weights", "reduce gradients", "all-reduce gradients"})
+NEXT_TO_COMPUTE: Final = frozenset(
+    {
+        "gather weights",
+        "reduce gradients",
+        "all-reduce gradients",
+        "weights to the GPU",
+        "gradients to the host",
+    }
+)
 """What PyTorch issues beside the computation that does not wait for it."""
 
 
@@ -41,7 +50,7 @@ def wire_bytes(kind: str, payload_bytes: int, n_ranks: int) -> int:
     """What one of n ranks sends under a ring.
 
     all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, a
-    broadcast (n-1)/n on average over the ranks, point to point all of it, a receive nothing.
+    broadcast (n-1)/n on average over the ranks, point to point and copies all of it, a receive nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 
@@ -53,7 +62,7 @@ def wire_bytes(kind: str, payload_bytes: int, n_ranks: int) -> int:
             return 2 * payload_bytes * (n_ranks - 1) // n_ranks
         case "all_gather" | "reduce_scatter" | "broadcast":
             return payload_bytes * (n_ranks - 1) // n_ranks
-        case "send":
+        case "send" | "copy":
             return payload_bytes
         case _:
             return 0
@@ -78,15 +87,26 @@ def textbook_collectives(model: Model, plan: Plan, pp_rank: int) -> tuple[Collec
 Calls = tuple[str, Axis, str, int, int]
 """Kind, axis, purpose, number of calls, payload bytes of all of them."""
 
+Purpose = tuple[str, Axis, str]
+"""Kind, axis, purpose."""
 
-def collectives(stage: Stage) -> tuple[Collective, ...]:
+
+def payloads_bytes(stages: RankStages) -> dict[Purpose, int]:
+    """What one rank passes to the collectives of its step, summed as `collectives` does."""
+    payload: Counter[Purpose] = Counter()
+    for kind, axis, what, _, n_bytes in _calls(stages):
+        payload[kind, axis, what] += n_bytes
+    return payload
+
+
+def collectives(stages: RankStages) -> tuple[Collective, ...]:
     """All collectives of one rank's step, summed by kind, axis and purpose."""
-    calls: Counter[tuple[str, Axis, str]] = Counter()
-    payload: Counter[tuple[str, Axis, str]] = Counter()
-    for kind, axis, what, n, n_bytes in _calls(stage):
+    calls: Counter[Purpose] = Counter()
+    payload: Counter[Purpose] = Counter()
+    for kind, axis, what, n, n_bytes in _calls(stages):
         calls[kind, axis, what] += n
         payload[kind, axis, what] += n_bytes
-    ranks = {"dp": stage.plan.dp, "tp": stage.plan.tp, "pp": 2}
+    ranks = ranks_along(stages.plan)
     return tuple(
         Collective(
             kind=kind,
@@ -102,109 +122,143 @@ def collectives(stage: Stage) -> tuple[Collective, ...]:
     )
 
 
-def _calls(stage: Stage) -> Iterator[Calls]:
-    if stage.plan.tp > 1:
-        yield from _tensor_axis(stage)
-    if stage.ddp:
-        yield from _replicated(stage)
-    if stage.fsdp:
-        yield from _sharded(stage)
-    if stage.plan.pp > 1:
-        yield from _pipeline(stage)
+def ranks_along(plan: Plan) -> dict[Axis, int]:
+    """How many ranks each axis has."""
+    ranks: dict[Axis, int] = {axis: getattr(plan, axis) for axis in MESH_AXES}
+    return ranks | {"host": 1, "world": plan.world_size}
 
 
-def _tensor_axis(stage: Stage) -> Iterator[Calls]:
-    trace, m, n = stage.trace, stage.plan.n_micro_batches, stage.n_blocks
-    ends = (trace.embed, trace.head, trace.loss, trace.head_backward, trace.embed_backward)
-    parts: list[tuple[Segment, int]] = [(segment, m) for segment in ends]
-    parts += [(segment, m * n) for segment in (trace.block, trace.block_backward)]
-    for segment, times in parts:
+def _calls(stages: RankStages) -> Iterator[Calls]:
+    plan = stages.plan
+    if plan.zero == 1:
+        yield from _updated(stages)
+    for local, stage in enumerate(stages):
+        if plan.tp > 1:
+            yield from _tensor_axis(stages, local, stage)
+        if plan.ddp:
+            yield from _replicated(stage)
+        if plan.fsdp:
+            yield from _sharded(stages, local, stage)
+    if plan.pp > 1:
+        yield from _pipeline(stages)
+    for axis, what, n, n_bytes in all_reduces(stages):
+        yield "all_reduce", axis, what, n, n_bytes
+
+
+def segments_of_step(stages: RankStages, local: int, stage: Stage) -> list[tuple[Segment, int]]:
+    """What a stage of the rank runs in a step, forward and backward, and how often."""
+    plan, trace, m = stage.plan, stage.trace, stage.plan.n_micro_batches
+    split = 0
+    if plan.pp > 1 and plan.schedule in SPLITTING_SCHEDULES and not stage.first:
+        split = count(plan_order(plan, stages.rank.pp), Action("backward-input", local))
+    whole = m - split
+    parts: list[tuple[Segment, int]] = [(segment, m) for segment in (trace.embed, trace.head, trace.loss)]
+    parts += [(trace.head_backward, whole), (trace.embed_backward, whole)]
+    for block, n in stage.blocks:
+        parts += [(block.forward, m * n), (block.backward, whole * n)]
+    if split:
+        parts += [(segment, split * n) for segment, n in stage.split.turns]
+    return parts
+
+
+def _tensor_axis(stages: RankStages, local: int, stage: Stage) -> Iterator[Calls]:
+    for segment, times in segments_of_step(stages, local, stage):
         for call in segment.calls:
             yield call.kind, "tp", f"{call.what}, {call.phase}", times, times * call.payload_bytes
-    for parameter, count in stage.counted_parameters():
-        if parameter.summed_over_tp:
-            times = count * _sums_per_step(stage)
-            yield "all_reduce", "tp", "partial gradients", times, times * parameter.n_bytes
+    for parameter, n in stage.counted_parameters():
+        if parameter.summed_over_tp and (stage.plan.ddp or stage.plan.fsdp):
+            times = n * _sums_per_step(stage)
+            n_bytes = parameter.n_elements * _summed_dtype(stage, parameter).itemsize
+            yield "all_reduce", "tp", "partial gradients", times, times * n_bytes
+
+
+def _summed_dtype(stage: Stage, parameter: Parameter) -> DType:
+    """FSDP2 widens gradients before a pipeline's micro-batches are added, and they are summed as they are.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`).
+    """
+    return FP32 if stage.plan.fsdp and stage.plan.mixed and stage.plan.pp > 1 else parameter.dtype
 
 
 def _sums_per_step(stage: Stage) -> int:
-    """How often the tensor ranks sum a gradient of which each knows a part.
-
-    DDP and FSDP2 do it once per reduction, in backward. Without them the gradient stays partial until the
-    optimizer reads it, and each read sums anew: three in Adam, one in SGD.
-
-    Source: torch/distributed/tensor/_dispatch.py (implicit redistribution), torch/optim/adam.py (`lerp_` and
-    `addcmul_` with the gradient twice).
-    """
-    if stage.ddp:
-        return stage.plan.n_micro_batches
-    if stage.fsdp:
-        return 1 if stage.plan.pp > 1 else stage.plan.n_micro_batches
-    return 3 if stage.plan.optimizer in ("adam", "adamw") else 1
-
-
-def _ready_order(stage: Stage) -> list[Parameter]:
-    """Parameters in the order their gradients become ready, the last of a tied one's uses counting."""
-
-    def ready(segment: Segment) -> list[Parameter]:
-        return [e.parameter for e in segment.events if e.parameter is not None]
-
-    trace = stage.trace
-    return [
-        *ready(trace.head_backward),
-        *ready(trace.block_backward) * stage.n_blocks,
-        *ready(trace.embed_backward),
-    ]
+    """How often DDP and FSDP2 sum a gradient of which each tensor rank knows a part: once per reduction."""
+    if stage.plan.fsdp and stage.plan.pp > 1:
+        return 1
+    return stage.plan.n_micro_batches
 
 
 def _replicated(stage: Stage) -> Iterator[Calls]:
-    buckets = ddp_buckets(_ready_order(stage))
-    yield "all_reduce", "dp", "all-reduce gradients", len(buckets), sum(buckets)
+    yield "all_reduce", "dp", "all-reduce gradients", *_reduced(stage)
     if isinstance(stage.model, Llama) and stage.plan.pp == 1:
         seq_len, half = stage.plan.seq_len, stage.model.d_head // 2
         yield "broadcast", "dp", "rotation buffer", 1, 8 * seq_len * half
-    if stage.plan.zero == 1:
-        parameters = stage.counted_parameters()
-        n_bytes = sum(n * p.n_bytes for p, n in parameters)
-        yield "broadcast", "dp", "updated weights", sum(n for _, n in parameters), n_bytes
 
 
-def _sharded(stage: Stage) -> Iterator[Calls]:
-    n, m = stage.n_blocks, stage.plan.n_micro_batches
-    root, block = Unit(stage, "root", stage.ends), Unit(stage, "block", stage.trace.block_parameters)
-    again = stage.plan.zero == 3
-    if stage.plan.pp == 1:
-        gathers = {root: m, block: m * n * (2 if again else 1)}
-        reduces = {root: m, block: m * n}
-    else:
-        passes = _gathering_passes(stage) if again else 1
-        gathers = {root: 1, block: passes * n}
-        reduces = {root: 1, block: n}
-    for unit, calls in gathers.items():
-        if unit.flat.n_bytes:
-            yield "all_gather", "dp", "gather weights", calls, calls * unit.flat.n_bytes
-    for unit, calls in reduces.items():
-        if unit.flat.n_bytes:
-            yield "reduce_scatter", "dp", "reduce gradients", calls, calls * unit.reduce_input.n_bytes
+def _reduced(stage: Stage) -> tuple[int, int]:
+    """How many all-reduces the buckets take, and their bytes; of many stages only the bytes are right."""
+    hook, dtype = stage.plan.ddp_comm_hook, stage.weight_dtype
+    if isinstance(stage.n_blocks, Many) and hook == "none":
+        n_elements = sum(n * parameter.n_elements for parameter, n in stage.counted_parameters())
+        return 1, n_elements * dtype.itemsize
+    reduced = [n_bytes for found in buckets(stage) for n_bytes in payloads(hook, bucket_of(found), dtype)]
+    return len(reduced), sum(reduced)
 
 
-def _gathering_passes(stage: Stage) -> int:
-    """Passes of a schedule that find the blocks' weights freed.
+def _updated(stages: RankStages) -> Iterator[Calls]:
+    parameters = stages.counted_parameters()
+    n_bytes = sum(n * p.n_bytes for p, n in parameters)
+    yield "broadcast", "dp", "updated weights", sum(n for _, n in parameters), n_bytes
 
-    Those are every forward before the first backward, and every backward that follows a forward.
+
+def _sharded(stages: RankStages, local: int, stage: Stage) -> Iterator[Calls]:
+    """What each unit gathers and reduces; one that frees its weights gathers them again.
+
+    Under a schedule the weights are freed after a forward pass only: whatever pass follows finds them so.
     """
-    m = stage.plan.n_micro_batches
-    if stage.plan.schedule == "gpipe":
-        return m + 1
-    warm_up = min(m, stage.plan.pp - stage.rank.pp)
-    return warm_up + 1 + (m - warm_up)
+    plan, m = stage.plan, stage.plan.n_micro_batches
+    once, again, reduces = (m, m, m) if plan.pp == 1 else (1, m, 1)
+    if plan.pp > 1 and plan.schedule not in SINGLE_STAGE_SCHEDULES:
+        once, again = times_unsharded(plan_order(plan, stages.rank.pp), local)
+    for unit, times in Units(stage):
+        gathers = times * (once + again * unit.reshards)
+        yield "all_gather", "dp", "gather weights", gathers, gathers * unit.flat.n_bytes
+        if stage.offloads:
+            yield from _copied(unit, times, gathers, reduces, stages)
+        n = times * reduces
+        yield "reduce_scatter", "dp", "reduce gradients", n, n * unit.reduce_input.n_bytes
+        if stage.plan.dp_replicate > 1:
+            yield "all_reduce", "dp_replicate", "all-reduce gradients", n, n * unit.reduced.n_bytes
 
 
-def _pipeline(stage: Stage) -> Iterator[Calls]:
-    m, n_bytes = stage.plan.n_micro_batches, stage.trace.boundary.n_bytes
-    if not stage.first:
-        yield "recv", "pp", "activations", m, m * n_bytes
-        yield "send", "pp", "activation gradients", m, m * n_bytes
-    if not stage.last:
-        yield "send", "pp", "activations", m, m * n_bytes
-        yield "recv", "pp", "activation gradients", m, m * n_bytes
+def _copied(unit: Unit, n_units: int, gathers: int, reduces: int, stages: RankStages) -> Iterator[Calls]:
+    """What an offloaded unit copies: padded shards before each gather, own gradients after each reduction.
+
+    Only gradients that need not be added to older ones are copied beside the computation.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`).
+    """
+    fresh = 1 if stages.plan.set_to_none else 0
+    for parameters, times in unit.parts:
+        for p in parameters:
+            n, shard_bytes = gathers * times, unit.shard(p) * stages.weight_dtype.itemsize
+            yield "copy", "host", "weights to the GPU", n, n * shard_bytes
+            own_bytes = stages.weight_elements(p) * unit.dtype.itemsize
+            for what, passes in (
+                ("gradients to the host", fresh),
+                ("gradients to be added", reduces - fresh),
+            ):
+                n = n_units * times * passes
+                yield "copy", "host", what, n, n * own_bytes
+
+
+def _pipeline(stages: RankStages) -> Iterator[Calls]:
+    """What goes to other ranks; nothing is sent to a stage of the same rank."""
+    m = stages.plan.n_micro_batches
+    for index, stage in zip(stages.indices, stages, strict=True):
+        n_bytes = stage.trace.boundary.n_bytes
+        if not stage.first and index - 1 not in stages.indices:
+            yield "recv", "pp", "activations", m, m * n_bytes
+            yield "send", "pp", "activation gradients", m, m * n_bytes
+        if not stage.last and index + 1 not in stages.indices:
+            yield "send", "pp", "activations", m, m * n_bytes
+            yield "recv", "pp", "activation gradients", m, m * n_bytes

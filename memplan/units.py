@@ -40,6 +40,18 @@ def human_bytes(n_bytes: float) -> str:
     return f"{scaled(n_bytes, unit, 0 if unit == 1 else 2)} {name}"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The largest unit of time, of s, ms and us, that is not more than so many seconds, and its name.
+
+    >>> time_unit(2.5), time_unit(0.02)
+    ((1.0, 's'), (0.001, 'ms'))
+    """
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return unit, name
+    return 1e-6, "us"
+
+
 def scaled(value: float, unit: float, digits: int) -> str:
     """A number in a unit, in powers of ten once it has more than six digits before the point.
 

@@ -23,9 +23,76 @@ PLANS = [
     ("gpt2", {"tp": 2}, PlanRefused, r"tp=2 does not divide vocab_size=50257; .*pad vocab_size=50257"),
     ("llama-3-8b", {"pp": 33}, PlanRefused, r"pp=33 is more than n_layers=32; use at most 32\."),
     ("gpt2", {"pp": 2}, PlanRefused, r"pp=2 puts the embedding and the head .* tied; use pp=1"),
-    ("llama-3-8b", {"pp": 4, "global_batch": 3}, PlanRefused, r"there are 3 for pp=4; use global_batch=4"),
-    ("gpt2", {"dp": 3, "cluster": "8xh100-sxm"}, InvalidValue, r"= 3 is not the cluster's 8 GPUs; use c"),
-    ("gpt2", {"tp": 3, "cluster": "8xh100-sxm"}, InvalidValue, r"does not divide the cluster's 8 GPUs; use"),
+    ("llama-3-8b", {"pp": 4, "global_batch": 3}, PlanRefused, r"\(3\) must be .* use global_batch=4\."),
+    ("llama-3-8b", {"virtual_stages": 2}, PlanRefused, r"virtual_stages=2 are stages of .* pp=1; use"),
+    ("llama-3-8b", {"pp": 2, "virtual_stages": 2}, PlanRefused, r"'1f1b' runs one stage on each rank"),
+    ("llama-3-8b", {"pp": 4, "schedule": "zbv"}, PlanRefused, r"requires exactly 2 stages .* got 1"),
+    (
+        "llama-3-8b",
+        {"pp": 8, "virtual_stages": 8, "schedule": "looped-bfs"},
+        PlanRefused,
+        r"pp x virtual_stages = 8 x 8 = 64 is more than n_layers=32; use virtual_stages=4 or",
+    ),
+    (
+        "llama-3-8b",
+        {"pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b", "global_batch": 5},
+        PlanRefused,
+        r"multiple of the number of rounds \(2\), but got 5; use global_batch=6\.",
+    ),
+    (
+        "llama-3-8b",
+        {"pp": 2, "virtual_stages": 2, "schedule": "dualpipe-v", "global_batch": 3},
+        PlanRefused,
+        r"got 3 microbatches and 4 stages; use global_batch=4\.",
+    ),
+    (
+        "llama-3-8b",
+        {"pp": 2, "dp": 2, "zero": 3, "schedule": "zero-bubble"},
+        PlanRefused,
+        r"loses gradients with zero=3: FSDP2 frees .*; use zero=2",
+    ),
+    ("llama-3-8b", {"pp": 2, "dp": 2, "schedule": "zero-bubble"}, PlanRefused, r"zero=0: DDP's hooks .* use"),
+    (
+        "llama-3-8b",
+        {"pp": 2, "schedule": "zero-bubble", "recompute": "selective"},
+        PlanRefused,
+        r"only allowed to backward once .*; use recompute='full' or 'none'",
+    ),
+    ("llama-3-8b", {"pp": 2, "layers_per_stage": (16, 8, 8)}, PlanRefused, r"names 3 stages, .* name 2"),
+    ("llama-3-8b", {"pp": 2, "layers_per_stage": (16, 8)}, PlanRefused, r"adds up to 24 .* n_layers=32"),
+    (
+        "llama-3-8b",
+        {"dp": 2, "zero": 3, "optimizer": "sgd", "optimizer_impl": "fused"},
+        PlanRefused,
+        r"_fused_sgd_\.default does not have a sharding strategy.*use optimizer_impl='foreach' or",
+    ),
+    (
+        "llama-3-8b",
+        {"tp": 2, "optimizer_impl": "foreach", "set_to_none": False},
+        PlanRefused,
+        r"_foreach_zero_\.default got mixed torch\.Tensor and DTensor.*or set_to_none=True\.",
+    ),
+    (
+        "llama-3-8b",
+        {"tp": 2, "precision": "fp16-mixed"},
+        PlanRefused,
+        r"_amp_foreach_non_finite_check_and_unscale_\.default: got mixed.*use sequence_parallel=True,",
+    ),
+    (
+        "llama-3-8b",
+        {"pp": 2, "precision": "fp16-mixed", "optimizer_impl": "fused"},
+        PlanRefused,
+        r"output with shape \[\] doesn't match the broadcast shape \[1\].*use optimizer_impl='foreach'",
+    ),
+    (
+        "llama-3-8b",
+        {"precision": "bf16", "optimizer": "sgd", "optimizer_impl": "fused", "cluster": "1xcpu"},
+        PlanRefused,
+        r"leaves most bfloat16 weights as they are on CPU.*use optimizer_impl='foreach' or 'for-loop'\.",
+    ),
+    ("gpt2", {"clip_grad_norm": 0.0}, InvalidValue, r"clip_grad_norm=0.0 is not allowed; use"),
+    ("gpt2", {"dp": 3, "cluster": "8xh100-sxm"}, InvalidValue, r"= 3 ranks are not the cluster's 8 GPUs"),
+    ("gpt2", {"tp": 3, "cluster": "8xh100-sxm"}, InvalidValue, r"do not divide the cluster's 8 GPUs; use"),
     ("gpt2", {"zero": 4, "dp": 2}, InvalidValue, r"zero=4 is not allowed; use an integer from 0 to 3\."),
     ("gpt2", {"zero": 1}, PlanRefused, r"zero=1 shards over .* dp=1; use dp of 2 or more, or zero=0\."),
     ("gpt2", {"seq_len": 1025}, PlanRefused, r"seq_len=1025 is longer than max_seq_len=1024.*; use 1024 or"),
@@ -67,7 +134,8 @@ def estimate_on_the_command_line(model, **asked):
     args = ["estimate", str(model)]
     for name, value in asked.items():
         flag = f"--{name.replace('_', '-')}"
-        args += [flag] if value is True else [flag, str(value)]
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        args += [flag] if value is True else [f"--no{flag[1:]}"] if value is False else [flag, text]
     return CliRunner().invoke(commands, args)
 
 

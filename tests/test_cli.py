@@ -1,10 +1,12 @@
 """The command line: what it prints, as text and as JSON, and how it ends."""
 
+import csv
 import json
 import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import memplan
 from memplan.cli import commands
 from memplan.hardware import gpu_names
 from memplan.models import preset_names
+from memplan.search.plans import VARIED
 
 GPT2 = ["estimate", "gpt2", "--cluster", "8xh100-sxm", "--zero", "3"]
 
@@ -58,6 +61,8 @@ def test_json_is_one_object_with_the_peak_the_stages_and_the_collectives():
     assert sum(kinds.values()) == result["peak"]["total_bytes"]
     assert result["stages"][0]["peak"] == result["peak"]
     assert {c["kind"] for c in result["stages"][0]["collectives"]} == {"all_gather", "reduce_scatter"}
+    assert sum(s for part, s in result["time"].items() if part.endswith("_s")) == result["step_s"]
+    assert "rough" in result["time"]["confidence"]
     assert "ledger" not in result
 
 
@@ -91,7 +96,7 @@ def test_models_and_gpus_as_json():
     [
         (
             ["estimat"],
-            "unknown command 'estimat'; did you mean 'estimate'? Commands: estimate, gpus, models.",
+            "unknown command 'estimat'; did you mean 'estimate'? Commands: advise, compare, estimate, gpus, ",
         ),
         (["\x1b[2J"], "unknown command '\\x1b[2J'. Commands: "),
         (["estimate"], "Missing argument 'MODEL'."),
@@ -175,5 +180,54 @@ def test_the_readme_shows_what_its_commands_print(command, shown):
     assert shown in run(*shlex.split(command.replace("\\\n", " "))).output
 
 
-def test_the_readme_shows_a_plan_a_ledger_and_a_refusal():
-    assert len(SHOWN) == 3
+def test_the_readme_shows_every_command_that_asks_about_plans_and_a_refusal():
+    shown = [command.split()[0] for command, _ in SHOWN]
+    assert Counter(shown) == {"estimate": 3, "search": 1, "advise": 1, "compare": 1}
+
+
+SEARCH = ["search", "llama-3-8b", "--cluster", "8xh100-sxm", "--global-batch", "64", "--seq-len", "8192"]
+SEARCH += ["--tp", "1,2,3", "--pp", "1", "--no-offload", "--recompute", "none,full", "--keep", "30"]
+
+
+def test_search_prints_the_best_and_what_was_refused():
+    result = run(*SEARCH)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert re.search(r"\d+ fit, \d+ are too large, \d+ are refused\.", result.stdout)
+    assert "Best" in result.stdout
+    assert "rough" in result.stdout
+
+
+def test_search_as_json_and_csv_has_the_kept_plans():
+    found = json.loads(run(*SEARCH, "--json").stdout)
+    assert found["n_plans"] == found["n_fit"] + found["n_too_large"] + found["n_refused"]
+    rows = list(csv.DictReader(run(*SEARCH, "--csv").stdout.splitlines()))
+    assert [row["peak_bytes"] for row in rows] == [str(plan["peak_bytes"] or "") for plan in found["plans"]]
+    best = found["plans"][0]
+    fields = {name: best[name] for name in VARIED}
+    again = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", global_batch=64, seq_len=8192, **fields)
+    assert (again.peak.total_bytes, again.step_s) == (best["peak_bytes"], best["step_s"])
+
+
+def test_advise_prints_changes_and_a_plan_that_fits():
+    asked = ["advise", "llama-3-8b", "--cluster", "8xa100-40-sxm", "--micro-batch", "2", "--global-batch"]
+    asked += ["64", "--seq-len", "4096", "--zero", "1"]
+    result = run(*asked)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "does not fit" in result.stdout
+    assert "Fastest combination that fits" in result.stdout
+    assert json.loads(run(*asked, "--json").stdout)["best"]["fits"] is True
+    assert run(*asked, "--csv").stdout.startswith("change,freed_bytes")
+
+
+def test_compare_says_which_is_better_and_why():
+    asked = ["compare", "llama-3-70b", "tp=8,pp=4,zero=1,sequence-parallel,recompute=full", "zero=3"]
+    asked += ["--cluster", "64xh100-sxm", "--global-batch", "512", "--seq-len", "8192"]
+    result = run(*asked)
+    assert result.exit_code == 0
+    assert "a is better: it fits" in result.stdout
+    assert json.loads(run(*asked, "--json").stdout)["b"]["fits"] is False
+    wrong = run("compare", "llama-3-70b", "tq=8", "zero=3", *asked[4:])
+    assert wrong.exit_code == 2
+    assert "did you mean 'tp'" in wrong.stderr

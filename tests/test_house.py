@@ -21,9 +21,9 @@ HEAVY = ("torch", "pandas", "matplotlib", "click", "rich", "scipy", "validate")
 ADDED_SECONDS = """
 import time
 import numpy
-start = time.perf_counter()
+start = time.process_time()
 import memplan
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 

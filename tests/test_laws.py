@@ -5,21 +5,38 @@ them has a tolerance.
 """
 
 import re
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any, Final, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memplan import Gpt, Llama, Model, Plan, parameter_count
-from memplan.engines.torch import Rank, Stage
+from memplan.engines.torch import RankStages
+from memplan.engines.torch.fsdp import Group, grouped
+from memplan.engines.torch.runtime import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
-from memplan.errors import PlanRefused
+from memplan.engines.trace import Segment
+from memplan.errors import MissingRule, PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.plan import OPTIMIZERS, PRECISIONS, RECOMPUTES, SCHEDULES, check_plan
+from memplan.plan import (
+    DDP_COMM_HOOKS,
+    FSDP_UNITS,
+    OPTIMIZER_IMPLS,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    Rank,
+    check_device,
+    check_plan,
+)
 from memplan.shapes import KINDS, Buffer, Event
 from memplan.tables import ledger_rows
 from memplan.tape import CPU_RANDOM_STATE_BYTES, Device
@@ -49,9 +66,9 @@ class Case(NamedTuple):
         rank = Rank(pp=self.stage, dp=dp_rank, tp=tp_rank)
         return rank_estimate(self.model, replace(self.plan, **changes), rank, self.device)
 
-    def of(self, **changes: Any) -> Stage:
-        """The engine's stage itself, on its first rank."""
-        return Stage(self.model, replace(self.plan, **changes), Rank(pp=self.stage), self.device)
+    def of(self, **changes: Any) -> RankStages:
+        """The engine's own view of the stage's first rank."""
+        return RankStages(self.model, replace(self.plan, **changes), Rank(pp=self.stage), self.device)
 
     def held_bytes(self, **changes: Any) -> int:
         """Weights, gradients and optimizer state of the data-parallel rank that holds most of them."""
@@ -78,6 +95,14 @@ def models(draw: st.DrawFn) -> Model:
     return Llama(**fields, n_kv_heads=kv_heads)
 
 
+PLAIN_DDP: Final = {
+    "gradient_as_bucket_view": st.just(False),
+    "bucket_cap_bytes": st.none(),
+    "ddp_comm_hook": st.just("none"),
+}
+"""DDP's options at their defaults."""
+
+
 @st.composite
 def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
     """Cases that can run; a field of the plan, or the device, is drawn from the caller's strategy if any."""
@@ -91,33 +116,59 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
     if pp > 1:
         model = replace(model, tied_head=False)
     micro_batch = draw(st.integers(1, 3))
+    zero = field("zero", st.integers(0, 3) if dp > 1 else st.just(0))
+    fsdp = {
+        "dp_replicate": field("dp_replicate", st.sampled_from([1, 1, 2])),
+        "fsdp_units": field("fsdp_units", st.sampled_from(FSDP_UNITS)),
+        "offload": field("offload", st.booleans()),
+    }
+    if fsdp["fsdp_units"] != "model":
+        fsdp["fsdp_blocks"] = field("fsdp_blocks", st.sampled_from([1, 1, 2, 3]))
+    ddp = {
+        "gradient_as_bucket_view": field("gradient_as_bucket_view", st.booleans()),
+        "bucket_cap_bytes": field("bucket_cap_bytes", st.sampled_from([None, 100, 2000])),
+        "ddp_comm_hook": field("ddp_comm_hook", st.sampled_from(DDP_COMM_HOOKS)),
+    }
     chosen = {
-        "zero": field("zero", st.integers(0, 3) if dp > 1 else st.just(0)),
+        "zero": zero,
+        **(fsdp if zero >= 2 else {}),
+        **(ddp if zero <= 1 < dp else {}),
         "sequence_parallel": draw(st.booleans()) if tp > 1 else False,
         "seq_len": draw(st.sampled_from([4, 8, 16])),
         "precision": field("precision", st.sampled_from(PRECISIONS)),
         "optimizer": field("optimizer", st.sampled_from(OPTIMIZERS)),
+        "optimizer_impl": field("optimizer_impl", st.sampled_from(OPTIMIZER_IMPLS)),
+        "clip_grad_norm": field("clip_grad_norm", st.sampled_from([None, 1.0])),
+        "set_to_none": field("set_to_none", st.booleans()),
         "recompute": field("recompute", st.sampled_from(RECOMPUTES)),
-        "schedule": field("schedule", st.sampled_from(SCHEDULES)),
+        "recompute_blocks": draw(st.sampled_from([None, 1, 2])),
+        "schedule": field("schedule", st.sampled_from(SCHEDULES if pp > 1 else ("1f1b",))),
+        "loss_chunks": field("loss_chunks", st.integers(1, 4)),
     }
-    least = pp if chosen["schedule"] == "1f1b" else 1
+    if chosen["recompute"] == "none":
+        del chosen["recompute_blocks"]
+    if pp > 1 and chosen["schedule"] not in SINGLE_STAGE_SCHEDULES:
+        chosen["virtual_stages"] = draw(st.integers(1, max(1, model.n_layers // pp)))
+    least = {"1f1b": pp, "dualpipe-v": 2 * pp}.get(chosen["schedule"], 1)
     n_micro_batches = draw(st.integers(least, least + 5))
     plan = Plan(
         dp=dp,
         tp=tp,
         pp=pp,
         micro_batch=micro_batch,
-        global_batch=dp * micro_batch * n_micro_batches,
+        global_batch=chosen.get("dp_replicate", 1) * dp * micro_batch * n_micro_batches,
         **chosen,
     )
-    assume(runs(model, plan))
-    return Case(model, plan, draw(st.integers(0, pp - 1)), field("device", st.sampled_from(["cpu", "cuda"])))
+    device = field("device", st.sampled_from(["cpu", "cuda"]))
+    assume(runs(model, plan, device))
+    return Case(model, plan, draw(st.integers(0, pp - 1)), device)
 
 
-def runs(model: Model, plan: Plan) -> bool:
+def runs(model: Model, plan: Plan, device: Device) -> bool:
     try:
         check_plan(model, plan)
-    except PlanRefused:
+        check_device(plan, device)
+    except (PlanRefused, MissingRule):
         return False
     return True
 
@@ -156,8 +207,9 @@ def test_the_closed_form_is_the_unrolled_steps_maximum(case):
         rank.rest_bytes,
         *(held_bytes for _, held_bytes in running_bytes(rank.timeline.step, rank.rest_bytes)),
     ]
+    left_bytes = sum(n * buffer.n_bytes for buffer, n in left_behind(case.of()).items())
     assert rank.peak_bytes == max(held)
-    assert min(held) == rank.rest_bytes
+    assert min(held) == rank.rest_bytes - left_bytes
 
 
 @laws(150)
@@ -173,8 +225,9 @@ def test_the_peak_is_the_highest_instant(case):
 @laws(150)
 @given(cases())
 def test_nothing_is_freed_before_it_is_allocated(case):
-    alive: Counter[Buffer] = Counter()
-    for event in one_by_one(some_rank(case).timeline.step):
+    rank = some_rank(case)
+    alive: Counter[Buffer] = Counter(rank.timeline.rest)
+    for event in one_by_one(rank.timeline.step):
         alive[event.buffer] += event.sign
         assert alive[event.buffer] >= 0, f"{event.buffer} is freed once more than it was allocated"
 
@@ -182,11 +235,17 @@ def test_nothing_is_freed_before_it_is_allocated(case):
 @laws(150)
 @given(cases())
 def test_a_step_leaves_its_gradients_and_nothing_else(case):
-    """zero_grad frees them after the step. FSDP2's are views of whole reduced shards, padding and all."""
+    """zero_grad frees them after the step. FSDP2's are views of whole reduced shards, padding and all.
+
+    Offloaded ones are the host's; zeroed ones and views of DDP's buckets were there before the step.
+    """
     plan, rank = case.plan, some_rank(case)
     left: Counter[Buffer] = Counter()
     for event in one_by_one(rank.timeline.step):
         left[event.buffer] += event.sign
+    if rank.timeline.host is not None or not plan.set_to_none or plan.gradient_as_bucket_view:
+        assert not any(left.values())
+        return
     assert {buffer.kind for buffer, n in left.items() if n} == {"grads"}
     if plan.zero < 2:
         grads_bytes = rank.states.grads_bytes
@@ -203,9 +262,12 @@ def test_a_step_leaves_its_gradients_and_nothing_else(case):
 @laws(80)
 @given(cases())
 def test_more_micro_batches_never_lower_the_peak(case):
+    """Interleaved schedules go in rounds of at least pp micro-batches, but shorter ones where it divides."""
     plan = case.plan
-    one_more = plan.global_batch + plan.dp * plan.micro_batch
-    assert case.on(global_batch=one_more).peak_bytes >= case.on().peak_bytes
+    a_round = plan.pp if plan.schedule in ("interleaved-1f1b", "zero-bubble") else 1
+    assume(plan.n_micro_batches % a_round == 0)
+    more = plan.global_batch + plan.n_replicas * plan.micro_batch * a_round
+    assert case.on(global_batch=more).peak_bytes >= case.on().peak_bytes
 
 
 @laws(80)
@@ -223,7 +285,7 @@ def test_larger_micro_batches_never_lower_the_peak(case):
 @given(cases(pp=st.integers(2, 4), schedule=st.just("1f1b")))
 def test_1f1b_needs_no_more_for_more_micro_batches_but_the_batch_itself(case):
     plan = case.plan
-    per_micro_batch = plan.dp * plan.micro_batch
+    per_micro_batch = plan.n_replicas * plan.micro_batch
     first, second = ((2 * plan.pp + 3 + more) * per_micro_batch for more in (0, 3))
     of_step = [
         rank.peak_bytes - rank.rest_bytes for n in (first, second) for rank in [case.on(global_batch=n)]
@@ -245,22 +307,44 @@ def test_recomputation_keeps_a_blocks_output_and_nothing_else(case):
     """On CPU the generator's state too."""
 
     def kept_bytes(recompute: str) -> int:
-        trace = case.of(recompute=recompute).trace
-        return events("block", (*trace.block.events, *trace.block_casts.events)).net_bytes
+        stage, *_ = case.of(recompute=recompute)
+        block = stage.trace.blocks[0]
+        return events("block", (*block.forward.events, *block.casts.events)).net_bytes
 
     random_state_bytes = CPU_RANDOM_STATE_BYTES if case.device == "cpu" else 0
-    assert kept_bytes("full") - random_state_bytes == case.of().trace.boundary.n_bytes
+    stage, *_ = case.of()
+    assert kept_bytes("full") - random_state_bytes == stage.trace.boundary.n_bytes
     assert kept_bytes("full") - random_state_bytes < kept_bytes("none")
+    assert kept_bytes("full") < kept_bytes("selective")
+
+
+@laws(80)
+@given(cases(recompute=st.sampled_from(["selective", "full"])))
+def test_recomputing_the_first_blocks_is_between_none_and_all(case):
+    """Each block keeps as much as it would alone, whatever its neighbours do."""
+    n = sum(stage.n_blocks for stage in case.of())
+
+    def kept_bytes(**plan: Any) -> int:
+        blocks = [block for stage in case.of(**plan) for block in stage.blocks]
+        return sum(times * events("block", block.forward.events).net_bytes for block, times in blocks)
+
+    every = kept_bytes(recompute_blocks=None)
+    none = kept_bytes(recompute="none", recompute_blocks=None)
+    for k in range(1, n + 1):
+        assert n * kept_bytes(recompute_blocks=k) == k * every + (n - k) * none
+    assert case.on(recompute_blocks=n).peak_bytes == case.on(recompute_blocks=None).peak_bytes
 
 
 # Sharding
 
 
 @laws(80)
-@given(cases(dp=st.integers(2, 4), zero=st.just(0)))
+@given(cases(dp=st.integers(2, 4), zero=st.just(0), **PLAIN_DDP))
 def test_more_sharding_never_holds_more_states(case):
     held = [
-        case.held_bytes(zero=zero) for zero in range(4) if runs(case.model, replace(case.plan, zero=zero))
+        case.held_bytes(zero=zero)
+        for zero in range(4)
+        if runs(case.model, replace(case.plan, zero=zero), case.device)
     ]
     assert held == sorted(held, reverse=True)
 
@@ -269,7 +353,7 @@ def test_more_sharding_never_holds_more_states(case):
 @given(cases())
 def test_twice_the_data_ranks_never_hold_more_states(case):
     twice = {"dp": 2 * case.plan.dp, "global_batch": 2 * case.plan.global_batch}
-    assume(runs(case.model, replace(case.plan, **twice)))
+    assume(runs(case.model, replace(case.plan, **twice), case.device))
     assert case.held_bytes(**twice) <= case.held_bytes()
 
 
@@ -310,8 +394,8 @@ def test_pipeline_stages_cover_the_model(case):
     itemsize = 2 if case.plan.precision == "bf16" else 4
     stages = [case._replace(stage=stage).on() for stage in range(case.plan.pp)]
     assert sum(s.states.weights_bytes for s in stages) == itemsize * parameter_count(case.model)
-    layers = [layer for stage in stages for layer in stage.layers]
-    assert layers == list(range(case.model.n_layers))
+    layers = [layer for stage in stages for layers in stage.layers for layer in layers]
+    assert sorted(layers) == list(range(case.model.n_layers))
 
 
 @laws(200)
@@ -320,6 +404,150 @@ def test_the_rank_that_stands_for_a_stage_holds_most_states(case):
     stage = case.of()
     fullest = stage.on_fullest_rank().rank
     assert case.on(fullest.dp).states.total_bytes == case.held_bytes()
+
+
+# FSDP2's options
+
+
+def shared(what: str, **fixed: Any) -> st.SearchStrategy[Case]:
+    """Cases of FSDP2 where an option is at its default; `fixed` for others."""
+    defaults: dict[str, Any] = {"dp_replicate": 1, "fsdp_units": "block", "offload": False}
+    return cases(
+        dp=st.integers(2, 4), zero=st.sampled_from([2, 3]), **{what: st.just(defaults[what])}, **fixed
+    )
+
+
+def replicated(case: Case, n: int) -> dict[str, Any]:
+    return {"dp_replicate": n, "global_batch": n * case.plan.global_batch}
+
+
+@laws(80)
+@given(shared("dp_replicate"))
+def test_replicas_of_shards_hold_the_shards_and_one_micro_batch_more_of_nothing(case):
+    """An all-reduce is in place; only gradients that are added to older ones are kept to the end for it."""
+    alone, beside = case.on(), case.on(**replicated(case, 3))
+    assert (beside.states, beside.rest_bytes) == (alone.states, alone.rest_bytes)
+    assert beside.peak_bytes >= alone.peak_bytes
+    keeps = case.plan.set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
+    if keeps and not case.of().offloads:
+        assert beside.peak_bytes == alone.peak_bytes
+
+
+@laws(80)
+@given(shared("dp_replicate"))
+def test_replicas_of_shards_reduce_between_them_what_the_shards_have_reduced(case):
+    alone = [c for c in case.on().collectives if c.axis != "world"]
+    beside = [c for c in case.on(**replicated(case, 3)).collectives if c.axis != "world"]
+    assert [c for c in beside if c.axis != "dp_replicate"] == alone
+    (between,) = [c for c in beside if c.axis == "dp_replicate"]
+    (scattered,) = [c for c in alone if c.kind == "reduce_scatter" and c.axis == "dp"]
+    assert (between.kind, between.calls) == ("all_reduce", scattered.calls)
+    assert between.payload_bytes * case.plan.dp == scattered.payload_bytes
+    assert between.wire_bytes == 2 * between.payload_bytes * 2 // 3
+
+
+@laws(80)
+@given(shared("fsdp_units", fsdp_blocks=st.just(1)))
+def test_larger_units_move_the_same_gradients_in_fewer_calls(case):
+    assume(not case.model.tied_head)
+
+    def moved(kind: str, units: str) -> tuple[int, int]:
+        found = case.on(fsdp_units=units).collectives
+        return next((c.calls, c.payload_bytes) for c in found if (c.kind, c.axis) == (kind, "dp"))
+
+    for kind in ("reduce_scatter", "all_gather"):
+        calls, payload_bytes = zip(*(moved(kind, units) for units in FSDP_UNITS), strict=True)
+        block, ends, model = calls
+        assert model <= block <= ends
+        if kind == "reduce_scatter" or case.plan.zero == 2:
+            assert len(set(payload_bytes)) == 1
+        else:
+            assert payload_bytes[1] >= payload_bytes[0] >= payload_bytes[2]
+
+
+@laws(80)
+@given(cases(dp=st.integers(2, 4), zero=st.sampled_from([2, 3]), fsdp_units=st.just("block")))
+def test_blocks_that_share_a_unit_share_its_calls(case):
+    def scattered(fsdp_blocks: int) -> tuple[int, int]:
+        found = case.on(fsdp_blocks=fsdp_blocks).collectives
+        return next((c.calls, c.payload_bytes) for c in found if (c.kind, c.axis) == ("reduce_scatter", "dp"))
+
+    plan, stages = case.plan, case.of()
+    passes = 1 if plan.pp > 1 else plan.n_micro_batches
+    alone_calls, alone_bytes = scattered(1)
+    ends = alone_calls // passes - sum(stage.n_blocks for stage in stages)
+    for n in (2, 3):
+        units = ends + sum(-(-stage.n_blocks // n) for stage in stages)
+        assert scattered(n) == (passes * units, alone_bytes)
+
+
+def test_every_block_passes_once_in_its_own_unit_whatever_the_groups():
+    """In both directions, for every number of blocks and of those that share a unit, in runs of two kinds."""
+    kinds = [Segment(), Segment(), Segment()]
+    for n_blocks, size, n_first in product(range(1, 12), range(1, 6), range(3)):
+        runs = [(kinds[0], 1), (kinds[1], min(n_first, n_blocks - 1))]
+        runs.append((kinds[2], n_blocks - 1 - runs[1][1]))
+        whole, left = divmod(n_blocks, size)
+        groups = [Group(None, size, whole), Group(None, left, 1 if left else 0)]
+        for order, rows in ((runs, groups), (runs[::-1], groups[::-1])):
+            expected = [id(segment) for segment, n in order for _ in range(n)]
+            found, sizes = [], []
+            for _, row, times in grouped(order, rows):
+                found += [id(segment) for segment, n in row for _ in range(n)] * times
+                sizes += [sum(n for _, n in row)] * times
+            assert found == expected
+            assert sizes == [group.size for group in rows for _ in range(group.times)]
+
+
+@laws(80)
+@given(shared("offload", device=st.just("cuda")))
+def test_offloaded_states_are_the_hosts_and_cross_to_the_device_as_they_are_needed(case):
+    kept, offloaded = case.on(), case.on(offload=True)
+    kinds = ("weights", "grads", "optimizer")
+    assert {b.kind for b in offloaded.timeline.rest} <= {"activations", "temporaries"}
+    assert not any(getattr(offloaded.peak, f"{kind}_bytes") for kind in kinds[::2])
+    assert offloaded.states == kept.states
+    for kind in kinds:
+        assert getattr(offloaded.host, f"{kind}_bytes") == getattr(kept.states, f"{kind}_bytes")
+    assert offloaded.host.weights_bytes + offloaded.host.grads_bytes <= offloaded.host_pinned_bytes
+    assert kept.host.total_bytes == kept.host_pinned_bytes == 0
+    assert [c for c in offloaded.collectives if c.axis != "host"] == list(kept.collectives)
+    copied = {c.what: c.payload_bytes for c in offloaded.collectives if c.axis == "host"}
+    gathered = sum(c.payload_bytes for c in kept.collectives if (c.kind, c.axis) == ("all_gather", "dp"))
+    narrower = 2 if case.plan.mixed else 1
+    assert copied["weights to the GPU"] * case.plan.dp == gathered * narrower
+    fresh, added = (copied.get(what, 0) for what in ("gradients to the host", "gradients to be added"))
+    reductions = 1 if case.plan.pp > 1 else case.plan.n_micro_batches
+    assert fresh == (kept.states.grads_bytes if case.plan.set_to_none else 0)
+    assert fresh + added == reductions * kept.states.grads_bytes
+
+
+@laws(80)
+@given(shared("offload", device=st.just("cpu")))
+def test_on_cpu_ranks_the_host_is_the_device(case):
+    kept, offloaded = case.on(), case.on(offload=True)
+    assert (offloaded.peak, offloaded.states, offloaded.collectives) == (
+        kept.peak,
+        kept.states,
+        kept.collectives,
+    )
+    assert offloaded.host.total_bytes == 0
+
+
+def test_one_unit_has_no_rows_of_blocks():
+    with pytest.raises(PlanRefused, match=r"use fsdp_units='block' or 'block\+ends', or fsdp_blocks=1\.$"):
+        Plan(dp=2, zero=3, fsdp_units="model", fsdp_blocks=2)
+
+
+def test_tied_ends_are_no_units_of_their_own():
+    model = Gpt(
+        name="any", n_layers=1, d_model=8, n_heads=2, d_ff=8, vocab_size=8, max_seq_len=8, tied_head=True
+    )
+    plan = Plan(dp=2, zero=3, seq_len=8, fsdp_units="block+ends")
+    with pytest.raises(PlanRefused, match=r"use fsdp_units='block' or 'model', or .* tied_head=False\.$"):
+        check_plan(model, plan)
+    for units in ("block", "model"):
+        check_plan(model, replace(plan, fsdp_units=units))
 
 
 # Traffic
@@ -331,14 +559,20 @@ def test_no_rank_sends_more_than_twice_what_it_passes(case):
     for collective in some_rank(case).collectives:
         assert collective.calls > 0
         assert 0 <= collective.wire_bytes <= 2 * collective.payload_bytes
-        assert getattr(case.plan, collective.axis) > 1
+        if collective.axis == "host":
+            assert case.plan.offload
+        else:
+            assert (
+                case.plan.world_size if collective.axis == "world" else getattr(case.plan, collective.axis)
+            ) > 1
 
 
 @laws(40)
 @given(cases())
 def test_every_rank_of_a_stage_issues_the_same_collectives(case):
     plan = case.plan
-    issued = {case.on(dp, tp).collectives for dp in range(plan.dp) for tp in range(plan.tp)}
+    ranks = [case.on(dp, tp) for dp in range(plan.dp) for tp in range(plan.tp)]
+    issued = {tuple(c for c in rank.collectives if c.axis != "host") for rank in ranks}
     assert len(issued) == 1
 
 
@@ -360,24 +594,126 @@ def test_what_one_stage_sends_the_next_one_receives(case):
 
 
 @laws(80)
-@given(cases(dp=st.integers(2, 4), zero=st.sampled_from([0, 1])))
+@given(cases(dp=st.integers(2, 4), zero=st.sampled_from([0, 1]), ddp_comm_hook=st.just("none")))
 def test_ddp_reduces_every_gradient_once(case):
     rank = case.on()
     reduced = [c.payload_bytes for c in rank.collectives if c.what == "all-reduce gradients"]
     assert reduced == [rank.states.grads_bytes]
 
 
+# DDP's options
+
+
+def replicas(**fixed: Any) -> st.SearchStrategy[Case]:
+    return cases(dp=st.integers(2, 4), zero=st.sampled_from([0, 1]), **fixed)
+
+
+@laws(80)
+@given(replicas(gradient_as_bucket_view=st.just(True)))
+def test_gradients_that_are_views_of_buckets_are_in_them_between_steps_and_nowhere_else(case):
+    views, copies = case.on(), case.on(gradient_as_bucket_view=False)
+    assert views.states == copies.states
+    assert views.collectives == copies.collectives
+    assert views.peak_bytes <= copies.peak_bytes
+    zeroed = 0 if case.plan.set_to_none else copies.states.grads_bytes
+    assert views.rest_bytes == copies.rest_bytes - zeroed
+    grads = [n * b.n_bytes for b, n in views.timeline.rest.items() if b.kind == "grads"]
+    assert sum(grads) == views.states.grads_bytes
+
+
+@laws(80)
+@given(replicas(gradient_as_bucket_view=st.just(True), set_to_none=st.just(False)))
+def test_zeroed_views_need_no_other_gradient_for_longer_than_their_own(case):
+    freed = case.on(set_to_none=True)
+    assert case.on().peak_bytes <= freed.peak_bytes
+    assert case.on().rest_bytes == freed.rest_bytes
+
+
+@laws(80)
+@given(replicas(ddp_comm_hook=st.sampled_from(["fp16", "bf16"])))
+def test_compression_reduces_two_bytes_for_every_element_and_keeps_nothing(case):
+    plain, compressed = case.on(ddp_comm_hook="none"), case.on()
+    elements = plain.states.grads_bytes // case.of().weight_dtype.itemsize
+    (reduced,) = [c for c in compressed.collectives if c.what == "all-reduce gradients"]
+    assert reduced.payload_bytes == 2 * elements
+    assert reduced.calls == next(c.calls for c in plain.collectives if c.what == reduced.what)
+    assert (compressed.states, compressed.rest_bytes) == (plain.states, plain.rest_bytes)
+    assert plain.peak_bytes <= compressed.peak_bytes <= plain.peak_bytes + reduced.payload_bytes
+
+
+@laws(80)
+@given(replicas(ddp_comm_hook=st.just("powersgd")))
+def test_powersgd_reduces_three_times_a_bucket_and_keeps_errors_and_factors(case):
+    plain, low_rank = case.on(ddp_comm_hook="none"), case.on()
+    before, reduced = (
+        next(c for c in found.collectives if c.what == "all-reduce gradients") for found in (plain, low_rank)
+    )
+    assert reduced.calls == 3 * before.calls
+    assert reduced.payload_bytes <= before.payload_bytes
+    kept = low_rank.rest_bytes - plain.rest_bytes
+    assert before.payload_bytes <= kept <= before.payload_bytes + reduced.payload_bytes
+    assert low_rank.peak_bytes >= plain.peak_bytes + kept
+
+
+# The update
+
+
+@laws(80)
+@given(cases(device=st.just("cpu")))
+def test_one_kernel_holds_no_more_than_a_loop_or_lists(case):
+    assume(case.plan.optimizer in ("adam", "adamw") and case.plan.optimizer_impl == "fused")
+    for other in ("for-loop", "foreach"):
+        assert case.on().peak_bytes <= case.on(optimizer_impl=other).peak_bytes
+        assert case.on().states == case.on(optimizer_impl=other).states
+
+
+@laws(80)
+@given(cases(set_to_none=st.just(False), gradient_as_bucket_view=st.just(False)))
+def test_zeroed_gradients_stay_where_freed_ones_leave(case):
+    zeroed, freed = case.on(), case.on(set_to_none=True)
+    assert zeroed.states == freed.states
+    sent, sent_freed = ([c for c in rank.collectives if c.axis != "host"] for rank in (zeroed, freed))
+    assert sent == sent_freed
+    assert zeroed.peak_bytes >= freed.peak_bytes
+    if not case.of().offloads:
+        assert zeroed.rest_bytes - freed.rest_bytes >= zeroed.states.grads_bytes
+
+
+@laws(80)
+@given(cases(precision=st.just("fp16-mixed")))
+def test_float16_takes_what_bfloat16_takes_and_asks_for_overflows(case):
+    half, brain = case.on(), case.on(precision="bf16-mixed")
+    assert (half.states, half.peak_bytes) == (brain.states, brain.peak_bytes)
+    asked = [c for c in half.collectives if c.what == "overflows"]
+    assert [c for c in half.collectives if c not in asked] == list(brain.collectives)
+    assert {c.payload_bytes for c in asked} <= {4}
+    assert bool(asked) == (case.plan.fsdp or case.plan.tp > 1 or case.plan.pp > 1)
+
+
+@laws(80)
+@given(cases(clip_grad_norm=st.just(1.0)))
+def test_clipping_sends_norms_and_sums_partial_gradients_once_more(case):
+    clipped, as_is = case.on(), case.on(clip_grad_norm=None)
+    assert clipped.states == as_is.states
+    assert clipped.peak_bytes >= as_is.peak_bytes
+    norms = [c for c in clipped.collectives if c.what == "norms of gradients"]
+    assert bool(norms) == (case.plan.fsdp or case.plan.tp > 1 or case.plan.pp > 1)
+    n_parameters = sum(n for _, n in case.of().counted_parameters())
+    assert all(c.payload_bytes <= 4 * n_parameters * c.calls for c in norms)
+
+
 # Ways out
 
 WAYS_OUT = {
     r"^global_batch=\d+ is not a multiple .*; use (\d+)\.$": "global_batch",
-    r"use global_batch=(\d+) or more\.$": "global_batch",
+    r"use global_batch=(\d+)(?: or more)?\.$": "global_batch",
     r"^tp=\d+ does not divide .* use one of ([\d, ]+\d)": "tp",
     r"[ ,]tp=(\d+)(?:[,.]| or)": "tp",
     r"use seq_len=(\d+)\.$": "seq_len",
     r"^seq_len=\d+ is longer .* use (\d+) or less\.$": "seq_len",
     r"^pp=\d+ is more .* use at most (\d+)\.$": "pp",
     r"use pp=(\d+),": "pp",
+    r"use pp of (\d+) or more,": "pp",
     r"use dp of (\d+) or more,": "dp",
     r"use tp of (\d+) or more,": "tp",
     r"use zero=(\d+) or": "zero",
@@ -385,19 +721,28 @@ WAYS_OUT = {
     r"or zero=(\d+)\.$": "zero",
     r"sequence_parallel=(False)\.$": "sequence_parallel",
     r"model with tied_head=(False)\.$": "tied_head",
+    r"use optimizer_impl=('[a-z-]+')": "optimizer_impl",
+    r"or set_to_none=(True)\.$": "set_to_none",
+    r"use sequence_parallel=(True),": "sequence_parallel",
+    r", dp of (\d+) or more, or precision": "dp",
+    r"or precision=('[a-z0-9-]+')\.$": "precision",
+    r"use virtual_stages=(\d+)(?:\.| or)": "virtual_stages",
+    r"or virtual_stages=(\d+)\.$": "virtual_stages",
+    r"schedule=('[a-z0-9-]+')[.,]": "schedule",
+    r"use zero=(\d), or schedule": "zero",
 }
 """What a refusal offers, as its text says it, and the field that takes it."""
 
 
-def offers(refusal: str) -> list[tuple[str, int | bool]]:
+def offers(refusal: str) -> list[tuple[str, int | bool | str]]:
     """Every field and value that a refusal's way out names."""
     way_out = refusal[refusal.rindex("; use ") :]
-    found: list[tuple[str, int | bool]] = []
+    found: list[tuple[str, int | bool | str]] = []
     for pattern, field in WAYS_OUT.items():
         for match in re.finditer(pattern, refusal):
             if match.end() > len(refusal) - len(way_out):
                 values = match.group(1).split(", ")
-                found += [(field, value != "False" and int(value)) for value in values]
+                found += [(field, literal_eval(value)) for value in values]
     return found
 
 
@@ -425,6 +770,11 @@ anything = st.fixed_dictionaries(
         "global_batch": st.integers(1, 20),
         "seq_len": st.integers(1, 20),
         "schedule": st.sampled_from(SCHEDULES),
+        "virtual_stages": st.sampled_from([1, 1, 2]),
+        "precision": st.sampled_from(PRECISIONS),
+        "optimizer": st.sampled_from(OPTIMIZERS),
+        "optimizer_impl": st.sampled_from(OPTIMIZER_IMPLS),
+        "set_to_none": st.booleans(),
         "tied_head": st.booleans(),
     }
 )

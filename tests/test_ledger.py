@@ -108,6 +108,12 @@ def test_zero_3_gathers_one_block_at_a_time():
     )
 
 
+def test_one_unit_gathers_all_blocks_at_once():
+    rows = of_kind(ledger(zero=3, fsdp_units="model"), "temporaries")
+    whole = {name.removesuffix(" (unsharded)"): n for name, (_, n) in rows.items() if "(unsharded)" in name}
+    assert whole == {name: n for name, (_, n) in WEIGHTS.items()}
+
+
 # The logits surprise: a table of 128,256 tokens outweighs everything else in a step.
 
 SEQ_LEN, VOCAB = 8192, 128_256

@@ -1,5 +1,6 @@
 """Notebooks run from top to bottom, and what they show is what the code says today."""
 
+import os
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -33,7 +34,7 @@ def executed(committed):
     client = NotebookClient(
         notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
-    return client.execute()
+    return client.execute(env={**os.environ, "PYTHONPATH": str(FOLDER.parent)})
 
 
 def test_there_are_notebooks():

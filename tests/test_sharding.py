@@ -66,16 +66,20 @@ def test_the_zero_1_partition_is_zero_redundancy_optimizers(sizes, n_ranks):
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from([4, 1000, MiB // 8, MiB // 4, MiB // 2, 3 * MiB, 8 * MiB]), max_size=40))
-def test_buckets_are_the_reducers(sizes):
+@given(
+    sizes=st.lists(st.sampled_from([4, 1000, MiB // 8, MiB // 4, MiB // 2, 3 * MiB, 8 * MiB]), max_size=40),
+    cap_bytes=st.sampled_from([None, 1, 16, 4000, MiB, 10 * MiB, 100 * MiB]),
+)
+def test_buckets_are_the_reducers(sizes, cap_bytes):
     with torch.device("meta"):
         tensors = [torch.empty(size) for size in sizes]
-    expected: list[int] = []
+    expected: list[list[int]] = []
     if tensors:
-        limits = [DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES]
-        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
-        expected = [4 * sum(sizes[i] for i in bucket) for bucket in buckets]
-    assert ddp_buckets(parameters(*sizes)) == expected
+        limits = [cap_bytes or DDP_FIRST_BUCKET_BYTES, cap_bytes or DDP_BUCKET_BYTES]
+        expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
+    assert [
+        [int(p.name[1:]) for p in bucket] for bucket in ddp_buckets(parameters(*sizes), cap_bytes)
+    ] == expected
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_buckets_are_the_reducers(sizes):
 )
 def test_buckets_by_hand(sizes_mib, buckets_mib):
     found = ddp_buckets(parameters(*(int(size * MiB / 4) for size in sizes_mib)))
-    assert [n_bytes / MiB for n_bytes in found] == buckets_mib
+    assert [sum(p.n_bytes for p in bucket) / MiB for bucket in found] == buckets_mib
 
 
 def test_the_limits_are_torchs():

@@ -6,13 +6,17 @@ import pytest
 
 import memplan
 from memplan.shapes import KINDS
-from memplan.tables import collectives_frame, instants_frame, stages_frame
+from memplan.tables import collectives_frame, instants_frame, layers_text, stages_frame
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "one GPU": ("gpt2", {"cluster": "1xh100-sxm"}),
     "no cluster": ("llama-3-8b", {"seq_len": 512}),
     "CPU ranks": ("llama-3-8b", {"cluster": "4xcpu", "dp": 2, "pp": 2, "seq_len": 128}),
     "zero 3": ("llama-3-8b", {"cluster": "16xh100-sxm", "zero": 3, "seq_len": 1024}),
+    "offload": (
+        "llama-3-8b",
+        {"cluster": "16xh100-sxm", "dp_replicate": 2, "zero": 3, "offload": True, "fsdp_units": "block+ends"},
+    ),
     "3-D": (
         "llama-3-70b",
         {"cluster": "64xh100-sxm", "tp": 8, "pp": 4, "zero": 1, "sequence_parallel": True, "seq_len": 8192},
@@ -59,6 +63,18 @@ def test_frames_are_the_estimate(estimate):
     assert instants.groupby("stage")["total_bytes"].max().tolist() == stages["total_bytes"].tolist()
 
 
+def test_the_hosts_ledger_adds_up_to_what_the_host_holds(estimate):
+    for number, stage in enumerate(estimate.stages):
+        ledger = estimate.ledger(number, host=True)
+        assert ledger["total_bytes"].sum() == stage.host.total_bytes
+        assert (stage.host.total_bytes > 0) == estimate.plan.offload
+        assert stage.host.total_bytes >= stage.host_pinned_bytes
+        assert stage.to_dict()["host"] == stage.host.to_dict() | {"pinned_bytes": stage.host_pinned_bytes}
+    copied = {c.what for c in estimate.collectives if c.axis == "host"}
+    assert copied == ({"weights to the GPU", "gradients to the host"} if estimate.plan.offload else set())
+    assert ("Host " in str(estimate)) == estimate.plan.offload
+
+
 def test_text_fits_80_columns_of_ascii(estimate):
     text = str(estimate)
     assert text.isascii()
@@ -91,6 +107,25 @@ def test_many_stages_are_elided_but_never_the_worst():
     assert len(text.splitlines()) < 60
     assert "  ...  ..." in text
     rows = [line.split() for line in text.splitlines()]
-    assert any(row[:2] == [str(estimate.worst.stage), str(estimate.worst.layers.start)] for row in rows)
+    assert any(row[:2] == [str(estimate.worst.stage), layers_text(estimate.worst.layers)] for row in rows)
     model, asked = PLANS["16 stages"]
     assert "  ..." not in str(memplan.estimate(model, **asked))
+
+
+def test_every_result_says_the_batch_and_how_many_micro_batches_make_it():
+    estimate = memplan.estimate("gpt2", dp=2, seq_len=8, micro_batch=2, global_batch=24)
+    batch = {"global_batch": 24, "micro_batch": 2, "n_micro_batches": 6}
+    assert "24 x 8 tokens; micro-batches of 2: 6 per replica" in str(estimate)
+    assert batch.items() <= estimate.to_dict()["plan"].items()
+    assert batch.items() <= stages_frame(estimate).iloc[0].to_dict().items()
+
+
+def test_text_says_what_differs_from_the_defaults_and_nothing_else():
+    plain = memplan.estimate("gpt2", dp=2, seq_len=8)
+    other = memplan.estimate(
+        "gpt2", dp=2, seq_len=8, ddp_comm_hook="powersgd", gradient_as_bucket_view=True, loss_chunks=4
+    )
+    assert "gradient_as_bucket_view, hook powersgd" in str(other)
+    assert "4 chunks of the sequence" in str(other)
+    assert "hook" not in str(plain)
+    assert "chunks" not in str(plain)

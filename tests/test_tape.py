@@ -3,7 +3,7 @@
 import pytest
 
 from memplan.errors import MissingRule
-from memplan.ops import embedding, linear
+from memplan.ops import attention, embedding, heads, linear, merged_heads
 from memplan.shapes import BF16, FP32, INT64, Event
 from memplan.tape import CPU_RANDOM_STATE_BYTES, Run, Setting, Tensor
 
@@ -252,6 +252,87 @@ def test_recomputation_counts_flops_and_nodes_of_the_forward_pass_once():
     again = a_run()
     again.recomputed(a_block, input_of(again))
     assert len(again.nodes) == n_nodes
+
+
+def a_block_with_a_kernel(x: Tensor) -> Tensor:
+    """a, k, b, l: k and l by kernels whose outputs can be kept, k's with a workspace; the last saved is b."""
+
+    def kernel() -> tuple[Tensor]:
+        run.new("workspace", (4,), FP32)
+        return (run.new("k", (4,), FP32),)
+
+    run = x.run
+    a = op(x, "a")
+    node = run.node((a.node,), (a,), lambda grad, saved: (grad,))
+    (k,) = run.kept(kernel)
+    k.node = node
+    b = op(k, "b")
+    node = run.node((b.node,), (b,), lambda grad, saved: (grad,))
+    (last,) = run.kept(lambda: (run.new("l", (4,), FP32),))
+    last.node = node
+    return op(last, "out")
+
+
+def selectively_recomputed() -> tuple[Run, int]:
+    run = a_run()
+    x = input_of(run)
+    y = run.recomputed(a_block_with_a_kernel, x, selective=True)
+    del x
+    assert alive(run) == {"x": "activations", "k": "activations", "l": "activations", "out": "temporaries"}
+    run.start_backward(y, run.new("dd", (4,), FP32))
+    del y
+    start = len(run.events)
+    run.backward(down_to=1)
+    return run, start
+
+
+def test_selective_recomputation_runs_no_kernel_again():
+    run, start = selectively_recomputed()
+    assert [line for line in record(run, start) if line[0] == "+" and "/" not in line] == ["+a", "+b"]
+
+
+def test_what_is_kept_dies_when_it_is_handed_out_or_with_its_region():
+    run, start = selectively_recomputed()
+    after = record(run, start)
+    assert after.index("+b") < after.index("-k") < after.index("-a") < after.index("-l")
+    assert list(alive(run)) == ["d(a)/dx"]
+
+
+# Attention's heads
+
+
+def attention_pass(dropout: float, **setting) -> Run:
+    """Queries, keys and values by linears, attention, merged heads; forward and backward on CPU."""
+    run = a_run(device="cpu", **setting)
+    x = run.new("x", (2, 4, 6), FP32, run.node((None,), (), lambda grad, saved: (None,)))
+    q, k, v = (heads(linear(x, name, 6, bias=False, split="columns"), 3) for name in "qkv")
+    y = merged_heads(attention(q, k, v, dropout=dropout))
+    run.start_backward(y, run.new("dy", y.shape, FP32))
+    run.backward()
+    return run
+
+
+def test_fused_attention_copies_no_heads():
+    assert not {"+by token", "+by head"} & set(record(attention_pass(dropout=0.0)))
+
+
+def test_attention_by_products_lays_heads_out_and_each_projections_gradient_back_before_it():
+    after = record(attention_pass(dropout=0.1))
+    after = after[after.index("+dy") :]
+    grads = [line for line in after if line in ("+by token", "+q.weight.grad", "+v.weight.grad")]
+    assert grads == ["+by token", "+v.weight.grad", "+by token", "+by token", "+q.weight.grad"]
+
+
+def test_a_selectively_recomputed_score_is_not_added_to_in_place():
+    def block(x: Tensor) -> Tensor:
+        q, k, v = (heads(linear(x, name, 6, bias=False, split="columns"), 3) for name in "qkv")
+        return merged_heads(attention(q, k, v, dropout=0.1))
+
+    for selective in (False, True):
+        run = a_run(device="cpu")
+        run.recomputed(block, run.new("x", (2, 4, 6), FP32, run.node((None,), (), lambda g, s: (None,))),
+                       selective=selective)  # fmt: skip
+        assert ("+scores and bias" in record(run)) == selective
 
 
 # Weights

@@ -236,6 +236,25 @@ def test_estimate_with_full_recompute_keeps_the_layers_inputs():
     assert estimate.peak.activations_bytes == 48 * 2 * 2048 * 6144 + ends
 
 
+@pytest.mark.parametrize("tp, sequence_parallel, factor", [(1, False, 34), (8, False, 13), (8, True, 4.25)])
+def test_estimate_with_selective_recompute_drops_attentions_core(tp, sequence_parallel, factor):
+    asked: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "engine": "textbook"}
+    estimate = memplan.estimate(GPT_22B, recompute="selective", **asked)
+    ends = textbook.input_output_activations_bytes(
+        seq_len=2048, micro_batch=1, d_model=6144, vocab_size=51200, tp=tp
+    )
+    assert estimate.peak.activations_bytes == round(48 * factor * 2048 * 6144 + ends)
+
+
+def test_estimate_recomputes_only_the_first_layers_it_is_told_to():
+    def kept_bytes(**asked: Any) -> int:
+        return memplan.estimate(GPT_22B, engine="textbook", **asked).peak.activations_bytes
+
+    none, full = kept_bytes(), kept_bytes(recompute="full")
+    assert 4 * kept_bytes(recompute="full", recompute_blocks=12) == full + 3 * none
+    assert kept_bytes(recompute="full", recompute_blocks=99) == full
+
+
 def test_textbook_estimates_say_what_they_are():
     estimate = memplan.estimate("gpt2", cluster="1xh100-sxm", engine="textbook")
     assert "No verdict: textbook accounting" in str(estimate)

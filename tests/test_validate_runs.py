@@ -2,9 +2,10 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from validate.__main__ import main
 from validate.cases import Case
 from validate.collectives import Collective
 from validate.judge import References, judged, step_losses
-from validate.launch import Ended, run_case
+from validate.launch import Ended, rank_program, run_case
 from validate.measure import prepared
 
 TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=128, max_seq_len=32)
@@ -39,9 +40,34 @@ def without_reduction(case, rank, device):
 def scaled(case, rank, device):
     """Gradients summed over micro-batches where their mean belongs: Adam would not show it in the losses."""
     training = prepared(case, rank, device)
-    for weight in training.parameters:
+    for weight in training.update.parameters:
         weight.register_hook(lambda grad: grad * case.plan.n_micro_batches)
     return training
+
+
+def listening():
+    """Address, port and inode of every TCP socket that listens on this machine, as the kernel writes them."""
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                yield *fields[1].split(":"), fields[9]
+
+
+def on_loopback_only(seat):
+    """A rank that fails if it, or the store where the ranks meet, listens to other machines."""
+
+    def checked(case, rank, device):
+        training = prepared(case, rank, device)
+        files = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        ours = {file.stat().st_ino for file in files if file.exists()}
+        found = [(address, int(port, 16)) for address, port, inode in listening()
+                 if int(inode) in ours or int(port, 16) == seat.port]  # fmt: skip
+        if len(found) < 2 or any(address != "0100007F" for address, _ in found):
+            raise ValueError(f"listens on {found}")
+        return training
+
+    return rank_program(seat, prepare=checked)
 
 
 def failing(case, rank, device):
@@ -92,15 +118,22 @@ def test_at_rest_a_single_rank_holds_its_states_its_tokens_and_its_rotation():
 
 def test_gradients_that_are_not_averaged_are_a_wrong_loss(references):
     case = tiny(dp=2)
-    record = judged(case, references, ended=run_case(case, prepare=without_reduction))
+    record = judged(
+        case, references, ended=run_case(case, program=partial(rank_program, prepare=without_reduction))
+    )
     assert record.outcome == "wrong-loss"
 
 
 def test_a_gradient_of_the_wrong_scale_is_a_wrong_loss_under_adam_too(references):
     case = tiny(optimizer="adam")
-    record = judged(case, references, ended=run_case(case, prepare=scaled))
+    record = judged(case, references, ended=run_case(case, program=partial(rank_program, prepare=scaled)))
     assert record.outcome == "wrong-loss"
     assert "gradient" in record.reason
+
+
+def test_ranks_listen_on_the_loopback_interface_only():
+    ended = run_case(tiny(dp=2), program=on_loopback_only)
+    assert ended.outcome == "ok", ended.reason
 
 
 @pytest.mark.parametrize(
@@ -108,15 +141,15 @@ def test_a_gradient_of_the_wrong_scale_is_a_wrong_loss_under_adam_too(references
     [
         (failing, "crashed", "ValueError: a fault of rank 1"),
         (dying, "crashed", "rank 1 died with exit code 3\nlast words"),
-        (hanging, "timed-out", "rank 0, 1 not done after 3 s"),
+        (hanging, "timed-out", "rank 1 not done after 3 s"),
         (out_of_memory, "out-of-memory", "can't allocate memory"),
     ],
 )
 def test_what_goes_wrong_is_said_and_no_process_is_left(prepare, outcome, said):
-    ended = run_case(tiny(dp=2, timeout_s=3.0 if prepare is hanging else 60.0), prepare=prepare)
+    case = tiny(dp=2, timeout_s=3.0 if prepare is hanging else 60.0)
+    ended = run_case(case, program=partial(rank_program, prepare=prepare))
     assert ended.outcome == outcome
     assert said in ended.reason
-    assert multiprocessing.active_children() == []
 
 
 def test_a_crash_has_no_verdict(references):

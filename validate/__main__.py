@@ -1,22 +1,49 @@
-"""The command line: python -m validate run | sweep | report."""
+"""The command line: python -m validate run | sweep | report | explain."""
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from memplan import Plan
+from memplan.checks import checked_count
+from memplan.cli import plan_options
 from memplan.errors import MemplanError, PlanRefused
-from memplan.models.lookup import resolve
-from memplan.plan import OPTIMIZERS, PRECISIONS, RECOMPUTES, SCHEDULES
-from validate import cases, report
-from validate.cases import Case
-from validate.judge import References, judged
-from validate.launch import dump_events, ranks_given, run_case, run_given_ranks
-from validate.records import Record, append_records, read_records
+from memplan.plan import check_plan
+from validate import report
+from validate.attribution import comparison
+from validate.cases import LEAST_STEPS, Case
+from validate.environment import environment
+from validate.given import GivenRanks, backend, given_ranks
+from validate.judge import References, judged, rejudged
+from validate.launch import dump_events, run_case
+from validate.machine import Budget, machine_budget, read_bytes
+from validate.progress import progress
+from validate.records import Record, RecordFile, merged, open_records, read_records
+from validate.snapshot import snapshot_comparison
+from validate.suites import case_named, model_named
+from validate.suites import suite as cases_of
+from validate.sweep import ONE_AT_A_TIME, RETRIED, Stopped, judging, part_of, stoppable, swept
+from validate.where import (
+    CASE_FIELDS,
+    EXAMPLE,
+    RECORD_FIELDS,
+    Field,
+    Where,
+    case_facts,
+    read_where,
+    record_facts,
+)
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+_Value = TypeVar("_Value")
 
 
 class _Program(click.Group):
@@ -34,33 +61,11 @@ def main() -> None:
     """Really run plans, with real processes and collectives, beside what memplan predicts."""
 
 
-def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    options = [
-        click.option("--dp", type=int, default=1, show_default=True, help="Data-parallel ranks."),
-        click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel ranks."),
-        click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages."),
-        click.option("--zero", type=int, default=0, show_default=True, help="0 DDP, 1, 2 or 3."),
-        click.option("--sequence-parallel", is_flag=True, help="Divide the sequence over the tensor axis."),
-        click.option("--micro-batch", type=int, default=1, show_default=True, help="Sequences per pass."),
-        click.option("--global-batch", type=int, help="Sequences per step; dp x micro-batch if left out."),
-        click.option("--seq-len", type=int, default=128, show_default=True, help="Tokens per sequence."),
-        click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
-        click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True),
-        click.option("--recompute", type=click.Choice(RECOMPUTES), default="none", show_default=True),
-        click.option("--schedule", type=click.Choice(SCHEDULES), default="1f1b", show_default=True),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @main.command()
 @click.option(
     "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
 )
-@click.option(
-    "--steps", type=click.IntRange(min=cases.LEAST_STEPS), default=cases.LEAST_STEPS + 1, show_default=True
-)
+@click.option("--steps", type=click.IntRange(min=LEAST_STEPS), default=LEAST_STEPS + 1, show_default=True)
 @click.option(
     "--timeout-s", type=float, default=120.0, show_default=True, help="Seconds until the ranks are ended."
 )
@@ -68,7 +73,7 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--events", type=click.Path(file_okay=False, path_type=Path), help="Folder for every allocation."
 )
-@_plan_options
+@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
     steps: int,
@@ -79,20 +84,16 @@ def run(
     **plan: Any,
 ) -> None:
     """Run one plan; under torchrun or srun, on the ranks they started."""
-    if global_batch is None:
-        global_batch = max(1, plan["dp"]) * max(1, plan["micro_batch"])
-    case = Case(
-        name=f"{model}, command line",
-        model=_model(model),
-        plan=Plan(global_batch=global_batch, **plan),
-        steps=steps,
-        timeout_s=timeout_s,
-    )
-    given = ranks_given(os.environ)
-    ended = run_given_ranks(case, os.environ) if given else None
-    if given and ended is None:
+    case = replace(_case(model, global_batch, plan), steps=steps, timeout_s=timeout_s)
+    given = given_ranks(os.environ)
+    if given is not None and given.rank:
+        GivenRanks(given).serve()
         return
-    if ended is None and events is not None:
+    ended = None
+    if given is not None:
+        with GivenRanks(given) as ranks:
+            ended = ranks.run(case)
+    elif events is not None:
         ended = run_case(case, keep_events=True)
         dump_events(ended, events)
     record = judged(case, References(), ended=ended)
@@ -104,61 +105,242 @@ def run(
     _finish([record])
 
 
-def _model(name: str) -> Any:
-    known = {case.model.name: case.model for case in cases.quick()}
-    return known[name] if name in known else resolve(name)
+def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
+    batch = 0 if global_batch is None else checked_count("global_batch", global_batch)
+    return Case(
+        name=f"{model}, command line", model=model_named(model), plan=Plan(global_batch=batch, **plan)
+    )
 
 
 @main.command()
-@click.option("--suite", default="quick", show_default=True)
-@click.option("--only", default="", help="Only the cases whose name contains this.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Add each record to this file.")
-@click.option("--resume", is_flag=True, help="Skip the cases that the file has already.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
-def sweep(suite: str, only: str, out: Path | None, resume: bool, as_json: bool) -> None:
-    """Run a suite of cases."""
-    done = (
-        {str(record.case): record for record in read_records(out)} if resume and out and out.exists() else {}
+@click.argument("case", required=False)
+@click.option(
+    "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
+)
+@click.option("--rank", type=int, help="Which rank; left out: the one that is explained least.")
+@click.option(
+    "--snapshot",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Run nothing: explain a file of torch.cuda.memory._dump_snapshot, by rank 0 if --rank is left out.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the step into this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
+@click.pass_context
+def explain(
+    context: click.Context,
+    /,
+    case: str | None,
+    model: str,
+    rank: int | None,
+    snapshot: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    global_batch: int | None,
+    **plan: Any,
+) -> None:
+    """Which predicted tensor each byte at the measured peak is.
+
+    CASE is a case's name in any suite; or leave it out and give a plan's options, as for `run`.
+    """
+    from validate.explain import Explanation, explained, ranks_text
+
+    if case is not None:
+        _refuse_both(context, ("model", "global_batch", *plan))
+    chosen = case_named(case) if case is not None else _case(model, global_batch, plan)
+    check_plan(chosen.model, chosen.plan)
+    if rank is not None:
+        checked_count("rank", rank, least=0, most=chosen.plan.world_size - 1)
+    found: list[Explanation] = []
+    if snapshot is not None:
+        found = [
+            explained(f"{snapshot.name}, {chosen.name}", snapshot_comparison(chosen, rank or 0, snapshot))
+        ]
+    else:
+        ended = run_case(chosen, keep_events=True)
+        if ended.outcome != "ok":
+            raise click.ClickException(f"{chosen.name}: {ended.outcome}\n{ended.reason}")
+        found = [explained(f"{chosen.name}, rank {r.rank}", comparison(chosen, r)) for r in ended.ranks]
+    shown = found[rank] if rank is not None and snapshot is None else min(found, key=lambda e: e.fraction)
+    if plot is not None:
+        shown.plot().savefig(plot, dpi=150)
+    if as_json:
+        click.echo(json.dumps(shown.to_dict()))
+        return
+    if len(found) > 1:
+        click.echo(ranks_text(found) + "\n")
+    click.echo(shown)
+
+
+def _refuse_both(context: click.Context, names: Iterable[str]) -> None:
+    """A case says its plan already."""
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"CASE says its own model and plan; leave out {flag}, or CASE.")
+
+
+def _where_option(known: Mapping[str, Field]) -> Callable[[_Command], _Command]:
+    """--where, read before anything runs."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Where | None:
+        return None if text is None else read_where(text, known)
+
+    return click.option(
+        "--where", callback=read, metavar="EXPR", help=f"Only the cases that this is true of, as {EXAMPLE}."
     )
-    chosen = [case for case in cases.suite(suite) if only in case.name]
-    records = []
+
+
+def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
+    """The callback of an option whose text is read by a function of ours."""
+    return lambda _context, _parameter, text: None if text is None else read(text)
+
+
+@main.command()
+@click.option("--suite", default="quick", show_default=True, help="A suite's name, or a TOML file.")
+@click.option("--only", default="", help="Only the cases whose name contains this.")
+@_where_option(CASE_FIELDS)
+@click.option("--part", metavar="I/N", default="1/1", help="Only the i-th of n parts, one for each machine.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep the records in this file.")
+@click.option("--resume", is_flag=True, help="Run only the cases that the file lacks.")
+@click.option("--retry", is_flag=True, help="With --resume, run again what crashed or took too much.")
+@click.option("--anyway", is_flag=True, help="Run what memplan refuses too, to hear PyTorch's own reason.")
+@click.option(
+    "--cores",
+    metavar="N",
+    callback=_read_by(lambda text: checked_count("cores", int(text) if text.isdecimal() else text)),
+    help="Cores for ranks, two on each; all that this machine has if left out. 1: one case at a time.",
+)
+@click.option(
+    "--memory",
+    metavar="BYTES",
+    callback=_read_by(read_bytes),
+    help="What all cases may take together, as 12GiB; what this machine has free if left out.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
+def sweep(
+    suite: str,
+    only: str,
+    where: Where | None,
+    part: str,
+    out: Path | None,
+    resume: bool,
+    retry: bool,
+    anyway: bool,
+    cores: int | None,
+    memory: int | None,
+    as_json: bool,
+) -> None:
+    """Run a suite of cases, several at once; under torchrun or srun one after the other, on their ranks."""
+    given = given_ranks(os.environ)
+    if given is not None and given.rank:
+        GivenRanks(given).serve()
+        return
+    chosen = [case for case in cases_of(suite) if only in case.name]
+    if where is not None:
+        chosen = [case for case in chosen if where(case_facts(case))]
+    machine = machine_budget()
+    budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
+    around = environment(backend(given))
+    text = Record.to_json if as_json else report.row
     if not as_json:
         click.echo(report.header())
-    for record in _records(chosen, done, out):
-        click.echo(record.to_json() if as_json else report.row(record))
-        records.append(record)
+    records: list[Record] = []
+    try:
+        with stoppable(), open_records(out, resume=resume) if out else nullcontext() as file:
+            known, waiting = _divided(part_of(chosen, part), file, retry)
+            for record in known:
+                click.echo(text(record))
+            records += known
+            with (
+                judging(given, anyway=anyway) as judge,
+                progress(waiting) as show,
+                closing(swept(waiting, judge, ONE_AT_A_TIME if given else budget)) as fresh,
+            ):
+                for record in fresh:
+                    kept = replace(record, environment=around)
+                    if file is not None:
+                        file.append(kept)
+                    records.append(kept)
+                    show(kept, text(kept))
+    except Stopped as stop:
+        has = f"; {out} has {len(records)} of {len(chosen)} cases, --resume runs the others" if out else ""
+        click.echo(f"stopped by {stop}{has}", err=True)
+        sys.exit(stop.exit_code)
     if not as_json:
         click.echo(report.summary(records))
     _finish(records)
 
 
-def _records(chosen: Iterable[Case], done: dict[str, Record], out: Path | None) -> Iterable[Record]:
-    references = References()
-    for case in chosen:
-        known = done.get(str(case.to_dict()))
-        if known is not None:
-            yield known
-            continue
-        record = judged(case, references)
-        if out is not None:
-            append_records(out, [record])
-        yield record
+def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tuple[list[Record], list[Case]]:
+    """What the file has of the cases, and those that are to be run."""
+    done = {Case.from_dict(record.case).identity: record for record in file.known} if file else {}
+    known, waiting = [], []
+    for case in cases:
+        record = done.get(case.identity)
+        if record is None or (retry and record.outcome in RETRIED):
+            waiting.append(case)
+        else:
+            known.append(record)
+    return known, waiting
 
 
 @main.command("report")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@_where_option(RECORD_FIELDS)
+@click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), help="Write one row per case.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of its own.")
+@click.option("--brief", is_flag=True, help="Only the tables by axis, the worst cases and what failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
-def report_file(file: Path, as_json: bool) -> None:
-    """The table of a file of records."""
-    records = read_records(file)
+def report_files(
+    files: tuple[Path, ...],
+    where: Where | None,
+    csv: Path | None,
+    html: Path | None,
+    brief: bool,
+    as_json: bool,
+) -> None:
+    """What files of records say, each case once: of several records of a case the last one counts."""
+    from validate.report import page, tables
+
+    every = list(chain.from_iterable(map(read_records, files)))
+    records = merged(every)
+    n_superseded = len(every) - len(records)
+    if where is not None:
+        records = [record for record in records if where(record_facts(record))]
+    table = tables.frame(records)
+    if csv is not None:
+        table.to_csv(csv, index=False)
+    if html is not None:
+        html.write_text(page.html(records, sources=[file.name for file in files], n_superseded=n_superseded))
     if as_json:
         for record in records:
             click.echo(record.to_json())
-        return
-    click.echo(report.header())
-    for record in records:
-        click.echo(report.row(record))
+    elif csv or html:
+        click.echo(report.summary(records))
+    else:
+        click.echo(report.listing(records, tables.rows_of(tables.by_axis(table)), brief=brief))
+    if n_superseded and not as_json:
+        click.echo(f"{n_superseded} older record(s) of the same cases are left out")
+
+
+@main.command("rejudge")
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write."
+)
+def rejudge(files: tuple[Path, ...], out: Path) -> None:
+    """Set what was measured beside what memplan predicts now, several files in one; nothing is run."""
+    records = [rejudged(record) for record in merged(chain.from_iterable(map(read_records, files)))]
+    with open_records(out, resume=False) as file:
+        for record in records:
+            file.append(record)
     click.echo(report.summary(records))
+    _finish(records)
 
 
 def _finish(records: list[Record]) -> None:

@@ -1,30 +1,36 @@
-"""Each case in fresh processes: started, watched, ended; or on the ranks that torchrun or Slurm started."""
+"""Each case in fresh processes on this machine: started, watched, ended."""
 
+import atexit
+import faulthandler
 import json
-import multiprocessing
+import math
 import os
-import tempfile
+import resource
+import signal
+import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from functools import cache, partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 
-from memplan.errors import PlanRefused
+from memplan.errors import MemplanError, PlanRefused
+from memplan.units import KiB
+from validate.attribution import comparison
 from validate.cases import Case
+from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
 from validate.measure import Prepare, RankMeasurement, measured_rank, prepared
 from validate.records import Outcome
 
-PRELOADED: Final = [
+PRELOADED: Final = (
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
@@ -32,12 +38,27 @@ PRELOADED: Final = [
     "torch.distributed.tensor.parallel",
     "torch.optim",
     "torch.profiler",
-    "validate.measure",
-]
+    "validate.launch",
+)
 """What the fork server imports once for all ranks."""
 
-SPOKEN_CHARACTERS: Final = 4000
-"""How much of what a failed rank printed is kept."""
+LAST_WORDS_S: Final = 1.0
+"""How long the other ranks may go on after a failure, or after the time-out, to say what they know of it."""
+
+STACK_CHARACTERS: Final = 1000
+"""How much is kept of where a rank was when the time was out."""
+
+POLL_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds until the last rank was set up, of all steps, of all cores; bytes of the largest process."""
+
+    setup_s: float
+    steps_s: float
+    cpu_s: float
+    rss_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,175 +68,277 @@ class Ended:
     outcome: Outcome
     ranks: tuple[RankMeasurement, ...] = ()
     reason: str = ""
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    rank: int
-    process: BaseProcess
-    spoken: Path
-    """The file its output goes to."""
+class Seat:
+    """What a rank is told: its case, its place, and the store where it meets the others.
 
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What a rank is told: `port` of the loopback store, `spoken` the file for its output."""
+    `prefix` keeps cases apart that meet in one store. The rank may take `memory_bytes` beyond what it starts
+    with; None: all there is.
+    """
 
     case: Case
     rank: int
+    host: str
     port: int
-    spoken: Path
-    keep_events: bool
-    prepare: Prepare
+    prefix: str = ""
+    device: str = "cpu"
+    memory_bytes: int | None = None
 
 
-def fork_server() -> ForkServerContext:
-    """Processes forked from a server that has torch imported, but has used nothing of it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A rank's answer when all went well; times by the machine's clock."""
+
+    measurement: RankMeasurement
+    started_at_s: float
+    cpu_s: float
+    rss_bytes: int
 
 
-def run_case(case: Case, *, keep_events: bool = False, prepare: Prepare = prepared) -> Ended:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a rank has no measurement, and since when; `follows`: because another rank failed."""
+
+    rank: int
+    outcome: Outcome
+    reason: str
+    at_s: float
+    follows: bool = False
+
+
+Answer = Measured | Failure
+
+Program = Callable[[Seat], RankMeasurement]
+"""What a rank does."""
+
+
+def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = prepared) -> RankMeasurement:
+    """Meets the other ranks, trains, measures."""
+    if seat.device != "cpu":
+        torch.cuda.set_device(seat.device)
+    with _process_group(seat):
+        measured = measured_rank(
+            seat.case, seat.rank, torch.device(seat.device), keep_paths=keep_events, prepare=prepare
+        )
+    return attributed(seat.case, measured, keep_events=keep_events)
+
+
+def attributed(case: Case, measured: RankMeasurement, *, keep_events: bool = False) -> RankMeasurement:
+    """The measurement with how much of its peak the ledger explains, where its events are known."""
+    memory = measured.memory
+    fraction = None
+    if memory.events:
+        with suppress(MemplanError):
+            fraction = comparison(case, measured).attribution().fraction
+    if not keep_events:
+        memory = replace(memory, events=(), held=())
+    return replace(measured, memory=memory, attributed_fraction=fraction)
+
+
+@cache
+def shared_server() -> ForkServer:
+    """One fork server for all cases of this process; it has ended when this process does."""
+    server = ForkServer(PRELOADED)
+    atexit.register(server.close)
+    return server
+
+
+def run_case(
+    case: Case,
+    *,
+    keep_events: bool = False,
+    program: Program | None = None,
+    server: ForkServer | None = None,
+    memory_bytes: int | None = None,
+) -> Ended:
     """Runs a case on new processes of its own on this machine, one per rank, on CPU with gloo.
 
-    A rank that fails, or the case's time-out, ends all ranks; none is left when this returns.
-    `prepare` is for tests that wire a training wrongly.
+    A rank that fails, or the case's time-out, ends all ranks; none is left when this returns. Each rank may
+    take `memory_bytes` beyond what it starts with. `program`: another one than `rank_program`.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: dict[Connection, _Rank] = {}
-    with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
-        try:
-            for rank in range(case.plan.world_size):
-                ranks.update(
-                    [_started(_Order(case, rank, store.port, Path(folder) / str(rank), keep_events, prepare))]
-                )
-            return _watched(case, ranks)
-        finally:
-            for connection, started in ranks.items():
-                started.process.kill()
-                started.process.join()
-                connection.close()
-
-
-def _started(order: _Order) -> tuple[Connection, _Rank]:
-    context = fork_server()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(order, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    return ours, _Rank(rank=order.rank, process=process, spoken=order.spoken)
-
-
-def _watched(case: Case, ranks: Mapping[Connection, _Rank]) -> Ended:
-    deadline = time.monotonic() + case.timeout_s
-    waiting = dict(ranks)
-    measured: list[RankMeasurement] = []
-    while waiting:
-        ready = cast(list[Connection], wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())))
-        if not ready:
-            late = ", ".join(str(started.rank) for started in waiting.values())
-            return Ended(outcome="timed-out", reason=f"rank {late} not done after {case.timeout_s:g} s")
-        for connection in ready:
-            answer = _answer(connection, waiting.pop(connection))
-            if isinstance(answer, Ended):
-                return answer
-            measured.append(answer)
-    return Ended(outcome="ok", ranks=tuple(sorted(measured, key=lambda m: m.rank)))
-
-
-def _answer(connection: Connection, started: _Rank) -> RankMeasurement | Ended:
-    try:
-        return cast(RankMeasurement | Ended, connection.recv())
-    except EOFError:
-        started.process.join()
-    code = started.process.exitcode
-    spoken = (
-        started.spoken.read_text(errors="replace")[-SPOKEN_CHARACTERS:] if started.spoken.exists() else ""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    return Ended(
-        outcome="out-of-memory" if code == -9 else "crashed",
-        reason=f"rank {started.rank} died with exit code {code}\n{spoken}".strip(),
+    seats = [
+        Seat(case=case, rank=rank, host=host, port=port, memory_bytes=memory_bytes)
+        for rank in range(case.plan.world_size)
+    ]
+    program = program or partial(rank_program, keep_events=keep_events)
+    try:
+        return concluded(answers(started(seats, program, server or shared_server()), case.timeout_s))
+    finally:
+        del store
+
+
+def started(seats: Sequence[Seat], program: Program, server: ForkServer) -> dict[int, Forked]:
+    """The processes of ranks, by rank."""
+    return {seat.rank: server.fork(rank_main, seat, program) for seat in seats}
+
+
+def answers(
+    ranks: Mapping[int, Forked], timeout_s: float, stopped: Callable[[], bool] | None = None
+) -> list[Answer]:
+    """One answer per rank, whose processes have all ended.
+
+    After the time-out, or the first failure, of which `stopped` tells if it was elsewhere, the others have
+    `LAST_WORDS_S` left.
+    """
+    found: list[Answer] = []
+    running = {process: rank for rank, process in ranks.items()}
+    kernel_kills = _kernel_kills()
+    deadline_s = time.monotonic() + timeout_s + LAST_WORDS_S
+    poll_s = POLL_S if stopped else timeout_s
+    failed = False
+    try:
+        while running and (left_s := deadline_s - time.monotonic()) > 0:
+            for process in ended(running, min(left_s, poll_s)):
+                out_of_memory = _kernel_kills() > kernel_kills
+                rank, end = running.pop(process), process.end()
+                found.append(_answer(rank, end, out_of_memory=out_of_memory))
+            if not failed and (any(isinstance(x, Failure) for x in found) or (stopped and stopped())):
+                failed, deadline_s = True, min(deadline_s, time.monotonic() + LAST_WORDS_S)
+    finally:
+        for process in running:
+            process.kill()
+        ends = [(rank, process.end()) for process, rank in running.items()]
+    return found + [_ended_by_us(rank, end, timeout_s, late=not failed) for rank, end in ends]
+
+
+def concluded(given: Sequence[Answer]) -> Ended:
+    """How a case ended whose ranks answered so: the failure that came first explains those that follow."""
+    failures = [answer for answer in given if isinstance(answer, Failure)]
+    if not failures:
+        return _all_measured([answer for answer in given if isinstance(answer, Measured)])
+    late = sorted((failure for failure in failures if failure.outcome == "timed-out"), key=lambda f: f.rank)
+    if len(late) == sum(not failure.follows for failure in failures):
+        reason = "\n".join(failure.reason for failure in late)
+        return Ended(outcome="timed-out", reason=reason)
+    first = min(failures, key=lambda failure: (failure.follows, failure.at_s))
+    return Ended(outcome=first.outcome, reason=first.reason)
+
+
+def _all_measured(given: Sequence[Measured]) -> Ended:
+    ranks = sorted((answer.measurement for answer in given), key=lambda measured: measured.rank)
+    prepared_at_s = max(rank.prepared_at_s for rank in ranks)
+    cost = Cost(
+        setup_s=prepared_at_s - min(answer.started_at_s for answer in given),
+        steps_s=max(rank.trained_at_s for rank in ranks) - prepared_at_s,
+        cpu_s=sum(answer.cpu_s for answer in given),
+        rss_bytes=max(answer.rss_bytes for answer in given),
+    )
+    return Ended(outcome="ok", ranks=tuple(ranks), cost=cost)
+
+
+def _answer(rank: int, end: End, *, out_of_memory: bool) -> Answer:
+    """What a process that ended by itself answered, or what is known of its death, which explains others."""
+    if end.value is not None:
+        return cast(Answer, end.value)
+    how = f"was killed by {end.signal.name}" if end.signal else f"died with exit code {end.exit_code}"
+    if end.signal is None and end.exit_code is None:
+        how = "was lost with the fork server"
+    if end.signal == signal.SIGKILL and out_of_memory:
+        how = "was killed by the kernel, which was out of memory"
+    outcome: Outcome = "out-of-memory" if out_of_memory or _speaks_of_memory(end.said) else "crashed"
+    return Failure(
+        rank=rank, outcome=outcome, reason=f"rank {rank} {how}\n{end.said}".strip(), at_s=-math.inf
     )
 
 
-def _rank_main(order: _Order, answer: Connection) -> None:
-    with order.spoken.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def _ended_by_us(rank: int, end: End, timeout_s: float, *, late: bool) -> Answer:
+    """A rank that was killed because it, or another one, came to no end."""
+    stack = end.said[-STACK_CHARACTERS:]
+    return Failure(
+        rank=rank,
+        outcome="timed-out" if late else "crashed",
+        reason=f"rank {rank} not done after {timeout_s:g} s\n{stack}".strip()
+        if late
+        else "ended with the others",
+        at_s=time.monotonic(),
+        follows=not late,
+    )
+
+
+def rank_main(seat: Seat, program: Program) -> Answer:
+    """One rank's process: what it answers."""
+    started_at_s = time.monotonic()
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(seat.case.timeout_s)
     try:
-        with _loopback_group(order.rank, order.case, order.port):
-            measured = measured_rank(
-                order.case,
-                order.rank,
-                torch.device("cpu"),
-                keep_events=order.keep_events,
-                prepare=order.prepare,
-            )
-            answer.send(measured)
+        if seat.memory_bytes is not None:
+            _limit_memory(seat.memory_bytes)
+        measurement = program(seat)
+    except PlanRefused as refusal:
+        return Failure(rank=seat.rank, outcome="refused", reason=str(refusal), at_s=-math.inf)
     except Exception as error:
-        answer.send(_failed(order.rank, error))
+        return _failure(seat.rank, error)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return Measured(
+        measurement=measurement,
+        started_at_s=started_at_s,
+        cpu_s=used.ru_utime + used.ru_stime,
+        rss_bytes=KiB * used.ru_maxrss,
+    )
 
 
-def _failed(rank: int, error: Exception) -> Ended:
-    if isinstance(error, PlanRefused):
-        return Ended(outcome="refused", reason=str(error))
+def _failure(rank: int, error: Exception) -> Failure:
     text = "".join(traceback.format_exception(error))
-    out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
-    return Ended(outcome="out-of-memory" if out_of_memory else "crashed", reason=f"rank {rank}: {text}")
+    short = isinstance(error, torch.OutOfMemoryError | MemoryError) or _speaks_of_memory(text)
+    return Failure(
+        rank=rank,
+        outcome="out-of-memory" if short else "crashed",
+        reason=f"rank {rank}: {text[-SAID_BYTES:].strip()}",
+        at_s=time.monotonic(),
+        follows=isinstance(error, dist.DistError) or "gloo/transport" in text,
+    )
+
+
+def _speaks_of_memory(text: str) -> bool:
+    return any(
+        words in text for words in ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+    )
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Lets this process allocate so much more; beyond it malloc fails, and no other process is harmed.
+
+    What counts is private writable memory (man 2 getrlimit, RLIMIT_DATA), not the libraries' address space.
+    """
+    held_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + memory_bytes,) * 2)
+
+
+def _kernel_kills() -> int:
+    """How many processes the kernel has killed for memory since the machine started."""
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counts.get("oom_kill", 0))
 
 
 @contextmanager
-def _loopback_group(rank: int, case: Case, port: int) -> Iterator[None]:
-    """The group of all ranks over the loopback interface; none for a single rank."""
-    if case.plan.world_size == 1:
+def _process_group(seat: Seat) -> Iterator[None]:
+    """The group of all ranks, over the loopback interface if they meet there; none for a single rank."""
+    world_size = seat.case.plan.world_size
+    if world_size == 1:
         yield
         return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    patience = timedelta(seconds=case.timeout_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.plan.world_size, timeout=patience)
+    if ip_address(socket.gethostbyname(seat.host)).is_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    patience = timedelta(seconds=seat.case.timeout_s + LAST_WORDS_S)
+    store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=patience)
+    dist.init_process_group(
+        "gloo" if seat.device == "cpu" else "nccl",
+        store=dist.PrefixStore(seat.prefix, store),
+        rank=seat.rank,
+        world_size=world_size,
+        timeout=patience,
+    )
     yield
     dist.barrier()
     dist.destroy_process_group()
-
-
-def ranks_given(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, or srun with the same variables, started this process as one of the ranks."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
-
-
-def run_given_ranks(case: Case, environment: Mapping[str, str]) -> Ended | None:
-    """Runs a case on the ranks that a launcher started; the result on rank 0, None on the others.
-
-    Raises:
-        PlanRefused: if the plan's ranks are not as many as were started.
-    """
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if world_size != case.plan.world_size:
-        raise PlanRefused(
-            f"pp x dp x tp = {case.plan.world_size} ranks, but the launcher started {world_size}; "
-            f"use as many as were started, or start {case.plan.world_size}."
-        )
-    device = _device(int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=case.timeout_s)
-    )
-    try:
-        mine = measured_rank(case, rank, device)
-        gathered: list[RankMeasurement | None] | None = [None] * world_size if rank == 0 else None
-        dist.gather_object(mine, gathered)
-    finally:
-        dist.destroy_process_group()
-    return Ended(outcome="ok", ranks=tuple(filter(None, gathered))) if gathered else None
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def dump_events(ended: Ended, folder: Path) -> list[Path]:

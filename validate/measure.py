@@ -1,10 +1,13 @@
 """One rank: what it holds, what it sends, what it loses, how long it takes."""
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import cast
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,33 +16,36 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from memplan.plan import Rank
+from validate.blocks import Block, alive_after
 from validate.cases import Case
 from validate.collectives import Collective, CollectiveCounter, axis_of_group
 from validate.memory import (
     STEP,
     UPDATE,
     MemoryEvent,
+    MemoryProfile,
     count_all_threads,
     during,
     held_at,
-    memory_profile,
     recorded,
 )
 from validate.parallelize import (
-    Coordinates,
-    coordinates,
     device_mesh,
-    optimizer_of,
     parallel_module,
     stage_module,
 )
 from validate.training import Gradients, gradients
+from validate.updates import Update, gradient, update_of
 
-OBSERVED_STEPS = 4
-"""Steps whose peak is taken on CPU: gloo's threads may free late, which only adds, so the least is true."""
+OBSERVED_STEPS = 3
+"""Steps whose peak is taken on CPU: gloo's threads may free late, which only adds, so the least is true.
+
+Of 296 steps of 74 ranks 13 were seen to have such a peak: all three of a rank do once in ten thousand times.
+"""
 
 WARM_UP_STEPS = 2
-"""Optimizer state is made in the first step; DDP rebuilds its buckets in the second."""
+"""Optimizer state is made in the first step; DDP rebuilds its buckets in the second, one later if static."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,8 @@ class Memory:
     """Bytes in torch's allocator during a steady step.
 
     `rest_bytes` is held between steps, `peak_bytes` at the worst instant, divided by kind in
-    `peak_by_kind` where events are known (on CPU); `events` are kept only when asked for.
+    `peak_by_kind` where events are known (on CPU); the step's `events` and the blocks `held` when it began
+    are known on CPU; each with the operations it happened in, if asked for.
     """
 
     rest_bytes: int
@@ -64,6 +71,7 @@ class Memory:
     peak_reserved_bytes: int | None
     peak_by_kind: dict[str, int] = field(default_factory=dict)
     events: tuple[MemoryEvent, ...] = ()
+    held: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,53 +79,53 @@ class RankMeasurement:
     """What one rank measured; a loss is None where there is no last stage.
 
     `collectives` are those of one steady step, `gradient_norm_squared` is of the first step, over this
-    rank's stage, `step_s` seconds from barrier to barrier.
+    rank's stages, `step_s` seconds from barrier to barrier. The training was set up at `prepared_at_s`, its
+    last step done at `trained_at_s` by the machine's clock. `attributed_fraction` of the bytes at the peak
+    are tensors that memplan predicts.
     """
 
     rank: int
-    at: Coordinates
+    at: Rank
     states: States
     memory: Memory
     collectives: tuple[Collective, ...]
     losses: tuple[float | None, ...]
     gradient_norm_squared: float
     step_s: tuple[float, ...]
+    prepared_at_s: float
+    trained_at_s: float
+    attributed_fraction: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """A module, its optimizer and what one step of both does."""
+    """What one step of a rank's stages and their optimizer does."""
 
-    optimizer: torch.optim.Optimizer
     gradients: Gradients
+    update: Update
     axis_of_group: dict[str, str]
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """This stage's parameters as the optimizer has them; DDP beside TP hides some of the module's."""
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
-
     def step(self) -> float | None:
-        """One whole step; the gradients are freed at its end."""
+        """One whole step."""
         loss = self.gradients()
         self.update()
         return loss
 
-    def update(self) -> None:
-        """The optimizer's part of a step."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
-    """The case's module and optimizer as they are on this rank."""
-    at = coordinates(case.plan, rank)
-    mesh = device_mesh(case.plan, device)
-    stage = stage_module(case.model, case.plan, at, seed=case.seed, device=device)
-    module = parallel_module(stage, case.plan, at, mesh)
+    """The case's stages and optimizer as they are on this rank."""
+    model, plan, at = case.model, case.plan, case.plan.place(rank)
+    mesh = device_mesh(plan, device)
+    modules = {
+        stage: parallel_module(
+            stage_module(model, plan, stage, seed=case.seed, device=device), plan, at, mesh
+        )
+        for stage in plan.stages_of(at.pp)
+    }
+    update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
     return Training(
-        optimizer=optimizer_of(module, case.plan, mesh, learning_rate=case.learning_rate),
-        gradients=gradients(module, case.model, case.plan, at, mesh, device, seed=case.seed),
+        gradients=gradients(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed),
+        update=update,
         axis_of_group=axis_of_group(mesh),
     )
 
@@ -131,49 +139,69 @@ def measured_rank(
     rank: int,
     device: torch.device,
     *,
-    keep_events: bool = False,
+    keep_paths: bool = False,
     prepare: Prepare = prepared,
 ) -> RankMeasurement:
     """Runs the case's training on this rank and measures it.
 
     One thread and no oneDNN, whose scratch memory depends on the CPU's model; garbage is collected between
-    steps only, so that no peak depends on when. The process group of all ranks must exist if there is more
-    than one.
+    steps only, so that no peak depends on when, and among what came after the imports only, since looking
+    through those takes half a second. The process group of all ranks must exist if there is more than one.
     """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     gc.disable()
+    gc.freeze()
     count_all_threads()
-    training = prepare(case, rank, device)
-    losses, norm_squared = _warmed_up(training)
-    with CollectiveCounter(training.axis_of_group) as counter:
-        losses.append(training.step())
-    observed = _observed_on_gpu if device.type == "cuda" else _observed_on_cpu
-    more_losses, states, memory = observed(training, keep_events)
+    with MemoryProfile(paths=keep_paths) if device.type == "cpu" else nullcontext() as warm_up:
+        training = prepare(case, rank, device)
+        _let_ranks_go_first()
+        prepared_at_s = time.monotonic()
+        losses, norm_squared = _warmed_up(training, WARM_UP_STEPS + case.plan.static_graph)
+        with CollectiveCounter(training.axis_of_group) as counter:
+            losses.append(training.step())
+    more_losses, seen = _observed_on_cpu(training, warm_up) if warm_up else _observed_on_gpu(training)
     losses += more_losses
     step_s = []
     while len(losses) < case.steps:
         loss, seconds = _timed_step(training, device)
         losses.append(loss)
         step_s.append(seconds)
+    trained_at_s = time.monotonic()
+    states, memory = seen()
     return RankMeasurement(
         rank=rank,
-        at=coordinates(case.plan, rank),
+        at=case.plan.place(rank),
         states=states,
         memory=memory,
         collectives=counter.collectives(),
         losses=tuple(losses),
         gradient_norm_squared=norm_squared,
         step_s=tuple(step_s),
+        prepared_at_s=prepared_at_s,
+        trained_at_s=trained_at_s,
     )
 
 
-def _warmed_up(training: Training) -> tuple[list[float | None], float]:
+def _let_ranks_go_first() -> None:
+    """Keeps gloo's socket threads from preempting ranks: they spin while a peer is ahead (Linux only).
+
+    They poll level-triggered events, also of what nobody asks for yet. On 2 cores 8 ranks take half as long.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
+            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _warmed_up(training: Training, steps: int) -> tuple[list[float | None], float]:
     """The losses of the first steps, and the squared norm of the very first gradients."""
     losses = [training.gradients()]
-    norm_squared = gradient_norm_squared(training.parameters)
+    update = training.update
+    norm_squared = gradient_norm_squared(update.parameters) / update.scaler.get_scale() ** 2
     training.update()
-    losses += [training.step() for _ in range(WARM_UP_STEPS - 1)]
+    losses += [training.step() for _ in range(steps - 1)]
     return losses, norm_squared
 
 
@@ -183,11 +211,7 @@ def gradient_norm_squared(parameters: list[Tensor]) -> float:
 
 
 def _whole_gradient(weight: Tensor) -> Tensor:
-    """The gradient of a cut weight in full; DDP keeps how it was cut beside TP in `_st_info`."""
-    grad = cast(Tensor, weight.grad)
-    spec = getattr(weight, "_st_info", None)
-    if spec is not None:
-        grad = DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False)
+    grad = gradient(weight)
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
@@ -206,9 +230,9 @@ class _Seen:
     """What is known of the tensors just before the update: the states, and the storages they are in."""
 
     states: States
-    weight_storages_bytes: int
-    optimizer_storages_bytes: int
-    grad_pointers: frozenset[int]
+    weight_storages: dict[int, int]
+    optimizer_storages: dict[int, int]
+    grad_storages: dict[int, int]
 
 
 def _observed_step(training: Training) -> tuple[float | None, _Seen]:
@@ -222,18 +246,18 @@ def _observed_step(training: Training) -> tuple[float | None, _Seen]:
 
 
 def _seen(training: Training) -> _Seen:
-    weights = [_local(weight) for weight in training.parameters]
-    grads = [_local(weight.grad) for weight in training.parameters if weight.grad is not None]
-    states = [_local(tensor) for tensor in _optimizer_tensors(training.optimizer)]
+    weights = [_local(weight) for weight in training.update.parameters]
+    grads = [_local(weight.grad) for weight in training.update.parameters if weight.grad is not None]
+    states = [_local(tensor) for tensor in _optimizer_tensors(training.update.optimizer)]
     return _Seen(
         states=States(
             weights_bytes=sum(tensor.nbytes for tensor in weights),
             grads_bytes=sum(tensor.nbytes for tensor in grads),
             optimizer_bytes=sum(tensor.nbytes for tensor in states),
         ),
-        weight_storages_bytes=sum(_storages(weights).values()),
-        optimizer_storages_bytes=sum(_storages(states).values()),
-        grad_pointers=frozenset(_storages(grads)),
+        weight_storages=_storages(weights),
+        optimizer_storages=_storages(states),
+        grad_storages=_storages(grads),
     )
 
 
@@ -252,17 +276,27 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _observed_on_cpu(training: Training, keep_events: bool) -> tuple[list[float | None], States, Memory]:
-    """Losses, states and memory of some steady steps: the memory of the one with the least peak."""
+_Sight = Callable[[], tuple[States, Memory]]
+"""What was observed, worked out when the training is over."""
+
+
+def _observed_on_cpu(training: Training, warm_up: MemoryProfile) -> tuple[list[float | None], _Sight]:
+    """The losses of some steady steps, and what was seen in the one with the least peak."""
     _settled()
     losses, seen = [], []
-    with memory_profile() as profiled:
+    with MemoryProfile(paths=warm_up.paths) as profiled:
         for _ in range(OBSERVED_STEPS):
             loss, tensors = _observed_step(training)
             losses.append(loss)
             seen.append(tensors)
             _settled()
-    record = recorded(profiled, (STEP, UPDATE), paths=keep_events)
+    return losses, partial(_sight_of_cpu, warm_up, profiled, seen)
+
+
+def _sight_of_cpu(
+    warm_up: MemoryProfile, profiled: MemoryProfile, seen: list[_Seen]
+) -> tuple[States, Memory]:
+    record = recorded(profiled, (STEP, UPDATE))
     steps = [during(record.events, region) for region in record.regions[STEP]]
     peaks = [max(step, key=lambda event: event.total_bytes) for step in steps]
     best = min(range(len(steps)), key=lambda i: peaks[i].total_bytes)
@@ -271,24 +305,41 @@ def _observed_on_cpu(training: Training, keep_events: bool) -> tuple[list[float 
         peak_bytes=peaks[best].total_bytes,
         peak_reserved_bytes=None,
         peak_by_kind=_peak_by_kind(steps[best], peaks[best], record.regions[UPDATE][best][0], seen[best]),
-        events=tuple(steps[best]) if keep_events else (),
+        events=tuple(steps[best]),
+        held=_held(recorded(warm_up, ()).events, record.events, steps[best], seen[best]),
     )
-    return losses, seen[best].states, memory
+    return seen[best].states, memory
+
+
+def _held(
+    warm_up: list[MemoryEvent], observed: list[MemoryEvent], step: list[MemoryEvent], seen: _Seen
+) -> tuple[Block, ...]:
+    """The blocks held when a step began, with the kinds of those that hold a state."""
+    kinds = dict.fromkeys(seen.weight_storages, "weights")
+    kinds |= dict.fromkeys(seen.optimizer_storages, "optimizer")
+    n_before = len(warm_up) + sum(event.time_ns < step[0].time_ns for event in observed)
+    blocks = alive_after([*warm_up, *observed], n_before, kept=kinds)
+    return tuple(replace(block, kind=kinds.get(block.pointer, "")) for block in blocks)
 
 
 def _peak_by_kind(step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, seen: _Seen) -> dict[str, int]:
-    """Bytes alive at the peak, by kind: a block is a gradient's if one is in it when the update starts."""
-    grads = {held for held in held_at(step, update_ns) if held.pointer in seen.grad_pointers}
+    """Bytes alive at the peak, by kind: a block is a gradient's if one is in it when the update starts.
+
+    Gradients in blocks that the step has not made (zeroed ones, views of DDP's buckets) are always alive.
+    """
+    made = {held for held in held_at(step, update_ns) if held.pointer in seen.grad_storages}
+    kept = seen.grad_storages.keys() - {held.pointer for held in made}
+    grads = [held.n_bytes for held in held_at(step, peak.time_ns + 1) if held in made]
     parts = {
-        "weights_bytes": seen.weight_storages_bytes,
-        "grads_bytes": sum(held.n_bytes for held in held_at(step, peak.time_ns + 1) if held in grads),
-        "optimizer_bytes": seen.optimizer_storages_bytes,
+        "weights_bytes": sum(seen.weight_storages.values()),
+        "grads_bytes": sum(grads) + sum(seen.grad_storages[pointer] for pointer in kept),
+        "optimizer_bytes": sum(seen.optimizer_storages.values()),
     }
     return parts | {"other_bytes": peak.total_bytes - sum(parts.values())}
 
 
-def _observed_on_gpu(training: Training, keep_events: bool) -> tuple[list[float | None], States, Memory]:
-    """Losses, states and memory of one steady step, by the caching allocator's own statistics."""
+def _observed_on_gpu(training: Training) -> tuple[list[float | None], _Sight]:
+    """The loss of one steady step, and what was seen by the caching allocator's own statistics."""
     _settled()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -300,7 +351,7 @@ def _observed_on_gpu(training: Training, keep_events: bool) -> tuple[list[float 
         peak_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
     )
-    return [loss], seen.states, memory
+    return [loss], lambda: (seen.states, memory)
 
 
 def _timed_step(training: Training, device: torch.device) -> tuple[float | None, float]:

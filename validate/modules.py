@@ -1,13 +1,34 @@
 """The torch module that a memplan Model describes: the same parameters and operations, in the same order."""
 
-from typing import cast
+from functools import partial, reduce
+from operator import add
+from typing import Final, cast
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from memplan.models import Gpt, Llama, Model
+from memplan.plan import Recompute
+
+KEPT_OPERATIONS: Final = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+]
+"""What selective recomputation does not run again; what is not here it does, all-gathers too.
+
+Source: torchtitan's list of operations to save (torchtitan/distributed/activation_checkpoint.py), which keeps
+every other `mm` and no all-reduce; here all products are kept, whoever they are of, and all-reduces, which
+stand where reduce-scatters do without sequence parallelism.
+"""
 
 
 class GptAttention(nn.Module):
@@ -172,15 +193,17 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A whole model, or one pipeline stage of it: `layers` blocks, with the ends it owns.
+    """A whole model, or one pipeline stage of it: `layers` blocks, with the ends it owns: `first`, `last`.
 
     The forward pass maps token ids (first stage) or hidden states to hidden states or, on the last stage,
-    logits. `autocast_dtype` runs it under autocast, `recompute` keeps only each block's input.
+    logits. `autocast_dtype` runs it under autocast; `recompute` keeps only the input of each of the first
+    `recompute_blocks` blocks (None: all), and if selective what `KEPT_OPERATIONS` made of it.
     """
 
-    def __init__(self, model: Model, layers: range, *, seq_len: int) -> None:
+    def __init__(
+        self, model: Model, layers: range, *, seq_len: int, first: bool = True, last: bool = True
+    ) -> None:
         super().__init__()
-        first, last = layers.start == 0, layers.stop == model.n_layers
         self.embedding: nn.Module | None = None
         self.head: Head | None = None
         rotation: Tensor | None = None
@@ -200,7 +223,8 @@ class Transformer(nn.Module):
         if model.tied_head and self.head is not None and self.embedding is not None:
             self.head.output.weight = self.embedding.tokens.weight
         self.autocast_dtype: torch.dtype | None = None
-        self.recompute = False
+        self.recompute: Recompute = "none"
+        self.recompute_blocks: int | None = None
 
     @property
     def tied(self) -> bool:
@@ -227,14 +251,28 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         arguments = () if self.rotation is None else (self.rotation,)
-        for block in self.blocks.values():
-            if self.recompute:
-                x = cast(Tensor, torch.utils.checkpoint.checkpoint(block, x, *arguments, use_reentrant=False))
-            else:
-                x = block(x, *arguments)
+        blocks = list(self.blocks.values())
+        n_again = 0 if self.recompute == "none" else self.recompute_blocks
+        for block in blocks[:n_again]:
+            x = self._recomputed(block, x, *arguments)
+        for block in blocks[len(blocks) if n_again is None else n_again :]:
+            x = block(x, *arguments)
         return x if self.head is None else cast(Tensor, self.head(x))
 
+    def _recomputed(self, block: nn.Module, *arguments: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
+        context_fn = contexts if self.recompute == "selective" else noop_context_fn
+        return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, context_fn=context_fn))
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of `logits` (batch, seq, vocab) in float32 against `targets` (batch, seq)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+def token_loss(logits: Tensor, targets: Tensor, *, chunks: int = 1) -> Tensor:
+    """Mean cross-entropy of `logits` (batch, seq, vocab) in float32 against `targets` (batch, seq).
+
+    In `chunks` pieces of the sequence (`torch.chunk`'s), each widened and summed on its own, as torchtune's
+    `CEWithChunkedOutputLoss` does.
+    """
+    if chunks == 1:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    pieces = zip(logits.chunk(chunks, dim=1), targets.chunk(chunks, dim=1), strict=True)
+    sums = (F.cross_entropy(x.float().flatten(0, 1), y.flatten(), reduction="sum") for x, y in pieces)
+    return reduce(add, sums) / targets.numel()

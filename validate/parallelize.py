@@ -1,20 +1,21 @@
 """A Plan applied to a torch module with PyTorch's own tools.
 
-Mesh axes, outermost first: pp, dp, tp. ZeRO 0 is `DistributedDataParallel`, 1 adds
+Mesh axes, outermost first: pp, dp_replicate, dp, tp. ZeRO 0 is `DistributedDataParallel`, 1 adds
 `ZeroRedundancyOptimizer`, 2 and 3 are FSDP2's `fully_shard` (without and with resharding after forward);
 tensor and sequence parallelism are `parallelize_module`, pipelines `torch.distributed.pipelining`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,37 +25,28 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Model, Plan
-from memplan.plan import stage_layers
+from memplan.plan import MESH_AXES, Rank, stage_layers
+from memplan.units import MiB
 from validate.modules import GptEmbedding, Transformer
 
-OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
+COMPUTE_TYPES: Final = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16-mixed": torch.bfloat16,
+    "fp16-mixed": torch.float16,
 }
-"""What each optimizer name means."""
+"""What matrix products run in."""
 
+POWERSGD_FIRST_STEP: Final = 2
+"""Gradients are compressed from the third step on: the least DDP allows, whose buckets the second rebuilds.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinates:
-    """A rank's place on the mesh."""
-
-    pp: int
-    dp: int
-    tp: int
-
-
-def coordinates(plan: Plan, rank: int) -> Coordinates:
-    """Where `rank` sits: rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
-
-    >>> coordinates(Plan(dp=2, tp=2, global_batch=2), 3)
-    Coordinates(pp=0, dp=1, tp=1)
-    """
-    return Coordinates(pp=rank // (plan.dp * plan.tp), dp=rank // plan.tp % plan.dp, tp=rank % plan.tp)
+All else about PowerSGD is PyTorch's default: rank 1, error feedback, warm start, tensors compressed that
+shrink to half or less.
+"""
 
 
 def axes(plan: Plan) -> dict[str, int]:
@@ -63,7 +55,8 @@ def axes(plan: Plan) -> dict[str, int]:
     >>> axes(Plan(dp=2, tp=4, global_batch=2))
     {'dp': 2, 'tp': 4}
     """
-    return {name: n for name, n in (("pp", plan.pp), ("dp", plan.dp), ("tp", plan.tp)) if n > 1}
+    sizes = {axis: getattr(plan, axis) for axis in MESH_AXES}
+    return {axis: n for axis, n in sizes.items() if n > 1}
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -74,10 +67,8 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def stage_module(
-    model: Model, plan: Plan, at: Coordinates, *, seed: int, device: torch.device
-) -> Transformer:
-    """This rank's pipeline stage in full, before any sharding.
+def stage_module(model: Model, plan: Plan, stage: int, *, seed: int, device: torch.device) -> Transformer:
+    """A pipeline stage in full, before any sharding.
 
     Every rank draws the whole model's float32 weights from one seed and keeps its own layers, so that all
     plans, and the single-process run they are checked against, start from the same weights.
@@ -86,53 +77,113 @@ def stage_module(
     whole = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
     if model.tied_head and whole.head is not None:
         nn.init.normal_(whole.head.output.weight, std=model.d_model**-0.5)
-    stage = Transformer(model, stage_layers(model.n_layers, plan.pp, at.pp), seq_len=plan.seq_len)
+    layers, first, last = stage_layers(model.n_layers, plan, stage), stage == 0, stage == plan.n_stages - 1
+    module = Transformer(model, layers, seq_len=plan.seq_len, first=first, last=last)
     weights = whole.state_dict()
-    stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
+    module.load_state_dict({name: weights[name] for name in module.state_dict()})
     if plan.precision == "bf16":
-        for parameter in stage.parameters():
+        for parameter in module.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-    return stage.to(device)
+    return module.to(device)
 
 
-def parallel_module(stage: Transformer, plan: Plan, at: Coordinates, mesh: DeviceMesh | None) -> nn.Module:
+def parallel_module(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh | None) -> nn.Module:
     """`stage` cut over the tensor axis, then replicated or sharded over the data axis."""
-    stage.recompute = plan.recompute == "full"
-    sharded = plan.dp > 1 and plan.zero >= 2
-    if plan.precision == "bf16-mixed" and not sharded:
-        stage.autocast_dtype = torch.bfloat16
+    stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
+    if plan.mixed and not plan.fsdp:
+        stage.autocast_dtype = COMPUTE_TYPES[plan.precision]
     if mesh is None:
         return stage
     if plan.tp > 1:
         cut_tensors(stage, plan, at, mesh["tp"])
-    if sharded:
-        shard_weights(stage, plan, mesh["dp"])
-    elif plan.dp > 1:
-        return replicated(stage, mesh["dp"])
+    if plan.fsdp:
+        shard_weights(stage, plan, mesh)
+    elif plan.ddp:
+        return replicated(stage, plan, mesh["dp"])
     return stage
 
 
-def replicated(stage: Transformer, mesh: DeviceMesh) -> nn.Module:
-    """`stage` under DistributedDataParallel with its default options."""
-    return DistributedDataParallel(stage, device_mesh=mesh)
+Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+"""A communication hook of DDP."""
+
+
+def awaited(hook: Hook) -> Hook:
+    """`hook`, each all-reduce done before it goes on, so that its callbacks run in the caller's thread.
+
+    They do with NCCL. With gloo they run in one of its threads, and what is alive depends on how fast those
+    are. PowerSGD's hook could not do without: in a callback it waits for the next all-reduce, so that two
+    buckets at a time hold both of gloo's threads for ever. DDP reserves the name of `bf16_compress_hook` for
+    NCCL ("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+"), but gloo sums bfloat16 too.
+    """
+    all_reduce = dist.all_reduce
+
+    def awaited_all_reduce(*args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(*args, **kwargs)
+        work.wait()
+        return work
+
+    def in_turn(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        with patch.object(dist, "all_reduce", awaited_all_reduce):
+            return hook(state, bucket)
+
+    return in_turn
+
+
+def replicated(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+    """`stage` under DistributedDataParallel with the plan's options."""
+    cap = None if plan.bucket_cap_bytes is None else plan.bucket_cap_bytes / MiB
+    module = DistributedDataParallel(
+        stage,
+        device_mesh=mesh,
+        bucket_cap_mb=cap,
+        gradient_as_bucket_view=plan.gradient_as_bucket_view,
+        static_graph=plan.static_graph,
+    )
+    group = mesh.get_group()
+    match plan.ddp_comm_hook:
+        case "fp16":
+            module.register_comm_hook(group, awaited(fp16_compress_hook))
+        case "bf16":
+            module.register_comm_hook(group, awaited(bf16_compress_hook))
+        case "powersgd":
+            state = PowerSGDState(group, start_powerSGD_iter=POWERSGD_FIRST_STEP)
+            module.register_comm_hook(state, awaited(powerSGD_hook))
+    return module
 
 
 def shard_weights(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
-    """FSDP2: every block its own unit, then the root with what is left (embedding and head)."""
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if plan.precision == "bf16-mixed"
-        else MixedPrecisionPolicy()
-    )
-    for block in stage.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.zero == 3)
-    if plan.zero == 3:
-        fully_shard(stage, mesh=mesh, mp_policy=policy)
-    else:
-        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    """FSDP2: the plan's units from the inside out, the root last with what they leave over.
+
+    With `zero=3` every unit but the root frees its weights after its forward pass (PyTorch's default), with
+    `zero=2` none does.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh["dp_replicate", "dp"] if plan.dp_replicate > 1 else mesh["dp"],
+        "reshard_after_forward": None if plan.zero == 3 else False,
+    }
+    if plan.mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=COMPUTE_TYPES[plan.precision], reduce_dtype=torch.float32
+        )
+    if plan.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    for unit in (*_units(stage, plan), stage):
+        fully_shard(unit, **options)
 
 
-def cut_tensors(stage: Transformer, plan: Plan, at: Coordinates, mesh: DeviceMesh) -> None:
+def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
+    """What FSDP2 gathers together below the root."""
+    ends = plan.fsdp_units == "block+ends"
+    if ends and stage.embedding is not None:
+        yield stage.embedding
+    if plan.fsdp_units != "model":
+        blocks, n = list(stage.blocks.values()), plan.fsdp_blocks
+        yield from blocks if n == 1 else (blocks[i : i + n] for i in range(0, len(blocks), n))
+    if ends and stage.head is not None:
+        yield stage.head
+
+
+def cut_tensors(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh) -> None:
     """Tensor parallelism, with the sequence divided between the cut regions if the plan says so."""
     between = Shard(1) if plan.sequence_parallel else Replicate()
     tied = stage.tied
@@ -184,18 +235,3 @@ def _block_styles(block: nn.Module, plan: Plan, rotary: bool) -> dict[str, Paral
     if plan.sequence_parallel:
         styles["attention_norm"] = styles["ffn_norm"] = SequenceParallel()
     return styles
-
-
-def optimizer_of(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh | None, *, learning_rate: float
-) -> torch.optim.Optimizer:
-    """The plan's optimizer over the module's parameters, its state divided over the data axis at ZeRO 1."""
-    kind = OPTIMIZERS[plan.optimizer]
-    if plan.zero == 1 and mesh is not None and plan.dp > 1:
-        return ZeroRedundancyOptimizer(
-            module.parameters(),
-            optimizer_class=cast(type[torch.optim.Optimizer], kind),
-            process_group=mesh.get_group("dp"),
-            lr=learning_rate,
-        )
-    return kind(module.parameters(), lr=learning_rate)

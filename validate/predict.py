@@ -4,10 +4,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memplan import Model, Plan
-from memplan.engines.torch import Rank
 from memplan.estimate import rank_estimate
+from memplan.plan import Rank
 from validate.collectives import Collective
-from validate.parallelize import Coordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +20,13 @@ class Prediction:
     collectives: tuple[Collective, ...]
 
 
-def prediction(model: Model, plan: Plan, at: Coordinates) -> Prediction:
+def prediction(model: Model, plan: Plan, at: Rank) -> Prediction:
     """memplan's estimate of the rank at these coordinates, by the rules of CPU ranks.
 
     Raises:
         PlanRefused: if the plan cannot run.
     """
-    estimated = rank_estimate(model, plan, Rank(pp=at.pp, dp=at.dp, tp=at.tp), "cpu")
+    estimated = rank_estimate(model, plan, at, "cpu")
     calls: Counter[tuple[str, str]] = Counter()
     payload_bytes: Counter[tuple[str, str]] = Counter()
     for collective in estimated.collectives:

@@ -14,7 +14,7 @@ from memplan.checks import checked_count
 from memplan.engines.torch import StageTimeline
 from memplan.engines.torch.stage import MOMENTS
 from memplan.models import Model, parameter_count
-from memplan.plan import Plan, stage_layers
+from memplan.plan import Plan, Recompute, stage_layers
 from memplan.shapes import UINT8, Buffer, Event, Kind
 from memplan.timeline import Alive, events
 
@@ -308,7 +308,8 @@ def stage_parameters(model: Model, plan: Plan) -> float:
 def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
     """Activations of a pipeline stage: its layers' times the micro-batches alive, and the ends it owns.
 
-    1F1B keeps p - i micro-batches on stage i (of m, if that is fewer), GPipe all m. The last stage adds
+    1F1B keeps p - i micro-batches on stage i (of m, if that is fewer), GPipe all m. The first
+    `recompute_blocks` layers are recomputed, the others not. The last stage adds
     (4sbh/t) (1 + v/h), the first sb h/t per micro-batch alive.
 
     Assumes: as `layer_activations_bytes` and `input_output_activations_bytes`, whatever the model and the
@@ -317,19 +318,31 @@ def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
     """
     m = plan.n_micro_batches
     alive = m if plan.schedule == "gpipe" and plan.pp > 1 else min(m, plan.pp - pp_rank)
-    layers = len(stage_layers(model.n_layers, plan.pp, pp_rank))
+    layers = len(stage_layers(model.n_layers, plan, pp_rank))
+    recomputed = layers if plan.recompute_blocks is None else min(layers, plan.recompute_blocks)
     sizes = {"seq_len": plan.seq_len, "micro_batch": plan.micro_batch, "d_model": model.d_model}
     ends = {**sizes, "vocab_size": model.vocab_size, "tp": plan.tp}
     inputs = input_output_activations_bytes(**ends, pp=2) / 2
     outputs = input_output_activations_bytes(**ends, pp=1) - inputs
-    kept = alive * layers * _layer_bytes(model, plan, sizes)
+    kept = alive * (
+        recomputed * _layer_bytes(model, plan, sizes, recompute=plan.recompute)
+        + (layers - recomputed) * _layer_bytes(model, plan, sizes, recompute="none")
+    )
     return kept + (alive * inputs if pp_rank == 0 else 0) + (outputs if pp_rank == plan.pp - 1 else 0)
 
 
-def _layer_bytes(model: Model, plan: Plan, sizes: dict[str, int]) -> float:
-    if plan.recompute == "full":
+def _layer_bytes(model: Model, plan: Plan, sizes: dict[str, int], *, recompute: Recompute) -> float:
+    """One layer's activations; what is selectively recomputed is attention's core, as in the paper."""
+    if recompute == "full":
         kept = layer_activations_full_recompute_bytes(**sizes)
         return kept / plan.tp if plan.sequence_parallel else kept
+    if recompute == "selective":
+        selective = (
+            layer_activations_tp_sp_selective_bytes
+            if plan.sequence_parallel
+            else layer_activations_tp_selective_bytes
+        )
+        return selective(**sizes, tp=plan.tp)
     if plan.sequence_parallel:
         return layer_activations_tp_sp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
     return layer_activations_tp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
@@ -350,7 +363,7 @@ def traffic(model: Model, plan: Plan, pp_rank: int) -> Iterator[TextbookCall]:
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Korthikanti et al. 2022, arXiv:2205.05198,
         section 4.2.2; Narayanan et al. 2021, arXiv:2104.04473, section 3.2.
     """
-    m, layers = plan.n_micro_batches, len(stage_layers(model.n_layers, plan.pp, pp_rank))
+    m, layers = plan.n_micro_batches, len(stage_layers(model.n_layers, plan, pp_rank))
     psi_bytes = bytes_per_parameter(plan).weights * stage_parameters(model, plan)
     boundary_bytes = 2 * plan.seq_len * plan.micro_batch * model.d_model
     if plan.dp > 1 and plan.zero == 0:
@@ -376,6 +389,19 @@ def forward_flops(model: Model, plan: Plan) -> float:
     Source: Kaplan et al. 2020, arXiv:2001.08361, equation 2.2.
     """
     return 2 * stage_parameters(model, plan) * plan.n_micro_batches * plan.micro_batch * plan.seq_len
+
+
+def recomputed_flops(model: Model, plan: Plan, pp_rank: int) -> float:
+    """What of a GPU's `forward_flops` is computed again: all of its recomputed layers' share.
+
+    Neglects: attention's core, which "selective" computes again, as `forward_flops` does.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, appendix: one more forward pass.
+    """
+    layers = len(stage_layers(model.n_layers, plan, pp_rank))
+    if plan.recompute != "full" or not layers:
+        return 0.0
+    recomputed = layers if plan.recompute_blocks is None else min(layers, plan.recompute_blocks)
+    return forward_flops(model, plan) * recomputed / layers
 
 
 def timeline(model: Model, plan: Plan, pp_rank: int) -> StageTimeline:

@@ -1,55 +1,72 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.plan import Recompute
 from memplan.shapes import INT64, Buffer, Event, Parameter
 from memplan.tape import Call, Run, Setting, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one part of the model does in one direction: its events and its tensor-axis collectives."""
+    """What one part of the model does in one direction: its events, its tensor-axis collectives, its FLOPs.
+
+    `flops` are those of forward operations, so that a backward segment's are what it computes again.
+    """
 
     events: tuple[Event, ...] = ()
     calls: tuple[Call, ...] = ()
+    flops: int = 0
 
 
 EMPTY = Segment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One kind of block in both directions.
+
+    `entry`, `entry_backward`: as a stage's first block. Where its input came from another stage, that tensor
+    is the schedule's and not freed here. `casts` frees what autocast kept of the block's weights, when the
+    forward pass ends.
+    """
+
+    forward: Segment
+    backward: Segment
+    entry: Segment
+    entry_backward: Segment
+    casts: Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Forward and backward of the ends a stage owns and of one of its equal blocks.
+    """Forward and backward of the ends a stage owns and of its kinds of blocks.
 
     Parameters are in the order of the module; FLOPs are of the forward pass on one tensor rank.
 
     Attributes whose meaning their name does not tell:
-        entry_block: the stage's first block. Where its input came from another stage, that tensor is the
-            schedule's and not freed here (`entry_block_backward` likewise).
-        embed_casts, block_casts, head_casts: free what autocast kept of a part's weights, when the forward
-            pass ends.
+        blocks: one for each kind that was asked for. They share parameters, the buffers of their gradients,
+            the boundary and its gradient.
+        embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
         release: frees the stage's output, which a pipeline schedule holds until the backward pass is over.
         release_input_grad: frees the gradient that is sent to the stage before.
         boundary: the tensor handed from block to block and from stage to stage.
+        boundary_grad: its gradient, which blocks add to in place and hand on.
     """
 
     embed: Segment = EMPTY
-    block: Segment
     head: Segment = EMPTY
     embed_casts: Segment = EMPTY
-    block_casts: Segment = EMPTY
     head_casts: Segment = EMPTY
     loss: Segment = EMPTY
     head_backward: Segment = EMPTY
     n_loss_backward: int = 0
-    block_backward: Segment
-    entry_block: Segment
-    entry_block_backward: Segment
+    blocks: tuple[Block, ...]
     embed_backward: Segment = EMPTY
     release: Segment = EMPTY
     release_input_grad: Segment = EMPTY
@@ -57,11 +74,12 @@ class Trace:
     block_parameters: tuple[Parameter, ...]
     head_parameters: tuple[Parameter, ...] = ()
     boundary: Buffer
+    boundary_grad: Buffer
     block_flops: int
     head_flops: int = 0
 
 
-class _Marks:
+class Marks:
     """Cuts a run's record into segments."""
 
     def __init__(self, run: Run) -> None:
@@ -70,9 +88,11 @@ class _Marks:
 
     def segment(self) -> Segment:
         """What the run has done since the last segment."""
-        events, calls = self.run.events[self.n_events :], self.run.calls[self.n_calls :]
-        self.n_events, self.n_calls = len(self.run.events), len(self.run.calls)
-        return Segment(tuple(events), tuple(calls))
+        run = self.run
+        events, calls = run.events[self.n_events :], run.calls[self.n_calls :]
+        flops = run.flops - self.n_flops
+        self.n_events, self.n_calls, self.n_flops = len(run.events), len(run.calls), run.flops
+        return Segment(tuple(events), tuple(calls), flops)
 
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters first used since the last call."""
@@ -80,43 +100,81 @@ class _Marks:
         self.n_parameters += len(new)
         return tuple(new)
 
-    def flops(self) -> int:
-        """The forward FLOPs since the last call."""
-        new, self.n_flops = self.run.flops - self.n_flops, self.run.flops
-        return new
-
 
 @lru_cache(maxsize=1024)
 def traced(
-    model: Model, setting: Setting, *, first: bool, last: bool, recompute: bool, keep_logits: bool
+    model: Model,
+    setting: Setting,
+    *,
+    first: bool,
+    last: bool,
+    recomputes: tuple[Recompute, ...],
+    keep_logits: bool,
 ) -> Trace:
-    """One micro-batch through a stage of one block with the ends it owns, forward and backward.
+    """One micro-batch through a stage's ends and one block of each kind, forward and backward.
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
+    one, *others = (
+        _traced(model, setting, first=first, last=last, recompute=recompute, keep_logits=keep_logits)
+        for recompute in recomputes
+    )
+    return replace(one, blocks=(*one.blocks, *(_as_in(one, other) for other in others)))
+
+
+def without_blocks(trace: Trace) -> Trace:
+    """The ends of a stage that has no block: what would pass between them and a block is the schedule's.
+
+    The last stage's head then makes the gradient of what the stage has received.
+    """
+    received, sent = Without(trace.boundary), Without(trace.boundary_grad)
+    return replace(
+        trace,
+        head=received(trace.head),
+        head_backward=received(trace.head_backward),
+        embed_backward=sent(trace.embed_backward),
+    )
+
+
+def _as_in(one: Trace, other: Trace) -> Block:
+    """The block of another trace, in one trace's parameters, gradients and boundary."""
+    parameters = dict(zip(other.block_parameters, one.block_parameters, strict=True))
+    grads = {e.parameter: e.buffer for e in one.blocks[0].backward.events if e.parameter is not None}
+    renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
+    for event in other.blocks[0].backward.events:
+        if event.parameter is not None:
+            renamed[event.buffer] = grads[parameters[event.parameter]]
+    same = _Renamed(renamed, parameters)
+    block = other.blocks[0]
+    return Block(**{field.name: same(getattr(block, field.name)) for field in fields(Block)})
+
+
+def _traced(
+    model: Model, setting: Setting, *, first: bool, last: bool, recompute: Recompute, keep_logits: bool
+) -> Trace:
     run = Run(setting)
-    cut = _Marks(run)
-    x = _entry(model, run, first=first)
+    cut = Marks(run)
+    x = entry_of(model, run, first=first)
     entry = _buffer(x)
-    embed, embed_parameters, _ = cut.segment(), cut.parameters(), cut.flops()
+    embed, embed_parameters = cut.segment(), cut.parameters()
     n_embed = len(run.nodes)
     run.leave_autocast()
     embed_casts = cut.segment()
     with run.named("blocks.*"):
-        x = run.recomputed(model.block, x) if recompute else model.block(x)
+        x = run_block(model, run, x, recompute)
     boundary = _buffer(x)
-    block, block_parameters, block_flops = cut.segment(), cut.parameters(), cut.flops()
+    block, block_parameters = cut.segment(), cut.parameters()
     n_block = len(run.nodes)
     run.leave_autocast()
     block_casts = cut.segment()
     head = head_casts = loss = head_backward = EMPTY
     head_parameters: tuple[Parameter, ...] = ()
-    head_flops = n_loss_backward = 0
+    n_loss_backward = 0
     held: Tensor | None = None
     if last:
         logits = model.head(x)
         del x
-        head, head_parameters, head_flops = cut.segment(), cut.parameters(), cut.flops()
+        head, head_parameters = cut.segment(), cut.parameters()
         run.leave_autocast()
         head_casts = cut.segment()
         n_head = len(run.nodes)
@@ -137,28 +195,39 @@ def traced(
         del x
     run.backward(down_to=n_embed)
     block_backward = cut.segment()
-    input_grad = run.nodes[0].grad if not first else None
+    input_grad = run.nodes[-1].grad
+    boundary_grad = _buffer(input_grad)
+    if first:
+        input_grad = None
     run.backward()
     embed_backward = cut.segment()
     del held
     release = cut.segment()
     del input_grad
     release_input_grad = cut.segment()
-    same = _Renamed(entry, boundary)
-    inside = (lambda segment: segment) if first else _Without(entry)
+    if entry.n_bytes != boundary.n_bytes:
+        raise MissingRule(f"a block's input ({entry}) and output ({boundary}) must be alike.")
+    if "activations" in (entry.kind, boundary.kind):
+        boundary.kind = "activations"
+    same = _Renamed({entry: boundary})
+    inside = (lambda segment: segment) if first else Without(entry)
     return Trace(
         embed=same(inside(embed)),
         embed_casts=embed_casts,
-        block=same(block),
-        block_casts=block_casts,
         head=same(head),
         head_casts=head_casts,
         loss=loss,
         head_backward=same(head_backward),
         n_loss_backward=n_loss_backward,
-        block_backward=same(block_backward),
-        entry_block=same(inside(block)),
-        entry_block_backward=same(inside(block_backward)),
+        blocks=(
+            Block(
+                forward=same(block),
+                backward=same(block_backward),
+                entry=same(inside(block)),
+                entry_backward=same(inside(block_backward)),
+                casts=block_casts,
+            ),
+        ),
         embed_backward=same(embed_backward),
         release=same(release),
         release_input_grad=release_input_grad,
@@ -166,12 +235,21 @@ def traced(
         block_parameters=block_parameters,
         head_parameters=head_parameters,
         boundary=boundary,
-        block_flops=block_flops,
-        head_flops=head_flops,
+        boundary_grad=boundary_grad,
+        block_flops=block.flops,
+        head_flops=head.flops,
     )
 
 
-def _entry(model: Model, run: Run, *, first: bool) -> Tensor:
+def run_block(model: Model, run: Run, x: Tensor, recompute: Recompute) -> Tensor:
+    """The model's block, recomputed or not."""
+    if recompute == "none":
+        return model.block(x)
+    return run.recomputed(model.block, x, selective=recompute == "selective")
+
+
+def entry_of(model: Model, run: Run, *, first: bool) -> Tensor:
+    """What a stage's first block gets: the embedding of tokens, or what another stage has sent."""
     setting = run.setting
     if first:
         return model.embed(Tensor(run, (setting.micro_batch, setting.seq_len), INT64))
@@ -181,38 +259,40 @@ def _entry(model: Model, run: Run, *, first: bool) -> Tensor:
     return run.new("received", shape, setting.weight_dtype, node)
 
 
-def _buffer(x: Tensor) -> Buffer:
-    if x.storage is None:
+def _buffer(x: Tensor | None) -> Buffer:
+    if x is None or x.storage is None:
         raise MissingRule(
-            "the input of a block must own its bytes; a model's embed() must allocate its output."
+            "the input of a block must own its bytes, and so must its gradient; a model's embed() must "
+            "allocate its output."
         )
     return x.storage.buffer
 
 
-class _Without:
+class Without:
     """Leaves out what happens to a buffer."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(e for e in segment.events if e.buffer is not self.buffer), segment.calls)
+        events = tuple(e for e in segment.events if e.buffer is not self.buffer)
+        return Segment(events, segment.calls, segment.flops)
 
 
 class _Renamed:
-    """Calls a block's input by the name of its output: one block's output is the next one's input."""
+    """Calls buffers and parameters by others' names: one block's output is the next one's input."""
 
-    def __init__(self, entry: Buffer, boundary: Buffer) -> None:
-        if entry.n_bytes != boundary.n_bytes:
-            raise MissingRule(f"a block's input ({entry}) and output ({boundary}) must be alike.")
-        if "activations" in (entry.kind, boundary.kind):
-            boundary.kind = "activations"
-        self.entry = entry
-        self.boundary = boundary
+    def __init__(
+        self, buffers: dict[Buffer, Buffer], parameters: dict[Parameter, Parameter] | None = None
+    ) -> None:
+        self.buffers = buffers
+        self.parameters = parameters or {}
 
     def __call__(self, segment: Segment) -> Segment:
-        entry, boundary = self.entry, self.boundary
-        renamed = tuple(
-            Event(e.sign, boundary, e.parameter) if e.buffer is entry else e for e in segment.events
-        )
-        return Segment(renamed, segment.calls)
+        return Segment(tuple(map(self._event, segment.events)), segment.calls, segment.flops)
+
+    def _event(self, event: Event) -> Event:
+        sign, buffer, parameter = event
+        if parameter is not None:
+            parameter = self.parameters.get(parameter, parameter)
+        return Event(sign, self.buffers.get(buffer, buffer), parameter)

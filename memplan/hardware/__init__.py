@@ -1,6 +1,16 @@
 """Hardware: GPUs, links and clusters, from datasheets."""
 
-from memplan.hardware.cluster import Cluster, cluster, resolve_cluster
+from memplan.hardware.cluster import Cluster, cluster, gpus_per_node, resolve_cluster
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
 
-__all__ = ["DTYPES", "Cluster", "Gpu", "Link", "cluster", "gpu", "gpu_names", "resolve_cluster"]
+__all__ = [
+    "DTYPES",
+    "Cluster",
+    "Gpu",
+    "Link",
+    "cluster",
+    "gpu",
+    "gpu_names",
+    "gpus_per_node",
+    "resolve_cluster",
+]

@@ -99,7 +99,7 @@ def cluster(text: str) -> Cluster:
     """
     n_gpus, name = _count_and_name(text)
     device = gpu(name)
-    node = next(entry for entry in node_table().values() if name in entry["gpus"])
+    node = _node_of(name)
     rate = node.get("network_gbit_per_s_per_gpu")
     return Cluster(
         n_gpus=n_gpus,
@@ -109,6 +109,23 @@ def cluster(text: str) -> Cluster:
         inter_node=Link(name=node["network"], bytes_per_s=None if rate is None else rate * 1e9 / 8),
         source=node["source"],
     )
+
+
+def gpus_per_node(name: str) -> int:
+    """How many GPUs of that name share a node.
+
+    >>> gpus_per_node("h100-sxm")
+    8
+
+    Raises:
+        UnknownName: a GPU that is in no table, with the nearest one.
+    """
+    n: int = _node_of(gpu(name).name)["gpus_per_node"]
+    return n
+
+
+def _node_of(name: str) -> dict[str, Any]:
+    return next(entry for entry in node_table().values() if name in entry["gpus"])
 
 
 def resolve_cluster(value: "Cluster | str | None") -> Cluster | None:

@@ -16,6 +16,7 @@ from memplan.ops import (
     layer_norm,
     learned_positions,
     linear,
+    merged_heads,
     position_ids,
 )
 from memplan.tape import Tensor
@@ -42,9 +43,10 @@ class Gpt(Model):
 
     def embed(self, tokens: Tensor) -> Tensor:
         ids = position_ids(tokens)
-        x = embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
-        p = learned_positions(ids, "embedding.positions", self.max_seq_len, self.d_model)
-        x = add_positions(x, p)
+        x = add_positions(
+            embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model),
+            learned_positions(ids, "embedding.positions", self.max_seq_len, self.d_model),
+        )
         return dropout(x, self.dropout)
 
     def block(self, x: Tensor) -> Tensor:
@@ -53,12 +55,12 @@ class Gpt(Model):
 
     def _attention(self, x: Tensor) -> Tensor:
         h = gather_sequence(x)
-        q = linear(h, "attention.wq", self.d_model, bias=True, split="columns")
-        k = linear(h, "attention.wk", self.d_model, bias=True, split="columns")
-        v = linear(h, "attention.wv", self.d_model, bias=True, split="columns")
-        q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
+        q, k, v = (
+            heads(linear(h, f"attention.{name}", self.d_model, bias=True, split="columns"), self.d_head)
+            for name in ("wq", "wk", "wv")
+        )
         y = attention(q, k, v, dropout=self.dropout)
-        return linear(y, "attention.wo", self.d_model, bias=True, split="rows")
+        return linear(merged_heads(y), "attention.wo", self.d_model, bias=True, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         h = gather_sequence(x)
@@ -68,5 +70,5 @@ class Gpt(Model):
         )  # fmt: skip
 
     def head(self, x: Tensor) -> Tensor:
-        x = gather_sequence(layer_norm(x, "head.norm"))
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        h = layer_norm(x, "head.norm")
+        return linear(gather_sequence(h), self.output_name, self.vocab_size, bias=False, split="columns")

@@ -5,7 +5,17 @@ from typing import ClassVar, final
 
 from memplan.checks import checked_flag
 from memplan.models.base import Model
-from memplan.ops import attention, embedding, gather_sequence, heads, linear, rms_norm, rope, silu
+from memplan.ops import (
+    attention,
+    embedding,
+    gather_sequence,
+    heads,
+    linear,
+    merged_heads,
+    rms_norm,
+    rope,
+    silu,
+)
 from memplan.tape import Tensor
 
 
@@ -38,17 +48,17 @@ class Llama(Model):
 
     def _attention(self, x: Tensor) -> Tensor:
         h = gather_sequence(x)
-        q = linear(h, "attention.wq", self.n_heads * self.d_head, bias=self.attention_bias, split="columns")
-        k = linear(
-            h, "attention.wk", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns"
+        n_heads = {"wq": self.n_heads, "wk": self.n_kv_heads, "wv": self.n_kv_heads}
+        q, k, v = (
+            heads(
+                linear(h, f"attention.{name}", n * self.d_head, bias=self.attention_bias, split="columns"),
+                self.d_head,
+            )
+            for name, n in n_heads.items()
         )
-        v = linear(
-            h, "attention.wv", self.n_kv_heads * self.d_head, bias=self.attention_bias, split="columns"
-        )
-        q, k, v = heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
         q, k = rope(q), rope(k)
         y = attention(q, k, v)
-        return linear(y, "attention.wo", self.d_model, bias=self.attention_bias, split="rows")
+        return linear(merged_heads(y), "attention.wo", self.d_model, bias=self.attention_bias, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         h = gather_sequence(x)
@@ -59,5 +69,5 @@ class Llama(Model):
         )  # fmt: skip
 
     def head(self, x: Tensor) -> Tensor:
-        x = gather_sequence(rms_norm(x, "head.norm"))
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        h = rms_norm(x, "head.norm")
+        return linear(gather_sequence(h), self.output_name, self.vocab_size, bias=False, split="columns")

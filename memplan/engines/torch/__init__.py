@@ -7,7 +7,7 @@ own; on "cuda" NCCL works in place.
 """
 
 from memplan.engines.torch.passes import Passes
-from memplan.engines.torch.stage import Rank, Stage
+from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import StageTimeline, passes_of, timeline
 
-__all__ = ["Passes", "Rank", "Stage", "StageTimeline", "passes_of", "timeline"]
+__all__ = ["Passes", "RankStages", "Stage", "StageTimeline", "passes_of", "timeline"]

@@ -3,235 +3,459 @@
 Source: torch/distributed/fsdp/_fully_shard.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from memplan.engines.torch.passes import Passes, from_outside, gradients
+from memplan.engines.torch.passes import Passes, backward_order, forward_order, from_outside, gradients
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
+from memplan.many import Many, anywhere
 from memplan.shapes import FP32, Buffer, Event, Parameter, buffer_of
-from memplan.tape import Device
+from memplan.tape import RANDOM_STATE
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
+
+Turn = tuple[tuple[Event, ...], int]
+"""Events, and how often they happen."""
+
+
+class Part(NamedTuple):
+    """Equal parts of a unit, its blocks say: the parameters of one, and how many there are."""
+
+    parameters: Sequence[Parameter]
+    n: int
 
 
 class Unit:
     """One FSDP2 unit: parameters gathered and reduced together.
 
-    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard.
+    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard. A unit that
+    `reshards` frees its weights after its forward pass and gathers them again for its backward pass.
     """
 
-    def __init__(self, stage: Stage, name: str, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, stage: Stage, name: str, parts: Iterable[Part], *, reshards: bool) -> None:
+        n, compute = stage.plan.dp, stage.setting.weight_dtype
         self.stage = stage
-        plan = stage.plan
-        parameters = list(parameters)
-        n = plan.dp
-        compute = stage.setting.weight_dtype
-        reduce = FP32 if plan.precision == "bf16-mixed" else stage.weight_dtype
-        self.parameters = parameters
-        shards = [padded_shard_elements(p, n) for p in parameters]
-        self.padding = {p: n * s - p.n_elements for p, s in zip(parameters, shards, strict=True)}
-        self.flat = buffer_of(f"{name} (all-gather output)", (n * sum(shards),), compute)
-        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * sum(shards),), compute)
-        self.cast = buffer_of(f"{name} (own shards as {compute.name})", (sum(shards),), compute)
-        self.casting = compute != stage.weight_dtype
+        self.parts = [part for part in parts if part.parameters and part.n]
+        self.reshards = reshards
+        self.replicates = 1 * (stage.plan.dp_replicate > 1)
+        self.dtype = FP32 if stage.plan.mixed else stage.weight_dtype
+        shards = sum([part.n * sum(map(self.shard, part.parameters)) for part in self.parts])
+        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), compute)
+        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), compute)
+        self.inputs, self.uploads = self._inputs(name, shards)
         self.unsharded = [
-            buffer_of(f"{p.name} (unsharded)", (n * s,), compute)
-            for p, s in zip(parameters, shards, strict=True)
+            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), compute) for p in parameters], times)
+            for parameters, times in self.parts
         ]
-        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * sum(shards),), reduce)
-        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * sum(shards),), reduce)
-        self.reduced = buffer_of(f"{name}.grad (sharded)", (sum(shards),), reduce, "grads")
-        self.added = buffer_of(f"{name}.grad (to be added)", (sum(shards),), reduce)
+        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * shards,), self.dtype)
+        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), self.dtype)
+        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), self.dtype, "grads")
+        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), self.dtype)
 
-    def gather(self) -> tuple[Event, ...]:
-        """All-gather into one flat buffer."""
-        scratch: tuple[Event, ...] = ()
+    def shard(self, parameter: Parameter) -> int:
+        """Elements of every rank's padded shard of a parameter."""
+        return padded_shard_elements(parameter, self.stage.plan.dp)
+
+    def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
+        """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
+        stored, compute = self.stage.weight_dtype, self.stage.setting.weight_dtype
+        if not self.stage.offloads:
+            cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
+            return ([([cast], 1)] if compute != stored else []), {}
+        found: list[tuple[list[Buffer], int]] = []
+        uploads: dict[Buffer, Buffer] = {}
+        for parameters, times in self.parts:
+            found.append(([], times))
+            for p in parameters:
+                shard = buffer_of(f"{p.name} (own shard as {compute.name})", (self.shard(p),), compute)
+                found[-1][0].append(shard)
+                if compute != stored:
+                    uploads[shard] = buffer_of(f"{p.name} (own shard)", (self.shard(p),), stored)
+        return found, uploads
+
+    def gather(self) -> Iterator[Turn]:
+        """All-gather into one flat buffer, from shards in the compute type on the device.
+
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`_get_param_all_gather_inputs`),
+        _fsdp_param.py (`all_gather_inputs`).
+        """
+        for inputs, times in self.inputs:
+            yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
+        yield allocs(self.flat), 1
         if self.stage.device == "cpu":
-            scratch = (*allocs(self.scratch), *frees(self.scratch)) * 2
-        if self.casting:
-            return (*allocs(self.cast, self.flat), *scratch, *frees(self.cast))
-        return (*allocs(self.flat), *scratch)
+            yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
+        for inputs, times in self.inputs:
+            yield frees(*inputs), times
 
-    def copy_out(self, stale: "Unit | None") -> tuple[Event, ...]:
+    def _filled(self, shard: Buffer) -> tuple[Event, ...]:
+        """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""
+        if shard not in self.uploads:
+            return allocs(shard)
+        return (*allocs(self.uploads[shard], shard), *frees(self.uploads[shard]))
+
+    def copy_out(self, stale: "Unit | None") -> Iterator[Turn]:
         """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
-        return (*allocs(*self.unsharded), *(frees(stale.flat) if stale is not None else ()))
+        for buffers, times in self.unsharded:
+            yield allocs(*buffers), times
+        yield frees(stale.flat) if stale is not None else (), 1
 
-    def reshard(self) -> tuple[Event, ...]:
+    def reshard(self) -> Iterator[Turn]:
         """Free the unsharded parameters."""
-        return frees(*self.unsharded)
+        for buffers, times in self.unsharded:
+            yield frees(*buffers), times
 
-    def reduce(
-        self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool
-    ) -> tuple[Event, ...]:
+    def close(self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool) -> Iterator[Turn]:
+        """The end of the unit's backward pass: gradients made like their weights, weights freed, all reduced.
+
+        Beside tensor parallelism a gradient that is whole is cut, and a partial one summed.
+
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`post_backward`), _fsdp_param.py
+        (`_get_grad_inner_tensor`).
+        """
+        own = dict(grads)
+        for parameters, times in self.parts:
+            found: list[Event] = []
+            for p in parameters:
+                if p.summed_over_tp or p.grad_shape != p.shape:
+                    own[p] = buffer_of(f"{p.name}.grad (own part)", p.shape, grads[p].dtype)
+                    found += [*allocs(own[p]), *frees(grads[p])]
+            yield tuple(found), times
+        yield from self.reshard()
+        yield from self.reduce(own, stale, first=first)
+
+    def reduce(self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool) -> Iterator[Turn]:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
         divide evenly are copied into padded ones, all at once; where gradients are widened on the way in, CPU
-        copies each of them once more. A unit without parameters (the root of a stage between others) has
-        nothing to reduce.
+        copies each of them once more. What is reduced becomes the gradient or goes to it, see `passes_on`.
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
         """
-        in_order = [grads[p] for p in self.parameters]
-        if not in_order:
-            return (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input))
-        scratch: tuple[Event, ...] = ()
+        own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
+        padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.parts]
+        (*_, last), times = own[-1]
+        output = self.passing if self.passes_on(first=first) else self.reduced
+        yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
+        for buffers, n in padded:
+            yield allocs(*buffers), n
+        if self.stage.device == "cpu" and self.dtype != last.dtype:
+            for buffers, n in own:
+                yield tuple(e for grad in buffers for e in (*allocs(grad), *frees(grad))), n
+        for buffers, n in padded:
+            yield frees(*buffers), n
+        for buffers, n in own[:-1]:
+            yield frees(*buffers), n
+        yield frees(*own[-1][0]), times - 1
+        yield (*frees(*own[-1][0][:-1]), *allocs(output)), 1
         if self.stage.device == "cpu":
-            scratch = (*allocs(self.reduce_scratch), *frees(self.reduce_scratch))
-        output = self.reduced if first else self.added
-        widens = self.stage.device == "cpu" and self.reduced.dtype != in_order[-1].dtype
-        copies = [e for grad in in_order for e in (*allocs(grad), *frees(grad))] if widens else []
-        padded = [
-            buffer_of(f"{p.name}.grad (padded)", (p.n_elements + self.padding[p],), grads[p].dtype)
-            for p in self.parameters
-            if self.padding[p]
-        ]
-        return (
-            *(frees(stale.reduce_input) if stale is not None else ()),
-            *allocs(self.reduce_input, *padded),
-            *copies,
-            *frees(*padded),
-            *frees(*in_order[:-1]),
-            *allocs(output),
-            *scratch,
-            *frees(in_order[-1]),
-            *(() if first else frees(output)),
-        )
+            yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
+        yield frees(last), 1
+        if output is self.passing:
+            yield frees(output), 1 - self.replicates
 
+    def passes_on(self, *, first: bool) -> bool:
+        """Whether reduced gradients are added to older ones, or copied to the host, and then freed."""
+        return not (first and self.stage.plan.set_to_none) or self.stage.offloads
 
-class GradientSums:
-    """The gradients that backward segments leave, and their float32 sums over a schedule's micro-batches.
+    def finalize(self, *, first: bool) -> Iterator[Turn]:
+        """The end of the backward pass: what an all-reduce between replicas has been given is dropped.
 
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`).
-    """
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`AllReduceState`).
+        """
+        if self.passes_on(first=first):
+            yield frees(self.passing), self.replicates
 
-    def __init__(self, device: Device, *segments: Segment) -> None:
-        self.device = device
-        self.grads = gradients(*segments)
-        self.wide = {
-            parameter: buffer_of(f"{grad.name} (float32 sum)", grad.shape, FP32)
-            for parameter, grad in self.grads.items()
-        }
+    def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
+        for p in parameters:
+            padded_elements = self.stage.plan.dp * self.shard(p)
+            padded_elements *= padded_elements != p.n_elements
+            if anywhere(padded_elements):
+                yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
 
-    def add(self, *, first: bool) -> tuple[Event, ...]:
-        """Each gradient is copied into its sum the first time, added to it after, and freed.
+    def sum(
+        self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, first: bool
+    ) -> Iterator[Turn]:
+        """Each gradient is copied into its float32 sum the first time, added to it after, and freed.
 
         CPU adds a narrower tensor by way of a widened copy.
 
-        Source: aten/src/ATen/TensorIterator.cpp (`compute_types`).
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`),
+        aten/src/ATen/TensorIterator.cpp (`compute_types`).
         """
-        found: list[Event] = []
-        for parameter, grad in self.grads.items():
-            wide = self.wide[parameter]
-            copied = (*allocs(wide), *frees(wide)) if self.device == "cpu" else ()
-            found += [*(allocs(wide) if first else copied), *frees(grad)]
-        return tuple(found)
+        for parameters, times in self.parts:
+            found: list[Event] = []
+            for p in parameters:
+                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device == "cpu" else ()
+                found += [*(allocs(wide[p]) if first else copied), *frees(grads[p])]
+            yield tuple(found), times
+
+
+class Group(NamedTuple):
+    """Blocks in a row that share a unit (None: the root): how many do, and how many such rows there are."""
+
+    unit: Unit | None
+    size: int
+    times: int
+
+
+class Units:
+    """How a stage's parameters are divided into units; what no unit takes is the root's.
+
+    The root's weights stay whole after the forward pass, as they would be gathered at once again.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        plan, trace = stage.plan, stage.trace
+        embed, head = Part(trace.embed_parameters, 1), Part(trace.head_parameters, 1)
+        blocks, again = Part(trace.block_parameters, stage.n_blocks), plan.zero == 3
+
+        def unit(name: str, *parts: Part, reshards: bool = again) -> Unit | None:
+            return Unit(stage, name, parts, reshards=reshards) if any(p.parameters for p in parts) else None
+
+        self.root = self.embed = self.head = None
+        self.groups: list[Group] = []
+        if plan.fsdp_units == "model":
+            self.root = unit("root", embed, blocks, head, reshards=False)
+            self.groups.append(Group(None, stage.n_blocks, 1))
+            return
+        if plan.fsdp_units == "block":
+            self.root = unit("root", embed, head, reshards=False)
+        else:
+            self.embed, self.head = unit("embedding", embed), unit("head", head)
+        whole, left = divmod(stage.n_blocks, plan.fsdp_blocks)
+        for size, times in ((plan.fsdp_blocks, whole), (left, 1)):
+            if size and times:
+                name = "block" if size == 1 else f"{size} blocks"
+                self.groups.append(Group(unit(name, Part(trace.block_parameters, size)), size, times))
+
+    def __iter__(self) -> Iterator[tuple[Unit, int]]:
+        """Every unit in the module's order, and how often there is one."""
+        groups = [(group.unit, group.times) for group in self.groups]
+        named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
+        return ((unit, times) for unit, times in named if unit is not None)
+
+    def finalize(self, *, first: bool) -> Iterator[Turn]:
+        """The end of the backward pass of every unit."""
+        for unit, times in self:
+            for found, n in unit.finalize(first=first):
+                yield found, n * times
 
 
 class ShardedPasses(Passes):
-    """Forward and backward of one micro-batch under FSDP2: each block a unit, the ends the root unit.
+    """Forward and backward of one micro-batch under FSDP2.
 
-    Without a pipeline, every backward pass reduces each block's gradients and frees its weights. Under a
+    Without a pipeline, every backward pass frees each unit's weights and reduces its gradients. Under a
     pipeline schedule gradients are summed unsharded and the weights stay whole until the schedule's end.
     """
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
-        self.root = Unit(stage, "root", stage.ends)
-        self.block = Unit(stage, "block", stage.trace.block_parameters)
-        self.reshards = stage.plan.zero == 3
+        self.units = Units(stage)
         self.pipelined = stage.plan.pp > 1
-        self.widens = self.pipelined and self.block.casting
         trace = stage.trace
-        self.block_sums = GradientSums(stage.device, trace.block_backward)
-        self.root_sums = GradientSums(stage.device, trace.head_backward, trace.embed_backward)
+        self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        self.wide = {
+            parameter: buffer_of(f"{grad.name} (float32 sum)", grad.shape, FP32)
+            for parameter, grad in self.grads.items()
+        }
+
+    @property
+    def widens(self) -> bool:
+        """Whether the micro-batches of a schedule are added up in a wider type than they come in."""
+        return self.pipelined and self.stage.setting.weight_dtype != self.stage.weight_dtype
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
-        """The forward pass: blocks are gathered unless `unsharded`, the root in the first of a step."""
-        trace, n, root, block = self.trace, self.stage.n_blocks, self.root, self.block
-        gathers = first or not self.pipelined or (self.reshards and not unsharded)
-        enters = first or not self.pipelined
-        enter = (*root.gather(), *root.copy_out(None)) if enters else ()
-        leave = block.reshard() if self.reshards else ()
-        parts = [events("forward: embedding", (*enter, *trace.embed.events))]
-        if gathers:
-            opened = (*block.gather(), *block.copy_out(root if enters else None))
-            parts.append(events("forward: block", (*opened, *trace.entry_block.events, *leave)))
-            opened = (*block.gather(), *block.copy_out(block))
-            parts.append(repeated(events("forward: block", (*opened, *trace.block.events, *leave)), n - 1))
-        else:
-            parts.append(events("forward: block", (*trace.entry_block.events, *leave)))
-            parts.append(repeated(events("forward: block", (*trace.block.events, *leave)), n - 1))
+        """The forward pass: units are gathered unless `unsharded`, those that stay whole once in a step."""
+        trace, units = self.trace, self.units
+        everything = first or not self.pipelined
+        flat: Unit | None = None
+
+        def opened(unit: Unit | None) -> Iterator[Turn]:
+            nonlocal flat
+            if unit is not None and (everything or (unit.reshards and not unsharded)):
+                yield from unit.gather()
+                yield from unit.copy_out(flat)
+                flat = unit
+
+        def within(name: str, unit: Unit | None, *segments: tuple[Segment, int]) -> Stretch:
+            closed = unit.reshard() if unit is not None and unit.reshards else ()
+            passed = [(segment.events, n) for segment, n in segments]
+            return in_turn(name, (*called([*opened(unit)], passed), *closed))
+
+        parts = [in_turn("forward: embedding", opened(units.root))]
+        parts.append(within("forward: embedding", units.embed, (trace.embed, 1)))
+        for unit, segments, times in grouped(forward_order(self.stage.blocks), units.groups):
+            parts.append(repeated(within("forward: block", unit, *segments), times))
         if self.stage.last:
-            parts.append(events("forward: head", trace.head.events))
-        parts.append(events("forward: end", frees(block.flat) if gathers else ()))
+            parts.append(within("forward: head", units.head, (trace.head, 1)))
+        parts.append(events("forward: end", frees(flat.flat) if flat is not None else ()))
         if release is not None:
             parts.append(release)
         if self.stage.last:
             parts.append(events("loss", trace.loss.events))
         return chain("forward", *parts)
 
-    def _backward(self, first: bool, unsharded: bool) -> Stretch:
-        """The backward pass: blocks are gathered one ahead if they were freed, and not `unsharded`."""
-        block, n = self.block, self.stage.n_blocks
-        gathers = self.reshards and not unsharded
-        ahead = block.gather() if gathers else ()
-        whole = block.copy_out(block) if gathers else ()
-        openings = [(*whole, *ahead)] * (n - 1) + [whole]
-        head, n_loss = self.kept(self.trace.head_backward, first), self.trace.n_loss_backward
-        parts = [events("backward: loss", head[:n_loss]), events("backward: head", (*ahead, *head[n_loss:]))]
-        trace, outer = self.trace, not self.stage.last
-        inner, entry = trace.block_backward, trace.entry_block_backward
-        parts.append(self._block(entry if n == 1 else inner, openings[0], None, first=first, outer=outer))
-        parts.append(repeated(self._block(inner, openings[0], block, first=first), n - 2))
-        if n > 1:
-            parts.append(self._block(entry, openings[-1], block, first=first))
-        embed = self.kept(self.trace.embed_backward, first)
-        if self.pipelined:
-            widened = self.root_sums.add(first=first) if self.widens else ()
-            return chain(
-                "backward", *parts, events("backward: embedding", (*embed, *widened)), *self._sent(first)
-            )
-        reduced = self.root.reduce(self.root_sums.grads, block, first=first)
-        end = (*embed, *self.root.reshard(), *reduced, *frees(self.root.reduce_input))
-        return chain("backward", *parts, events("backward: embedding", end))
+    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool) -> Stretch:
+        """The backward pass: units are gathered one ahead if they were freed, and not `unsharded`."""
+        trace, units = self.trace, self.units
+        ahead: Unit | None = None
+        reducing: Unit | None = None
 
-    def kept(self, segment: Segment, first: bool) -> tuple[Event, ...]:
+        def gathered(unit: Unit | None) -> Iterator[Turn]:
+            nonlocal ahead
+            if unit is not None and unit.reshards and not unsharded and ahead is not unit:
+                ahead = unit
+                yield from unit.gather()
+
+        def opened(unit: Unit | None, following: Unit | None) -> Iterator[Turn]:
+            nonlocal ahead
+            yield from gathered(unit)
+            if unit is not None and ahead is unit:
+                ahead = None
+                yield from unit.copy_out(unit)
+            if unit is not None:
+                yield from gathered(following)
+
+        def closed(unit: Unit | None) -> Iterator[Turn]:
+            nonlocal reducing
+            if unit is None:
+                return
+            if not self.pipelined:
+                yield from unit.close(self.grads, reducing, first=first)
+                reducing = unit
+            elif self.widens:
+                yield from unit.sum(self.grads, self.wide, first=first)
+
+        rows = list(grouped(backward_order(self.stage.blocks), reversed(units.groups)))
+        order = [*[unit for unit, *_ in rows], units.embed]
+        head, n_loss = self.kept(trace.head_backward, first, pending), trace.n_loss_backward
+        parts = [events("backward: loss", head[:n_loss])]
+        turns = [*gathered(units.head or order[0])] if units.root is not None else []
+        turns += [*opened(units.head, order[0]), (head[n_loss:], 1), *closed(units.head)]
+        parts.append(in_turn("backward: head", turns))
+        outer = not self.stage.last
+        for (unit, segments, times), following in zip(rows, order[1:], strict=True):
+            turns = [*opened(unit, following)]
+            for segment, n in segments:
+                body = self.kept(segment, first, pending)
+                turns.append((from_outside(body) if outer else body, n))
+                outer = False
+            parts.append(repeated(in_turn("backward: block", (*turns, *closed(unit))), times))
+        turns = [*opened(units.embed, None), (self.kept(trace.embed_backward, first, pending), 1)]
+        turns += [*closed(units.root), *closed(units.embed)]
+        if reducing is not None:
+            turns += [*units.finalize(first=first), (frees(reducing.reduce_input), 1)]
+        parts.append(in_turn("backward: embedding", turns))
+        return chain("backward", *parts)
+
+    def kept(self, segment: Segment, first: bool, pending: bool) -> tuple[Event, ...]:
         """A backward segment's events: unsharded gradients are added to older ones under a schedule only.
 
-        Where gradients are summed in a wider type than they come in, that happens after each unit's backward.
+        Where gradients are summed in a wider type than they come in, that happens after each unit's backward;
+        so there they are added to those only that are `pending`.
         """
-        return self.added(segment, first or not self.pipelined or self.widens)
+        return self.added(segment, not pending if self.widens else first or not self.pipelined)
 
-    def _block(
-        self,
-        segment: Segment,
-        opening: tuple[Event, ...],
-        stale: Unit | None,
-        *,
-        first: bool,
-        outer: bool = False,
-    ) -> Stretch:
-        block = self.block
-        body = self.kept(segment, first)
-        body = (*opening, *(from_outside(body) if outer else body))
-        if not self.pipelined:
-            body = (*body, *block.reshard(), *block.reduce(self.block_sums.grads, stale, first=first))
-        elif self.widens:
-            body = (*body, *self.block_sums.add(first=first))
-        return events("backward: block", body)
+    def _backward_input(self, first: bool, pending: bool) -> Stretch:
+        """The first part: after each unit its pending gradients are added to their sum."""
+        split, units = self.stage.split, self.units
 
-    def end(self) -> list[Stretch]:
-        """The schedule's end: the root, then every block, is freed and reduced."""
-        root, block = self.root, self.block
-        block_grads = self.block_sums.wide if self.widens else self.block_sums.grads
-        root_grads = self.root_sums.wide if self.widens else self.root_sums.grads
-        name = "gradient reduction"
-        root_reduced = root.reduce(root_grads, None, first=True)
-        parts = [events(name, (*root.reshard(), *root_reduced))]
-        parts.append(events(name, (*block.reshard(), *block.reduce(block_grads, root, first=True))))
-        again = events(name, (*block.reshard(), *block.reduce(block_grads, block, first=True)))
-        parts.append(repeated(again, self.stage.n_blocks - 1))
-        parts.append(events(name, frees(block.reduce_input)))
-        return [*parts, *super().end()]
+        def closed(unit: Unit | None) -> Iterator[Turn]:
+            if pending and unit is not None:
+                yield from unit.sum(self.grads, self.wide, first=first)
+
+        head = ((split.head.events, 1), *closed(units.head))
+        parts = [events("backward: loss", split.loss.events), in_turn("backward: input of the head", head)]
+        for unit, segments, times in grouped(split.blocks, reversed(units.groups)):
+            turns = [(segment.events, n) for segment, n in segments]
+            parts.append(repeated(in_turn("backward: inputs of the blocks", (*turns, *closed(unit))), times))
+        end = [(segment.events, n) for segment, n in split.end]
+        parts.append(in_turn("backward: end", (*closed(units.root), *end)))
+        return chain("backward", *parts)
+
+    def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:
+        """The schedule's end: every unit in turn is freed and reduced."""
+        grads, name = self.wide if self.widens and summed else self.grads, "gradient reduction"
+        parts: list[Stretch] = []
+        stale: Unit | None = None
+        for unit, times in self.units:
+            added = list(unit.sum(self.grads, self.wide, first=False)) if summed and pending else []
+            for n in (1, times - 1):
+                turns = (*added, *unit.close(grads, stale, first=True))
+                parts.append(repeated(in_turn(name, turns), n))
+                stale = unit
+        if stale is not None:
+            turns = (*self.units.finalize(first=True), (frees(stale.reduce_input), 1))
+            parts.append(in_turn(name, turns))
+        return parts
+
+    def unshard(self) -> Stretch:
+        """All units are gathered at once, ahead of the stage's first pass."""
+        turns = (turn for unit, times in self.units for turn in repeatedly(unit.gather(), times))
+        return in_turn("gathering of a stage's weights", turns)
+
+    def reshard(self, *, freed_after_forward: bool) -> Stretch:
+        """All weights are freed that are whole."""
+        whole = [(unit, n) for unit, n in self.units if not (unit.reshards and freed_after_forward)]
+        turns = (turn for unit, times in whole for turn in repeatedly(unit.reshard(), times))
+        return in_turn("freeing of a stage's weights", turns)
+
+    def wait_for_unshard(self) -> Stretch:
+        """The first pass of the stage copies what was gathered into the weights, unit by unit."""
+        turns = (turn for unit, times in self.units for turn in repeatedly(unit.copy_out(unit), times))
+        return in_turn("gathering of a stage's weights", turns)
+
+
+def called(opened: Sequence[Turn], passed: Sequence[Turn]) -> tuple[Turn, ...]:
+    """A unit opens when its first module is called: after what checkpointing keeps before that."""
+    first, n = passed[0] if passed else ((), 0)
+    if not (opened and first and first[0].buffer.name.endswith(RANDOM_STATE)):
+        return (*opened, *passed)
+    return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
+
+
+def repeatedly(turns: Iterable[Turn], times: int) -> Iterator[Turn]:
+    """Turns so many times over, each as often as that at once."""
+    return ((found, n * times) for found, n in turns)
+
+
+def grouped(
+    order: Iterable[tuple[Segment, int]], groups: Iterable[Group]
+) -> Iterator[tuple[Unit | None, list[tuple[Segment, int]], int]]:
+    """The blocks' passes in order, divided into rows: each row's unit and passes, and how often it comes.
+
+    The first row of a unit stands alone: it follows another unit than those after it.
+    """
+    left = [(segment, n) for segment, n in order if n]
+    for unit, size, times in groups:
+        first = True
+        while times:
+            row: list[tuple[Segment, int]] = []
+            n_rows = 1 if first else max(1, min(times, left[0][1] // size))
+            needed = n_rows * size
+            while needed:
+                segment, n = left.pop(0)
+                taken = min(n, needed)
+                row.append((segment, taken // n_rows))
+                needed -= taken
+                if taken < n:
+                    left.insert(0, (segment, n - taken))
+            yield unit, row, n_rows
+            times, first = times - n_rows, False
+
+
+def in_turn(name: str, turns: Iterable[Turn]) -> Stretch:
+    """Turns one after the other as one stretch."""
+    parts: list[Stretch] = []
+    pending: list[Event] = []
+    for found, times in turns:
+        if not isinstance(times, Many) and times == 1:
+            pending += found
+        elif found and anywhere(times):
+            parts += [events(name, pending), repeated(events(name, found), times)]
+            pending = []
+    last = events(name, pending)
+    return chain(name, *parts, last) if parts else last

@@ -1,11 +1,11 @@
 """Forward and backward of one micro-batch where every rank has the weights whole."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment
+from memplan.engines.trace import Block, Segment
 from memplan.shapes import Buffer, Event, Parameter
-from memplan.timeline import Stretch, chain, events, frees, repeated
+from memplan.timeline import Stretch, chain, events, repeated
 
 
 class Passes:
@@ -14,7 +14,9 @@ class Passes:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.trace = stage.trace
-        self._made: dict[tuple[str, bool, bool, bool], Stretch] = {}
+        self.reduces = False
+        """Whether the last backward pass of a step differs from the others."""
+        self._made: dict[tuple[str | bool, ...], Stretch] = {}
 
     def forward(self, *, first: bool, unsharded: bool = False, releases: bool = False) -> Stretch:
         """The forward pass up to the loss.
@@ -22,36 +24,43 @@ class Passes:
         `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `releases`: the schedule
         drops the micro-batch before once it has the new output.
         """
+        fsdp = self.stage.plan.fsdp
+        first, unsharded = first and fsdp, unsharded and fsdp
         key = "forward", first, unsharded, releases
         if key not in self._made:
             self._made[key] = self._forward(first, unsharded, self.release() if releases else None)
         return self._made[key]
 
-    def backward(self, *, first: bool, unsharded: bool = False) -> Stretch:
-        """The backward pass; `first` of the step, `unsharded` as in `forward`."""
-        key = "backward", first, unsharded, False
+    def backward(
+        self, *, first: bool, last: bool = False, unsharded: bool = False, pending: bool = False
+    ) -> Stretch:
+        """The backward pass; `first` or `last` of the step, `unsharded` as in `forward`.
+
+        `pending`: FSDP2 has yet to add the last gradients to their sum.
+        """
+        last, unsharded = self.reduces and last, unsharded and self.stage.plan.fsdp
+        key = "backward", first, last, unsharded, pending
         if key not in self._made:
-            self._made[key] = self._backward(first, unsharded)
+            self._made[key] = self._backward(first, last, unsharded, pending)
         return self._made[key]
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
-        trace, n = self.trace, self.stage.n_blocks
-        return chain(
-            "forward",
-            events("forward: embedding", trace.embed.events),
-            events("forward: block", trace.entry_block.events),
-            repeated(events("forward: block", trace.block.events), n - 1),
-            *self._forward_end(release),
+        blocks = (
+            repeated(events("forward: block", segment.events), n)
+            for segment, n in forward_order(self.stage.blocks)
         )
+        embedding = events("forward: embedding", self.trace.embed.events)
+        return chain("forward", embedding, *blocks, *self._forward_end(release))
 
     def _forward_end(self, release: Stretch | None) -> list[Stretch]:
-        trace, n = self.trace, self.stage.n_blocks
+        trace = self.trace
         parts = []
         if self.stage.last:
             parts.append(events("forward: head", trace.head.events))
         if self.stage.setting.autocast:
             parts.append(events("forward: end of autocast", trace.embed_casts.events))
-            parts.append(repeated(events("forward: end of autocast", trace.block_casts.events), n))
+            for block, n in self.stage.blocks:
+                parts.append(repeated(events("forward: end of autocast", block.casts.events), n))
             parts.append(events("forward: end of autocast", trace.head_casts.events))
         if release is not None:
             parts.append(release)
@@ -59,84 +68,117 @@ class Passes:
             parts.append(events("loss", trace.loss.events))
         return parts
 
-    def _backward(self, first: bool, unsharded: bool) -> Stretch:
-        trace, n = self.trace, self.stage.n_blocks
+    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool) -> Stretch:
+        kept = not self.adds_to_older(first)
         return chain(
             "backward",
-            events("backward: loss and head", self.added(trace.head_backward, first)),
-            *self._blocks(first, n),
-            *self._embedding(first),
-            *self._sent(first),
+            events("backward: loss and head", self.added(self.trace.head_backward, kept)),
+            *self._blocks(kept),
+            events("backward: embedding", self.added(self.trace.embed_backward, kept)),
         )
 
-    def added(self, segment: Segment, first: bool) -> tuple[Event, ...]:
-        """A backward segment's events: gradients are kept in the `first` pass of a step, added after."""
-        if first:
-            return segment.events
-        return added_to_older(segment, [p for p in gradients(segment) if not self._is_late(p)])
+    def adds_to_older(self, first: bool) -> bool:
+        """Whether a pass finds gradients that it adds its own to: another pass's, or zeroed ones."""
+        return not (first and self.stage.plan.set_to_none)
 
-    def _is_late(self, parameter: Parameter) -> bool:
-        """Whether a gradient waits for the end of the backward pass before it is added to an older one.
+    def added(self, segment: Segment, kept: bool) -> tuple[Event, ...]:
+        """A backward segment's events: gradients are `kept`, or added to older ones."""
+        return segment.events if kept else added_to_older(segment)
 
-        Beside tensor parallelism DDP holds plain weights and makes DTensors of the divided ones before the
-        forward pass. That is the first step of the pass, and so the last of the way back.
+    def _blocks(self, kept: bool) -> Iterator[Stretch]:
+        """The blocks in reverse; what the last one gets comes from the head or from another stage."""
+        outside = not self.stage.last
+        for segment, n in backward_order(self.stage.blocks):
+            body = self.added(segment, kept)
+            yield repeated(events("backward: block", from_outside(body) if outside else body), n)
+            outside = False
 
-        Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+    def backward_input(self, *, first: bool, pending: bool = False) -> Stretch:
+        """The first part of a split backward pass: the gradient of the stage's input.
+
+        `pending`: FSDP2 has yet to add the last gradients to their sum, and does so now; `first` of the step.
         """
-        return self.stage.ddp and parameter.distributed
+        key = "backward-input", first, pending
+        if key not in self._made:
+            self._made[key] = self._backward_input(first, pending)
+        return self._made[key]
 
-    def _embedding(self, first: bool) -> list[Stretch]:
-        """The embedding's backward, and the late additions: head and blocks first, the table's cut last."""
-        name, embed = "backward: embedding", self.added(self.trace.embed_backward, first)
-        if first or not (self.stage.ddp and self.stage.plan.tp > 1):
-            return [events(name, embed)]
-        head, block, table = (
-            [buffer for parameter, buffer in gradients(segment).items() if self._is_late(parameter)]
-            for segment in (self.trace.head_backward, self.trace.block_backward, self.trace.embed_backward)
+    def _backward_input(self, first: bool, pending: bool) -> Stretch:
+        split, name = self.stage.split, "backward: inputs of the blocks"
+        return chain(
+            "backward",
+            events("backward: loss", split.loss.events),
+            events("backward: input of the head", split.head.events),
+            *[repeated(events(name, segment.events), n) for segment, n in split.blocks],
+            *[repeated(events("backward: end", segment.events), n) for segment, n in split.end],
         )
-        divided = [b for p, b in gradients(self.trace.embed_backward).items() if p.tp_dim is not None]
-        cut = next((i for i, event in enumerate(embed) if event.buffer in divided), len(embed))
-        return [
-            events(name, (*embed[:cut], *frees(*head))),
-            repeated(events("backward: end", frees(*block)), self.stage.n_blocks),
-            events("backward: end", (*embed[cut:], *frees(*table))),
-        ]
 
-    def _blocks(self, first: bool, n: int) -> list[Stretch]:
-        inner = self.added(self.trace.block_backward, first)
-        entry = self.added(self.trace.entry_block_backward, first)
-        outer = entry if n == 1 else inner
-        parts = [events("backward: block", outer if self.stage.last else from_outside(outer))]
-        if n > 1:
-            parts.append(repeated(events("backward: block", inner), n - 2))
-            parts.append(events("backward: block", entry))
-        return parts
+    def backward_weight(self, *, first: bool) -> Stretch:
+        """The second part: the gradients of the stage's weights, added to older ones but for the first."""
+        key = "backward-weight", first
+        if key not in self._made:
+            self._made[key] = self._backward_weight(first)
+        return self._made[key]
 
-    @property
-    def keeps_sent(self) -> bool:
-        """Whether sent tensors live to the schedule's end: GPipe keeps the handles, gloo's the tensors."""
-        return self.stage.plan.schedule == "gpipe" and self.stage.device == "cpu"
+    def _backward_weight(self, first: bool) -> Stretch:
+        split = self.stage.split
+        keeps = first and (self.stage.plan.set_to_none or self.stage.plan.fsdp)
+        kept = set(self._gradients().values()) if keeps else set()
 
-    def _sent(self, first: bool) -> list[Stretch]:
-        """The gradient sent to the stage before is held until the next one is made."""
-        if self.stage.first or first or self.keeps_sent:
-            return []
-        return [events("backward: embedding", self.trace.release_input_grad.events)]
+        def part(segment: Segment, n: int = 1) -> Stretch:
+            found = [e for e in segment.events if e.sign >= 0 or e.buffer not in kept]
+            return repeated(events("backward: weights", found), n)
+
+        return chain(
+            "backward",
+            *[part(segment, n) for segment, n in split.weights],
+            part(split.weights_head),
+            *[part(segment, n) for segment, n in split.weights_end],
+        )
+
+    def _gradients(self) -> dict[Parameter, Buffer]:
+        trace = self.trace
+        return gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
 
     def release(self) -> Stretch:
         """What the schedule still holds of a micro-batch: a stage's output."""
         return events("release of the stage's output", self.trace.release.events)
 
-    def end(self) -> list[Stretch]:
-        """What the schedule drops when it returns, and the reductions it has put off."""
-        m, name = self.stage.plan.n_micro_batches, "end of the schedule"
-        parts = []
-        if self.keeps_sent and not self.stage.last:
-            parts.append(repeated(events(name, self.trace.release.events), m))
-        if not self.stage.first:
-            sent = events(name, self.trace.release_input_grad.events)
-            parts.append(repeated(sent, m if self.keeps_sent else 1))
-        return parts
+    def release_input_grad(self) -> Stretch:
+        """The gradient that was sent to the stage before."""
+        return events("release of the input's gradient", self.trace.release_input_grad.events)
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are added up in a wider type than they come in."""
+        return False
+
+    def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:
+        """The reductions that a pipeline schedule has put off until its last backward pass.
+
+        Of the gradients that are `summed`, after those that are `pending` have been added to them.
+        """
+        return []
+
+
+def forward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
+    """The forward passes of runs of blocks, and how often each: the stage's first block on its own."""
+    entry, n_entry = blocks[0]
+    if n_entry:
+        yield entry.entry, 1
+    for block, n in blocks:
+        yield block.forward, n - (block is entry)
+
+
+def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
+    """The backward passes in reverse, and how often each: the stage's last and first block on their own."""
+    (entry, n_entry), last = blocks[0], blocks[-1][0]
+    if sum([n for _, n in blocks]) > 1:
+        yield last.backward, 1
+        for block, n in reversed(blocks):
+            yield block.backward, n - (block is last) - (block is entry)
+    if n_entry:
+        yield entry.entry_backward, 1
 
 
 def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
@@ -144,12 +186,12 @@ def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
     return {e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None}
 
 
-def added_to_older(segment: Segment, parameters: Collection[Parameter]) -> tuple[Event, ...]:
-    """The segment's events where these parameters' gradients are added in place to older ones, and freed."""
+def added_to_older(segment: Segment) -> tuple[Event, ...]:
+    """The segment's events where gradients are added in place to older ones, and freed."""
     found: list[Event] = []
     for event in segment.events:
         found.append(event)
-        if event.parameter is not None and event.parameter in parameters:
+        if event.parameter is not None:
             found.append(Event(-1, event.buffer))
     return tuple(found)
 

@@ -1,77 +1,103 @@
 """The order of forward and backward passes in a step."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from memplan.engines.torch.passes import Passes
-from memplan.engines.torch.stage import Stage
+from memplan.engines.torch.runtime import run_actions
+from memplan.engines.torch.stage import RankStages
+from memplan.plan import SINGLE_STAGE_SCHEDULES
 from memplan.timeline import Stretch, chain, repeated
 
 
-def schedule(stage: Stage, passes: Passes) -> list[Stretch]:
-    """The order of forward and backward passes in a step."""
-    m = stage.plan.n_micro_batches
-    if stage.plan.pp == 1:
-        return _accumulation(passes, m)
-    passed = (
-        _gpipe(passes, m) if stage.plan.schedule == "gpipe" else _one_forward_one_backward(stage, passes, m)
-    )
-    last_logits = [passes.release()] if stage.last else []
-    return [*passed, *passes.end(), *last_logits]
+def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
+    """The order of forward and backward passes in a step, given those of each of the rank's stages."""
+    plan, m = stages.plan, stages.plan.n_micro_batches
+    if plan.pp == 1:
+        return _accumulation(passes[0], m)
+    if plan.schedule not in SINGLE_STAGE_SCHEDULES:
+        return run_actions(stages, passes)
+    only, stage = passes[0], passes[0].stage
+    keeps_sent = plan.schedule == "gpipe" and stages.device == "cpu"
+    if plan.schedule == "gpipe":
+        passed = _gpipe(only, m, keeps_sent=keeps_sent)
+    else:
+        passed = _one_forward_one_backward(only, m, min(m, plan.pp - stages.rank.pp))
+    outputs = m if keeps_sent and not stage.last else 1
+    input_grads = 0 if stage.first else m if keeps_sent else 1
+    return [
+        *passed,
+        *only.reduced(),
+        repeated(only.release(), outputs),
+        repeated(only.release_input_grad(), input_grads),
+    ]
 
 
 def _accumulation(passes: Passes, m: int) -> list[Stretch]:
-    def one(*, first: bool) -> Stretch:
-        return chain("micro-batch", passes.forward(first=first), passes.backward(first=first))
+    def one(*, first: bool, last: bool) -> Stretch:
+        return chain("micro-batch", passes.forward(first=first), passes.backward(first=first, last=last))
 
-    return [one(first=True), repeated(one(first=False), m - 1)]
+    n_last = int(passes.reduces and m > 1)
+    later = [
+        repeated(one(first=False, last=False), m - 1 - n_last),
+        repeated(one(first=False, last=True), n_last),
+    ]
+    return [one(first=True, last=m == 1), *later]
 
 
-def _gpipe(passes: Passes, m: int) -> list[Stretch]:
-    """All forwards, then all backwards. The last logits are held until the schedule ends.
+def _gpipe(passes: Passes, m: int, *, keeps_sent: bool) -> list[Stretch]:
+    """All forwards, then all backwards. The last output is held until the schedule ends.
+
+    So are the handles of what was sent, and gloo's keep the tensors.
 
     Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe._step_microbatches`).
     """
-    done = () if passes.keeps_sent and not passes.stage.last else (passes.release(),)
-    first, later = passes.backward(first=True), passes.backward(first=False, unsharded=True)
+    stage = passes.stage
+    done = [] if keeps_sent and not stage.last else [passes.release()]
+    sent = [] if keeps_sent or stage.first else [passes.release_input_grad()]
+    first, later = passes.backward(first=True, last=m == 1), passes.backward(first=False, unsharded=True)
+    last = passes.backward(first=False, last=True, unsharded=True)
     steps = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
     if m == 1:
-        return [*steps, first, *(() if passes.stage.last else done)]
-    steps += [chain("backward", first, *done), repeated(chain("backward", later, *done), m - 2), later]
-    return [*steps, *(() if passes.stage.last else done)]
+        return [*steps, first]
+    steps += [chain("backward", first, *done), repeated(chain("backward", later, *sent, *done), m - 2)]
+    return [*steps, last, *sent]
 
 
-def _one_forward_one_backward(stage: Stage, passes: Passes, m: int) -> list[Stretch]:
+def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stretch]:
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
-    The last stage's logits are held by the schedule until the next micro-batch's replace them, or it ends.
-    The other stages' last output that is sent on its own during warm-up is held by that send's handle
-    (gloo's) until the schedule has no forward left and reuses the handle's name.
+    The last stage's logits are held by the schedule until the next micro-batch's replace them, or it ends;
+    the other stages' last output is held to its end too, beyond FSDP2's reductions. Of those stages' outputs
+    the one that is sent on its own during warm-up is held by that send's handle (gloo's) until the schedule
+    has no forward left and reuses the handle's name.
 
     Source: torch/distributed/pipelining/schedules.py (`Schedule1F1B._step_microbatches`).
     """
-    warm_up = min(m, stage.plan.pp - stage.rank.pp)
+    stage = passes.stage
     last_turn = m - warm_up
     sent_alone = warm_up - 2
     holds = stage.device == "cpu" and not stage.last and 0 <= sent_alone < last_turn
     release = passes.release()
     warm = passes.forward(first=False)
     forward = passes.forward(first=False, unsharded=True, releases=stage.last)
-    backward = passes.backward(first=False)
-    drain = passes.backward(first=False, unsharded=True)
+    sent = [] if stage.first else [passes.release_input_grad()]
 
     def done(i: int) -> list[Stretch]:
-        if stage.last or (holds and i == sent_alone):
+        if stage.last or i == m - 1 or (holds and i == sent_alone):
             return []
         return [release, release] if holds and i == last_turn else [release]
 
     def turn(i: int) -> Stretch:
         if i == 0:
-            return chain("backward", passes.backward(first=True), *done(i))
+            return chain("backward", passes.backward(first=True, last=m == 1), *done(i))
         if i <= last_turn:
-            return chain("forward and backward", forward, backward, *done(i))
-        return chain("backward", drain, *done(i))
+            turned = passes.backward(first=False, last=i == m - 1)
+            return chain("forward and backward", forward, turned, *sent, *done(i))
+        drained = passes.backward(first=False, last=i == m - 1, unsharded=True)
+        return chain("backward", drained, *sent, *done(i))
 
     steps = [passes.forward(first=True), repeated(warm, warm_up - 1)]
-    cuts = {0, 1, last_turn, last_turn + 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
+    cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
     steps += [repeated(turn(a), b - a) for a, b in pairwise(sorted(cuts)) if b <= m]
     return steps

@@ -1,6 +1,6 @@
 """Who holds which part of a parameter: FSDP2 rows, ZeroRedundancyOptimizer whole tensors, DDP buckets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapreplace
 from typing import Final
 
@@ -59,18 +59,21 @@ def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> 
     return partition
 
 
-def ddp_buckets(parameters: Sequence[Parameter]) -> list[int]:
-    """Bytes of each all-reduce bucket, parameters given in the order their gradients become ready.
+def ddp_buckets(parameters: Iterable[Parameter], cap_bytes: int | None = None) -> list[list[Parameter]]:
+    """The parameters of each all-reduce bucket, given in the order their gradients become ready.
 
-    A bucket closes once it has reached its limit: 1 MiB for the first, 25 MiB after.
+    A bucket closes once it has reached its limit: `cap_bytes`, or 1 MiB for the first and 25 MiB after.
 
-    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`).
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
+    torch/nn/parallel/distributed.py (`_BucketCapacityConfig`).
     """
-    buckets: list[int] = []
-    filled, limit = 0, DDP_FIRST_BUCKET_BYTES
+    buckets: list[list[Parameter]] = []
+    bucket: list[Parameter] = []
+    filled, limit = 0, cap_bytes or DDP_FIRST_BUCKET_BYTES
     for parameter in parameters:
+        bucket.append(parameter)
         filled += parameter.n_bytes
         if filled >= limit:
-            buckets.append(filled)
-            filled, limit = 0, DDP_BUCKET_BYTES
-    return [*buckets, filled] if filled else buckets
+            buckets.append(bucket)
+            bucket, filled, limit = [], 0, cap_bytes or DDP_BUCKET_BYTES
+    return [*buckets, bucket] if bucket else buckets

@@ -1,16 +1,30 @@
-"""One rank of a pipeline stage: its place, its part of the parameters, what it holds between steps."""
+"""Pipeline stages, and one rank of them: its part of the parameters, what it holds between steps."""
 
 from collections import Counter
+from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
+from memplan.engines.split import SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
-from memplan.engines.trace import Trace, traced
+from memplan.engines.trace import Block, Trace, traced, without_blocks
 from memplan.models import Llama, Model
-from memplan.plan import Plan, stage_layers
-from memplan.shapes import BF16, COMPLEX64, FP32, INT64, Parameter, Shape, buffer_of
+from memplan.plan import Plan, Rank, Recompute, stage_layers
+from memplan.shapes import (
+    BF16,
+    COMPLEX64,
+    FP16,
+    FP32,
+    INT32,
+    INT64,
+    Buffer,
+    Kind,
+    Parameter,
+    Shape,
+    buffer_of,
+)
 from memplan.tape import Device, Setting
 from memplan.timeline import Alive
 
@@ -21,45 +35,26 @@ MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", 
 Adam's moments are like the weight, SGD's momentum is a clone of the first gradient.
 """
 
+COMPUTE_TYPES: Final = {"fp32": FP32, "bf16": BF16, "bf16-mixed": BF16, "fp16-mixed": FP16}
+"""What matrix products run in at each precision."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """A place on the mesh."""
 
-    pp: int = 0
-    dp: int = 0
-    tp: int = 0
+StageKind = tuple[bool, bool, int]
+"""Whether a stage is the first, whether it is the last, and its blocks."""
 
 
 class Stage:
-    """One rank of one pipeline stage under a plan."""
+    """A pipeline stage under a plan, as any rank runs it; stages of one kind are alike."""
 
-    def __init__(self, model: Model, plan: Plan, rank: Rank, device: Device) -> None:
+    def __init__(self, model: Model, plan: Plan, kind: StageKind, device: Device) -> None:
         self.model = model
         self.plan = plan
-        self.rank = rank
         self.device = device
-        self.first = rank.pp == 0
-        self.last = rank.pp == plan.pp - 1
-        self.n_blocks = len(stage_layers(model.n_layers, plan.pp, rank.pp))
-        self.fsdp = plan.zero >= 2 and plan.dp > 1
-        self.ddp = plan.zero <= 1 and plan.dp > 1
+        self.kind = kind
+        self.first, self.last, self.n_blocks = kind
         self.weight_dtype = BF16 if plan.precision == "bf16" else FP32
-
-    def alike(self, other: "Rank") -> bool:
-        """Whether a rank of another stage has the same ends, as many blocks, and so the same passes."""
-        plan, layers = self.plan, self.model.n_layers
-        return (
-            (other.dp, other.tp) == (self.rank.dp, self.rank.tp)
-            and (other.pp == 0, other.pp == plan.pp - 1) == (self.first, self.last)
-            and len(stage_layers(layers, plan.pp, other.pp)) == self.n_blocks
-        )
-
-    def moved(self, rank: Rank) -> "Stage":
-        """The stage of an `alike` rank: everything but the schedule is the same."""
-        other = copy(self)
-        other.rank = rank
-        return other
+        self.offloads = plan.offload and device == "cuda"
+        self.update_device: Device = "cpu" if self.offloads else device
 
     @cached_property
     def ends(self) -> tuple[Parameter, ...]:
@@ -70,29 +65,151 @@ class Stage:
     def setting(self) -> Setting:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
         plan = self.plan
-        mixed = plan.precision == "bf16-mixed"
+        compute = COMPUTE_TYPES[plan.precision]
         return Setting(
             device=self.device,
-            weight_dtype=BF16 if mixed and self.fsdp else self.weight_dtype,
-            autocast=mixed and not self.fsdp,
+            weight_dtype=compute if plan.fsdp else self.weight_dtype,
+            autocast=compute if plan.mixed and not plan.fsdp else None,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
-            local_grads=self.ddp,
+            local_grads=self.plan.ddp,
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
+            loss_chunks=plan.loss_chunks,
         )
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Recompute, int], ...]:
+        """The stage's kinds of blocks in order, and how many there are of each."""
+        kind, n = self.plan.recompute, self.n_blocks
+        first = n if self.plan.recompute_blocks is None else min(n, self.plan.recompute_blocks)
+        if kind == "none" or first == n:
+            return ((kind, n),)
+        return (kind, first), ("none", n - first)
 
     @cached_property
     def trace(self) -> Trace:
         """One micro-batch through this kind of stage."""
-        recompute = self.plan.recompute == "full"
-        return traced(
-            self.model, self.setting, first=self.first, last=self.last, recompute=recompute,
-            keep_logits=self.plan.pp > 1,
+        trace = traced(
+            self.model, self.setting, first=self.first, last=self.last,
+            recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
         )  # fmt: skip
+        return trace if self.n_blocks else without_blocks(trace)
 
-    def on_fullest_rank(self) -> "Stage":
-        """The stage on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
+    @cached_property
+    def split(self) -> SplitTrace:
+        """The two parts that schedules take a backward pass apart into."""
+        return split_traced(self.model, self.setting, last=self.last, kinds=self.kinds)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, int], ...]:
+        """The stage's blocks in order: runs of a kind, and how long they are."""
+        return tuple([(block, n) for block, (_, n) in zip(self.trace.blocks, self.kinds, strict=True)])
+
+    def parameters(self) -> list[Parameter]:
+        """Every parameter, in the module's order."""
+        trace = self.trace
+        return [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
+
+    def counted_parameters(self) -> list[tuple[Parameter, int]]:
+        """Every parameter of the stage and how many times it occurs."""
+        blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
+        return (
+            [(p, 1) for p in self.trace.embed_parameters]
+            + blocks
+            + [(p, 1) for p in self.trace.head_parameters]
+        )
+
+
+class RankStages:
+    """The pipeline stages of one rank, and what the rank holds between steps.
+
+    `known` are stages to take where their kind is asked for, and where new ones are put.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        rank: Rank,
+        device: Device,
+        known: dict[StageKind, Stage] | None = None,
+    ) -> None:
+        known = {} if known is None else known
+        made = []
+        for index in plan.stages_of(rank.pp):
+            n_blocks = len(stage_layers(model.n_layers, plan, index))
+            kind = index == 0, index == plan.n_stages - 1, n_blocks
+            if kind not in known:
+                known[kind] = Stage(model, plan, kind, device)
+            made.append(known[kind])
+        self._hold(tuple(made), rank)
+
+    def _hold(self, stages: tuple[Stage, ...], rank: Rank) -> None:
+        self.stages = stages
+        self.rank = rank
+        one = stages[0]
+        self.model, self.plan, self.device = one.model, one.plan, one.device
+        self.weight_dtype, self.offloads, self.update_device = (
+            one.weight_dtype,
+            one.offloads,
+            one.update_device,
+        )
+
+    @classmethod
+    def of(cls, *stages: Stage, rank: Rank) -> "RankStages":
+        """A rank of these stages."""
+        made = cls.__new__(cls)
+        made._hold(stages, rank)
+        return made
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The places of the rank's stages in the pipeline."""
+        return self.plan.stages_of(self.rank.pp)
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """The blocks of each stage."""
+        return tuple([stage_layers(self.model.n_layers, self.plan, index) for index in self.indices])
+
+    def moved(self, pp_rank: int) -> "RankStages":
+        """The same on another rank of the pipeline with stages of the same kinds; what is known is kept."""
+        other = copy(self)
+        other.rank = replace(self.rank, pp=pp_rank)
+        return other
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    @property
+    def first(self) -> bool:
+        """Whether the rank has the pipeline's first stage."""
+        return any(stage.first for stage in self.stages)
+
+    @property
+    def last(self) -> bool:
+        """Whether the rank has the pipeline's last stage."""
+        return any(stage.last for stage in self.stages)
+
+    @property
+    def ends(self) -> tuple[Parameter, ...]:
+        """The parameters outside the blocks."""
+        return tuple(parameter for stage in self.stages for parameter in stage.ends)
+
+    def parameters(self) -> list[Parameter]:
+        """Every parameter of the rank, stage by stage, in the module's order."""
+        return [parameter for stage in self.stages for parameter in stage.parameters()]
+
+    def counted_parameters(self) -> list[tuple[Parameter, int]]:
+        """Every parameter of the rank and how many times it occurs."""
+        found: Counter[Parameter] = Counter()
+        for stage in self.stages:
+            found.update(dict(stage.counted_parameters()))
+        return list(found.items())
+
+    def on_fullest_rank(self) -> "RankStages":
+        """The same stages on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
         if self.owned is None:
             return self
         names, itemsize = MOMENTS[self.plan.optimizer], self.weight_dtype.itemsize
@@ -104,87 +221,96 @@ class Stage:
         fullest = sizes.index(max(sizes))
         if fullest == self.rank.dp:
             return self
-        other = self.moved(Rank(pp=self.rank.pp, dp=fullest, tp=self.rank.tp))
-        other.owned = self.partition[fullest]
+        other = RankStages.of(*self.stages, rank=replace(self.rank, dp=fullest))
+        other.partition = self.partition
         return other
 
     @cached_property
     def partition(self) -> list[list[Parameter]]:
-        """ZeroRedundancyOptimizer's partition of the stage's parameters over the data axis."""
+        """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
         return zero_redundancy_partition(self.parameters(), self.plan.dp)
-
-    def parameters(self) -> list[Parameter]:
-        """Every parameter of the stage, in the module's order."""
-        trace = self.trace
-        return [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
 
     def weight_elements(self, parameter: Parameter) -> int:
         """Elements of a parameter that this rank stores."""
-        return shard_elements(parameter, self.plan.dp, self.rank.dp) if self.fsdp else parameter.n_elements
+        return (
+            shard_elements(parameter, self.plan.dp, self.rank.dp) if self.plan.fsdp else parameter.n_elements
+        )
 
     @cached_property
     def owned(self) -> list[Parameter] | None:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
-        if self.plan.zero != 1 or not self.ddp:
+        if self.plan.zero != 1 or not self.plan.ddp:
             return None
         return self.partition[self.rank.dp]
 
-    def counted_parameters(self) -> list[tuple[Parameter, int]]:
-        """Every parameter of the stage and how many times it occurs."""
-        blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
-        return (
-            [(p, 1) for p in self.trace.embed_parameters]
-            + blocks
-            + [(p, 1) for p in self.trace.head_parameters]
-        )
-
     @cached_property
     def rest(self) -> Alive:
-        """What is alive between steps."""
+        """What is alive on the device between steps; offloaded states are the host's."""
+        return self.inputs if self.offloads else self.states + self.inputs
+
+    @cached_property
+    def states(self) -> Alive:
+        """Weights with what surrounds them, and optimizer state."""
         alive: Alive = Counter()
         dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
         owned = Counter(self.owned) if self.owned is not None else None
         for parameter, n in self.counted_parameters():
             elements = self.weight_elements(parameter)
             shape = parameter.shape
-            if self.fsdp:
+            if self.plan.fsdp:
                 shape = (elements * shape[0] // parameter.n_elements, *shape[1:])
             alive[buffer_of(parameter.name, shape, dtype, "weights")] += n
-            if self.fsdp:
+            if self.plan.fsdp:
                 padding = padded_shard_elements(parameter, self.plan.dp) - elements
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
-            if self.ddp:
-                alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype)] += n
+            if self.plan.ddp:
+                kind: Kind = "grads" if self.plan.gradient_as_bucket_view else "temporaries"
+                alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, kind)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
-                like = parameter.grad_shape if names == ("momentum",) and not self.fsdp else shape
+                like = parameter.grad_shape if names == ("momentum",) and not self.plan.fsdp else shape
                 for name in names:
                     alive[buffer_of(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
                 if len(names) == 2:
                     alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
-        self._rest_of_inputs(alive)
+        if self.plan.static_graph:
+            n_parameters = sum(n for _, n in self.counted_parameters())
+            in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
+            alive[in_use] += 2 if self.device == "cpu" else 1
         return alive
 
-    def _rest_of_inputs(self, alive: Alive) -> None:
+    @property
+    def inputs(self) -> Alive:
+        """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
         plan, model = self.plan, self.model
+        alive: Alive = Counter()
         batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         if self.first:
             alive[buffer_of("tokens", batch, INT64)] += 1
         alive[buffer_of("targets", batch, INT64)] += 1
         if isinstance(model, Llama):
-            alive[buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)] += 1
-        boundary = self.trace.boundary
-        if not self.first:
-            alive[buffer_of("received input", boundary.shape, boundary.dtype)] += plan.n_micro_batches
-        if not self.last:
-            alive[buffer_of("received gradient", boundary.shape, boundary.dtype)] += plan.n_micro_batches
+            rotation = buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)
+            alive[rotation] += len(self.stages)
+        for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
+            if not stage.first:
+                alive[received_input] += plan.n_micro_batches
+            if not stage.last:
+                alive[received_grad] += plan.n_micro_batches
+        return alive
+
+    @cached_property
+    def received(self) -> list[tuple[Buffer, Buffer]]:
+        """What each stage gets of a micro-batch, its input and its output's gradient, kept between steps."""
+        names = "received input", "received gradient"
+        shapes = [(stage.trace.boundary.shape, stage.trace.boundary.dtype) for stage in self.stages]
+        return [(buffer_of(names[0], *shape), buffer_of(names[1], *shape)) for shape in shapes]
 
     @cached_property
     def grads(self) -> Alive:
         """The gradients that the optimizer sees."""
         found: Alive = Counter()
         for parameter, n in self.counted_parameters():
-            shape: Shape = (self.weight_elements(parameter),) if self.fsdp else parameter.grad_shape
+            shape: Shape = (self.weight_elements(parameter),) if self.plan.fsdp else parameter.grad_shape
             found[buffer_of(f"{parameter.name}.grad", shape, self.weight_dtype, "grads")] += n
         return found

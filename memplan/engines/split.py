@@ -1,0 +1,188 @@
+"""A stage's backward pass in two parts, traced over the blocks that differ: first, last, one between.
+
+What a block's first part makes for the block before is kept until that block's second part, so that unlike a
+whole backward pass it cannot be put together from the trace of a single block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
+from typing import Final
+
+from memplan.engines.trace import EMPTY, Block, Marks, Segment, Trace, entry_of, run_block, traced
+from memplan.models import Model
+from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.plan import Recompute
+from memplan.shapes import Buffer, DType, Event, Kind, Shape
+from memplan.tape import Run, Setting, SplitBackward, Tensor
+
+Turns = tuple[tuple[Segment, int], ...]
+"""Segments in order, and how often each."""
+
+Kinds = tuple[tuple[Recompute, int], ...]
+"""A stage's runs of blocks: how each is recomputed, and how long it is."""
+
+MOST_ALIKE: Final = 2
+"""A run's first and last block are themselves; what is between them recurs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTrace:
+    """The two parts of a backward pass through a stage that is not the pipeline's first.
+
+    `loss`, `head`, `blocks` and `end` are the first part, in its order; `weights`, `weights_head` and
+    `weights_end` the second, in the module's. At an end all goes that the part has held.
+    """
+
+    loss: Segment = EMPTY
+    head: Segment = EMPTY
+    blocks: Turns
+    end: Turns
+    weights: Turns
+    weights_head: Segment
+    weights_end: Turns
+
+    @property
+    def turns(self) -> Turns:
+        """Both parts, in order."""
+        head = (self.loss, 1), (self.head, 1)
+        return (*head, *self.blocks, *self.end, *self.weights, (self.weights_head, 1), *self.weights_end)
+
+
+@lru_cache(maxsize=256)
+def split_traced(model: Model, setting: Setting, *, last: bool, kinds: Kinds) -> SplitTrace:
+    """One micro-batch back through a stage of runs of blocks; its buffers and weights are `traced`'s."""
+    recomputes = tuple([recompute for recompute, _ in kinds])
+    trace = traced(model, setting, first=False, last=last, recomputes=recomputes, keep_logits=True)
+    run, names = Run(setting), _Names(trace)
+    for parameter in (*trace.block_parameters, *trace.head_parameters):
+        run.parameters[parameter.name] = parameter
+    cut = Marks(run)
+    x = entry_of(model, run, first=False)
+    names.leave_out(cut.segment())
+    ends, times = [1], list(_times(kinds))
+    for (recompute, block), n in zip(_blocks(trace, kinds), times, strict=True):
+        with run.named("blocks.*"):
+            x = run_block(model, run, x, recompute)
+        made = block.entry if len(ends) == 1 else block.forward
+        names.give(cut.segment(), made, repeats=n)
+        run.leave_autocast()
+        ends.append(len(run.nodes))
+    held = Tensor(run, x.shape, x.dtype, x.storage)
+    loss = head = EMPTY
+    if last:
+        logits = model.head(x)
+        del x
+        names.give(cut.segment(), trace.head)
+        run.leave_autocast()
+        n_head = len(run.nodes)
+        end = cross_entropy(logits)
+        held = Tensor(run, logits.shape, logits.dtype, logits.storage)
+        grad = gradient_of_loss(run)
+        names.give(cut.segment(), trace.loss)
+        split = SplitBackward(run)
+        run.start_backward(end, grad)
+        del end, grad, logits
+        split.input(down_to=n_head)
+        loss = names(cut.segment())
+        split.input(down_to=ends[-1])
+        head = names(cut.segment())
+    else:
+        split = SplitBackward(run)
+        run.start_backward(x, Tensor(run, x.shape, x.dtype))
+        del x
+        cut.segment()
+    blocks: list[tuple[Segment, int]] = []
+    input_grad = None
+    for i in reversed(range(len(times))):
+        split.input(down_to=ends[i])
+        if i == 0:
+            input_grad = run.nodes.pop().grad
+            names.call(input_grad, trace.boundary_grad)
+        blocks.append((names(cut.segment(), repeats=times[i]), times[i]))
+    split.end_input()
+    end_input = names.by_repeats(cut.segment())
+    weights: list[tuple[Segment, int]] = []
+    for i, n in enumerate(times):
+        split.weights(up_to=ends[i + 1])
+        weights.append((names(cut.segment(), repeats=n), n))
+    split.weights(up_to=split.n_nodes)
+    weights_head = names(cut.segment())
+    split.end_weights()
+    weights_end = names.by_repeats(cut.segment())
+    del held, input_grad
+    return SplitTrace(
+        loss=loss,
+        head=head,
+        blocks=tuple(blocks),
+        end=end_input,
+        weights=tuple(weights),
+        weights_head=weights_head,
+        weights_end=weights_end,
+    )
+
+
+def _times(kinds: Kinds) -> Iterator[int]:
+    """How often each traced block recurs: of three in a row the one between the others does."""
+    for _, n in kinds:
+        yield from (1, n - 2, 1) if n > MOST_ALIKE else [1] * index(n)
+
+
+def _blocks(trace: Trace, kinds: Kinds) -> Iterator[tuple[Recompute, Block]]:
+    for block, (recompute, n) in zip(trace.blocks, kinds, strict=True):
+        for _ in range(min(n, MOST_ALIKE + 1)):
+            yield recompute, block
+
+
+class _Names:
+    """Calls what a run of several blocks makes as the trace of one calls it, and alike what that has not.
+
+    Knows how often each buffer's block recurs.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        segments = (trace.head_backward, trace.blocks[0].backward)
+        self.grads = {e.parameter: e.buffer for s in segments for e in s.events if e.parameter is not None}
+        self.known: dict[Buffer, Buffer | None] = {}
+        self.repeats: dict[Buffer, int] = {}
+        self.alike: dict[tuple[str, Shape, DType, Kind], Buffer] = {}
+
+    def leave_out(self, segment: Segment) -> None:
+        """What belongs to the schedule."""
+        self.known.update((event.buffer, None) for event in segment.events)
+
+    def give(self, segment: Segment, traced_as: Segment, repeats: int = 1) -> None:
+        """The allocations of a forward pass, one after the other as in the trace."""
+        ours, theirs = ([e.buffer for e in s.events if e.sign > 0] for s in (segment, traced_as))
+        self.known.update(zip(ours, theirs, strict=True))
+        self.repeats.update(dict.fromkeys(ours, repeats))
+
+    def call(self, tensor: Tensor | None, buffer: Buffer) -> None:
+        """A single tensor."""
+        if tensor is not None and tensor.storage is not None:
+            self.known[tensor.storage.buffer] = buffer
+
+    def __call__(self, segment: Segment, repeats: int = 1) -> Segment:
+        """A segment of the backward pass, of a block that recurs so often."""
+        for event in segment.events:
+            if event.parameter is not None:
+                self.known[event.buffer] = self.grads[event.parameter]
+            self.repeats.setdefault(event.buffer, repeats)
+        return Segment(tuple(self._events(segment)), segment.calls, segment.flops)
+
+    def by_repeats(self, segment: Segment) -> Turns:
+        """What an end frees, each block's as often as there are such blocks."""
+        found: dict[int, list[Event]] = {}
+        for event in segment.events:
+            found.setdefault(self.repeats.get(event.buffer, 1), []).append(event)
+        return tuple([(self(Segment(tuple(part))), n) for n, part in found.items()])
+
+    def _events(self, segment: Segment) -> Iterator[Event]:
+        for sign, buffer, parameter in segment.events:
+            if buffer not in self.known:
+                key = buffer.name, buffer.shape, buffer.dtype, buffer.kind
+                self.known[buffer] = self.alike.setdefault(key, buffer)
+            name = self.known[buffer]
+            if name is not None:
+                yield Event(1 if sign == 0 and parameter is None else sign, name, parameter)

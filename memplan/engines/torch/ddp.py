@@ -1,0 +1,250 @@
+"""DistributedDataParallel: its buckets, how gradients reach them, what a communication hook does to each.
+
+A bucket is one flat tensor, kept from step to step, that its parameters' gradients are copied into and that
+is reduced as a whole. A hook works on each bucket while it is reduced: what it allocates for that time are
+temporaries, and so is what PowerSGD keeps from step to step (errors, P and Q), as the buckets are.
+
+Source: torch/csrc/distributed/c10d/reducer.cpp, torch/distributed/algorithms/ddp_comm_hooks.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice, repeat
+from typing import Final, NamedTuple
+
+from memplan.engines.torch.passes import Passes, backward_order, from_outside, gradients
+from memplan.engines.torch.sharding import ddp_buckets
+from memplan.engines.torch.stage import Stage
+from memplan.engines.trace import Segment
+from memplan.shapes import BF16, FP16, Buffer, DType, Event, Parameter, buffer_of
+from memplan.timeline import Alive, Stretch, allocs, chain, events, frees, repeated
+
+POWERSGD_RANK: Final = 1
+"""Columns of PowerSGD's P and Q (`matrix_approximation_rank`'s default)."""
+
+POWERSGD_LEAST_RATE: Final = 2
+"""How many times smaller a gradient must become to be compressed (`min_compression_rate`'s default)."""
+
+COMPRESSED: Final = {"fp16": FP16, "bf16": BF16}
+"""What the compressing hooks reduce in."""
+
+
+class Bucket(NamedTuple):
+    """Elements of a bucket; and if PowerSGD reduces it, of what it compresses: P and Q, and what is left."""
+
+    n_elements: int
+    p: int
+    q: int
+    uncompressed: int
+
+
+def low_rank(parameter: Parameter) -> tuple[int, int] | None:
+    """Elements of P and Q that stand for a gradient; None if they would not be small enough.
+
+    Source: powerSGD_hook.py (`_should_compress`).
+
+    >>> from memplan.shapes import FP32
+    >>> low_rank(Parameter("w", (6, 8), FP32)), low_rank(Parameter("b", (48,), FP32))
+    ((6, 8), None)
+    """
+    n = parameter.shape[0]
+    m = parameter.n_elements // n
+    p, q = n * POWERSGD_RANK, m * POWERSGD_RANK
+    return (p, q) if (p + q) * POWERSGD_LEAST_RATE < n * m else None
+
+
+def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
+    """Parameters in the order their gradients are ready: those ready as they are made, and the late ones.
+
+    Of a tied weight's uses the last one counts. Beside tensor parallelism DDP holds plain weights and makes
+    DTensors of the divided ones, module by module, before the forward pass. That is the first step of the
+    pass, and so the last of the way back.
+
+    Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+    """
+    trace = stage.trace
+    made = [
+        *ready(trace.head_backward),
+        *(p for block, n in reversed(stage.blocks) for p in ready(block.backward) * n),
+        *ready(trace.embed_backward),
+    ]
+    return made, [p for p in reversed(stage.parameters()) if p.distributed]
+
+
+def ready(segment: Segment) -> list[Parameter]:
+    """The parameters whose gradients are ready as a backward segment makes them."""
+    return [e.parameter for e in segment.events if e.parameter is not None and not e.parameter.distributed]
+
+
+def buckets(stage: Stage) -> list[list[Parameter]]:
+    """The stage's buckets, in the order they are reduced."""
+    made, late = ready_order(stage)
+    return ddp_buckets([*made, *late], stage.plan.bucket_cap_bytes)
+
+
+def bucket_of(parameters: Iterable[Parameter]) -> Bucket:
+    """The sizes of a bucket of these parameters."""
+    n_elements = sum_p = sum_q = uncompressed = 0
+    for parameter in parameters:
+        n_elements += parameter.n_elements
+        p, q = low_rank(parameter) or (0, 0)
+        sum_p, sum_q = sum_p + p, sum_q + q
+        uncompressed += 0 if p else parameter.n_elements
+    return Bucket(n_elements, sum_p, sum_q, uncompressed)
+
+
+def payloads(hook: str, bucket: Bucket, dtype: DType) -> tuple[int, ...]:
+    """Bytes of each all-reduce that a bucket takes.
+
+    PowerSGD reduces what it does not compress, then P, then Q.
+
+    >>> from memplan.shapes import FP32
+    >>> payloads("powersgd", Bucket(n_elements=50, p=6, q=8, uncompressed=2), FP32)
+    (8, 24, 32)
+    """
+    if hook == "powersgd":
+        return tuple(n * dtype.itemsize for n in (bucket.uncompressed, bucket.p, bucket.q))
+    return (bucket.n_elements * COMPRESSED.get(hook, dtype).itemsize,)
+
+
+def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
+    """What a hook keeps of a bucket from step to step: PowerSGD its error, P and Q."""
+    if hook != "powersgd":
+        return ()
+    sizes = ("error", bucket.n_elements), ("P", bucket.p), ("Q", bucket.q)
+    return tuple(buffer_of(f"PowerSGD's {name} of a DDP bucket", (n,), dtype) for name, n in sizes)
+
+
+def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = ()) -> tuple[Event, ...]:
+    """What a hook allocates while a bucket is reduced, one bucket being reduced after the other.
+
+    fp16 and bf16: a copy in that type, unless the gradients are of it. PowerSGD: the bucket before it is
+    compressed, what is not compressed, and the new error, which replaces the one `held`.
+
+    Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
+    """
+    if hook in COMPRESSED:
+        narrow = COMPRESSED[hook]
+        copy = buffer_of(f"gradients as {narrow.name} (DDP bucket)", (bucket.n_elements,), narrow)
+        return () if narrow == dtype else (*allocs(copy), *frees(copy))
+    if held:
+        error, before = held[0], buffer_of("gradients before PowerSGD", (bucket.n_elements,), dtype)
+        uncompressed = buffer_of("gradients PowerSGD leaves alone", (bucket.uncompressed,), dtype)
+        return (*allocs(before, uncompressed, error), *frees(error, before, uncompressed))
+    return ()
+
+
+class ReplicatedPasses(Passes):
+    """Forward and backward of one micro-batch under DDP, whose last backward pass of a step reduces.
+
+    There, gradients that are views of buckets are copied into them once they are ready, and hooks run as
+    buckets fill. Late gradients are ready, and added to older ones, when all else of the pass is done.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        plan, trace = stage.plan, stage.trace
+        self.hook = plan.ddp_comm_hook
+        self.into_views = plan.gradient_as_bucket_view and plan.set_to_none
+        self.reduces = self.hook != "none" or self.into_views
+        self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        self.buckets: Counter[Bucket] = Counter()
+        if self.hook != "none":
+            self.buckets.update(map(bucket_of, buckets(stage)))
+        self.kept = {bucket: kept(self.hook, bucket, stage.weight_dtype) for bucket in self.buckets}
+
+    @property
+    def between_steps(self) -> Alive:
+        """What the hook keeps from step to step."""
+        return Counter({buffer: n for bucket, n in self.buckets.items() for buffer in self.kept[bucket]})
+
+    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool) -> Stretch:
+        drops = self.adds_to_older(first) + (last and self.into_views)
+        filled = self._filled() if last and self.hook != "none" else iter(())
+        head = self._ready(self.trace.head_backward, drops, filled)
+        return chain(
+            "backward",
+            events("backward: loss and head", head),
+            *self._replicated_blocks(drops, filled),
+            *self._end(drops, filled),
+        )
+
+    def _filled(self) -> Iterator[Bucket | None]:
+        """For each gradient in the order they are ready: the bucket that it is the last of."""
+        for parameters in buckets(self.stage):
+            yield from repeat(None, len(parameters) - 1)
+            yield bucket_of(parameters)
+
+    def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
+        """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.
+
+        The gradient that just came is held until what follows from it is done, an older one is not.
+
+        Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
+        """
+        reduced: tuple[Event, ...] = ()
+        if bucket is not None:
+            reduced = reduction(self.hook, bucket, self.stage.weight_dtype, self.kept[bucket])
+        return (*frees(grad) * (drops - 1), *reduced, *frees(grad) * min(drops, 1))
+
+    def _ready(self, segment: Segment, drops: int, filled: Iterator[Bucket | None]) -> tuple[Event, ...]:
+        """A backward segment's events, and what happens to each gradient that is ready as it is made."""
+        found: list[Event] = []
+        for event in segment.events:
+            found.append(event)
+            if event.parameter is not None and not event.parameter.distributed:
+                found += self._dropped(event.buffer, drops, next(filled, None))
+        return tuple(found)
+
+    def _late(
+        self, parameters: Sequence[Parameter], drops: int, filled: Iterator[Bucket | None]
+    ) -> tuple[Event, ...]:
+        """Late gradients: of those that each tensor rank knows a part of, the sum is a new tensor."""
+        found: list[Event] = []
+        for p in reversed(parameters):
+            if p.summed_over_tp:
+                total = buffer_of(f"{p.name}.grad (summed)", p.shape, p.dtype)
+                found += [*allocs(total), *frees(total)]
+            if p.distributed:
+                found += self._dropped(self.grads[p], drops, next(filled, None))
+        return tuple(found)
+
+    def _replicated_blocks(self, drops: int, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
+        """The blocks in reverse, equal ones together; the last one's gradient may come from another stage."""
+        outside = not self.stage.last
+        for segment, n in backward_order(self.stage.blocks):
+            for closed, times in self._turns(len(ready(segment)), n, filled):
+                body = self._ready(segment, drops, iter(closed))
+                body = from_outside(body) if outside else body
+                yield repeated(events("backward: block", body), times)
+                outside = False
+
+    def _turns(
+        self, n_ready: int, n: int, filled: Iterator[Bucket | None]
+    ) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
+        """The buckets that gradients fill in each of n turns of so many, equal turns together."""
+        if self.hook == "none":
+            yield (), n
+            return
+        for closed, same in groupby(tuple(islice(filled, n_ready)) for _ in range(n)):
+            yield closed, len(list(same))
+
+    def _end(self, drops: int, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
+        """The embedding's backward, and the late gradients; the table's is cut once all others are ready."""
+        trace, name = self.trace, "backward: end"
+        embed = self._ready(trace.embed_backward, drops, filled)
+        plan, waiting = self.stage.plan, drops or self.hook != "none"
+        if plan.tp == 1 or not (waiting or plan.sequence_parallel):
+            yield events("backward: embedding", embed)
+            return
+        divided = [b for p, b in gradients(trace.embed_backward).items() if p.tp_dim is not None]
+        cut = next((i for i, event in enumerate(embed) if event.buffer in divided), len(embed))
+        head = self._late(trace.head_parameters, drops, filled)
+        yield events("backward: embedding", (*embed[:cut], *head))
+        n_late = sum(p.distributed for p in trace.block_parameters)
+        for closed, times in self._turns(n_late, self.stage.n_blocks, filled):
+            block = self._late(trace.block_parameters, drops, iter(closed))
+            yield repeated(events(name, block), times)
+        whole = self._late([p for p in trace.embed_parameters if p.tp_dim is None], drops, filled)
+        table = self._late([p for p in trace.embed_parameters if p.tp_dim is not None], drops, filled)
+        yield events(name, (*whole, *embed[cut:], *table))

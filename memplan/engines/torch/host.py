@@ -1,0 +1,74 @@
+"""What the host holds for a rank whose states FSDP2 offloads.
+
+Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in a block of its own; optimizer
+state is not, and the update runs on the CPU.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_api.py (`CPUOffloadPolicy`), _fsdp_collectives.py
+(`foreach_reduce`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memplan.engines.torch.optimizer import update
+from memplan.engines.torch.sharding import padded_shard_elements
+from memplan.engines.torch.stage import RankStages
+from memplan.shapes import UINT8, Buffer, buffer_of
+from memplan.timeline import Alive, Stretch, alive_at_high, allocs, chain, events, frees
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The host's part of a rank's states, with gradients: page-locked or not, and what a step adds to it."""
+
+    pinned: Alive
+    pageable: Alive
+    step: Stretch
+
+    def at_peak(self) -> Alive:
+        """What is alive at the host's worst instant."""
+        alive = self.pinned + self.pageable
+        alive_at_high(self.step, alive)
+        return Counter({buffer: n for buffer, n in alive.items() if n})
+
+
+def page_locked_bytes(n_bytes: int) -> int:
+    """The block that a page-locked tensor of so many bytes takes: the next power of two.
+
+    Source: aten/src/ATen/core/CachingHostAllocator.h (`allocate`).
+
+    >>> page_locked_bytes(3000), page_locked_bytes(4096), page_locked_bytes(0)
+    (4096, 4096, 0)
+    """
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
+def host_of(stages: RankStages) -> Host | None:
+    """What the host holds for the rank; None where nothing is offloaded."""
+    if not stages.offloads:
+        return None
+    states = stages.states
+    pageable = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
+    pinned = states - pageable + stages.grads + Counter(dict(_rest_of_blocks(stages)))
+    plan = stages.plan
+    older = not plan.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
+    added = list(stages.grads) if older else []
+    arrived = [buffer_of(f"{b.name} (arrived, to be added)", b.shape, b.dtype) for b in added]
+    copies = [event for buffer in arrived for event in (*allocs(buffer), *frees(buffer))]
+    return Host(
+        pinned=pinned, pageable=pageable, step=chain("host", events("accumulation", copies), update(stages))
+    )
+
+
+def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
+    """What page-locked weights and gradients are short of a power of two."""
+    itemsize = stages.weight_dtype.itemsize
+    for parameter, n in stages.counted_parameters():
+        for what, elements in (
+            ("", padded_shard_elements(parameter, stages.plan.dp)),
+            (".grad", stages.weight_elements(parameter)),
+        ):
+            spare = page_locked_bytes(elements * itemsize) - elements * itemsize
+            if spare:
+                yield buffer_of(f"{parameter.name}{what} (rest of its page-locked block)", (spare,), UINT8), n

@@ -1,0 +1,412 @@
+"""The order in which a rank of a pipeline runs its passes: compressed, so that its length does not grow.
+
+Micro-batches are taken in turn, each pass of a stage the next one of its kind, so that an action need not
+name its micro-batch. (`looped-bfs` takes those of its backward passes in reverse.)
+
+Source: torch/distributed/pipelining/schedules.py (`_calculate_single_rank_operations` of each schedule).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import groupby
+from operator import index
+from typing import Final, Literal, NamedTuple
+
+from memplan.many import Many
+from memplan.plan import Plan, Schedule
+
+Kind = Literal[
+    "forward",
+    "backward",
+    "last-backward",
+    "backward-input",
+    "backward-weight",
+    "unshard",
+    "reshard",
+    "reduce",
+]
+"""A backward pass is whole, or in parts: the gradient of the stage's input, then those of its weights.
+
+In a stage's last one DDP reduces. What comes after are FSDP2's: to gather a stage's weights, to free them, to
+reduce its gradients.
+"""
+
+MOST_ACTIVE_STAGES: Final = 3
+"""Stages of a rank whose weights are whole at the same time."""
+
+
+DataAxis = Literal["none", "ddp", "fsdp"]
+
+
+class Action(NamedTuple):
+    """What is done to the `local`-th of the rank's stages, a pass of one micro-batch say."""
+
+    kind: Kind
+    local: int
+
+
+class Run(NamedTuple):
+    """Actions, and runs of them, in order, all of it so many times."""
+
+    parts: "tuple[Action | Run, ...]"
+    times: int = 1
+
+
+LETTERS: Final[dict[str, Kind]] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward-input",
+    "W": "backward-weight",
+}
+
+
+def turn(text: str) -> tuple[Action, ...]:
+    """Actions by their letter and the rank's stage, as the papers draw them.
+
+    >>> turn("F0 B1")
+    (Action(kind='forward', local=0), Action(kind='backward', local=1))
+    """
+    return tuple([Action(LETTERS[word[0]], int(word[1:])) for word in text.split()])
+
+
+def actions(run: Run) -> Iterator[Action]:
+    """Every action of a run, one by one.
+
+    >>> [action.kind for action in actions(Run((*turn("F0"), Run(turn("B0"), 2))))]
+    ['forward', 'backward', 'backward']
+    """
+    for _ in range(run.times):
+        for part in run.parts:
+            if isinstance(part, Action):
+                yield part
+            else:
+                yield from actions(part)
+
+
+def plan_order(plan: Plan, rank: int) -> Run:
+    """All that one rank of the pipeline does in a step, with what the data axis does in between."""
+    data_axis: DataAxis = "fsdp" if plan.fsdp else "ddp" if plan.ddp else "none"
+    m = plan.n_micro_batches
+    ordered = _ordered.__wrapped__ if isinstance(m, Many) else _ordered
+    return ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, m, data_axis)
+
+
+@lru_cache(maxsize=4096)
+def _ordered(schedule: Schedule, pp: int, rank: int, v: int, m: int, data_axis: DataAxis) -> Run:
+    order = order_of(schedule, pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+    if data_axis == "fsdp":
+        return with_weights(order, v)
+    return with_last(order, v) if data_axis == "ddp" else order
+
+
+def order_of(schedule: Schedule, *, pp: int, rank: int, virtual_stages: int, n_micro_batches: int) -> Run:
+    """What one rank of the pipeline runs in a step."""
+    m = n_micro_batches
+    match schedule:
+        case "gpipe":
+            return Run((Run(turn("F0"), m), Run(turn("B0"), m)))
+        case "1f1b":
+            warm_up = min(m, pp - rank)
+            return Run(
+                (
+                    Run(turn("F0"), warm_up),
+                    Run(turn("B0 F0"), m - warm_up),
+                    Run(turn("B0"), warm_up),
+                )
+            )
+        case "looped-bfs":
+            stages = range(virtual_stages)
+            return Run(
+                (
+                    *[Run(turn(f"F{i}"), m) for i in stages],
+                    *[Run(turn(f"B{i}"), m) for i in reversed(stages)],
+                )
+            )
+        case "interleaved-1f1b" | "zero-bubble":
+            return _interleaved(pp, rank, virtual_stages, m, split=schedule == "zero-bubble")
+        case "zbv":
+            return _zbv(pp, rank, m)
+        case "dualpipe-v":
+            return _dualpipe_v(pp, rank, m)
+
+
+def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
+    """Micro-batches go in rounds through each of the rank's stages, forward and backward in turn.
+
+    With backward passes split, weights wait `rank` turns for theirs.
+
+    Source: `_get_1f1b_rank_ops`, `_get_warmup_ops`.
+    """
+    per_round = m // max(1, m // pp)
+    period = v * per_round
+    warm_up = min((v - 1) * per_round + (1 if split else 2) * (pp - 1 - rank), m * v)
+
+    def stage_ahead(i: int) -> int:
+        return index(i // per_round % v)
+
+    def stage_back(i: int) -> int:
+        return v - 1 - stage_ahead(i)
+
+    def ahead(i: int) -> tuple[Action, ...]:
+        return turn(f"F{stage_ahead(i)}")
+
+    def back(i: int) -> tuple[Action, ...]:
+        if not split:
+            return turn(f"B{stage_back(i)}")
+        return turn(f"I{stage_back(i)} W{stage_back(i - rank)}" if i >= rank else f"I{stage_back(i)}")
+
+    def both(i: int) -> tuple[Action, ...]:
+        return ahead(warm_up + i) + back(i)
+
+    n, late = m * v - warm_up, min(rank, m * v) if split else 0
+    return Run(
+        (
+            *_turns(ahead, 0, warm_up, period),
+            *_turns(both, 0, min(late, n), period),
+            *_turns(both, min(late, n), n, period),
+            *_turns(back, n, max(n, late), period),
+            *_turns(back, max(n, late), m * v, period),
+            *_turns(lambda i: turn(f"W{stage_back(i)}"), m * v - late, m * v, period),
+        )
+    )
+
+
+def _turns(at: Callable[[int], tuple[Action, ...]], start: int, stop: int, period: int) -> Iterator[Run]:
+    """The turns from start to stop, which recur after `period`; equal ones that follow each other as one."""
+    whole, left = divmod(stop - start, period)
+    if whole > 1:
+        yield Run(tuple(_grouped(at, start, period)), whole)
+        start += whole * period
+    else:
+        left += whole * period
+    yield from _grouped(at, start, left)
+
+
+def _grouped(at: Callable[[int], tuple[Action, ...]], start: int, n: int) -> Iterator[Run]:
+    for found, times in groupby([at(start + i) for i in range(n)]):
+        yield Run(found, sum(1 for _ in times))
+
+
+def _zbv(pp: int, rank: int, m: int) -> Run:
+    """Down the ranks with the first stage and back up with the second; weights as soon as possible.
+
+    The order is that of at least 2 pp - 1 micro-batches, less those that there are not.
+
+    Source: `ScheduleZBVZeroBubble`.
+    """
+    full = max(2 * pp - 1, m)
+    left = pp - rank
+    run = Run(
+        (
+            Run(turn("F0"), 2 * left - 1),
+            Run(turn("F1 F0"), rank),
+            Run(turn("F1 I1 W1"), left),
+            Run(turn("F0 I0 W0 F1 I1 W1"), full - pp - left + 1),
+            Run(turn("I0 W0 F1 I1 W1"), left - 1),
+            Run(turn("I0 I1"), rank),
+            Run(turn("I0 W0"), left),
+            Run(turn("W1"), rank),
+            Run(turn("W0"), rank),
+        )
+    )
+    return run if full == m else Run(tuple(_first(m, run)))
+
+
+def _first(m: int, run: Run) -> Iterator[Action]:
+    """The actions of the first m micro-batches."""
+    seen: dict[Action, int] = {}
+    for action in actions(run):
+        seen[action] = seen.get(action, 0) + 1
+        if seen[action] <= m:
+            yield action
+
+
+def _dualpipe_v(pp: int, rank: int, m: int) -> Run:
+    """Forward passes of one stage beside backward passes of the other; at the ends weights wait.
+
+    Source: `ScheduleDualPipeV`.
+    """
+    left = pp - 1 - rank
+    main = Run(turn("F0 B1 F1 B0"), m - 2 * pp + rank + 1)
+    waiting: list[int] = []
+    end: list[Action] = []
+
+    def back(local: int, *, split: bool) -> None:
+        end.extend(turn(f"I{local}" if split else f"B{local}"))
+        if split:
+            waiting.append(local)
+
+    def weights() -> None:
+        if waiting:
+            end.extend(turn(f"W{waiting.pop(0)}"))
+
+    half = (rank + 1) // 2
+    for i in range(rank + 1):
+        back(1, split=i > half or (i == half and rank % 2 == 1))
+        back(0, split=i >= half)
+    for _ in range(left):
+        weights()
+        back(0, split=True)
+    for _ in range(rank + 1):
+        weights()
+    return Run(
+        (
+            Run(turn("F0"), 2 * left),
+            Run(turn("F0 F1"), rank + 1),
+            Run(turn("I1 W1 F1"), left),
+            main,
+            Run(turn("B1 F1 B0"), left),
+            *end,
+        )
+    )
+
+
+def with_weights(order: Run, n_stages: int) -> Run:
+    """The order with what FSDP2 does between passes: the stages that come next are gathered ahead of time.
+
+    A stage's gradients are reduced as soon as its last backward pass is over.
+
+    >>> [action.kind for action in actions(with_weights(Run(turn("F0 B0"), 2), 1))]
+    ['unshard', 'forward', 'backward', 'forward', 'backward', 'reduce', 'reshard']
+
+    Source: torch/distributed/pipelining/schedules.py (`_add_unshard_reshard`, `_add_reduce_grad`).
+    """
+    order, active = _gathering(order, (), ())
+    for local in range(n_stages):
+        order = _with_last(order, local, lambda last: (last, Action("reduce", last.local)))
+    return Run((order, *[Action("reshard", local) for local in active]))
+
+
+Stages = tuple[int, ...]
+
+
+def _gathering(run: Run, active: Stages, ahead: Stages) -> tuple[Run, Stages]:
+    """A run where so many stages are active, and others come after; which are active after it.
+
+    Repetitions are alike once one leaves the stages as they were, but for the last, which sees what comes.
+    """
+    parts: list[Run] = []
+    left = run.times
+    while left:
+        before = active
+        turns, active = _gathering_once(run.parts, active, ahead if left == 1 else _next(run.parts, ahead))
+        times = left - 1 if left > 1 and active == before else 1
+        parts.append(Run(turns, times))
+        left -= times
+    return (parts[0] if len(parts) == 1 else Run(tuple(parts))), active
+
+
+def _gathering_once(
+    parts: tuple[Action | Run, ...], active: Stages, ahead: Stages
+) -> tuple[tuple[Action | Run, ...], Stages]:
+    found: list[Action | Run] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, Run):
+            part, active = _gathering(part, active, _next(parts[i + 1 :], ahead))
+        else:
+            wanted = _next(parts[i:], ahead)
+            found += [Action("reshard", local) for local in active if local not in wanted]
+            found += [Action("unshard", local) for local in wanted if local not in active]
+            active = tuple(sorted(wanted))
+        found.append(part)
+    return tuple(found), active
+
+
+def _next(parts: tuple[Action | Run, ...], ahead: Stages) -> Stages:
+    """The first stages, each once, of these parts and of what comes after."""
+    found: dict[int, None] = {}
+    for part in parts:
+        if isinstance(part, Action):
+            found[part.local] = None
+        elif part.times:
+            found.update(dict.fromkeys(_next(part.parts, ())))
+        if len(found) >= MOST_ACTIVE_STAGES:
+            break
+    return tuple(dict.fromkeys((*found, *ahead)))[:MOST_ACTIVE_STAGES]
+
+
+def with_last(order: Run, n_stages: int) -> Run:
+    """The order with each stage's last backward pass named so.
+
+    >>> [action.kind for action in actions(with_last(Run(turn("F0 B0"), 2), 1))]
+    ['forward', 'backward', 'forward', 'last-backward']
+    """
+    for local in range(n_stages):
+        order = _with_last(order, local, lambda last: (Action("last-backward", last.local),))
+    return order
+
+
+def _with_last(run: Run, local: int, put: Callable[[Action], tuple[Action, ...]]) -> Run:
+    """A run with something else put for the last backward pass of a stage, taken apart around it."""
+    wanted = {Action("backward", local), Action("backward-weight", local)}
+    i = max(i for i, part in enumerate(run.parts) if _has(part, wanted))
+    part = run.parts[i]
+    end = put(part) if isinstance(part, Action) else (_with_last(part, local, put),)
+    last = Run((*run.parts[:i], *end, *run.parts[i + 1 :]))
+    return last if run.times == 1 else Run((Run(run.parts, run.times - 1), last))
+
+
+def _has(run: Run | Action, wanted: set[Action]) -> bool:
+    if isinstance(run, Action):
+        return run in wanted
+    return run.times > 0 and any(_has(part, wanted) for part in run.parts)
+
+
+def times_unsharded(order: Run, local: int) -> tuple[int, int]:
+    """How often a stage's weights are gathered ahead of time, and how often by a pass that finds them freed.
+
+    That is a pass which follows a forward pass, where those free them.
+
+    >>> times_unsharded(with_weights(Run(turn("F0 B0"), 3), 1), 0)
+    (1, 3)
+    """
+    return count(order, Action("unshard", local)), _after_forward(order, local)[1]
+
+
+def count(run: Run, wanted: Action) -> int:
+    """How often an action occurs."""
+    parts = [part == wanted if isinstance(part, Action) else count(part, wanted) for part in run.parts]
+    return run.times * sum(parts)
+
+
+def _after_forward(run: Run | Action, local: int) -> tuple[Kind | None, int, Kind | None]:
+    """The first and the last of a stage's actions, and between them the passes that follow a forward pass."""
+    if isinstance(run, Action):
+        kind = run.kind if run.local == local else None
+        return kind, 0, kind
+    first: Kind | None = None
+    last: Kind | None = None
+    n = 0
+    for part in run.parts if run.times else ():
+        begin, within, end = _after_forward(part, local)
+        if begin is not None:
+            n += within + (last == "forward" and begin != "reshard")
+            first, last = first or begin, end
+    return first, n * run.times + (run.times - 1) * (last == "forward" and first != "reshard"), last
+
+
+def in_flight(run: Run, local: int) -> int:
+    """The most micro-batches whose forward pass through a stage is kept for a backward pass still to come.
+
+    A micro-batch is kept until the last part of its backward pass.
+
+    >>> orders = [order_of("1f1b", pp=4, rank=i, virtual_stages=1, n_micro_batches=8) for i in range(4)]
+    >>> [in_flight(order, 0) for order in orders]
+    [4, 3, 2, 1]
+    """
+    return _held(run, local)[1]
+
+
+def _held(run: Run | Action, local: int) -> tuple[int, int]:
+    """What a run adds to the micro-batches kept, and the most it has kept."""
+    if isinstance(run, Action):
+        if run.local == local and run.kind == "forward":
+            return 1, 1
+        return -(run.local == local and run.kind in ("backward", "backward-weight")), 0
+    net = most = 0
+    for part in run.parts:
+        added, held = _held(part, local)
+        most, net = max(most, net + held), net + added
+    if not run.times:
+        return 0, 0
+    return net * run.times, max(most, net * (run.times - 1) + most)

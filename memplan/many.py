@@ -1,0 +1,91 @@
+"""One number for each of many plans, in the place of an integer: the same code works out all of them at once.
+
+Code that takes counts and bytes adds, multiplies and divides them, and now and then asks which is larger.
+Arithmetic goes through an array element by element. A question is answered where the answer is the same for
+all; where it is not, `Differ` says for which it is, and whoever put the numbers together takes them apart.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Differ(Exception):
+    """A question whose answer is yes for some of many and no for others: `yes` says for which."""
+
+    def __init__(self, yes: NDArray[np.bool_]) -> None:
+        super().__init__(f"yes for {np.count_nonzero(yes)} of {yes.size}")
+        self.yes = yes
+
+
+class Many(np.ndarray[Any, np.dtype[Any]]):
+    """An array of integers that stands for one; it is never changed in place, and equals itself.
+
+    >>> n = many([2, 3, 4])
+    >>> 5 * n // 2, n > 1 and "each"
+    (Many([ 5,  7, 10]), 'each')
+    >>> max(n, 3)
+    Traceback (most recent call last):
+    memplan.many.Differ: yes for 1 of 3
+    """
+
+    def __bool__(self) -> bool:
+        n = np.count_nonzero(self)
+        if 0 < n < self.size:
+            raise Differ(np.asarray(self) != 0)
+        return bool(n)
+
+    def __index__(self) -> int:
+        first = self.flat[0]
+        if not bool(self == first):
+            raise Differ(np.asarray(self) == first)
+        return int(first)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    __iadd__: Any = np.ndarray.__add__
+    __isub__: Any = np.ndarray.__sub__
+    __imul__: Any = np.ndarray.__mul__
+    __ifloordiv__: Any = np.ndarray.__floordiv__
+
+
+def many(numbers: Any) -> Any:
+    """Numbers in the place of one: typed as whatever the place wants."""
+    return np.asarray(numbers, dtype=np.int64).view(Many)
+
+
+def anywhere(n: int) -> bool:
+    """Whether a number is not 0, for one plan at least if it is `Many`.
+
+    >>> anywhere(0), anywhere(many([0, 2]))
+    (False, True)
+    """
+    return bool(np.any(n)) if isinstance(n, Many) else n != 0
+
+
+def larger(a: int, b: int) -> int:
+    """The larger of two numbers, for each plan its own where one is `Many`.
+
+    >>> larger(3, 2), larger(3, many([2, 4]))
+    (3, Many([3, 4]))
+    """
+    if type(a) is int and type(b) is int:
+        return a if a >= b else b
+    return np.maximum(a, b)  # type: ignore[no-any-return]
+
+
+def largest(numbers: Sequence[int]) -> int:
+    """The largest of numbers, for each plan its own where they are `Many`; the last one tells.
+
+    >>> largest([1, 3, 2])
+    3
+    >>> largest([0, many([5, 1]), many([2, 7])])
+    Many([5, 7])
+    """
+    if type(numbers[-1]) is int:
+        return max(numbers)
+    return reduce(np.maximum, numbers)

@@ -1,0 +1,18 @@
+"""All plans of a cluster: every one evaluated on the formulas of `memplan.estimate`, best first."""
+
+from memplan.search.advise import Advice, advise
+from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
+from memplan.search.search import Found, search, searched
+from memplan.search.why import why
+
+__all__ = [
+    "Advice",
+    "Found",
+    "advise",
+    "largest_model",
+    "longest_sequence",
+    "search",
+    "searched",
+    "smallest_cluster",
+    "why",
+]

@@ -1,0 +1,156 @@
+"""What to change when a plan does not fit, each change with what it frees and what it costs."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, final
+
+from memplan.errors import MemplanError, PlanRefused
+from memplan.estimate import Estimate, estimate_plan
+from memplan.layout import frame
+from memplan.plan import RECOMPUTES, Plan
+from memplan.search.search import searched
+from memplan.search.space import divisors
+
+if TYPE_CHECKING:
+    import pandas
+
+COLUMNS: Final = ("change", "freed_bytes", "peak_bytes", "fits", "step_s", "slower_s", "why_not")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a plan; without an estimate where it cannot run: `why_not`."""
+
+    text: str
+    estimated: Estimate | None = None
+    why_not: str | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What can be changed of a plan, cheapest first, and the fastest combination of it that fits."""
+
+    asked: Estimate
+    changes: tuple[Change, ...]
+    best: Estimate | None
+
+    def frame(self) -> "pandas.DataFrame":
+        """One row per change: the bytes it frees at the peak, whether it fits then, what it costs a step."""
+        return frame([self.row(change) for change in self.changes], COLUMNS)
+
+    def row(self, change: Change) -> dict[str, Any]:
+        """A change as plain values."""
+        row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"change": change.text, "why_not": change.why_not}
+        if change.estimated is None:
+            return row
+        after, before = change.estimated, self.asked
+        return row | {
+            "freed_bytes": _freed_bytes(before, after),
+            "peak_bytes": after.peak.total_bytes,
+            "fits": after.fits,
+            "step_s": after.step_s,
+            "slower_s": _slower_s(before, after),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `--json` prints them."""
+        return {
+            "asked": self.asked.to_dict(),
+            "changes": [self.row(change) for change in self.changes],
+            "best": None if self.best is None else self.best.to_dict(),
+        }
+
+
+def advise(asked: Estimate) -> Advice:
+    """What to change in a plan that was estimated for a cluster, in order of cost.
+
+    The changes are those that people are told when memory is short: a smaller micro-batch, recomputation,
+    the next ZeRO stages, sequence parallelism, more tensor or pipeline ranks (fewer replicas), offload.
+    Each alone first; then the fastest of all their combinations that fits.
+
+    Raises:
+        PlanRefused: an estimate without a cluster that has a limit.
+    """
+    if asked.cluster is None or asked.fits is None:
+        raise PlanRefused("advise needs a limit to fit; estimate the plan with cluster='<n>x<gpu>'.")
+    changes = [_tried(asked, text, fields) for text, fields in _single_changes(asked.plan)]
+    useful = [c for c in changes if c.estimated is not None and _freed_bytes(asked, c.estimated) > 0]
+    rest = [c for c in changes if c not in useful]
+    return Advice(
+        asked=asked,
+        changes=(*sorted(useful, key=lambda c: _cost(asked, c)), *rest),
+        best=asked if asked.fits else _best(asked),
+    )
+
+
+def _freed_bytes(before: Estimate, after: Estimate) -> int:
+    return before.peak.total_bytes - after.peak.total_bytes
+
+
+def _slower_s(before: Estimate, after: Estimate) -> float | None:
+    a, b = before.step_s, after.step_s
+    return None if a is None or b is None else b - a
+
+
+def _cost(asked: Estimate, change: Change) -> tuple[float, int]:
+    """Seconds that a step takes longer, unknown ones last; then the most bytes freed."""
+    after = change.estimated
+    if after is None:
+        return inf, 0
+    slower_s = _slower_s(asked, after)
+    return inf if slower_s is None else slower_s, -_freed_bytes(asked, after)
+
+
+def _single_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    if plan.micro_batch > 1:
+        smaller = divisors(plan.micro_batch)[-2]
+        yield f"micro_batch={smaller}", {"micro_batch": smaller}
+    for recompute in RECOMPUTES[RECOMPUTES.index(plan.recompute) + 1 :]:
+        yield f"recompute={recompute}", {"recompute": recompute}
+    if plan.n_replicas > 1:
+        for zero in range(plan.zero + 1, 4):
+            yield f"zero={zero}", {"zero": zero}
+    if plan.tp > 1 and not plan.sequence_parallel:
+        yield "sequence_parallel", {"sequence_parallel": True}
+    if plan.dp % 2 == 0:
+        yield f"tp={2 * plan.tp}, dp={plan.dp // 2}", {"tp": 2 * plan.tp, "dp": plan.dp // 2}
+        yield f"pp={2 * plan.pp}, dp={plan.dp // 2}", {"pp": 2 * plan.pp, "dp": plan.dp // 2}
+    if not plan.offload:
+        yield "offload" if plan.fsdp else "zero=3, offload", {"zero": max(plan.zero, 3), "offload": True}
+
+
+def _tried(asked: Estimate, text: str, fields: dict[str, Any]) -> Change:
+    try:
+        estimated = estimate_plan(asked.model, replace(asked.plan, **fields), asked.cluster)
+    except MemplanError as refusal:
+        return Change(text=text, why_not=str(refusal))
+    return Change(text=text, estimated=estimated)
+
+
+def _best(asked: Estimate) -> Estimate | None:
+    """The fastest plan that fits and changes nothing but what is advised."""
+    plan, where = asked.plan, asked.cluster
+    if where is None:
+        return None
+    others = {
+        name: value
+        for name, value in asdict(plan).items()
+        if name not in ("dp", "dp_replicate", "engine") and value != Plan.__dataclass_fields__[name].default
+    }
+    varied = {
+        "tp": [n for n in divisors(plan.tp * plan.dp) if n % plan.tp == 0],
+        "pp": [n for n in divisors(plan.pp * plan.dp) if n % plan.pp == 0],
+        "dp_replicate": plan.dp_replicate,
+        "zero": list(range(plan.zero, 4)),
+        "sequence_parallel": [True] if plan.sequence_parallel else None,
+        "micro_batch": divisors(plan.micro_batch),
+        "recompute": RECOMPUTES[RECOMPUTES.index(plan.recompute) :],
+        "schedule": plan.schedule,
+        "offload": [True] if plan.offload else None,
+    }
+    chosen = others | {name: value for name, value in varied.items() if value is not None}
+    result = searched(asked.model, cluster=where, keep=1, **chosen)
+    return estimate_plan(asked.model, result.plan(result.fit, 0), where) if result.n_fit else None

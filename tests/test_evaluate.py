@@ -1,0 +1,113 @@
+"""Many plans at once are what one estimate each says."""
+
+from dataclasses import replace
+from math import gcd, inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan import Plan, preset
+from memplan.errors import MemplanError
+from memplan.estimate import estimate_on, estimate_plan
+from memplan.hardware import cluster
+from memplan.plan import SCHEDULES
+from memplan.search.evaluate import memory
+from memplan.search.plans import VARIED, Plans, number_of
+from memplan.search.space import RUNS, Space
+from memplan.search.time import step_s
+from tests.test_laws import cases, laws, runs
+
+
+@st.composite
+def searches(draw):
+    """A model, plans of it that can run, and a device."""
+    case = draw(cases(schedule=st.sampled_from(SCHEDULES)))
+    plans = {case.plan}
+    for _ in range(draw(st.integers(1, 12))):
+        values = {
+            "dp": draw(st.integers(1, 4)),
+            "tp": draw(st.sampled_from([1, 2, 4])),
+            "pp": draw(st.integers(1, 4)),
+            "micro_batch": draw(st.integers(1, 4)),
+            "zero": draw(st.integers(0, 3)),
+            "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+            "recompute_blocks": draw(st.sampled_from([None, None, 1, 2])),
+            "offload": draw(st.booleans()),
+            "dp_replicate": draw(st.sampled_from([1, 2])),
+            "sequence_parallel": draw(st.booleans()),
+            "schedule": draw(st.sampled_from(SCHEDULES)),
+            "virtual_stages": draw(st.sampled_from([1, 1, 2])),
+        }
+        for name in draw(st.sets(st.sampled_from(VARIED))):
+            values.pop(name, None)
+        try:
+            plan = replace(case.plan, **values)
+        except MemplanError:
+            continue
+        if runs(case.model, plan, case.device):
+            plans.add(plan)
+    found = sorted(plans, key=repr)
+    columns = {name: np.array([number_of(name, getattr(plan, name)) for plan in found]) for name in VARIED}
+    return case.model, found, Plans(base=case.plan, columns=columns), case.device
+
+
+@pytest.mark.parametrize("name, world, batch", [("llama-3-8b", 16, 64), ("gpt2-xl", 16, 96)])
+def test_a_sample_of_all_plans_of_a_preset_is_each_as_estimated(name, world, batch):
+    model = preset(name)
+    base = Plan(global_batch=batch, seq_len=1024)
+    space = Space(model=model, n_gpus=world, base=base, ranges={"micro_batch": (1, 2), "tp": (1, 4)})
+    rng = np.random.default_rng(0)
+    for chunk in space.chunks():
+        plans = chunk.plans[chunk.rule == RUNS]
+        found = memory(model, plans, "cuda")
+        for i in rng.choice(len(plans), 40, replace=False):
+            worst = estimate_on(model, plans.plan(i), "cuda").worst
+            assert found.peak_bytes[i] == worst.peak_bytes
+            assert found.worst_stage[i] == worst.stage
+            assert found.rest_bytes[i] == worst.rest_bytes
+
+
+@laws(300)
+@given(searches())
+def test_many_plans_at_once_are_each_as_estimated(search):
+    model, single, plans, device = search
+    found = memory(model, plans, device)
+    for i, plan in enumerate(single):
+        worst = estimate_on(model, plan, device).worst
+        assert found.peak_bytes[i] == worst.peak_bytes
+        assert found.worst_stage[i] == worst.stage
+        assert found.rest_bytes[i] == worst.rest_bytes
+
+
+def timed(model, plan, where):
+    seconds = estimate_plan(model, plan, where).step_s
+    return inf if seconds is None else seconds
+
+
+@pytest.mark.parametrize("name, world, batch", [("llama-3-8b", 16, 64), ("gpt2-xl", 24, 96)])
+def test_a_sample_of_all_plans_of_a_preset_takes_as_long_as_estimated(name, world, batch):
+    model, where = preset(name), cluster(f"{world}xh100-sxm")
+    base = Plan(global_batch=batch, seq_len=1024)
+    space = Space(model=model, n_gpus=world, base=base, ranges={"micro_batch": (1, 2), "tp": (1, 4)})
+    rng = np.random.default_rng(0)
+    for chunk in space.chunks():
+        plans = chunk.plans[chunk.rule == RUNS]
+        plans = plans[np.sort(rng.choice(len(plans), 120, replace=False))]
+        assert step_s(model, plans, where).tolist() == [
+            timed(model, plans.plan(i), where) for i in range(len(plans))
+        ]
+
+
+@laws(300)
+@given(searches(), st.sampled_from([1, 6, 8]))
+def test_many_plans_at_once_take_each_as_long_as_estimated(search, gpus_per_node):
+    model, single, plans, device = search
+    sizes = np.array([plan.world_size for plan in single])
+    for n_gpus in set(sizes.tolist()):
+        where = cluster("1xh100-sxm")
+        gpu = replace(where.gpu, kind=device)
+        where = replace(where, gpu=gpu, n_gpus=n_gpus, gpus_per_node=gcd(n_gpus, gpus_per_node))
+        found = step_s(model, plans[sizes == n_gpus], where).tolist()
+        assert found == [timed(model, plan, where) for plan in single if plan.world_size == n_gpus]

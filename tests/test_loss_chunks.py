@@ -1,0 +1,105 @@
+"""Cross-entropy over chunks of the sequence: which pieces, what is alive when, that it is the same loss."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan import Plan
+from memplan.errors import PlanRefused
+from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.shapes import BF16, FP32, DType, Shape
+from memplan.tape import Run, Setting, Tensor
+from validate.modules import token_loss
+
+VOCABULARY = 1000
+
+
+def logits_of(run: Run, shape: Shape, dtype: DType) -> Tensor:
+    """Logits that want a gradient."""
+    return run.new("logits", shape, dtype, run.node((None,), (), lambda grad, saved: (None,)))
+
+
+def peaks(chunks: int, *, seq_len: int = 12, batch: int = 1, dtype: DType = BF16, tp: int = 1):
+    """The most a loss holds beside its logits, forward and backward, and what it saves between them."""
+    run = Run(Setting(device="cpu", loss_chunks=chunks, tp=tp))
+    logits = run.new(
+        "logits", (batch, seq_len, VOCABULARY // tp), dtype, run.node((None,), (), lambda g, s: (None,))
+    )
+    start = len(run.events)
+    loss = cross_entropy(logits)
+    kept, forward = running(run.events[start:])
+    middle = len(run.events)
+    run.start_backward(loss, gradient_of_loss(run))
+    del loss
+    run.backward(down_to=1)
+    _, backward = running(run.events[middle:])
+    return kept, forward, kept + backward
+
+
+def lost(chunks: int):
+    """The events of a loss's backward pass."""
+    run = Run(Setting(device="cpu", loss_chunks=chunks))
+    logits = logits_of(run, (1, 12, VOCABULARY), BF16)
+    loss = cross_entropy(logits)
+    start = len(run.events)
+    run.start_backward(loss, gradient_of_loss(run))
+    run.backward(down_to=1)
+    return run.events[start:]
+
+
+def running(events):
+    held = most = 0
+    for event in events:
+        held += event.sign * event.buffer.n_bytes
+        most = max(most, held)
+    return held, most
+
+
+@given(seq_len=st.integers(1, 40), chunks=st.integers(2, 12))
+def test_the_pieces_are_torch_chunks(seq_len, chunks):
+    run = Run(Setting(loss_chunks=chunks))
+    logits = Tensor(run, (1, seq_len, 7), FP32, None, run.node((None,), (), lambda g, s: (None,)))
+    start = len(run.events)
+    cross_entropy(logits)
+    found = [
+        e.buffer.shape[1] for e in run.events[start:] if e.buffer.name == "log-probabilities" and e.sign > 0
+    ]
+    assert found == [piece.shape[1] for piece in torch.empty(1, seq_len, 7).chunk(chunks, dim=1)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_log_probabilities_of_all_pieces_are_saved_but_one_piece_is_widened_at_a_time(tp):
+    whole = 12 * VOCABULARY // tp * 4
+    kept_at_once, forward_at_once, _ = peaks(1, tp=tp)
+    kept, forward, _ = peaks(4, tp=tp)
+    assert whole <= kept < kept_at_once * 1.01
+    workspace, workspace_at_once = forward - kept, forward_at_once - kept_at_once
+    assert workspace == pytest.approx(workspace_at_once / 4, rel=0.01)
+
+
+def test_backward_starts_with_one_pieces_gradients():
+    _, _, backward = peaks(4)
+    log_probabilities, a_pieces_gradients = 12 * VOCABULARY * 4, 3 * VOCABULARY * (4 + 4)
+    assert backward == pytest.approx(log_probabilities + a_pieces_gradients, rel=0.001)
+
+
+def test_in_the_end_the_narrow_gradients_of_all_pieces_are_joined():
+    names = [e.buffer.name for e in lost(4) if e.sign > 0]
+    assert names.count("grad as bfloat16") == 4
+    assert names[-1] == "grad of logits"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])
+def test_it_is_the_same_loss(chunks):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 12, 50, requires_grad=True), torch.randint(50, (2, 12))
+    (whole_grad,) = torch.autograd.grad(token_loss(logits, targets), logits)
+    loss = token_loss(logits, targets, chunks=chunks)
+    torch.testing.assert_close(loss, token_loss(logits, targets))
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], whole_grad)
+
+
+def test_more_chunks_than_tokens_are_refused():
+    with pytest.raises(PlanRefused, match="loss_chunks=9 is more than the seq_len=8"):
+        Plan(loss_chunks=9, seq_len=8)

@@ -1,0 +1,146 @@
+"""The update: what each implementation holds and sends, worked out by hand; what PyTorch itself refuses."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memplan import Llama, Plan
+from memplan.estimate import StageEstimate, rank_estimate
+from memplan.plan import Rank, check_plan
+from memplan.timeline import Stretch
+from validate.cases import Case
+from validate.launch import run_case
+
+MODEL = Llama(
+    name="tiny", n_layers=2, d_model=8, n_heads=4, n_kv_heads=2, d_ff=16, vocab_size=40, max_seq_len=16
+)
+TABLE, BLOCK, NORM = 40 * 8, 2 * 8 + 8 * 8 * 2 + 2 * 4 * 8 + 3 * 8 * 16, 8
+WEIGHTS = 2 * TABLE + 2 * BLOCK + NORM
+N_PARAMETERS = 2 + 2 * 9 + 1
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+
+
+def estimated(**plan: Any) -> StageEstimate:
+    settings: dict[str, Any] = {"seq_len": 4, "precision": "fp32", "optimizer": "adam"}
+    return rank_estimate(MODEL, Plan(**settings | plan), Rank(), "cpu")
+
+
+def part(stretch: Stretch, name: str) -> Stretch:
+    """The part of a step of this name."""
+    if stretch.name == name:
+        return stretch
+    found = [inner for outer in stretch.parts if (inner := part(outer, name)).name == name]
+    return found[0] if found else Stretch("", (), (), 1, 0, 0)
+
+
+def step_high_bytes(**plan: Any) -> int:
+    return part(estimated(**plan).timeline.step, "optimizer step").high_bytes
+
+
+def all_reduces(what: str, **plan: Any) -> Counter[str]:
+    """Payload bytes by axis of the all-reduces of one purpose."""
+    return Counter(
+        {
+            c.axis: c.payload_bytes
+            for c in estimated(**plan).collectives
+            if c.what == what and c.kind == "all_reduce"
+        }
+    )
+
+
+def test_a_loop_holds_two_tensors_of_a_parameter_lists_one_of_every_parameter_a_kernel_none():
+    """The loop's last denominator, the final norm's, is still there."""
+    assert step_high_bytes(optimizer_impl="for-loop") == 4 * (NORM + 2 * TABLE)
+    assert step_high_bytes(optimizer_impl="foreach") == 4 * WEIGHTS
+    assert step_high_bytes(optimizer_impl="fused") == 0
+    assert {step_high_bytes(optimizer="sgd-momentum", optimizer_impl=i) for i in ("foreach", "fused")} == {0}
+
+
+def test_lists_hold_the_shards_roots_under_fsdp2_and_the_owned_parameters_under_zero_1():
+    assert step_high_bytes(dp=2, zero=3, optimizer_impl="foreach") == 4 * WEIGHTS // 2
+    moments_bytes = estimated(dp=2, zero=1, optimizer_impl="foreach").states.optimizer_bytes
+    roots_bytes = step_high_bytes(dp=2, zero=1, optimizer_impl="foreach")
+    assert 0 < moments_bytes - 2 * roots_bytes <= 4 * N_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "plan, reads",
+    [
+        ({"optimizer_impl": "for-loop"}, 3),
+        ({"optimizer_impl": "foreach"}, 3),
+        ({"optimizer_impl": "fused"}, 1),
+        ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "sgd-momentum", "optimizer_impl": "foreach"}, 1),
+        ({"optimizer": "sgd", "clip_grad_norm": 1.0}, 2),
+        ({"optimizer_impl": "fused", "clip_grad_norm": 1.0}, 2),
+    ],
+)
+def test_each_reading_of_a_partial_gradient_sums_it_anew(plan, reads):
+    assert all_reduces("partial gradients", **SP, **plan) == {"tp": reads * 5 * NORM * 4}
+
+
+def test_norms_are_summed_over_the_axes_that_divide_gradients_and_over_the_pipeline():
+    def norms(**plan: Any) -> Counter[str]:
+        return all_reduces("norms of gradients", clip_grad_norm=1.0, **plan)
+
+    assert [norms(), norms(dp=2), norms(dp=2, zero=1)] == [{}, {}, {}]
+    assert norms(dp=2, zero=2) == {"dp": 4 * N_PARAMETERS}
+    assert norms(tp=2) == {"tp": 4 * (N_PARAMETERS - 5)}
+    assert norms(**SP) == {"tp": 4 * N_PARAMETERS}
+    assert norms(dp=2, zero=3, **SP) == {"dp": 4 * N_PARAMETERS, "tp": 4 * N_PARAMETERS}
+    assert norms(dp=2, zero=3, tp=2) == {"dp": 4 * N_PARAMETERS, "tp": 4 * (N_PARAMETERS - 5)}
+    assert norms(pp=2) == {"pp": 4}
+
+
+def test_overflows_are_asked_of_the_ranks_that_may_see_others():
+    def overflows(**plan: Any) -> Counter[str]:
+        return all_reduces("overflows", precision="fp16-mixed", **plan)
+
+    assert [overflows(), overflows(dp=2), overflows(dp=2, zero=1)] == [{}, {}, {}]
+    assert overflows(dp=2, zero=2) == {"dp": 4}
+    assert overflows(dp=2, zero=2, tp=2) == {"dp": 4, "tp": 4}
+    assert overflows(dp=2, tp=2) == {"world": 4}
+    assert overflows(pp=2) == {"pp": 4}
+    assert overflows(pp=2, dp=2, zero=3) == {"dp": 4, "world": 4}
+
+
+def test_zeroed_gradients_are_held_between_steps():
+    freed, zeroed = estimated(), estimated(set_to_none=False)
+    assert zeroed.rest_bytes - freed.rest_bytes == 4 * WEIGHTS
+    assert zeroed.timeline.step.net_bytes == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dp": 2, "zero": 3, "optimizer": "sgd", "optimizer_impl": "fused"}, "aten._fused_sgd_.default"),
+    ({"tp": 2, "optimizer_impl": "foreach", "set_to_none": False}, "got mixed torch.Tensor and DTensor"),
+    ({"tp": 2, "precision": "fp16-mixed"}, "got mixed torch.Tensor and DTensor"),
+    ({"pp": 2, "precision": "fp16-mixed", "optimizer_impl": "fused"}, "output with shape []"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan, error", REFUSED)
+def test_what_is_refused_fails_in_pytorch_with_the_error_quoted(plan, error):
+    settings: dict[str, Any] = {"seq_len": 4, "precision": "fp32", "optimizer": "adamw"}
+    case = Case(name="refused", model=MODEL, plan=Plan(**settings | plan))
+    with pytest.raises(ValueError, match="use") as refusal:
+        check_plan(case.model, case.plan)
+    ended = run_case(case)
+    assert ended.outcome == "crashed"
+    assert error in ended.reason
+    assert error in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_fused_sgd_leaves_bfloat16_weights_as_they_are_on_cpu():
+    plan = Plan(seq_len=4, precision="bf16", optimizer="sgd", optimizer_impl="fused")
+    stuck = run_case(Case(name="stuck", model=MODEL, plan=plan))
+    moved = run_case(Case(name="moved", model=MODEL, plan=replace(plan, optimizer_impl="foreach")))
+    (stuck_first, *_, stuck_last), (moved_first, *_, moved_last) = (
+        stuck.ranks[0].losses,
+        moved.ranks[0].losses,
+    )
+    assert stuck_first == moved_first
+    assert stuck_first - stuck_last < (moved_first - moved_last) / 2

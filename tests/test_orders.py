@@ -1,0 +1,174 @@
+"""The order of passes is PyTorch's own, and holds as many micro-batches as the papers say."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.pipelining import schedules
+
+from memplan.engines.torch.orders import actions, in_flight, order_of, with_weights
+from memplan.errors import PlanRefused
+from memplan.models import Llama
+from memplan.plan import SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, Schedule, check_plan
+
+CLASSES: dict[Schedule, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+    "looped-bfs": schedules.ScheduleLoopedBFS,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipe-v": schedules.ScheduleDualPipeV,
+}
+NAMES = {
+    "forward": "FORWARD",
+    "backward": "FULL_BACKWARD",
+    "backward-input": "BACKWARD_INPUT",
+    "backward-weight": "BACKWARD_WEIGHT",
+}
+WEIGHTS = {"unshard": "UNSHARD", "reshard": "RESHARD", "reduce": "REDUCE_GRAD"}
+MODEL = Llama(
+    name="deep", n_layers=64, d_model=8, n_heads=2, d_ff=8, vocab_size=8, max_seq_len=8, tied_head=False
+)
+
+
+def plans(schedule):
+    stages = (1,) if schedule in SINGLE_STAGE_SCHEDULES else (2,) if schedule in V_SCHEDULES else (1, 2, 3, 4)
+    for pp in range(2, 7):
+        for virtual_stages in stages:
+            for m in (*range(1, 15), 16, 18, 24, 36):
+                yield Plan(
+                    pp=pp, virtual_stages=virtual_stages, schedule=schedule, global_batch=m, micro_batch=1
+                )
+
+
+def made(plan):
+    """PyTorch's own schedule, of stages without a process group."""
+
+    def stage(index):
+        return SimpleNamespace(
+            stage_index=index,
+            num_stages=plan.n_stages,
+            group_size=plan.pp,
+            group_rank=0,
+            submod=nn.Identity(),
+        )
+
+    stages = [stage(index) for index in plan.stages_of(0)]
+    alone = plan.schedule in SINGLE_STAGE_SCHEDULES
+    return CLASSES[plan.schedule](stages[0] if alone else stages, plan.n_micro_batches, loss_fn=len)
+
+
+def torchs(plan, *, with_weights=False):
+    """PyTorch's own order of every rank, as (action, stage, micro-batch)."""
+    schedule = made(plan)
+    order = schedule.pipeline_order_with_comms if with_weights else schedule.pipeline_order
+    names = {*NAMES.values(), *(WEIGHTS.values() if with_weights else ())}
+    for rank, listed in order.items():
+        flat = [part for action in listed if action is not None for part in (action.sub_actions or (action,))]
+        yield (
+            rank,
+            [
+                (action.computation_type.name, action.stage_index, action.microbatch_index)
+                for action in flat
+                if action.computation_type.name in names
+            ],
+        )
+
+
+def ours(plan, rank):
+    """Our order of one rank in the same words: each pass of a kind is the next micro-batch's."""
+    m = plan.n_micro_batches
+    run = order_of(
+        plan.schedule, pp=plan.pp, rank=rank, virtual_stages=plan.virtual_stages, n_micro_batches=m
+    )
+    seen: Counter[tuple[int, str]] = Counter()
+    for action in actions(run):
+        parts = ("input", "weight") if action.kind == "backward" else (action.kind.removeprefix("backward-"),)
+        i = seen[action.local, parts[0]]
+        seen.update((action.local, part) for part in parts)
+        last_first = plan.schedule == "looped-bfs" and action.kind == "backward"
+        yield NAMES[action.kind], plan.stages_of(rank)[action.local], m - 1 - i if last_first else i
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_the_order_is_pytorchs(schedule):
+    compared = 0
+    for plan in plans(schedule):
+        try:
+            check_plan(MODEL, plan)
+        except PlanRefused:
+            with pytest.raises(ValueError, match="microbatches"):
+                made(plan)
+            continue
+        for rank, expected in torchs(plan):
+            found = list(ours(plan, rank))
+            if schedule == "1f1b":  # which numbers the last rank's forward passes from 1
+                found, expected = ([action[:2] for action in order] for order in (found, expected))
+            assert found == expected, (plan, rank)
+            compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize("schedule", [s for s in CLASSES if s not in SINGLE_STAGE_SCHEDULES])
+def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
+    for plan in plans(schedule):
+        try:
+            check_plan(MODEL, plan)
+        except PlanRefused:
+            continue
+        for rank, expected in torchs(plan, with_weights=True):
+            run = order_of(
+                schedule,
+                pp=plan.pp,
+                rank=rank,
+                virtual_stages=plan.virtual_stages,
+                n_micro_batches=plan.n_micro_batches,
+            )
+            found = [
+                ((NAMES | WEIGHTS)[action.kind], plan.stages_of(rank)[action.local])
+                for action in actions(with_weights(run, plan.virtual_stages))
+            ]
+            assert found == [action[:2] for action in expected], (plan, rank)
+
+
+def kept(schedule, pp, rank, m, v=1, local=0):
+    run = order_of(schedule, pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+    return in_flight(run, local)
+
+
+@pytest.mark.parametrize("pp,m", [(2, 2), (4, 8), (4, 12), (8, 64)])
+def test_micro_batches_in_flight_are_as_the_papers_say(pp, m):
+    """GPipe m (Huang et al. 2019), 1F1B pp - rank (Narayanan et al. 2019)."""
+    for rank in range(pp):
+        assert kept("gpipe", pp, rank, m) == m
+        assert kept("1f1b", pp, rank, m) == pp - rank
+
+
+@pytest.mark.parametrize("pp,v,m", [(2, 2, 8), (4, 2, 16), (4, 4, 32), (8, 2, 64)])
+def test_interleaving_keeps_so_many_chunks(pp, v, m):
+    """(pp - rank - 1) x 2 + (v - 1) x pp + 1 forward passes before the first backward pass.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Megatron-LM's `num_warmup_microbatches`.
+    """
+    for rank in range(pp):
+        run = order_of("interleaved-1f1b", pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+        kinds = [action.kind for action in actions(run)]
+        assert kinds.index("backward") == (pp - rank - 1) * 2 + (v - 1) * pp + 1
+
+
+def test_an_order_stays_short_however_many_micro_batches():
+    """What is worked out for a step grows with the pipeline, not with the batch."""
+
+    def parts(run):
+        return sum(parts(part) if hasattr(part, "parts") else 1 for part in run.parts)
+
+    for schedule in CLASSES:
+        v = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
+        short, long = (
+            order_of(schedule, pp=16, rank=3, virtual_stages=v, n_micro_batches=m) for m in (128, 4096)
+        )
+        assert parts(long) == parts(short) < 200
+        assert sum(1 for _ in actions(long)) >= 2 * v * 4096

@@ -1,0 +1,265 @@
+"""Search: every plan, each with estimate's own figures, best first."""
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memplan
+from memplan import Cluster, Gpt, Llama, MemplanError, Plan
+from memplan.errors import InvalidValue, PlanRefused, UnknownName
+from memplan.estimate import estimate_plan
+from memplan.plan import RECOMPUTES, SCHEDULES, check_plan
+from memplan.search import searched
+from memplan.search.best import SIMPLER, n_rows
+from memplan.search.plans import VARIED, number_of, value_of
+from memplan.search.space import RUNS, Space, divisors
+from memplan.units import MiB
+
+LLAMA = Llama(
+    name="small", n_layers=4, d_model=64, n_heads=4, n_kv_heads=2, d_ff=160, vocab_size=320, max_seq_len=128
+)
+GPT = Gpt(name="small gpt", n_layers=3, d_model=64, n_heads=4, d_ff=128, vocab_size=256, max_seq_len=64)
+
+
+def limited(text: str, usable_bytes: int) -> Cluster:
+    """A cluster of GPUs with less memory."""
+    where = memplan.cluster(text)
+    return replace(where, gpu=replace(where.gpu, usable_bytes=usable_bytes))
+
+
+def plan_of(row: Any, base: Plan) -> Plan:
+    values = {name: row[name] for name in VARIED}
+    if values["recompute_blocks"] is not None and not values["recompute_blocks"] >= 1:
+        values["recompute_blocks"] = None
+    return replace(base, **values)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    model=st.sampled_from((LLAMA, GPT, replace(LLAMA, tied_head=True))),
+    n_gpus=st.sampled_from((1, 2, 3, 4)),
+    global_batch=st.sampled_from((4, 6, 12)),
+    usable_mib=st.integers(2, 30),
+    recompute=st.sampled_from((None, "none", "full")),
+    precision=st.sampled_from(("bf16-mixed", "fp32")),
+)
+def test_every_plan_has_the_figures_of_its_estimate(
+    model: Any, n_gpus: int, global_batch: int, usable_mib: int, recompute: Any, precision: str
+):
+    where = limited(f"{n_gpus}xh100-sxm", usable_mib * MiB)
+    asked = {"seq_len": 32, "precision": precision, "recompute": recompute, "virtual_stages": [1, 2]}
+    found = searched(model, cluster=where, global_batch=global_batch, keep=None, **asked)
+    frame = found.frame()
+    assert len(frame) == found.n_plans == frame.attrs["n_plans"]
+    for verdict, rows in (("fits", found.fit), ("too large", found.too_large)):
+        for i in range(n_rows(rows)):
+            estimated = estimate_plan(model, found.plan(rows, i), where)
+            worst = estimated.worst
+            assert estimated.fits == (verdict == "fits")
+            assert rows["peak_bytes"][i] == worst.peak_bytes == estimated.peak.total_bytes
+            assert rows["worst_stage"][i] == worst.stage
+            assert rows["rest_bytes"][i] == worst.rest_bytes
+            timed = estimated.fits and estimated.step_s is not None
+            assert rows["step_s"][i] == (estimated.step_s if timed else inf)
+    for i in range(n_rows(found.refused)):
+        with pytest.raises(MemplanError):
+            check_plan(model, found.plan(found.refused, i))
+
+
+def test_the_frame_says_why_not():
+    frame = memplan.search(
+        LLAMA, cluster=limited("4xh100-sxm", 4 * MiB), global_batch=8, seq_len=128, keep=20, tp=[1, 3]
+    )
+    assert set(frame["verdict"]) == {"fits", "too large", "refused"}
+    too_large = frame[frame["verdict"] == "too large"]
+    assert too_large["over_bytes"].is_monotonic_increasing
+    assert too_large["why"].str.contains(r"too much on stage \d: ").all()
+    assert frame.attrs["n_refused"] == sum(frame.attrs["refused_by"].values())
+
+
+def test_no_plan_is_left_out_or_there_twice():
+    """Against every combination of values that check_plan takes, less those that make no difference."""
+    n_gpus, batch = 4, 4
+    base = Plan(global_batch=batch, seq_len=32)
+    space = Space(model=LLAMA, n_gpus=n_gpus, base=base, ranges={"virtual_stages": (1, 2)})
+    found = [
+        tuple(chunk.plans.values(i).values())
+        for chunk in space.chunks(most=50)
+        for i in range(len(chunk))
+        if chunk.rule[i] == RUNS
+    ]
+    assert len(found) == len(set(found))
+    expected = set()
+    for pp, rep, dp, tp in product(divisors(n_gpus), repeat=4):
+        if pp * rep * dp * tp != n_gpus or (rep > 1 and dp == 1):
+            continue
+        for zero, sp, offload, mb, recompute, schedule, v in product(
+            range(4), (False, True), (False, True), divisors(batch), RECOMPUTES, SCHEDULES, (1, 2)
+        ):
+            if pp == 1 and (schedule, v) != ("1f1b", 1):
+                continue
+            if zero == 1 and rep * dp == 1:
+                continue
+            chosen = dp, rep, tp, pp, v, zero, sp, mb, recompute, None, schedule, offload
+            values: dict[str, Any] = dict(zip(VARIED, chosen, strict=True))
+            try:
+                check_plan(LLAMA, replace(space.base, **values))
+            except MemplanError:
+                continue
+            expected.add(tuple(values[name] for name in space_order(space)))
+    assert set(found) == expected
+
+
+def space_order(space: Space) -> tuple[str, ...]:
+    return tuple(next(space.chunks()).plans.columns)
+
+
+@pytest.mark.parametrize("objective", ["speed", "memory", "micro_batch"])
+def test_the_best_come_first_and_of_equal_ones_the_simpler(objective: str):
+    asked: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32}
+    asked["objective"] = objective
+    everything = searched(LLAMA, **asked, keep=None)
+    key = {"speed": "step_s", "memory": "peak_bytes", "micro_batch": "minus_micro_batch"}[objective]
+    rows = everything.fit
+    order = [
+        (rows[key][i], *(rows[k][i] for k in ("step_s", "peak_bytes") if k != key and objective != "memory"))
+        for i in range(n_rows(rows))
+    ]
+    assert [o[0] for o in order] == sorted(o[0] for o in order)
+    best = searched(LLAMA, **asked, keep=7)
+    assert best.n_plans == everything.n_plans
+    for name in VARIED:
+        assert (best.fit[name] == rows[name][:7]).all()
+    same = [
+        tuple(int(rows[name][i]) for name in SIMPLER)
+        for i in range(n_rows(rows))
+        if rows["step_s"][i] == rows["step_s"][0] and rows["peak_bytes"][i] == rows["peak_bytes"][0]
+    ]
+    assert same == sorted(same)
+
+
+def test_nothing_beats_the_front_and_it_beats_all_else():
+    asked: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32}
+    front = searched(LLAMA, **asked, objective="front").fit
+    everything = searched(LLAMA, **asked, keep=None).fit
+    on_front = list(zip(front["step_s"], front["peak_bytes"], strict=True))
+    assert len(on_front) > 1
+    for step_s, peak_bytes in zip(everything["step_s"], everything["peak_bytes"], strict=True):
+        assert any(s <= step_s and p <= peak_bytes for s, p in on_front)
+        assert not any(
+            (step_s <= s and peak_bytes < p) or (step_s < s and peak_bytes <= p) for s, p in on_front
+        )
+
+
+def test_the_smallest_cluster_is_the_smallest():
+    found = memplan.smallest_cluster("llama-2-7b", "a100-80-sxm", global_batch=16, seq_len=512, tp=1, pp=1)
+    n = found.cluster.n_gpus
+    assert n > 1
+    for m in range(1, n):
+        assert not searched(
+            "llama-2-7b", cluster=f"{m}xa100-80-sxm", global_batch=16, seq_len=512, tp=1, pp=1, micro_batch=1
+        ).n_fit
+
+
+def test_the_longest_sequence_is_the_longest():
+    asked: dict[str, Any] = {
+        "cluster": "4xa100-40-sxm",
+        "global_batch": 4,
+        "micro_batch": 1,
+        "offload": False,
+        "tp": 1,
+        "pp": 1,
+    }
+    found = memplan.longest_sequence("llama-2-7b", **asked)
+    n = found.base.seq_len
+    assert n % 256 == 0
+    assert found.n_fit
+    assert not searched("llama-2-7b", seq_len=n + 256, **asked).n_fit
+
+
+def test_the_largest_model_is_the_largest():
+    names = ["gpt2", "llama-2-7b", "llama-3-70b"]
+    job: dict[str, Any] = {"cluster": "2xa100-80-sxm", "global_batch": 4, "seq_len": 512, "offload": False}
+    found = memplan.largest_model(names, **job)
+    assert found.model.name == "llama-2-7b"
+
+
+def test_advice_frees_what_it_says_and_ends_in_a_plan_that_fits():
+    asked = memplan.estimate(
+        "llama-3-8b", cluster="8xa100-40-sxm", zero=0, micro_batch=4, global_batch=64, seq_len=4096
+    )
+    advice = memplan.advise(asked)
+    assert asked.fits is False
+    assert advice.best is not None
+    assert advice.best.fits
+    for change in advice.changes:
+        if change.estimated is not None:
+            row = advice.row(change)
+            assert row["freed_bytes"] == asked.peak.total_bytes - change.estimated.peak.total_bytes
+            after_s, before_s = change.estimated.step_s, asked.step_s
+            assert row["slower_s"] == (None if after_s is None or before_s is None else after_s - before_s)
+    useful = [r["slower_s"] for r in map(advice.row, advice.changes) if (r["freed_bytes"] or 0) > 0]
+    assert useful == sorted(useful, key=lambda s: inf if s is None else s)
+    assert len(advice.frame()) == len(advice.changes)
+    with pytest.raises(PlanRefused, match="limit to fit"):
+        memplan.advise(memplan.estimate("gpt2"))
+
+
+def test_why_says_what_makes_the_difference():
+    job: dict[str, Any] = {"cluster": "64xh100-sxm", "global_batch": 512, "seq_len": 8192}
+    job |= {"model": "llama-3-70b"}
+    fits = memplan.estimate(**job, pp=4, tp=8, zero=1, sequence_parallel=True, recompute="full")
+    not_fit = memplan.estimate(**job, zero=0)
+    assert "a is better: it fits" in memplan.why(fits, not_fit)
+    assert "b is better: it fits" in memplan.why(not_fit, fits)
+    slower = memplan.estimate(**job, zero=3, recompute="full")
+    faster = memplan.estimate(**job, zero=3, recompute="selective")
+    text = memplan.why(slower, faster)
+    assert "recompute" in text
+    assert max(map(len, text.splitlines())) <= 100
+    with pytest.raises(InvalidValue, match="different jobs"):
+        memplan.why(fits, memplan.estimate(**job | {"global_batch": 256}, zero=3))
+
+
+@pytest.mark.parametrize(
+    "asked, error, text",
+    [
+        ({"tp": []}, InvalidValue, "leaves nothing to try"),
+        ({"tp": "two"}, InvalidValue, "tp='two'"),
+        ({"recompute": ["none", "ful"]}, UnknownName, "did you mean 'full'"),
+        ({"offload": "yes"}, InvalidValue, "offload='yes'"),
+        ({"zero": 4}, InvalidValue, "from 0 to 3"),
+        ({"objective": "fast"}, UnknownName, "objective"),
+        ({"keep": 0}, InvalidValue, "keep=0"),
+        ({"colour": 1}, UnknownName, "option of a plan"),
+        ({"global_batch": 0}, InvalidValue, "global_batch=0"),
+        ({"cluster": None}, InvalidValue, "nothing to search"),
+        ({"cluster": "4xcpu"}, InvalidValue, "objective='memory'"),
+    ],
+)
+def test_bad_questions_are_told_what_to_ask(asked: dict[str, Any], error: type[MemplanError], text: str):
+    job: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32} | asked
+    with pytest.raises(error, match=text):
+        memplan.search(LLAMA, **job)
+
+
+def test_options_of_ddp_and_fsdp_narrow_the_search():
+    job: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32}
+    model_unit = searched(LLAMA, **job, fsdp_units="model")
+    assert model_unit.n_fit
+    assert set(model_unit.fit["zero"]) <= {2, 3}
+    hooked = searched(LLAMA, **job, ddp_comm_hook="bf16")
+    assert hooked.n_fit
+    assert set(hooked.fit["zero"]) <= {0, 1}
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_columns_hold_every_value(name: str):
+    values = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "recompute_blocks": (None, 1, 5)}
+    for value in values.get(name, (False, True) if name in ("offload", "sequence_parallel") else (1, 2)):
+        assert value_of(name, number_of(name, value)) == value

@@ -1,0 +1,475 @@
+"""The roofline: parts that add up, formulas against what they stand for, and no time without rates."""
+
+from collections import Counter
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memplan
+from memplan import Gpt, Llama, Plan
+from memplan.engines.torch import RankStages
+from memplan.engines.torch.orders import actions, order_of
+from memplan.errors import InvalidValue, PlanRefused
+from memplan.estimate import estimate_plan
+from memplan.hardware import Link, cluster
+from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank, check_plan
+from memplan.steptime import (
+    Roofline,
+    added,
+    bubble_fraction,
+    bubble_s,
+    crosses_nodes,
+    exposed_s,
+    forward_flops,
+    ranks_in_a_node,
+    recomputed_flops,
+    reduction_share,
+    ring_bytes_per_s,
+)
+from validate.modules import Transformer, token_loss
+
+FIELDS: dict[str, Any] = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 64}
+LLAMA = Llama(name="small", **FIELDS, n_kv_heads=2, max_seq_len=16, tied_head=False)
+GPT = Gpt(name="small", **FIELDS, max_seq_len=16, tied_head=False)
+DEEP = replace(LLAMA, n_layers=64)
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one GPU": ("gpt2", {"cluster": "1xh100-sxm"}),
+    "DDP": ("gpt2", {"cluster": "16xa100-80-sxm", "global_batch": 64}),
+    "ZeRO-3": ("llama-3-8b", {"cluster": "16xh100-sxm", "zero": 3, "recompute": "full"}),
+    "HSDP": ("llama-3-8b", {"cluster": "16xh100-sxm", "zero": 3, "dp_replicate": 2}),
+    "3-D": (
+        "llama-3-70b",
+        {"cluster": "64xh100-sxm", "tp": 8, "pp": 4, "zero": 1, "sequence_parallel": True, "seq_len": 8192},
+    ),
+    "interleaved": (
+        "llama-3-70b",
+        {"cluster": "64xh100-sxm", "tp": 4, "pp": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2},
+    ),
+}
+
+
+@pytest.fixture(params=PLANS)
+def estimate(request):
+    model, asked = PLANS[request.param]
+    return memplan.estimate(model, **asked)
+
+
+# The step
+
+
+def test_the_parts_add_up_to_the_step_exactly(estimate):
+    assert added(estimate.time.parts.values()) == estimate.step_s > 0
+    assert all(seconds >= 0 for seconds in estimate.time.parts.values())
+    assert estimate.step_s == max(time.total_s for time in estimate.stage_times)
+    assert estimate.step_s == estimate.to_dict()["step_s"] == estimate.to_frame()["step_s"].max()
+
+
+def test_throughput_and_utilisation_follow_from_the_step(estimate):
+    plan, n_gpus = estimate.plan, estimate.cluster.n_gpus
+    assert estimate.tokens_per_s == plan.global_batch * plan.seq_len / estimate.step_s
+    assert estimate.tokens_per_s_per_gpu == estimate.tokens_per_s / n_gpus
+    peak = estimate.cluster.gpu.peak_flops_per_s("bf16")
+    used = estimate.total_model_flops / (estimate.step_s * n_gpus * peak)
+    assert estimate.mfu == pytest.approx(used, rel=1e-12)
+    assert 0 < estimate.mfu <= 0.5
+
+
+def test_a_step_by_hand():
+    """gpt2 on one A100: 6 FLOPs a weight of a product and token, 12 a layer for each pair of tokens."""
+    e = memplan.estimate("gpt2", cluster="1xa100-80-sxm", global_batch=4, micro_batch=2)
+    weights = 12 * 12 * 768**2 + 768 * 50257
+    flops = 4 * 1024 * (6 * weights + 12 * 12 * 768 * 1024)
+    assert e.total_model_flops == flops
+    assert e.time.compute_s == flops / (312e12 * 0.5)
+    states = e.worst.states
+    moved = 2 * states.weights_bytes + states.grads_bytes + 2 * states.optimizer_bytes
+    assert e.time.update_s == pytest.approx(moved / 2.039e12, rel=1e-12)
+    assert e.step_s == e.time.compute_s + e.time.update_s
+
+
+def test_tensor_traffic_by_hand():
+    """Four GPUs of a node: what the tensor axis sends, over NVLink, while nothing is computed."""
+    e = memplan.estimate("llama-3-8b", cluster="4xh100-sxm", tp=4, seq_len=2048)
+    sent = sum(c.wire_bytes for c in e.collectives if c.axis == "tp")
+    assert e.time.tp_s == pytest.approx(sent / 450e9, rel=1e-12)
+    assert e.time.dp_s == e.time.pp_s == e.time.bubble_s == 0
+
+
+def test_ddp_hides_gradients_behind_the_last_backward_pass_only():
+    one, many = (
+        memplan.estimate("gpt2", cluster="64xh100-sxm", seq_len=64, global_batch=64 * m) for m in (1, 16)
+    )
+    assert one.time.dp_s > 0
+    assert many.time.dp_s == pytest.approx(one.time.dp_s, rel=1e-12)
+    assert many.time.compute_s == pytest.approx(16 * one.time.compute_s, rel=1e-12)
+
+
+def test_the_slowest_stage_leads():
+    e = memplan.estimate(
+        "llama-3-8b", cluster="2xh100-sxm", pp=2, layers_per_stage=(20, 12), seq_len=512, global_batch=8
+    )
+    first, second = e.stage_times
+    assert e.time == first
+    assert first.total_s > second.total_s
+
+
+def test_recomputation_lowers_utilisation_and_counts_as_no_work():
+    plain, full, some, selective = (
+        memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, **recompute)
+        for recompute in (
+            {},
+            {"recompute": "full"},
+            {"recompute": "full", "recompute_blocks": 8},
+            {"recompute": "selective"},
+        )
+    )
+    assert full.total_model_flops == plain.total_model_flops
+    assert full.mfu < some.mfu < plain.mfu
+    assert plain.time.recompute_s == selective.time.recompute_s == 0
+    assert some.time.recompute_s == pytest.approx(full.time.recompute_s / 4, rel=1e-12)
+
+
+# No time without rates
+
+
+@pytest.mark.parametrize(
+    "asked,reason",
+    [
+        ({}, "no cluster was given"),
+        ({"cluster": "2xcpu"}, "cpu claims no peak rate for bf16"),
+        ({"cluster": "8xv100-32"}, "v100-32 claims no peak rate for bf16"),
+        ({"cluster": "8xh100-sxm", "zero": 3, "offload": True}, "the host's memory"),
+        ({"cluster": "8xh100-sxm", "engine": "textbook"}, "the textbook's accounting has none"),
+        (
+            {"cluster": replace(cluster("16xh100-sxm"), inter_node=Link(name="rumour"))},
+            "no rate is claimed between nodes (rumour)",
+        ),
+        (
+            {"cluster": replace(cluster("8xh100-sxm"), intra_node=Link(name="cut", bytes_per_s=0.0))},
+            "no rate is claimed within a node (cut)",
+        ),
+    ],
+)
+def test_what_has_no_rate_has_no_time_and_says_so(asked, reason):
+    e = memplan.estimate("gpt2", **asked)
+    results = (e.time, e.stage_times, e.step_s, e.tokens_per_s, e.tokens_per_s_per_gpu, e.mfu)
+    assert results == (None,) * 6
+    assert e.to_dict()["time"] is e.to_dict()["step_s"] is None
+    assert reason in "; ".join(e.time_missing)
+    text = str(e)
+    assert "No step time: " in text
+    assert reason in text.replace("\n", " ")
+    assert "MFU" not in text
+    assert e.to_frame()["step_s"].isna().all()
+
+
+def test_a_link_that_nothing_crosses_needs_no_rate():
+    within = replace(cluster("16xh100-sxm"), inter_node=Link(name="rumour"))
+    one = replace(cluster("1xh100-sxm"), intra_node=Link(name="rumour"), inter_node=Link(name="rumour"))
+    spread = replace(cluster("4xh100-sxm"), gpus_per_node=1, intra_node=Link(name="rumour"))
+    assert memplan.estimate("gpt2", cluster=one).step_s is not None
+    assert memplan.estimate("gpt2", cluster=spread).step_s is not None
+    assert memplan.estimate("gpt2", cluster=within).step_s is None
+
+
+def test_the_text_says_how_far_to_trust_it(estimate):
+    assert "rough: roofline, no run has confirmed it" in str(estimate)
+    assert f"MFU {estimate.mfu:.1%}" in str(estimate)
+    assert estimate.to_dict()["time"]["confidence"].startswith("rough")
+
+
+# The seam
+
+
+def test_another_model_of_time_takes_the_rooflines_place():
+    rough = memplan.estimate("gpt2", cluster="1xh100-sxm")
+    better = replace(rough, time_model=Roofline(efficiency=1.0))
+    assert better.time.compute_s == rough.time.compute_s / 2
+    assert "100% of peak" in str(better)
+
+
+@pytest.mark.parametrize("efficiency", [0, -1, 1.5, inf, "fast"])
+def test_an_efficiency_out_of_range_is_refused(efficiency):
+    with pytest.raises(InvalidValue, match="efficiency="):
+        Roofline(efficiency=efficiency)
+
+
+def test_a_roofline_without_rates_refuses():
+    with pytest.raises(InvalidValue, match="there is no step time: cpu claims no peak rate"):
+        Roofline().step_times([], Plan(), cluster("1xcpu"))
+
+
+# FLOPs, against PyTorch's own count
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products and of attention's forward kernel."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left, right = args[-2:]
+            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        elif func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            batch, n_heads, seq_len, d_head = args[0].shape
+            self.flops += 4 * batch * n_heads * seq_len**2 * d_head
+        return func(*args, **(kwargs or {}))
+
+
+def counted(stages, module, run) -> tuple[int, int]:
+    """What PyTorch runs, and what we say it does; attention's own backward kernel left out of both."""
+    plan, model = stages.plan, stages.model
+    module.recompute, module.recompute_blocks = plan.recompute, plan.recompute_blocks
+    module.autocast_dtype = None if plan.precision == "fp32" else torch.bfloat16
+    with Products() as found:
+        run()
+    layers = sum(stage.n_blocks for stage in stages)
+    attention = 4 * plan.micro_batch * model.n_heads * plan.seq_len**2 * model.d_head * layers
+    m = plan.n_micro_batches
+    forward, again = forward_flops(stages) // m, recomputed_flops(stages) // m
+    return found.flops, forward + again + 2 * (forward - attention)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "recompute,blocks", [("none", None), ("full", None), ("full", 2), ("selective", None)]
+)
+def test_flops_are_those_that_pytorch_runs(model, precision, recompute, blocks):
+    plan = Plan(seq_len=16, micro_batch=2, precision=precision, recompute=recompute, recompute_blocks=blocks)
+    module = Transformer(model, range(model.n_layers), seq_len=16)
+    tokens = torch.randint(model.vocab_size, (2, 16))
+    found, expected = counted(
+        RankStages(model, plan, Rank(), "cpu"),
+        module,
+        lambda: token_loss(module(tokens), tokens).backward(),
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_a_split_backward_pass_recomputes_what_pytorchs_does(model, recompute):
+    """Once for the inputs' gradients, and once more for each group of weights."""
+    plan = Plan(
+        pp=2, schedule="zero-bubble", global_batch=2, seq_len=16, recompute=recompute, precision="fp32"
+    )
+    stages = RankStages(model, plan, Rank(pp=1), "cpu")
+    module = Transformer(model, stages.layers[0], seq_len=16, first=False)
+    x = torch.randn(1, 16, model.d_model, requires_grad=True)
+    targets = torch.randint(model.vocab_size, (1, 16))
+
+    def run() -> None:
+        _, groups = stage_backward_input(
+            [token_loss(module(x), targets)], None, [x], iter(module.parameters())
+        )
+        stage_backward_weight(iter(module.parameters()), groups)
+
+    found, expected = counted(stages, module, run)
+    assert found == expected
+    assert (recomputed_flops(stages) > forward_flops(stages)) == (recompute == "full")
+
+
+# Links
+
+
+def groups(n, stride, n_gpus):
+    for start in range(0, n_gpus, n * stride):
+        for inner in range(stride):
+            yield range(start + inner, start + inner + n * stride, stride)
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 2, 3, 4, 6, 8])
+def test_links_crossed_are_those_of_the_groups_counted_out(gpus_per_node):
+    for n in range(1, 13):
+        for stride in range(1, 13):
+            n_gpus = int(np.lcm(n * stride, gpus_per_node))
+            nodes = [Counter(rank // gpus_per_node for rank in g) for g in groups(n, stride, n_gpus)]
+            crosses = any(len(found) > 1 for found in nodes)
+            assert bool(crosses_nodes(n, stride, gpus_per_node)) == crosses
+            fewest = min(min(found.values()) for found in nodes)
+            assert int(ranks_in_a_node(n, stride, gpus_per_node)) == fewest, (n, stride)
+
+
+def test_formulas_take_arrays():
+    n, stride = np.array([8, 64, 16, 2]), np.array([1, 1, 4, 8])
+    assert np.asarray(ring_bytes_per_s(n, stride, 8, 450.0, 50.0)).tolist() == [450, 400, 100, 50]
+    m = np.arange(1, 9)
+    for schedule in SCHEDULES:
+        fractions = np.asarray(bubble_fraction(schedule, 4, 2, m))
+        assert fractions.tolist() == [float(bubble_fraction(schedule, 4, 2, int(i))) for i in m]
+    assert np.asarray(reduction_share(False, np.array([1, 2]), m[:2])).tolist() == [1, 0]
+    assert np.asarray(exposed_s(np.array([3.0, 1.0]), 4.0, 2.0, 5.0)).tolist() == [2.0, 0.0]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(*[st.floats(0, 1e3)] * 3, st.floats(0, 1))
+def test_no_second_hides_two(reductions_s, gathers_s, computing_s, share):
+    exposed = float(exposed_s(reductions_s, gathers_s, share * computing_s, computing_s))
+    hidden = reductions_s + gathers_s - exposed
+    assert exposed >= 0
+    assert hidden <= computing_s * (1 + 1e-9) + 1e-9
+    assert exposed >= reductions_s - share * computing_s - 1e-9
+
+
+# The pipeline
+
+
+def plans(schedule):
+    stages = (1,) if schedule in SINGLE_STAGE_SCHEDULES else (2,) if schedule in V_SCHEDULES else (1, 2, 3, 4)
+    for pp in range(2, 8):
+        for virtual_stages in stages:
+            for m in (*range(1, 15), 16, 18, 24):
+                plan = Plan(pp=pp, virtual_stages=virtual_stages, schedule=schedule, global_batch=m)
+                try:
+                    check_plan(DEEP, plan)
+                except PlanRefused:
+                    continue
+                yield plan
+
+
+def passes(plan, rank):
+    """A rank's passes in order: kind, stage, micro-batch."""
+    seen: Counter[tuple[str, int]] = Counter()
+    order = order_of(
+        plan.schedule,
+        pp=plan.pp,
+        rank=rank,
+        virtual_stages=plan.virtual_stages,
+        n_micro_batches=plan.n_micro_batches,
+    )
+    for action in actions(order):
+        kind = "backward-input" if action.kind == "backward" else action.kind
+        i = seen[kind, action.local]
+        seen[kind, action.local] += 1
+        if action.kind == "backward":
+            seen["backward-weight", action.local] += 1
+            i = plan.n_micro_batches - 1 - i if plan.schedule == "looped-bfs" else i
+        yield action.kind, plan.stages_of(rank)[action.local], i
+
+
+def simulated(plan, seconds):
+    """When the last pass ends, and what each rank has worked, each pass run as soon as it can be.
+
+    A stage's forward pass and either half of its backward pass take its `seconds`.
+    """
+    left = [list(passes(plan, rank)) for rank in range(plan.pp)]
+    done: dict[tuple[str, int, int], float] = {}
+    now, busy = [0.0] * plan.pp, [0.0] * plan.pp
+    while any(left):
+        before = sum(map(len, left))
+        for rank, waiting in enumerate(left):
+            while waiting:
+                kind, stage, i = waiting[0]
+                if kind == "forward":
+                    needed = ("forward", stage - 1, i) if stage else None
+                elif kind == "backward-weight":
+                    needed = None
+                else:
+                    last = stage == plan.n_stages - 1
+                    needed = ("forward", stage, i) if last else ("backward", stage + 1, i)
+                if needed is not None and needed not in done:
+                    break
+                took = seconds[stage] * (2 if kind == "backward" else 1)
+                start = now[rank] if needed is None else max(now[rank], done[needed])
+                now[rank] = start + took
+                busy[rank] += took
+                if kind != "backward-weight":
+                    done["forward" if kind == "forward" else "backward", stage, i] = now[rank]
+                waiting.pop(0)
+        assert sum(map(len, left)) < before, "the ranks wait for each other"
+    return max(now), busy
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bubble_is_that_of_pytorchs_order(schedule):
+    compared = 0
+    for plan in plans(schedule):
+        end, busy = simulated(plan, [1.0] * plan.n_stages)
+        fraction = bubble_fraction(schedule, plan.pp, plan.virtual_stages, plan.n_micro_batches)
+        assert end == pytest.approx(busy[0] * (1 + float(fraction)), rel=1e-12), plan
+        compared += 1
+    assert compared > 40
+
+
+@pytest.mark.parametrize("schedule,rel", [("gpipe", 1e-12), ("1f1b", 0.05), ("zero-bubble", 0.05)])
+@pytest.mark.parametrize("slow", [0, 1, 3])
+def test_where_one_stage_is_slower_the_others_make_the_bubble(schedule, rel, slow):
+    plan = Plan(pp=4, schedule=schedule, global_batch=16)
+    seconds = [2.0 if stage == slow else 1.5 for stage in range(4)]
+    end, busy = simulated(plan, seconds)
+    others_s = (sum(busy) - max(busy)) / 3
+    fraction = bubble_fraction(schedule, plan.pp, 1, plan.n_micro_batches)
+    assert max(busy) < end
+    assert max(busy) + bubble_s(fraction, others_s) == pytest.approx(end, rel=rel)
+
+
+# Laws
+
+
+@st.composite
+def jobs(draw):
+    """A small model under a plan on a cluster whose nodes need not suit its mesh."""
+    pp, tp, dp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 6))
+    zero = draw(st.sampled_from([0, 1, 2, 3] if dp > 1 else [0]))
+    schedule = draw(st.sampled_from(SCHEDULES if pp > 1 else ("1f1b",)))
+    v = 2 if schedule in V_SCHEDULES else 1
+    m = draw(st.integers(1, 12))
+    n_gpus = pp * dp * tp
+    nodes = draw(st.sampled_from([n for n in range(1, n_gpus + 1) if n_gpus % n == 0]))
+    try:
+        plan = Plan(
+            pp=pp, tp=tp, dp=dp, zero=zero, schedule=schedule, virtual_stages=v, seq_len=16,
+            global_batch=m * dp, recompute=draw(st.sampled_from(["none", "full"])),
+        )  # fmt: skip
+        check_plan(replace(LLAMA, n_layers=6, n_kv_heads=4), plan)
+    except PlanRefused:
+        assume(False)
+    on = replace(cluster("1xh100-sxm"), n_gpus=n_gpus, gpus_per_node=n_gpus // nodes)
+    on = replace(on, inter_node=Link(name="network", bytes_per_s=draw(st.sampled_from([1e9, 5e10]))))
+    return estimate_plan(replace(LLAMA, n_layers=6, n_kv_heads=4), plan, on)
+
+
+LAWS = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@LAWS
+@given(jobs())
+def test_a_step_is_its_parts_and_at_least_the_computation(e):
+    assert sum(e.time.parts.values()) == e.step_s
+    assert all(seconds >= 0 for seconds in e.time.parts.values())
+    peak = e.cluster.gpu.peak_flops_per_s("bf16")
+    assert e.step_s >= max(3 * s.flops + s.recomputed_flops for s in e.stages) / (peak * 0.5) * (1 - 1e-12)
+    assert 0 < e.mfu <= 0.5
+
+
+@LAWS
+@given(jobs(), st.floats(1, 100))
+def test_faster_links_and_memory_never_make_a_step_slower(e, times):
+    def faster(link):
+        return replace(link, bytes_per_s=link.bytes_per_s * times)
+
+    gpu = e.cluster.gpu
+    for change in (
+        {"intra_node": faster(e.cluster.intra_node)},
+        {"inter_node": faster(e.cluster.inter_node)},
+        {"gpu": replace(gpu, memory_bytes_per_s=gpu.memory_bytes_per_s * times)},
+    ):
+        assert replace(e, cluster=replace(e.cluster, **change)).step_s <= e.step_s * (1 + 1e-12)
+
+
+@LAWS
+@given(jobs(), st.floats(0.01, 1), st.floats(0.01, 1))
+def test_more_efficiency_never_makes_a_step_slower(e, one, other):
+    slow, fast = (replace(e, time_model=Roofline(efficiency=x)) for x in sorted((one, other)))
+    assert fast.step_s <= slow.step_s * (1 + 1e-12)

@@ -1,0 +1,269 @@
+"""Fresh processes forked from one that has its modules imported and has used nothing of them.
+
+`multiprocessing` has a fork server too, whose socket stays in the temporary folder when its client is killed.
+This one talks over a socket without a name and hands out files without one. It lives in a session of its
+own, so that Ctrl-C reaches its client only; it ends when its client does, however that ends, and whatever it
+forked ends with it.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import wait
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import Any, Final, Self, cast
+
+MOST_MESSAGE_BYTES: Final = 1 << 17
+SAID_BYTES: Final = 4000
+"""How much of what a process printed is kept."""
+
+PR_SET_PDEATHSIG: Final = 1
+"""Source: linux/prctl.h."""
+
+FIRST_TO_GO: Final = "1000"
+"""When the machine is out of memory the kernel ends these processes, not the one that keeps the records.
+
+Source: man 5 proc_pid_oom_score_adj.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a process ended: what its function returned, or the signal or exit code; and its last output.
+
+    All three are None if the server ended first.
+    """
+
+    value: Any = None
+    signal: Signals | None = None
+    exit_code: int | None = None
+    said: str = ""
+
+
+class Forked:
+    """A process that a server was told to fork; ready to read (`fileno`) when it has ended."""
+
+    def __init__(self, number: int, socket_: socket.socket, status: int, output: int, answer: int) -> None:
+        self._number = number
+        self._socket = socket_
+        self._status = status
+        self._output = output
+        self._answer = answer
+
+    def fileno(self) -> int:
+        """The pipe on which its exit is told."""
+        return self._status
+
+    def kill(self) -> None:
+        """Ends it, if it has not ended; `end` says when it has."""
+        try:
+            self._socket.send(pickle.dumps((self._number, None)))
+        except OSError:
+            return
+
+    def end(self) -> End:
+        """Waits for its end."""
+        told = os.read(self._status, 16)
+        said = _content(self._output)[-SAID_BYTES:].decode(errors="replace").strip()
+        answer = _content(self._answer)
+        for descriptor in (self._status, self._output, self._answer):
+            os.close(descriptor)
+        if not told:
+            return End(said=said)
+        code = os.waitstatus_to_exitcode(int(told))
+        if code < 0:
+            return End(signal=Signals(-code), said=said)
+        return End(value=pickle.loads(answer) if answer else None, exit_code=code, said=said)
+
+
+def ended(processes: Iterable[Forked], timeout_s: float) -> list[Forked]:
+    """Those that have ended, as soon as one has; none after the time-out."""
+    waiting: list[Any] = list(processes)
+    return cast(list[Forked], wait(waiting, timeout_s))
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+SETTINGS: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+"""What libraries read: one thread; the profiler does not speak among a rank's last words."""
+
+
+class ForkServer:
+    """The client's side: starts the server when it is first used, and again if it has ended."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = tuple(preload)
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> socket.socket:
+        """Starts the server, unless it runs, and waits until it has imported all."""
+        with self._lock:
+            if self._closed:
+                raise BrokenPipeError("the fork server is closed")
+            if self._process is None or self._process.poll() is not None or self._socket is None:
+                if self._socket is not None:
+                    self._socket.close()
+                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", __name__, str(theirs.fileno()), *self._preload],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                        env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                    )
+                if not self._socket.recv(1):
+                    raise ChildProcessError("the fork server did not start; what it printed says why")
+            return self._socket
+
+    def close(self) -> None:
+        """Ends the server and all that it forked, and waits until they have ended."""
+        with self._lock:
+            self._closed = True
+            if self._socket is not None:
+                self._socket.close()
+            if self._process is not None:
+                self._process.wait()
+
+    def fork(self, function: Callable[..., Any], *arguments: Any) -> Forked:
+        """Runs a function in a fresh process; function and arguments must be importable and picklable."""
+        number = next(self._numbers)
+        message = pickle.dumps((number, pickle.dumps((function, arguments))))
+        status, told = os.pipe()
+        output, answer = os.memfd_create("output"), os.memfd_create("answer")
+        try:
+            socket_ = self.start()
+            socket.send_fds(socket_, [message], [told, output, answer])
+        except OSError:
+            for descriptor in (status, output, answer):
+                os.close(descriptor)
+            raise
+        finally:
+            os.close(told)
+        return Forked(number, socket_, status, output, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    pid: int
+    told: int
+
+
+def serve(client: socket.socket) -> None:
+    """The server: forks and kills as told, says what has ended; returns when its client has ended."""
+    running: dict[int, _Running] = {}
+    with selectors.DefaultSelector() as ready:
+        ready.register(client, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is not client:
+                    pidfd = key.fd
+                    ready.unregister(pidfd)
+                    os.close(pidfd)
+                    _bury(running.pop(key.data))
+                    continue
+                message, descriptors, *_ = socket.recv_fds(client, MOST_MESSAGE_BYTES, 3)
+                if not message:
+                    _end(running)
+                    return
+                number, work = pickle.loads(message)
+                if work is None:
+                    if number in running:
+                        os.kill(running[number].pid, SIGKILL)
+                    continue
+                running[number] = _forked(client, work, *descriptors)
+                ready.register(os.pidfd_open(running[number].pid), selectors.EVENT_READ, number)
+
+
+def _forked(client: socket.socket, work: bytes, told: int, output: int, answer: int) -> _Running:
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        os.close(told)
+        _work(server, work, output, answer)
+    os.close(output)
+    os.close(answer)
+    return _Running(pid, told)
+
+
+def _work(server: int, work: bytes, output: int, answer: int) -> None:
+    """The forked process: never returns."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+        if os.getppid() == server:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            with suppress(OSError):
+                Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
+            function, arguments = pickle.loads(work)
+            value = function(*arguments)
+            with os.fdopen(answer, "wb") as file:
+                pickle.dump(value, file)
+            code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _bury(ended: _Running) -> None:
+    _, status = os.waitpid(ended.pid, 0)
+    try:
+        os.write(ended.told, str(status).encode())
+    except BrokenPipeError:
+        pass
+    finally:
+        os.close(ended.told)
+
+
+def _end(running: dict[int, _Running]) -> None:
+    for process in running.values():
+        os.kill(process.pid, SIGKILL)
+    for process in running.values():
+        _bury(process)
+
+
+def _main(descriptor: str, *preload: str) -> None:
+    for name in preload:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(descriptor)) as client:
+        client.send(b".")
+        serve(client)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,204 @@
+"""The ranks that torchrun or Slurm started: each runs a fresh process per case; rank 0 says which case."""
+
+import pickle
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Self, cast
+
+import torch
+import torch.distributed as dist
+
+from memplan.errors import InvalidValue
+from validate.cases import Case
+from validate.forkserver import ForkServer
+from validate.launch import (
+    LAST_WORDS_S,
+    Answer,
+    Ended,
+    Failure,
+    Program,
+    Seat,
+    answers,
+    concluded,
+    rank_program,
+    shared_server,
+    started,
+)
+
+ASK_S: Final = 0.05
+"""How often a rank looks whether there is a next case."""
+
+MEETING: Final = timedelta(minutes=10)
+"""How long a launcher may take to start all ranks."""
+
+PATIENCE_S: Final = 30.0
+"""How long beyond its time-out a case's ranks on other machines may be silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """This process among those that a launcher started; `hosts`: whether rank 0 opens the store itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+    hosts: bool
+    attempt: str = "0"
+
+
+def given_ranks(environment: Mapping[str, str]) -> Given | None:
+    """This process's place by the variables of torchrun, or of srun; None if neither started it.
+
+    Source: torch.distributed.run, "Environment Variables"; man srun, "OUTPUT ENVIRONMENT VARIABLES".
+    """
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+        return Given(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))),
+            host=environment["MASTER_ADDR"],
+            port=_port(environment),
+            hosts=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"} <= environment.keys():
+        return Given(
+            rank=int(environment["SLURM_PROCID"]),
+            world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment.get("SLURM_LOCALID", "0")),
+            host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+            port=_port(environment),
+            hosts=True,
+        )
+    return None
+
+
+def backend(given: Given | None) -> str:
+    """How ranks talk: as a rule gloo; NCCL where a launcher started them on GPUs."""
+    return "nccl" if given is not None and torch.cuda.is_available() else "gloo"
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """The port that is given, or one that no other job of the same machine has."""
+    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return int(environment.get("MASTER_PORT", 20_000 + (job + 101 * step) % 20_000))
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of nodes.
+
+    >>> first_host("gpu[07-09,12]-ib,login1"), first_host("a1,b2")
+    ('gpu07-ib', 'a1')
+    """
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    if found is None:
+        raise InvalidValue(f"SLURM_STEP_NODELIST={nodes!r} names no node; set MASTER_ADDR to rank 0's.")
+    return "".join(part or "" for part in found.groups())
+
+
+class GivenRanks:
+    """All processes that a launcher started: rank 0 is a context that calls `run`, the others `serve`."""
+
+    def __init__(
+        self, given: Given, *, program: Program = rank_program, server: ForkServer | None = None
+    ) -> None:
+        self._given = given
+        self._program = program
+        self._server = server or shared_server()
+        self._server.start()
+        opens = given.hosts and given.rank == 0
+        store = dist.TCPStore(
+            given.host, given.port, is_master=opens, wait_for_workers=False, timeout=MEETING
+        )
+        self._prefix = f"memplan/{given.attempt}"
+        self._store = dist.PrefixStore(self._prefix, store)
+        self._n_cases = 0
+
+    def run(self, case: Case) -> Ended:
+        """Runs a case on as many of the given ranks as it has, the first ones."""
+        if case.plan.world_size > self._given.world_size:
+            return Ended(
+                outcome="refused",
+                reason=f"{case.plan.mesh_text} = {case.plan.world_size} ranks, but the launcher started "
+                f"{self._given.world_size}; start {case.plan.world_size}.",
+            )
+        self._tell(f"{self._n_cases}/case", case)
+        return concluded(self._round(case))
+
+    def serve(self) -> None:
+        """Takes part in every case that rank 0 runs, until it closes."""
+        while (case := self._next_case()) is not None:
+            self._round(case)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets the other ranks go; the store is this one's, so it waits until they have seen it."""
+        self._tell(f"{self._n_cases}/case", None)
+        others = [f"gone/{rank}" for rank in range(1, self._given.world_size)]
+        self._await(others, time.monotonic() + LAST_WORDS_S)
+
+    def _next_case(self) -> Case | None:
+        key = f"{self._n_cases}/case"
+        self._await([key], None)
+        case = cast(Case | None, pickle.loads(self._store.get(key)))
+        if case is None:
+            self._store.set(f"gone/{self._given.rank}", "")
+        return case
+
+    def _round(self, case: Case) -> list[Answer]:
+        """This rank's part of a case; on rank 0 everyone's answers."""
+        n, self._n_cases = self._n_cases, self._n_cases + 1
+        given, n_ranks = self._given, case.plan.world_size
+        if given.rank < n_ranks:
+            self._tell(f"{n}/answer/{given.rank}", self._answer(case, n))
+        if given.rank:
+            return []
+        deadline_s = time.monotonic() + case.timeout_s + PATIENCE_S
+        self._await([f"{n}/answer/{rank}" for rank in range(n_ranks)], deadline_s)
+        return [self._answer_of(n, rank, case) for rank in range(n_ranks)]
+
+    def _answer(self, case: Case, n: int) -> Answer:
+        given = self._given
+        seat = Seat(
+            case=case,
+            rank=given.rank,
+            host=given.host,
+            port=given.port,
+            prefix=f"{self._prefix}/{n}/ranks",
+            device=_device(given.local_rank),
+        )
+        ranks = started([seat], self._program, self._server)
+        (answer,) = answers(ranks, case.timeout_s, stopped=lambda: self._store.check([f"{n}/stop"]))
+        if isinstance(answer, Failure):
+            self._store.set(f"{n}/stop", "")
+        return answer
+
+    def _answer_of(self, n: int, rank: int, case: Case) -> Answer:
+        key = f"{n}/answer/{rank}"
+        if not self._store.check([key]):
+            reason = (
+                f"rank {rank}: nothing was heard {PATIENCE_S:g} s after the time-out of {case.timeout_s:g} s"
+            )
+            return Failure(rank=rank, outcome="timed-out", reason=reason, at_s=time.monotonic())
+        answer = cast(Answer, pickle.loads(self._store.get(key)))
+        self._store.delete_key(key)
+        return answer
+
+    def _tell(self, key: str, value: Any) -> None:
+        self._store.set(key, cast(str, pickle.dumps(value)))
+
+    def _await(self, keys: list[str], deadline_s: float | None) -> None:
+        """Waits until the store has all keys; interruptible, as the store's own waiting is not."""
+        while keys and not self._store.check(keys) and (deadline_s is None or time.monotonic() < deadline_s):
+            time.sleep(ASK_S)
+
+
+def _device(local_rank: int) -> str:
+    return f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,180 @@
+"""Records as a table for people, 80 columns wide."""
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, Final
+
+from validate.records import Record
+
+AxisRow = Mapping[str, Any]
+"""One row of `validate.report.tables.by_axis`."""
+
+HEADER = f"{'case':<31}{'predicted':>14}{'measured':>14}{'peak':>9}{'states':>7}{'coll':>5}"
+
+
+def header() -> str:
+    """The table's head: what the columns are."""
+    units = f"{'':<31}{'bytes':>14}{'bytes':>14}{'error':>9}{'off':>7}{'off':>5}"
+    return f"{HEADER}\n{units}\n{'-' * len(HEADER)}"
+
+
+def row(record: Record) -> str:
+    """One case: the peak of the rank that is farthest off; a long name goes on below.
+
+    A case that did not run shows its outcome, and below it the reason's last line.
+    """
+    name, *rest = textwrap.wrap(record.case["name"], 30, subsequent_indent="  ") or [""]
+    lines = [f"{name:<31}{_figures(record)}".rstrip(), *rest]
+    if record.outcome != "ok":
+        lines += textwrap.wrap(record.headline, 79, initial_indent="    ", subsequent_indent="    ")
+    if record.anyway:
+        said = f"run anyway, {record.anyway}"
+        lines += textwrap.wrap(said, 79, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _figures(record: Record) -> str:
+    if record.measured is None or record.outcome != "ok":
+        return f"{record.outcome:>14}"
+    if record.worst_peaks is None or record.peak_error is None:
+        return f"{'-':>14}{max(rank['peak_bytes'] for rank in record.measured['ranks']):>14,}"
+    ahead, seen = record.worst_peaks
+    off = f"{record.states_off_bytes:>7}{record.collectives_off:>5}"
+    return f"{ahead:>14,}{seen:>14,}{record.peak_error:>+9.4%}{off}"
+
+
+def listing(records: Sequence[Record], axes: Iterable[AxisRow], *, brief: bool = False) -> str:
+    """The cases that ran, the others by outcome, the errors by axis, the worst ten, and the summary.
+
+    `brief`: only what failed, of the cases themselves.
+    """
+    shown = [] if brief else [header(), *(row(record) for record in records if record.outcome == "ok")]
+    parts = ["\n".join(shown)] if shown else []
+    without = ("ok", "refused") if brief else ("ok",)
+    by_outcome = Counter(record.outcome for record in records if record.outcome not in without)
+    for outcome, n in by_outcome.most_common():
+        found = [row(record) for record in records if record.outcome == outcome]
+        parts.append("\n".join([f"{outcome}: {n}", *found]))
+    if axis_lines := list(_axis_lines(axes)):
+        parts.append("\n".join(axis_lines))
+    if worst := worst_first(records)[:N_WORST]:
+        parts.append("\n".join([f"the {len(worst)} worst peaks", *map(row, worst)]))
+    if little := [pair for pair in attributed(records) if pair[0] < LEAST_ATTRIBUTED]:
+        lines = [f"{record.case['name'][:70]:<71}{floored(part):>8}" for part, record in little]
+        parts.append("\n".join([f"less than {LEAST_ATTRIBUTED:.0%} of the bytes at the peak named", *lines]))
+    return "\n\n".join([*parts, summary(records)])
+
+
+LEAST_ATTRIBUTED: Final = 0.99
+"""Cases of whose bytes at the peak less is attributed are named."""
+
+N_WORST: Final = 10
+"""How many of the worst cases are named."""
+
+
+def worst_first(records: Iterable[Record]) -> list[Record]:
+    """The cases that ran and were predicted, farthest off first."""
+    return sorted(
+        (record for record in records if record.peak_error is not None),
+        key=lambda record: -abs(record.peak_error or 0.0),
+    )
+
+
+def attributed(records: Iterable[Record]) -> list[tuple[float, Record]]:
+    """The attributed part of the bytes at the peak, where it is known, least first."""
+    known = [(r.attributed_fraction, r) for r in records if r.attributed_fraction is not None]
+    return sorted(known, key=lambda pair: pair[0])
+
+
+def floored(fraction: float) -> str:
+    """A percentage that is never rounded up.
+
+    >>> floored(0.9999999)
+    '99.999%'
+    """
+    return f"{math.floor(100_000 * fraction) / 1000:.3f}%"
+
+
+def _axis_lines(axes: Iterable[AxisRow]) -> Iterator[str]:
+    previous = ""
+    for part in axes:
+        if not previous:
+            heads = ("cases", 6), ("ran", 6), ("median", 10), ("worst", 10), ("exact", 10)
+            yield f"{'by axis':<22}{'value':<16}" + "".join(f"{head:>{width}}" for head, width in heads)
+        name = part["axis"] if part["axis"] != previous else ""
+        previous = part["axis"]
+        median_text, worst_text = (
+            f"{part[key]:.5%}" if part["ran"] else "-" for key in ("median_peak_error", "worst_peak_error")
+        )
+        exact = f"{part['exact']}/{part['ran']}"
+        yield (
+            f"{name:<22}{part['value']!s:<16.16}{part['cases']:>6}{part['ran']:>6}{median_text:>10}"
+            f"{worst_text:>10}{exact:>10}"
+        )
+
+
+def summary(records: Sequence[Record]) -> str:
+    """How many ran, how many were confirmed, the worst and the median error."""
+    errors = [abs(record.peak_error) for record in records if record.peak_error is not None]
+    ran = sum(record.outcome == "ok" for record in records)
+    confirmed = sum(record.confirmed for record in records)
+    refused = sum(record.outcome == "refused" for record in records)
+    lines = [f"{len(records)} cases: {ran} ran and trained rightly, {refused} refused, {confirmed} confirmed"]
+    if errors:
+        lines.append(f"peak error: median {median(errors):.5%}, worst {max(errors):.3%}")
+    if known := attributed(records):
+        lines.append(f"bytes at the peak that are named tensors: at least {floored(known[0][0])}")
+    return "\n".join(lines)
+
+
+def details(record: Record) -> str:
+    """One case rank by rank, predicted beside measured, and its collectives."""
+    plan = record.case["plan"]
+    batch = (
+        f"batch: {plan['global_batch']} x {plan['seq_len']} tokens; micro-batches of {plan['micro_batch']}: "
+        f"{plan['n_micro_batches']} per replica"
+    )
+    lines = [record.case["name"], batch, f"outcome: {record.outcome}"]
+    if record.reason:
+        lines.append(record.reason)
+    if record.measured is None:
+        return "\n".join(lines)
+    predicted = record.predicted["ranks"] if record.predicted else [None] * len(record.measured["ranks"])
+    for measured, ahead in zip(record.measured["ranks"], predicted, strict=True):
+        lines += ["", *_rank_lines(measured, ahead)]
+    lines += ["", "loss per step: " + " ".join(f"{loss:.4f}" for loss in record.measured["losses"])]
+    for label, error in (("loss", record.loss_error), ("first gradient", record.gradient_error)):
+        if error is not None:
+            lines.append(f"{label} beside the single-process run: {error:.1e} off")
+    return "\n".join(lines)
+
+
+def _rank_lines(measured: dict[str, Any], ahead: dict[str, Any] | None) -> list[str]:
+    place = ", ".join(
+        f"{axis} {measured[axis]}" for axis in ("pp", "dp_replicate", "dp", "tp") if axis in measured
+    )
+    title = f"rank {measured['rank']} ({place})"
+    lines = [f"{title:<44}{'measured':>16}{'predicted':>16}"]
+    for key in ("weights_bytes", "grads_bytes", "optimizer_bytes", "peak_bytes"):
+        guess = f"{ahead[key]:,}" if ahead else "-"
+        lines.append(f"  {key:<42}{measured[key]:>16,}{guess:>16}")
+    known = {_entry(c) for c in ahead["collectives"]} if ahead else set()
+    seen = {_entry(c) for c in measured["collectives"]}
+    for entry in sorted(seen | known):
+        mark = (
+            ""
+            if not ahead or entry in seen & known
+            else "  predicted only"
+            if entry in known
+            else "  measured only"
+        )
+        kind, axis, calls, payload_bytes = entry
+        lines.append(f"  {kind:<16}{axis:<6}{calls:>6} calls {payload_bytes:>14,} bytes{mark}")
+    return lines
+
+
+def _entry(collective: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(collective[key] for key in ("kind", "axis", "calls", "payload_bytes"))

@@ -1,0 +1,208 @@
+"""A suite run: several cases at once as a budget allows, until all are done or a signal stops it."""
+
+import signal
+import sys
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Final, TypeVar
+
+from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value
+from memplan.estimate import rank_estimate
+from memplan.units import GiB, MiB, human_bytes
+from validate.cases import Case
+from validate.forkserver import ForkServer
+from validate.given import Given, GivenRanks
+from validate.judge import References, Runner, judged
+from validate.launch import PRELOADED, Ended, Program, run_case
+from validate.machine import Budget
+from validate.records import Record
+
+_T = TypeVar("_T")
+
+MOST_AT_ONCE: Final = 256
+
+ONE_AT_A_TIME: Final = Budget(cores=1, memory_bytes=sys.maxsize)
+"""On given ranks, whose machines are not this one."""
+
+RETRIED: Final = ("crashed", "timed-out", "out-of-memory")
+"""Outcomes that another try may change."""
+
+RANKS_PER_CORE: Final = 2
+"""Ranks wait for each other without using a core.
+
+Eight cases of 4 ranks on 2 busy cores took 96 s one at a time, 77 s two at a time and 60 s four at a time,
+with the same 40 s of processor time. What is measured of memory and traffic is the same; steps take longer.
+"""
+
+RANK_BYTES: Final = 512 * MiB
+"""What a rank may take for itself: PyTorch's workspaces, threads and code (seen: 130 MiB)."""
+
+UNKNOWN_BYTES: Final = 2 * GiB
+"""What a rank may take whose peak has no rule."""
+
+
+class Judge:
+    """Runs cases and compares them: `run` the cases themselves, on this machine their single-process runs.
+
+    Refused ones are run `anyway` only if that is asked for.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        run: Runner | None = None,
+        *,
+        program: Program | None = None,
+        anyway: bool = False,
+    ) -> None:
+        self._server = server
+        self._program = program
+        self._anyway = anyway
+        self._run = run or self._run_here
+        self._references = References(self._run_here)
+
+    def __call__(self, case: Case) -> Record:
+        """The record of a case, whatever happens."""
+        try:
+            return judged(case, self._references, run=self._run, anyway=self._anyway)
+        except Exception:
+            reason = f"validate itself failed: {traceback.format_exc()}"
+            return Record(case=case.to_dict(), outcome="crashed", reason=reason)
+
+    def close(self) -> None:
+        """Ends what runs."""
+        self._server.close()
+
+    def _run_here(self, case: Case) -> Ended:
+        return run_case(case, program=self._program, server=self._server, memory_bytes=rank_bytes(case))
+
+
+def part_of(cases: Sequence[_T], part: str) -> list[_T]:
+    """The i-th of n parts, as "i/n": every n-th case, so that each part has some of every kind.
+
+    >>> [part_of(range(5), part) for part in ("1/2", "2/2")]
+    [[0, 2, 4], [1, 3]]
+    """
+    i, slash, n = part.partition("/")
+    if not (slash and i.isascii() and n.isascii() and i.isdigit() and n.isdigit() and 1 <= int(i) <= int(n)):
+        raise InvalidValue(f"part {shown_value(part)} is none; use i/n with i from 1 to n, as 1/4.")
+    return list(cases[int(i) - 1 :: int(n)])
+
+
+@cache
+def rank_bytes(case: Case) -> int:
+    """What each of a case's ranks may take of the machine: twice the largest predicted peak, and a base."""
+    try:
+        peaks = [
+            rank_estimate(case.model, case.plan, case.plan.place(rank), "cpu").peak.total_bytes
+            for rank in range(0, case.plan.world_size, case.plan.world_size // case.plan.pp)
+        ]
+    except MissingRule:
+        return UNKNOWN_BYTES
+    except MemplanError:
+        return RANK_BYTES
+    return RANK_BYTES + 2 * max(peaks)
+
+
+def share_of(case: Case, budget: Budget) -> Budget:
+    """What a case takes of a budget while it runs: cores, at most all there are, and its ranks' memory."""
+    together = case.plan.world_size * rank_bytes(case)
+    return Budget(
+        cores=min(-(-case.plan.world_size // RANKS_PER_CORE), budget.cores),
+        memory_bytes=max(together, rank_bytes(case.reference())),
+    )
+
+
+def swept(cases: Iterable[Case], judge: Judge, budget: Budget) -> Generator[Record]:
+    """The records of cases as they are done; they start in order, but small ones may pass large ones.
+
+    Closes the judge when it ends early.
+    """
+    waiting = list(cases)
+    running: dict[Future[Record], Budget] = {}
+    with ThreadPoolExecutor(max_workers=MOST_AT_ONCE) as pool:
+        try:
+            while waiting or running:
+                left = _left(budget, running.values())
+                for case in list(waiting) if left.cores else ():
+                    share = share_of(case, budget)
+                    if share.memory_bytes > budget.memory_bytes:
+                        waiting.remove(case)
+                        yield _too_large(case, share, budget)
+                    elif share.cores <= left.cores and share.memory_bytes <= left.memory_bytes:
+                        waiting.remove(case)
+                        running[pool.submit(judge, case)] = share
+                        left = _left(budget, running.values())
+                    if not left.cores:
+                        break
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    running.pop(future)
+                    yield future.result()
+        except BaseException:
+            judge.close()
+            raise
+
+
+def _left(budget: Budget, shares: Iterable[Budget]) -> Budget:
+    taken = list(shares)
+    return Budget(
+        cores=budget.cores - sum(share.cores for share in taken),
+        memory_bytes=budget.memory_bytes - sum(share.memory_bytes for share in taken),
+    )
+
+
+def _too_large(case: Case, share: Budget, budget: Budget) -> Record:
+    return Record(
+        case=case.to_dict(),
+        outcome="refused",
+        reason=f"its ranks may take {human_bytes(share.memory_bytes)}, twice the predicted peaks and "
+        f"{human_bytes(RANK_BYTES)} each, but the budget is {human_bytes(budget.memory_bytes)}; "
+        "use --memory, or a smaller case.",
+    )
+
+
+@contextmanager
+def judging(given: Given | None, *, program: Program | None = None, anyway: bool = False) -> Iterator[Judge]:
+    """A judge that runs cases here, or on the ranks of a launcher; what it started ends with it."""
+    with ForkServer(PRELOADED) as server:
+        if given is None:
+            yield Judge(server, program=program, anyway=anyway)
+            return
+        with GivenRanks(given, server=server) as ranks:
+            yield Judge(server, ranks.run, anyway=anyway)
+
+
+class Stopped(BaseException):
+    """A signal asked to stop; further ones are ignored until all is tidied up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Raises `Stopped` at the first signal that asks to stop, once; those ignored before stay ignored."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for heard in before:
+            signal.signal(heard, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before = {number: signal.getsignal(number) for number in STOPS}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,163 @@
+"""The optimizer's part of a step: gradients unscaled, clipped, applied, then freed or zeroed."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from memplan import Plan
+
+OPTIMIZERS: Final[dict[str, Callable[..., Optimizer]]] = {
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+"""What each optimizer name means."""
+
+IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
+    "default": {},
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+"""How each implementation is asked for."""
+
+INITIAL_SCALE: Final = 2.0**10
+"""Of the loss, in float16: torch starts at 2^16 and skips steps until no gradient overflows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One rank's optimizer, and all that happens to the gradients between two backward passes."""
+
+    optimizer: Optimizer
+    scaler: GradScaler
+    max_norm: float | None
+    foreach: bool | None
+    pipeline: dist.ProcessGroup | None
+    set_to_none: bool
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """This stage's parameters as the optimizer has them; DDP beside TP hides some of the module's."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def __call__(self) -> None:
+        """Updates the weights; the gradients are gone, or zero, after."""
+        self.scaler.unscale_(self.optimizer)
+        if self.max_norm is not None:
+            clip(self.parameters, self.max_norm, pipeline=self.pipeline, foreach=self.foreach)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+
+
+def update_of(
+    modules: Iterable[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    learning_rate: float,
+) -> Update:
+    """The plan's update of the stages' parameters."""
+    return Update(
+        optimizer=optimizer_of(modules, plan, mesh, learning_rate=learning_rate),
+        scaler=scaler_of(plan, device),
+        max_norm=plan.clip_grad_norm,
+        foreach=False if plan.optimizer_impl == "for-loop" else None,
+        pipeline=mesh.get_group("pp") if mesh is not None and plan.pp > 1 else None,
+        set_to_none=plan.set_to_none,
+    )
+
+
+def optimizer_of(
+    modules: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh | None, *, learning_rate: float
+) -> Optimizer:
+    """The plan's optimizer over the stages' parameters, its state divided over the data axis at ZeRO 1.
+
+    Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
+    """
+    kind = OPTIMIZERS[plan.optimizer]
+    options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[plan.optimizer_impl]}
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    if plan.zero == 1 and mesh is not None:
+        return ZeroRedundancyOptimizer(
+            parameters,
+            optimizer_class=cast(type[Optimizer], kind),
+            process_group=mesh.get_group("dp"),
+            **options,
+        )
+    one_by_one = plan.optimizer_impl == "for-loop" or (
+        plan.optimizer_impl == "default" and parameters[0].device.type == "cpu"
+    )
+    if one_by_one:
+        return kind(parameters, **options)
+    return kind([{"params": group} for group in by_mesh(parameters)], **options)
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that operations on lists take together: DTensors of one mesh, or plain tensors."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def scaler_of(plan: Plan, device: torch.device) -> GradScaler:
+    """Scales the loss in float16, and skips a step whose gradients overflowed on any rank.
+
+    Torch's own looks at this rank's gradients; of DTensors also at those of the ranks that divide the first
+    of them. Where others may overflow alone, FSDP1's asks all ranks.
+
+    Source: torch/distributed/tensor/_dispatch.py (`found_inf_reduce_handler`).
+    """
+    asks = plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)
+    scaler = (ShardedGradScaler if asks else GradScaler)(
+        device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16-mixed"
+    )
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+def clip(
+    parameters: list[Tensor], max_norm: float, *, pipeline: dist.ProcessGroup | None, foreach: bool | None
+) -> None:
+    """Scales the gradients down to a norm of all stages' gradients of at most `max_norm`.
+
+    Source: torchtitan/distributed/utils.py (`clip_grad_norm_`).
+    """
+    norms = [_norm(grads, foreach) for grads in by_mesh(map(gradient, parameters))]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if pipeline is not None:
+        total = total**2
+        dist.all_reduce(total, group=pipeline)
+        total **= 0.5
+    for group in by_mesh(parameters):
+        clip_grads_with_norm_(group, max_norm, total, foreach)
+
+
+def _norm(grads: list[Tensor], foreach: bool | None) -> Tensor:
+    norm = get_total_norm(grads, foreach=foreach)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def gradient(weight: Tensor) -> Tensor:
+    """A weight's gradient, as a DTensor if it is cut; DDP keeps how it was cut beside TP in `_st_info`."""
+    grad = cast(Tensor, weight.grad)
+    spec = getattr(weight, "_st_info", None)
+    if spec is None:
+        return grad
+    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False)
