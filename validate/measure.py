@@ -1,13 +1,11 @@
 """One rank: what it holds, what it sends, what it loses, how long it takes."""
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from memplan.plan import Rank
 from validate.blocks import Block, alive_after
 from validate.cases import Case
 from validate.collectives import Collective, CollectiveCounter, axis_of_group
+from validate.gloo import let_ranks_go_first, nothing_held_after_waits
 from validate.memory import (
     STEP,
     UPDATE,
@@ -39,9 +38,8 @@ from validate.training import Gradients, gradients
 from validate.updates import Update, gradient, update_of
 
 OBSERVED_STEPS = 3
-"""Steps whose peak is taken on CPU: gloo's threads may free late, which only adds, so the least is true.
-
-Of 296 steps of 74 ranks 13 were seen to have such a peak: all three of a rank do once in ten thousand times.
+"""Steps whose peak is taken on CPU. The least is true: gloo's threads may still free late what is waited for
+in C++, as DDP's reducer does, and that only adds.
 """
 
 WARM_UP_STEPS = 2
@@ -155,7 +153,7 @@ def measured_rank(
     count_all_threads()
     with MemoryProfile(paths=keep_paths) if device.type == "cpu" else nullcontext() as warm_up:
         training = prepare(case, rank, device)
-        _let_ranks_go_first()
+        let_ranks_go_first()
         prepared_at_s = time.monotonic()
         losses, norm_squared = _warmed_up(training, WARM_UP_STEPS + case.plan.static_graph)
         with CollectiveCounter(training.axis_of_group) as counter:
@@ -181,18 +179,6 @@ def measured_rank(
         prepared_at_s=prepared_at_s,
         trained_at_s=trained_at_s,
     )
-
-
-def _let_ranks_go_first() -> None:
-    """Keeps gloo's socket threads from preempting ranks: they spin while a peer is ahead (Linux only).
-
-    They poll level-triggered events, also of what nobody asks for yet. On 2 cores 8 ranks take half as long.
-    """
-    if not hasattr(os, "SCHED_BATCH"):
-        return
-    for thread in Path("/proc/self/task").iterdir():
-        if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
-            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _warmed_up(training: Training, steps: int) -> tuple[list[float | None], float]:
@@ -284,7 +270,7 @@ def _observed_on_cpu(training: Training, warm_up: MemoryProfile) -> tuple[list[f
     """The losses of some steady steps, and what was seen in the one with the least peak."""
     _settled()
     losses, seen = [], []
-    with MemoryProfile(paths=warm_up.paths) as profiled:
+    with nothing_held_after_waits(), MemoryProfile(paths=warm_up.paths) as profiled:
         for _ in range(OBSERVED_STEPS):
             loss, tensors = _observed_step(training)
             losses.append(loss)
