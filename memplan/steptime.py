@@ -22,7 +22,7 @@ from memplan.errors import InvalidValue
 from memplan.hardware import Cluster
 from memplan.plan import MESH_AXES, Axis, Plan, Schedule
 from memplan.timeline import Bytes
-from memplan.traffic import NEXT_TO_COMPUTE, Collective, segments_of_step
+from memplan.traffic import NEXT_TO_COMPUTE, Collective, Rounds, rounds, segments_of_step
 
 Quantity: TypeAlias = float | npt.NDArray[Any]
 """A number, or one for each of many plans."""
@@ -166,6 +166,17 @@ def backward_s(products_s: Quantity, again_s: Quantity) -> Quantity:
     return products_s * 2 / 3 + again_s
 
 
+def passes_flops(stages: RankStages, every: Sequence[Rounds]) -> int:
+    """FLOPs of forward passes that a rank computes, be it again, each stage as often as its rounds say."""
+    return sum(
+        [
+            segment.flops * n
+            for stage, times in zip(stages, every, strict=True)
+            for segment, n in segments_of_step(stage, times)
+        ]
+    )
+
+
 def recomputed_flops(stages: RankStages) -> int:
     """Forward FLOPs that a rank computes again in a step, as the trace counts them.
 
@@ -174,12 +185,7 @@ def recomputed_flops(stages: RankStages) -> int:
 
     Source: torch/utils/checkpoint.py (`_StopRecomputationError`), memplan.tape (`SplitBackward`).
     """
-    total = sum(
-        segment.flops * times
-        for local, stage in enumerate(stages)
-        for segment, times in segments_of_step(stages, local, stage)
-    )
-    return total - forward_flops(stages)
+    return passes_flops(stages, rounds(stages)) - forward_flops(stages)
 
 
 def forward_flops(stages: RankStages) -> int:

@@ -1,9 +1,9 @@
 """Every collective of a step, as one rank issues it."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from memplan.engines import textbook
 from memplan.engines.torch import RankStages, Stage
@@ -12,7 +12,7 @@ from memplan.engines.torch.fsdp import Unit, Units
 from memplan.engines.torch.optimizer import all_reduces
 from memplan.engines.torch.orders import Action, count, plan_order, times_unsharded
 from memplan.engines.trace import Segment
-from memplan.many import Many
+from memplan.many import Many, anywhere
 from memplan.models import Llama, Model
 from memplan.plan import MESH_AXES, SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan
 from memplan.shapes import FP32, DType, Parameter
@@ -91,10 +91,46 @@ Purpose = tuple[str, Axis, str]
 """Kind, axis, purpose."""
 
 
-def payloads_bytes(stages: RankStages) -> dict[Purpose, int]:
-    """What one rank passes to the collectives of its step, summed as `collectives` does."""
+class Rounds(NamedTuple):
+    """How often one stage of a rank does in a step what it repeats.
+
+    Micro-batches, of which so many go back in two parts; FSDP2's gathers, those of units that have freed
+    their weights since, its reductions.
+    """
+
+    micro_batches: int
+    split: int
+    gathers: int
+    gathers_again: int
+    reductions: int
+
+
+def rounds_of(plan: Plan, pp_rank: int, local: int, *, first: bool) -> Rounds:
+    """Those of a rank's `local`-th stage, which may be the pipeline's first."""
+    m = plan.n_micro_batches
+    if plan.pp == 1:
+        return Rounds(m, 0, m, m, m)
+    if plan.schedule in SINGLE_STAGE_SCHEDULES:
+        return Rounds(m, 0, 1, m, 1)
+    split, once, again = 0, 1, m
+    if plan.schedule in SPLITTING_SCHEDULES and not first:
+        split = count(plan_order(plan, pp_rank), Action("backward-input", local))
+    if plan.fsdp:
+        once, again = times_unsharded(plan_order(plan, pp_rank), local)
+    return Rounds(m, split, once, again, 1)
+
+
+def rounds(stages: RankStages) -> list[Rounds]:
+    """Those of each stage of a rank."""
+    return [
+        rounds_of(stages.plan, stages.rank.pp, local, first=stage.first) for local, stage in enumerate(stages)
+    ]
+
+
+def payloads_bytes(calls: Iterable[Calls]) -> dict[Purpose, int]:
+    """What is passed to collectives, summed as `collectives` does."""
     payload: Counter[Purpose] = Counter()
-    for kind, axis, what, _, n_bytes in _calls(stages):
+    for kind, axis, what, _, n_bytes in calls:
         payload[kind, axis, what] += n_bytes
     return payload
 
@@ -103,7 +139,7 @@ def collectives(stages: RankStages) -> tuple[Collective, ...]:
     """All collectives of one rank's step, summed by kind, axis and purpose."""
     calls: Counter[Purpose] = Counter()
     payload: Counter[Purpose] = Counter()
-    for kind, axis, what, n, n_bytes in _calls(stages):
+    for kind, axis, what, n, n_bytes in (*calls_of_passes(stages, rounds(stages)), *calls_of_update(stages)):
         calls[kind, axis, what] += n
         payload[kind, axis, what] += n_bytes
     ranks = ranks_along(stages.plan)
@@ -128,48 +164,50 @@ def ranks_along(plan: Plan) -> dict[Axis, int]:
     return ranks | {"host": 1, "world": plan.world_size}
 
 
-def _calls(stages: RankStages) -> Iterator[Calls]:
+def calls_of_passes(stages: RankStages, every: Sequence[Rounds]) -> Iterator[Calls]:
+    """What a rank sends in its passes, each stage as often as its rounds say."""
     plan = stages.plan
-    if plan.zero == 1:
-        yield from _updated(stages)
-    for local, stage in enumerate(stages):
+    for stage, times in zip(stages, every, strict=True):
         if plan.tp > 1:
-            yield from _tensor_axis(stages, local, stage)
+            yield from _tensor_axis(stage, times)
         if plan.ddp:
             yield from _replicated(stage)
         if plan.fsdp:
-            yield from _sharded(stages, local, stage)
+            yield from _sharded(stages, stage, times)
     if plan.pp > 1:
-        yield from _pipeline(stages)
+        yield from _pipeline(stages, every)
+
+
+def calls_of_update(stages: RankStages) -> Iterator[Calls]:
+    """What a rank sends in its update."""
     for axis, what, n, n_bytes in all_reduces(stages):
         yield "all_reduce", axis, what, n, n_bytes
+    if stages.plan.zero == 1:
+        yield from _updated(stages)
 
 
-def segments_of_step(stages: RankStages, local: int, stage: Stage) -> list[tuple[Segment, int]]:
-    """What a stage of the rank runs in a step, forward and backward, and how often."""
-    plan, trace, m = stage.plan, stage.trace, stage.plan.n_micro_batches
-    split = 0
-    if plan.pp > 1 and plan.schedule in SPLITTING_SCHEDULES and not stage.first:
-        split = count(plan_order(plan, stages.rank.pp), Action("backward-input", local))
+def segments_of_step(stage: Stage, times: Rounds) -> list[tuple[Segment, int]]:
+    """What a stage runs in a step, forward and backward, and how often."""
+    trace, m, split = stage.trace, times.micro_batches, times.split
     whole = m - split
     parts: list[tuple[Segment, int]] = [(segment, m) for segment in (trace.embed, trace.head, trace.loss)]
     parts += [(trace.head_backward, whole), (trace.embed_backward, whole)]
     for block, n in stage.blocks:
         parts += [(block.forward, m * n), (block.backward, whole * n)]
-    if split:
+    if anywhere(split):
         parts += [(segment, split * n) for segment, n in stage.split.turns]
     return parts
 
 
-def _tensor_axis(stages: RankStages, local: int, stage: Stage) -> Iterator[Calls]:
-    for segment, times in segments_of_step(stages, local, stage):
+def _tensor_axis(stage: Stage, times: Rounds) -> Iterator[Calls]:
+    for segment, n_times in segments_of_step(stage, times):
         for call in segment.calls:
-            yield call.kind, "tp", f"{call.what}, {call.phase}", times, times * call.payload_bytes
+            yield call.kind, "tp", f"{call.what}, {call.phase}", n_times, n_times * call.payload_bytes
+    sums = times.reductions if stage.plan.fsdp else times.micro_batches
     for parameter, n in stage.counted_parameters():
         if parameter.summed_over_tp and (stage.plan.ddp or stage.plan.fsdp):
-            times = n * _sums_per_step(stage)
             n_bytes = parameter.n_elements * _summed_dtype(stage, parameter).itemsize
-            yield "all_reduce", "tp", "partial gradients", times, times * n_bytes
+            yield "all_reduce", "tp", "partial gradients", n * sums, n * sums * n_bytes
 
 
 def _summed_dtype(stage: Stage, parameter: Parameter) -> DType:
@@ -178,13 +216,6 @@ def _summed_dtype(stage: Stage, parameter: Parameter) -> DType:
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`).
     """
     return FP32 if stage.plan.fsdp and stage.plan.mixed and stage.plan.pp > 1 else parameter.dtype
-
-
-def _sums_per_step(stage: Stage) -> int:
-    """How often DDP and FSDP2 sum a gradient of which each tensor rank knows a part: once per reduction."""
-    if stage.plan.fsdp and stage.plan.pp > 1:
-        return 1
-    return stage.plan.n_micro_batches
 
 
 def _replicated(stage: Stage) -> Iterator[Calls]:
@@ -210,21 +241,17 @@ def _updated(stages: RankStages) -> Iterator[Calls]:
     yield "broadcast", "dp", "updated weights", sum(n for _, n in parameters), n_bytes
 
 
-def _sharded(stages: RankStages, local: int, stage: Stage) -> Iterator[Calls]:
+def _sharded(stages: RankStages, stage: Stage, times: Rounds) -> Iterator[Calls]:
     """What each unit gathers and reduces; one that frees its weights gathers them again.
 
     Under a schedule the weights are freed after a forward pass only: whatever pass follows finds them so.
     """
-    plan, m = stage.plan, stage.plan.n_micro_batches
-    once, again, reduces = (m, m, m) if plan.pp == 1 else (1, m, 1)
-    if plan.pp > 1 and plan.schedule not in SINGLE_STAGE_SCHEDULES:
-        once, again = times_unsharded(plan_order(plan, stages.rank.pp), local)
-    for unit, times in Units(stage):
-        gathers = times * (once + again * unit.reshards)
+    for unit, n_units in Units(stage):
+        gathers = n_units * (times.gathers + times.gathers_again * unit.reshards)
         yield "all_gather", "dp", "gather weights", gathers, gathers * unit.flat.n_bytes
         if stage.offloads:
-            yield from _copied(unit, times, gathers, reduces, stages)
-        n = times * reduces
+            yield from _copied(unit, n_units, gathers, times.reductions, stages)
+        n = n_units * times.reductions
         yield "reduce_scatter", "dp", "reduce gradients", n, n * unit.reduce_input.n_bytes
         if stage.plan.dp_replicate > 1:
             yield "all_reduce", "dp_replicate", "all-reduce gradients", n, n * unit.reduced.n_bytes
@@ -251,10 +278,9 @@ def _copied(unit: Unit, n_units: int, gathers: int, reduces: int, stages: RankSt
                 yield "copy", "host", what, n, n * own_bytes
 
 
-def _pipeline(stages: RankStages) -> Iterator[Calls]:
+def _pipeline(stages: RankStages, every: Sequence[Rounds]) -> Iterator[Calls]:
     """What goes to other ranks; nothing is sent to a stage of the same rank."""
-    m = stages.plan.n_micro_batches
-    for index, stage in zip(stages.indices, stages, strict=True):
+    for index, stage, (m, *_) in zip(stages.indices, stages, every, strict=True):
         n_bytes = stage.trace.boundary.n_bytes
         if not stage.first and index - 1 not in stages.indices:
             yield "recv", "pp", "activations", m, m * n_bytes

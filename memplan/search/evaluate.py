@@ -6,7 +6,7 @@ grid of these three. What a *rank* holds in a step are such passes in turn: for 
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -34,10 +34,10 @@ from memplan.plan import (
 )
 from memplan.search.plans import NO_LIMIT, VARIED, Column, Plans
 from memplan.shapes import UINT8, Buffer
-from memplan.steptime import forward_flops, recomputed_flops
+from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
 from memplan.timeline import Stretch, chain, n_bytes_of
-from memplan.traffic import Purpose, payloads_bytes
+from memplan.traffic import Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
 
 
 @final
@@ -184,22 +184,35 @@ class Part:
         """The optimizer's part of a step."""
         return known_by(chain("update", *updates(self.stages)))
 
-    def flops(self) -> tuple[Any, Any]:
-        """Of a micro-batch, forward and again."""
-        return forward_flops(self.stages), recomputed_flops(self.stages)
+    def forward_flops(self) -> tuple[Any]:
+        """Of a micro-batch's forward pass."""
+        return (forward_flops(self.stages),)
+
+    def again_flops(self, field: str) -> tuple[Any]:
+        """Of what is computed again with each of a field of `Rounds`."""
+        return (
+            passes_flops(self.stages, [EACH[field]]) - EACH[field].micro_batches * self.forward_flops()[0],
+        )
+
+    def sent(self, field: str) -> dict[Purpose, Any]:
+        """What its passes pass to collectives with each of a field of `Rounds`, beyond what is "fixed"."""
+        if field not in self._sent:
+            found = payloads_bytes(calls_of_passes(self.stages, [EACH[field]]))
+            if field != "fixed":
+                found = {purpose: n - self.sent("fixed").get(purpose, 0) for purpose, n in found.items()}
+            self._sent[field] = found
+        return self._sent[field]
 
     @cached_property
-    def sent(self) -> dict[Purpose, tuple[Any, Any]]:
-        """What is passed to collectives, fixed and with each micro-batch: two numbers of them tell both."""
-        one, two = (payloads_bytes(self._of_micro_batches(n)) for n in (1, 2))
-        return {purpose: (2 * one[purpose] - two[purpose], two[purpose] - one[purpose]) for purpose in two}
+    def _sent(self) -> dict[str, dict[Purpose, Any]]:
+        return {}
 
-    def _of_micro_batches(self, n: int) -> RankStages:
-        """The same with so many; where DDP reduces, ZeRO-1 sends what is updated."""
+    @cached_property
+    def sent_after(self) -> dict[Purpose, Any]:
+        """What its update passes to collectives; where DDP reduces, all that ZeRO-1 sends."""
         stage = copy(self.stages.stages[0])
-        zero = 1 if stage.plan.ddp else stage.plan.zero
-        stage.plan = with_values(stage.plan, global_batch=n * stage.plan.global_batch, zero=zero)
-        return RankStages.of(stage, rank=Rank())
+        stage.plan = with_values(stage.plan, zero=1 if stage.plan.ddp else stage.plan.zero)
+        return payloads_bytes(calls_of_update(RankStages.of(stage, rank=Rank())))
 
     def moved(self) -> tuple[Any, Any, Any]:
         """Bytes of what the optimizer sees: weights, gradients, its state."""
@@ -217,6 +230,12 @@ class Part:
             at = tuple([where[i] for where, i in zip(self.at, within, strict=True)])
             parts.append(replace(self, axes=self.axes.some(*within), at=at))
         return parts
+
+
+EACH: Final[dict[str, Rounds]] = {
+    field: Rounds(*[int(name == field) for name in Rounds._fields]) for field in ("fixed", *Rounds._fields)
+}
+"""One of each of `Rounds`' fields, and none of any."""
 
 
 def known_by(stretch: Stretch) -> tuple[Any, Any]:
@@ -293,6 +312,7 @@ class Sheet:
         self.bounds = np.cumsum([0, *[len(grid.used) for grid in grids]])
         self.grid = np.repeat(np.arange(len(grids)), np.diff(self.bounds))
         self.known: dict[Any, tuple[list[Column], set[int]]] = {}
+        self.listed: dict[tuple[str, int], dict[Purpose, None]] = {}
 
     def grids_of(self, rows: Column) -> set[int]:
         """The grids that the rows are of."""
@@ -309,6 +329,22 @@ class Sheet:
                 table[self.bounds[i] : self.bounds[i + 1]] = numbers
             done.add(i)
         return [table.take(rows) for table in tables]
+
+    def purposes(
+        self, name: str, asked: Callable[[Part], Iterable[Purpose]], grids: set[int]
+    ) -> list[Purpose]:
+        """What any stage of the grids passes anything to collectives for."""
+        for i in grids:
+            if (name, i) not in self.listed:
+                found: dict[Purpose, None] = {}
+
+                def listed(part: Part, found: dict[Purpose, None] = found) -> tuple[int]:
+                    found.update(dict.fromkeys(asked(part)))
+                    return (0,)
+
+                self.grids[i](listed)
+                self.listed[name, i] = found
+        return list(dict.fromkeys(purpose for i in sorted(grids) for purpose in self.listed[name, i]))
 
 
 # A rank: for each plan
@@ -355,7 +391,7 @@ class _ChosenPasses:
         return self._made[key]
 
 
-def _distinct(numbers: NDArray[Any]) -> tuple[Column, Column]:
+def distinct(numbers: NDArray[Any]) -> tuple[Column, Column]:
     """The distinct of small numbers in order, and which of them each is."""
     least = int(numbers.min())
     numbers = numbers.astype(np.int64) - least
@@ -371,9 +407,9 @@ def combined(*columns: NDArray[Any]) -> tuple[Column, Column]:
     """One of each of the distinct combinations, and which of them each is."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
-        distinct, place = _distinct(column)
-        key = key * len(distinct) + place
-    found, place = _distinct(key)
+        values, place = distinct(column)
+        key = key * len(values) + place
+    found, place = distinct(key)
     one = np.zeros(len(found), np.int64)
     one[place] = np.arange(len(key))
     return one, place
@@ -403,6 +439,18 @@ def _columns(model: Model, plans: Plans) -> Columns:
 
 Kind = Literal["first", "longer", "shorter", "last"]
 """A pipeline's stages, or ranks: between first and last those with one block more come before the others."""
+
+
+class _Rank(NamedTuple):
+    """A rank of a pipeline, and the places of its stages; their ends, and the columns of their rows.
+
+    `own`: those of all of it, as one stage.
+    """
+
+    pp: int
+    indices: tuple[int, ...]
+    stages: tuple[tuple[Ends, str], ...]
+    own: tuple[Ends, str]
 
 
 class Search:
@@ -477,33 +525,35 @@ class Search:
         one, group = combined(of["schedule"], of["pp"], of["virtual_stages"])
         for i in range(len(one)):
             some = some_of(of, group == i)
-            plan = with_values(
-                self.base,
-                pp=int(some["pp"][0]),
-                virtual_stages=int(some["virtual_stages"][0]),
-                schedule=SCHEDULES[some["schedule"][0]],
-            )
-            odd = int(some["odd"][0])
-            folded = plan.schedule in V_SCHEDULES
             seen = set()
-            for rank in range(plan.pp):
-                indices = plan.stages_of(rank)
-                stages = []
-                for index in indices:
-                    ends = index == 0, index == plan.n_stages - 1
-                    kind = (
-                        "first" if ends[0] else "last" if ends[1] else "longer" if index < odd else "shorter"
-                    )
-                    stages.append((ends, f"stage {kind}"))
-                if tuple(stages) in seen and plan.schedule not in SPLITTING_SCHEDULES:
+            for rank in self._ranks(some):
+                if rank.stages in seen and SCHEDULES[some["schedule"][0]] not in SPLITTING_SCHEDULES:
                     continue
-                seen.add(tuple(stages))
-                n_odd = sum(index < odd for index in indices)
-                ends = rank == 0, rank == (0 if folded else plan.pp - 1)
-                kind = "longer" if n_odd > odd // plan.pp else "shorter"
-                kind = ("ends" if folded else "first") if ends[0] else "last" if ends[1] else kind
-                rows = [(ends, some[name]) for ends, name in stages]
-                self._alike(some, np.full(len(some["plan"]), rank), rows, (ends, some[f"rank {kind}"]))
+                seen.add(rank.stages)
+                rows = [(ends, some[name]) for ends, name in rank.stages]
+                own_ends, own = rank.own
+                self._alike(some, np.full(len(some["plan"]), rank.pp), rows, (own_ends, some[own]))
+
+    def _ranks(self, of: Columns) -> Iterator[_Rank]:
+        """The ranks of plans with equally many stages, and as many with one block more, in one schedule."""
+        plan = with_values(
+            self.base,
+            pp=int(of["pp"][0]),
+            virtual_stages=int(of["virtual_stages"][0]),
+            schedule=SCHEDULES[of["schedule"][0]],
+        )
+        odd, folded = int(of["odd"][0]), plan.schedule in V_SCHEDULES
+        for rank in range(plan.pp):
+            indices = plan.stages_of(rank)
+            stages = []
+            for index in indices:
+                ends = index == 0, index == plan.n_stages - 1
+                kind = "first" if ends[0] else "last" if ends[1] else "longer" if index < odd else "shorter"
+                stages.append((ends, f"stage {kind}"))
+            ends = rank == 0, rank == (0 if folded else plan.pp - 1)
+            kind = "longer" if sum(index < odd for index in indices) > odd // plan.pp else "shorter"
+            kind = ("ends" if folded else "first") if ends[0] else "last" if ends[1] else kind
+            yield _Rank(rank, indices, tuple(stages), (ends, f"rank {kind}"))
 
     def _alike(
         self, of: Columns, rank: Column, stages: Sequence[tuple[Ends, Column]], own: tuple[Ends, Column]
@@ -641,7 +691,7 @@ class Search:
                 data=tuple([(int(of["dp"][own[j]]), int(replicas[own[j]])) for j in data]),
                 blocks=tuple([(int(n_blocks[own[j]]), int(most[own[j]])) for j in blocks]),
             )
-            used, place = _distinct((t * len(data) + d) * len(blocks) + n)
+            used, place = distinct((t * len(data) + d) * len(blocks) + n)
             at = tuple([np.arange(length) for length in axes.shape])
             part = Part(model=self.model, plan=plan, ends=ends, device=self.device, axes=axes, at=at)
             grids.append(_Grid(part, used))

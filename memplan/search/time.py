@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 from memplan.engines.torch import RankStages
 from memplan.estimate import device_of, ranks_of
 from memplan.hardware import Cluster
-from memplan.many import many
+from memplan.many import Differ, many
 from memplan.models import Model
-from memplan.plan import SCHEDULES, Axis, Plan
+from memplan.plan import SCHEDULES, Axis, Plan, Schedule
 from memplan.search.evaluate import (
     AT_ONCE,
+    EACH,
     Columns,
     Ends,
     Part,
     Search,
     combined,
+    distinct,
     has_rule,
     optimizer_sees,
     some_of,
@@ -46,7 +48,7 @@ from memplan.steptime import (
     waited_s,
 )
 from memplan.timeline import Bytes
-from memplan.traffic import Purpose, collectives, ranks_along, wire_bytes
+from memplan.traffic import Purpose, Rounds, collectives, ranks_along, rounds_of, wire_bytes
 
 Seconds = NDArray[np.float64]
 
@@ -115,14 +117,15 @@ class _Times(Search):
         self.left = np.zeros(n, np.bool_)
         names = [field.name for field in fields(StepTime)]
         self.parts = [{name: np.zeros(n) for name in names} for _ in range(SLOTS)]
+        self.piped = np.zeros(n)
 
     def seconds(self) -> Seconds:
         """Each plan's step: that of its slowest rank."""
         busy = [np.asarray(busy_s(parts)) for parts in self.parts]
         total = self._of_all_ranks(busy)
-        slowest = np.zeros(len(total))
+        slowest = self.piped
         for i, schedule in enumerate(SCHEDULES):
-            chosen = np.flatnonzero(self.of["schedule"] == i)
+            chosen = np.flatnonzero((self.of["schedule"] == i) & (slowest == 0))
             if not len(chosen):
                 continue
             plan = self._plan(some_of(self.of, chosen), schedule=schedule)
@@ -152,7 +155,38 @@ class _Times(Search):
         return total
 
     def _several_stages_each(self, of: Columns) -> None:
-        self.left[of["plan"]] = True
+        _, group = combined(of["schedule"], of["pp"], of["virtual_stages"], of["zero"], of["mode"])
+        for i in range(group.max() + 1):
+            alike = np.flatnonzero(group == i)
+            for start in range(0, len(alike), AT_ONCE):
+                self._pipelines(some_of(of, alike[start : start + AT_ONCE]))
+
+    def _pipelines(self, of: Columns) -> None:
+        """The steps of plans whose ranks have equally many stages, in one schedule."""
+        schedule, pp = SCHEDULES[of["schedule"][0]], int(of["pp"][0])
+        plan = self._plan(of, schedule=schedule, zero=int(of["zero"][0]))
+        ms, m = distinct(of["m"])
+        slots: dict[Any, int] = {}
+        order: list[int] = []
+        found: list[dict[str, Quantity]] = []
+        for rank in self._ranks(of):
+            rounds = _rounds(
+                schedule, pp, int(of["virtual_stages"][0]), plan.fsdp, rank.pp, tuple(ms.tolist())
+            )
+            stages = tuple(_of_one_sheet(rank, rounds))
+            key = rank.own, tuple([(s.ends, s.name, s.n, s.rounds.tobytes(), s.sends) for s in stages])
+            if key not in slots:
+                slots[key] = len(found)
+                some = [_Stages(s.ends, of[s.name], s.n, _chosen(s.rounds, m), s.sends) for s in stages]
+                found.append(self._parts(of, plan, some, (rank.own[0], of[rank.own[1]])))
+            order.append(slots[key])
+        busy = [busy_s(parts) for parts in found]
+        total = added([busy[slot] for slot in order])
+        slowest = np.zeros(len(m))
+        for parts, own in zip(found, busy, strict=True):
+            parts["bubble_s"] = waited_s(plan, total, own)
+            slowest = np.maximum(slowest, added(list(parts.values())))
+        self.piped[of["plan"]] = slowest
 
     def _alike(
         self, of: Columns, rank: Column, stages: Sequence[tuple[Ends, Column]], own: tuple[Ends, Column]
@@ -168,54 +202,154 @@ class _Times(Search):
                 self._rank(some_of(of, alike[start : start + AT_ONCE]), ends, slot)
 
     def _rank(self, of: Columns, ends: Ends, slot: int) -> None:
-        """The parts of a rank's step, by its own formulas."""
-        zero = int(of["zero"][0])
-        plan = self._plan(of, schedule=SCHEDULES[of["schedule"][0]], zero=zero)
-        sheet, rows = self.sheets["stage", ends], of["row"]
-        forward, again = sheet("flops", Part.flops, rows, sheet.grids_of(rows))
-        work = Work(
-            forward_flops=self._counted(of, forward, of["m"]),
-            recomputed_flops=self._counted(of, again, of["m"]),
-            sent=sent_bytes(self._sent(of, ends, plan)),
-            moved_bytes=self._moved_bytes(of, ends, plan),
-        )
-        for name, seconds in parts_s(work, plan, self.cluster, self.efficiency).items():
+        """The parts of the step of ranks with one stage each."""
+        plan = self._plan(of, schedule=SCHEDULES[of["schedule"][0]], zero=int(of["zero"][0]))
+        rounds = rounds_of(with_values(plan, pp=1 if of["pp"][0] == 1 else 2), 0, 0, first=ends[0])
+        stage = _Stages(ends, of["row"], 1, [np.asarray(n) for n in rounds], (1, 1))
+        for name, seconds in self._parts(of, plan, [stage], (ends, of["own"])).items():
             self.parts[slot][name][of["plan"]] = np.asarray(seconds)
+
+    def _parts(
+        self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: tuple[Ends, Column]
+    ) -> dict[str, Quantity]:
+        """The parts of a rank's step, by its own formulas."""
+        forward, again = [], []
+        for stage in stages:
+            sheet, grids = self.sheets["stage", stage.ends], self._grids(stage)
+            m, split, *_ = stage.rounds
+            forward += [(m, *sheet("forward", Part.forward_flops, stage.rows, grids))]
+            for field, times in (("micro_batches", m), ("split", split)):
+                if np.any(times):
+                    asked = partial(Part.again_flops, field=field)
+                    again += [(times, *sheet(("again", field), asked, stage.rows, grids))]
+        work = Work(
+            forward_flops=self._total(of, forward),
+            recomputed_flops=self._total(of, again),
+            sent=sent_bytes(self._sent(of, plan, stages, own)),
+            moved_bytes=self._moved_bytes(of, own, plan),
+        )
+        return parts_s(work, plan, self.cluster, self.efficiency)
+
+    def _grids(self, stage: "_Stages") -> set[int]:
+        return self.sheets["stage", stage.ends].grids_of(stage.rows)
 
     def _plan(self, of: Columns, **values: Any) -> Plan:
         """A plan with arrays for degrees and batches."""
         names = ("dp", "dp_replicate", "tp", "pp", "micro_batch", "virtual_stages")
         return with_values(self.base, **{name: many(of[name]) for name in names}, **values)
 
-    def _counted(self, of: Columns, each: Column, times: Column | int) -> Column:
-        """So many times a count; plans for which that is no 64-bit integer are left."""
-        self.left[of["plan"]] |= each.astype(np.float64) * times >= MOST
-        return each * times
+    def _total(self, of: Columns, terms: Sequence[tuple[Any, Any]]) -> Any:
+        """The sum of products of counts; plans for which that is no 64-bit integer are left."""
+        if sum(float(np.max(times)) * float(np.max(each)) for times, each in terms) >= MOST:
+            rough = sum(np.asarray(times, np.float64) * each for times, each in terms)
+            self.left[of["plan"]] |= rough >= MOST
+        return sum([times * each for times, each in terms])
 
-    def _sent(self, of: Columns, ends: Ends, plan: Plan) -> Iterator[tuple[Axis, str, Any]]:
+    def _sent(
+        self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: tuple[Ends, Column]
+    ) -> Iterator[tuple[Axis, str, Any]]:
         """Axes, purposes and bytes of all that a rank sends."""
-        sheet, rows = self.sheets["stage", ends], of["row"]
+        terms: dict[Purpose, list[tuple[Any, Any]]] = {}
+        for stage in stages:
+            sheet, grids = self.sheets["stage", stage.ends], self._grids(stage)
+            for field, times in zip(EACH, (stage.n, *stage.rounds), strict=True):
+                if not np.any(times):
+                    continue
+                for purpose in sheet.purposes(field, partial(Part.sent, field=field), grids):
+                    if purpose[0] == "recv":
+                        continue
+                    asked = partial(_passed, purpose=purpose, field=field)
+                    (each,) = sheet((purpose, field), asked, stage.rows, grids)
+                    n = times if purpose[1] != "pp" else of["m"] * stage.sends[purpose[2] != "activations"]
+                    terms.setdefault(purpose, []).append((n, each))
+        sheet, rows = self.sheets["rank", own[0]], own[1]
         grids = sheet.grids_of(rows)
-        sheet("purposes", lambda part: (len(part.sent),), rows, grids)
-        purposes = {p: None for i in grids for part in sheet.grids[i].parts for p in part.sent}
+        for purpose in sheet.purposes("after", lambda part: part.sent_after, grids):
+            if purpose[2] != "updated weights" or plan.zero == 1:
+                (each,) = sheet(purpose, partial(_passed_after, purpose=purpose), rows, grids)
+                terms.setdefault(purpose, []).append((1, each))
         ranks = ranks_along(plan)
-        for purpose in purposes:
-            kind, axis, what = purpose
-            if kind == "recv" or (what == "updated weights" and plan.zero != 1):
-                continue
-            fixed, each = sheet(purpose, partial(_passed, purpose=purpose), rows, grids)
-            payload: Any = fixed + self._counted(of, each, of["m"])
-            self._counted(of, payload, np.asarray(ranks[axis]))
+        for (kind, axis, what), products in terms.items():
+            payload = self._total(of, products)
+            self._total(of, [(payload, np.asarray(ranks[axis]))])
             yield axis, what, wire_bytes(kind, payload, ranks[axis])
 
-    def _moved_bytes(self, of: Columns, ends: Ends, plan: Plan) -> Quantity:
-        sheet, rows = self.sheets["rank", ends], of["own"]
+    def _moved_bytes(self, of: Columns, own: tuple[Ends, Column], plan: Plan) -> Quantity:
+        sheet, rows = self.sheets["rank", own[0]], own[1]
         weights, grads, optimizer = sheet("moved", Part.moved, rows, sheet.grids_of(rows))
         if plan.zero == 1 and plan.ddp:
-            *_, optimizer = self._dealt(of, ends)
+            *_, optimizer = self._dealt(of | {"own": rows}, own[0])
         share = updated_share(int(of["zero"][0]), plan.dp)
         return update_bytes(share * weights, share * grads, optimizer)
 
 
-def _passed(part: Part, purpose: Purpose) -> tuple[Any, Any]:
-    return part.sent.get(purpose, (0, 0))
+class _Stages(NamedTuple):
+    """Stages of each plan's rank that have one row: `n` of them, what their rounds add up to.
+
+    How many send activations to other ranks, and how many gradients.
+    """
+
+    ends: Ends
+    rows: Column
+    n: int
+    rounds: Sequence[Any]
+    sends: tuple[int, int]
+
+
+class _Sheet(NamedTuple):
+    """The same before any plan is looked up: the column of their rows, rounds by number of micro-batches."""
+
+    ends: Ends
+    name: str
+    n: int
+    rounds: Column
+    sends: tuple[int, int]
+
+
+def _of_one_sheet(rank: Any, rounds: Column) -> Iterator[_Sheet]:
+    """A rank's stages, those that have one row together."""
+    for ends, name in dict.fromkeys(rank.stages):
+        local = [i for i, found in enumerate(rank.stages) if found == (ends, name)]
+        sends = [
+            sum(rank.indices[i] + beyond not in rank.indices for i in local) if n_ends else 0
+            for beyond, n_ends in ((1, not ends[1]), (-1, not ends[0]))
+        ]
+        yield _Sheet(ends, name, len(local), rounds[local].sum(axis=0), (sends[0], sends[1]))
+
+
+def _chosen(rounds: Column, m: Column) -> list[Any]:
+    """Each field's number for each plan's number of micro-batches; one for all where that is no matter."""
+    return [field[m] if (field != field[0]).any() else int(field[0]) for field in rounds]
+
+
+@lru_cache(maxsize=65536)
+def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tuple[int, ...]) -> Column:
+    """`Rounds` of each of a rank's stages, for each number of micro-batches."""
+    n_replicas = 2 if fsdp else 1
+    plan = with_values(
+        Plan(),
+        pp=pp,
+        virtual_stages=v,
+        schedule=schedule,
+        zero=3 if fsdp else 0,
+        dp=n_replicas,
+        global_batch=n_replicas * many(ms),
+    )
+    found = np.zeros((v, len(Rounds._fields), len(ms)), np.int64)
+    try:
+        for local, index in enumerate(plan.stages_of(rank)):
+            for i, times in enumerate(rounds_of(plan, rank, local, first=index == 0)):
+                found[local, i] = times
+    except Differ as differ:
+        for part in (differ.yes, ~differ.yes):
+            chosen = np.flatnonzero(part)
+            found[..., chosen] = _rounds(schedule, pp, v, fsdp, rank, tuple(ms[j] for j in chosen))
+    return found
+
+
+def _passed(part: Part, purpose: Purpose, field: str) -> tuple[Any]:
+    return (part.sent(field).get(purpose, 0),)
+
+
+def _passed_after(part: Part, purpose: Purpose) -> tuple[Any]:
+    return (part.sent_after.get(purpose, 0),)
