@@ -8,12 +8,20 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from memplan.allocator import Program, Replayed, replayed
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.engines import textbook
-from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, timeline
+from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
 from memplan.engines.torch.stage import StageKind
 from memplan.errors import InvalidValue
-from memplan.hardware import Cluster, resolve_cluster
+from memplan.hardware import (
+    Cluster,
+    Gpu,
+    Interval,
+    cublas_workspace_bytes,
+    outside_allocator,
+    resolve_cluster,
+)
 from memplan.models import Model, parameter_count, resolve
 from memplan.plan import Plan, Rank, check_device, check_plan, stage_layers
 from memplan.steptime import (
@@ -38,6 +46,9 @@ if TYPE_CHECKING:
 
 Confirmation = Literal["measured", "unmeasured"]
 
+Verdict = Literal["fits", "within the margin", "does not fit"]
+"""Whether the device holds a plan; "within the margin": that depends on what is known as a range only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
@@ -53,6 +64,7 @@ class StageEstimate:
     flops: int
     traffic: Callable[[], tuple[Collective, ...]] = field(repr=False, compare=False)
     again: Callable[[], int] = field(repr=False, compare=False)
+    program: Callable[[], Program] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -63,6 +75,23 @@ class StageEstimate:
     def rest_bytes(self) -> int:
         """Bytes alive between steps."""
         return self.timeline.rest_bytes
+
+    def replay(self, *, limit_bytes: int | None = None, expandable_segments: bool = False) -> Replayed | None:
+        """The rank's first steps through PyTorch's caching allocator; None where it has none (CPU, textbook).
+
+        `limit_bytes`: what the driver has to give; where that runs out, cached blocks are given back first.
+
+        Raises:
+            OutOfMemory: if that is not enough.
+        """
+        if self.program is None:
+            return None
+        return replayed(self.program(), limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+
+    @cached_property
+    def replayed(self) -> Replayed | None:
+        """`replay` with the allocator's defaults and no limit."""
+        return self.replay()
 
     @cached_property
     def states(self) -> Bytes:
@@ -222,6 +251,49 @@ class Estimate:
         return None if budget_bytes is None else self.peak.total_bytes <= budget_bytes
 
     @property
+    def reserved_bytes(self) -> int | None:
+        """What the caching allocator holds for the worst stage; None where there is none (CPU, textbook).
+
+        It is replayed when asked for: see `memplan.allocator`, and `StageEstimate.replay` for its options.
+        """
+        replay = self.worst.replayed
+        return None if replay is None else replay.reserved_bytes
+
+    @property
+    def device_bytes(self) -> Interval | None:
+        """What the worst stage's process holds on its GPU, as `nvidia-smi` shows it; None on CPU.
+
+        At least what is allocated: the rest of what is reserved is given back before memory runs out. At most
+        what is reserved. With it CUDA's context and NCCL's buffers, as far as their ranges go.
+
+        Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
+        """
+        replay = self.worst.replayed
+        if replay is None:
+            return None
+        plan = self.plan
+        n_axes = sum(n > 1 for n in (plan.dp, plan.dp_replicate, plan.tp, plan.pp))
+        outside = outside_allocator(n_axes + (n_axes > 1))
+        return Interval(
+            replay.allocated_bytes + outside.low_bytes, replay.reserved_bytes + outside.high_bytes
+        )
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What `device_bytes` say of the GPU's usable bytes; None without a cluster or a limit.
+
+        `fits` is the quicker question, and what `search` asks: whether the allocated peak keeps to a budget
+        whose margin stands in for all else. This one asks what that margin has to hold.
+        """
+        usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
+        held = None if usable is None else self.device_bytes
+        if usable is None or held is None:
+            return None
+        if held.high_bytes <= usable:
+            return "fits"
+        return "does not fit" if held.low_bytes > usable else "within the margin"
+
+    @property
     def time_missing(self) -> tuple[str, ...]:
         """Why there is no step time; empty if there is."""
         return self.time_model.missing(self.plan, self.cluster)
@@ -311,6 +383,9 @@ class Estimate:
             "cluster": self.cluster.name if self.cluster is not None else None,
             "n_parameters": self.n_parameters,
             "fits": self.fits,
+            "verdict": self.verdict,
+            "reserved_bytes": self.reserved_bytes,
+            "device_bytes": None if (held := self.device_bytes) is None else held._asdict(),
             "confirmed": self.confirmed,
             "peak": self.peak.to_dict(),
             "worst_stage": self.worst.stage,
@@ -484,7 +559,8 @@ def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> E
 def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
     """`estimate` of a plan that is known to run there."""
     by_textbook = plan.engine == "textbook"
-    stages = _textbook_stages(model, plan) if by_textbook else _stages(model, plan, device)
+    gpu = None if cluster is None else cluster.gpu
+    stages = _textbook_stages(model, plan) if by_textbook else _stages(model, plan, device, gpu)
     return Estimate(
         model=model,
         plan=plan,
@@ -510,10 +586,10 @@ def _textbook_recomputed(model: Model, plan: Plan, pp_rank: int) -> int:
     return round(textbook.recomputed_flops(model, plan, pp_rank))
 
 
-def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
+def _stages(model: Model, plan: Plan, device: Device, gpu: Gpu | None) -> Iterator[StageEstimate]:
     passes: dict[Stage, Passes] = {}
     for stages in ranks_of(model, plan, device):
-        yield _stage_estimate(stages, passes)
+        yield _stage_estimate(stages, passes, gpu)
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
@@ -535,7 +611,7 @@ def rank_estimate(model: Model, plan: Plan, rank: Rank, device: Device) -> Stage
     return _stage_estimate(RankStages(model, plan, rank, device), {})
 
 
-def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes]) -> StageEstimate:
+def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | None = None) -> StageEstimate:
     return StageEstimate(
         rank=stages.rank,
         layers=stages.layers,
@@ -543,4 +619,9 @@ def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes]) -> StageEst
         flops=forward_flops(stages),
         traffic=partial(collectives, stages),
         again=partial(recomputed_flops, stages),
+        program=partial(_program, stages, passes, gpu) if stages.device == "cuda" else None,
     )
+
+
+def _program(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | None) -> Program:
+    return program(stages, passes, cublas_workspace_bytes(gpu))

@@ -19,8 +19,10 @@ Grads = tuple[Tensor | None, ...]
 Saved = tuple[Tensor, ...]
 
 
-def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Tensor:
+def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again: bool = False) -> Tensor:
     """x W^T + b, with W (n_out, n_in): 2 x tokens x n_in x n_out FLOPs; saves x and W.
+
+    `again`: selective recomputation keeps other products, but makes this one again.
 
     Under autocast the weight, the bias and x are first copied to its type, the weight's copy being kept
     until backward. With rows, partial outputs are summed over the tensor axis, or reduce-scattered over the
@@ -73,7 +75,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split) -> Ten
         del part
         return (y,)
 
-    (y,) = run.kept(product, 2 * batch * seq * n_in * n_out)
+    (y,) = run.kept(product, 2 * batch * seq * n_in * n_out, again=again)
     y.node = node
     del used, w
     return _reduced_over_tp(y, name) if split == "rows" else y
@@ -191,6 +193,8 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
 
     Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
     outputs are summed. PyTorch makes that table's gradient whole on every rank; DDP cuts it back.
+
+    Neglects: on CUDA what the backward pass of more than 3,072 ids sorts them into, which depends on the ids.
 
     Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
     torch/distributed/tensor/_ops/_embedding_ops.py.
@@ -316,6 +320,42 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
     y = _mul_by_weight(_mul_per_token(x, r), run.weight(weight), name)
     del x
     return run.cast(y, dtype)
+
+
+def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
+    """The same as Meta's and Hugging Face's Llama write it: operation by operation, on any device.
+
+    In float32 up to the weight, which is applied in x's type: beside what the composite saves, that is the
+    normed x in that type.
+
+    Source: torchtitan/models/norms.py (`RMSNorm.forward`), transformers' `LlamaRMSNorm.forward`.
+    """
+    run, dtype = x.run, x.dtype
+    weight = run.parameter(f"{name}.weight", (x.shape[-1],), summed=run.setting.sequence_parallel)
+    x = run.cast(_divided_sequence(x), FP32)
+    squares = _square(x)
+    mean = _mean(squares)
+    r = _rsqrt(mean)
+    del squares, mean
+    normed = _mul_per_token(x, r)
+    del x, r
+    narrow = run.cast(normed, dtype)
+    del normed
+    return _scaled(narrow, run.weight(weight), name)
+
+
+def _scaled(x: Tensor, w: Tensor, name: str) -> Tensor:
+    """x (batch, seq, d) times w (d) of the same type; w's gradient is summed over the tokens."""
+    run, shape, dtype = x.run, x.shape, x.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.run.grad_of(0, shape, dtype)
+        terms = grad.run.grad_of(1, shape, dtype)
+        grad_w = grad.run.grad_of(1, shape[-1:], dtype)
+        del terms
+        return grad_x, grad_w
+
+    return run.new(name, shape, dtype, run.node((x.node, w.node), (x, w), backward))
 
 
 def _square(x: Tensor) -> Tensor:
@@ -466,9 +506,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     if q.dtype != FP32:
         return _flash_attention_cuda(q, k, v)
     if k.shape != q.shape:
-        return _math_attention(
-            q, _repeated_heads(k, n_heads), _repeated_heads(v, n_heads), dropout=dropout > 0
-        )
+        return _math_attention(q, repeated_heads(k, n_heads), repeated_heads(v, n_heads), dropout=dropout > 0)
     return _efficient_attention_cuda(q, k, v)
 
 
@@ -590,7 +628,7 @@ def _like(x: Tensor, name: str) -> Tensor:
     return y
 
 
-def _repeated_heads(x: Tensor, n_heads: int) -> Tensor:
+def repeated_heads(x: Tensor, n_heads: int) -> Tensor:
     """Keys or values copied once per query head; the copies' gradients are summed."""
     run, shape, dtype = x.run, x.shape, x.dtype
     batch, seq, _, d_head = shape

@@ -240,7 +240,7 @@ def _brief(text: str) -> str:
 def _verdict(estimate: Estimate) -> str:
     where = f"stage {estimate.worst.stage}, " if len(estimate.stages) > 1 else ""
     peak = f"Peak {human_bytes(estimate.peak.total_bytes)}: {where}{estimate.worst.when}."
-    return "\n".join(cut(line, WIDTH) for line in (peak, _fits(estimate)))
+    return "\n".join(cut(line, WIDTH) for line in (peak, _fits(estimate), *_on_device(estimate)))
 
 
 def _fits(estimate: Estimate) -> str:
@@ -256,6 +256,19 @@ def _fits(estimate: Estimate) -> str:
     if left_bytes >= 0:
         return f"FITS: {human_bytes(left_bytes)} of {budget} are left."
     return f"DOES NOT FIT: {human_bytes(-left_bytes)} more than {budget}."
+
+
+def _on_device(estimate: Estimate) -> list[str]:
+    """What the caching allocator makes of the peak, and the process of that."""
+    reserved_bytes, held = estimate.reserved_bytes, estimate.device_bytes
+    if reserved_bytes is None or held is None:
+        return []
+    ends = f"{human_bytes(held.low_bytes)} to {human_bytes(held.high_bytes)}"
+    verdict = "" if estimate.verdict is None else f": {estimate.verdict}"
+    return [
+        f"Reserved by the caching allocator: {human_bytes(reserved_bytes)}.",
+        f"On the GPU with CUDA's context and NCCL's buffers: {ends}{verdict}.",
+    ]
 
 
 def _host(estimate: Estimate) -> str:

@@ -363,17 +363,21 @@ class Run:
         region = self._replaying or self._region
         return region is not None and region.selective
 
-    def kept(self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0) -> tuple[Tensor, ...]:
+    def kept(
+        self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0, *, again: bool = False
+    ) -> tuple[Tensor, ...]:
         """The outputs of an operation of so many FLOPs that selective recomputation does not run again.
+
+        With `again` it does: a policy may keep only some of the products.
 
         Source: torch/utils/checkpoint.py (`_CachingTorchDispatchMode`, `_CachedTorchDispatchMode`).
         """
         replaying, region = self._replaying, self._region
-        if replaying is not None and replaying.selective:
+        if replaying is not None and replaying.selective and not again:
             return replaying.kept.popleft()
         outputs = compute()
         self.flops += flops
-        if region is not None and region.selective:
+        if region is not None and region.selective and not again:
             _mark_saved(outputs)
             region.kept.append(tuple(Tensor(self, y.shape, y.dtype, y.storage) for y in outputs))
         return outputs

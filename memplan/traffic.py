@@ -13,7 +13,7 @@ from memplan.engines.torch.optimizer import all_reduces
 from memplan.engines.torch.orders import Action, count, plan_order, times_unsharded
 from memplan.engines.trace import Segment
 from memplan.many import Many, anywhere
-from memplan.models import Llama, Model
+from memplan.models import Model
 from memplan.plan import MESH_AXES, SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan
 from memplan.shapes import FP32, DType, Parameter
 
@@ -220,7 +220,7 @@ def _summed_dtype(stage: Stage, parameter: Parameter) -> DType:
 
 def _replicated(stage: Stage) -> Iterator[Calls]:
     yield "all_reduce", "dp", "all-reduce gradients", *_reduced(stage)
-    if isinstance(stage.model, Llama) and stage.plan.pp == 1:
+    if not stage.model.learned_positions and stage.plan.pp == 1:
         seq_len, half = stage.plan.seq_len, stage.model.d_head // 2
         yield "broadcast", "dp", "rotation buffer", 1, 8 * seq_len * half
 

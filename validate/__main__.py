@@ -1,4 +1,4 @@
-"""The command line: python -m validate run | sweep | report | explain."""
+"""The command line: python -m validate run | sweep | report | explain | published."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from memplan.checks import checked_count
 from memplan.cli import plan_options
 from memplan.errors import MemplanError, PlanRefused
 from memplan.plan import check_plan
-from validate import report
+from validate import published, report
 from validate.attribution import comparison
 from validate.cases import LEAST_STEPS, Case
 from validate.environment import environment
@@ -341,6 +341,21 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
             file.append(record)
     click.echo(report.summary(records))
     _finish(records)
+
+
+@main.command("published")
+@click.argument("file", type=click.Path(path_type=Path), default=published.ROWS)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each row.")
+def compare_published(file: Path, as_json: bool) -> None:
+    """Others' measurements of GPU memory beside what memplan says; nothing is run."""
+    rows = [published.compared(row) for row in published.read_rows(file)]
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row.to_dict()))
+    else:
+        click.echo(published.table(rows))
+    if not all(row.confirmed for row in rows):
+        sys.exit(1)
 
 
 def _finish(records: list[Record]) -> None:

@@ -2,15 +2,19 @@
 
 from memplan.hardware.cluster import Cluster, cluster, gpus_per_node, resolve_cluster
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
+from memplan.hardware.overheads import Interval, cublas_workspace_bytes, outside_allocator
 
 __all__ = [
     "DTYPES",
     "Cluster",
     "Gpu",
+    "Interval",
     "Link",
     "cluster",
+    "cublas_workspace_bytes",
     "gpu",
     "gpu_names",
     "gpus_per_node",
+    "outside_allocator",
     "resolve_cluster",
 ]

@@ -7,7 +7,8 @@ own; on "cuda" NCCL works in place.
 """
 
 from memplan.engines.torch.passes import Passes
+from memplan.engines.torch.program import program
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import StageTimeline, passes_of, timeline
 
-__all__ = ["Passes", "RankStages", "Stage", "StageTimeline", "passes_of", "timeline"]
+__all__ = ["Passes", "RankStages", "Stage", "StageTimeline", "passes_of", "program", "timeline"]

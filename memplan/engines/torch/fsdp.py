@@ -88,6 +88,13 @@ class Unit:
         for inputs, times in self.inputs:
             yield frees(*inputs), times
 
+    def gathering(self) -> Iterator[Buffer]:
+        """All that an all-gather allocates."""
+        yield self.flat
+        for inputs, _ in self.inputs:
+            yield from inputs
+        yield from self.uploads.values()
+
     def _filled(self, shard: Buffer) -> tuple[Event, ...]:
         """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""
         if shard not in self.uploads:

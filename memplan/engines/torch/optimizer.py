@@ -5,7 +5,7 @@ or partial, each tensor rank knowing a part of the sum. Every operation that rea
 makes a copy that is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from memplan.engines.torch.stage import MOMENTS, RankStages
@@ -19,14 +19,22 @@ Counted = Sequence[tuple[Parameter, int]]
 CUDA_CHUNK_ELEMENTS: Final = 65536
 """What one block of a CUDA kernel over a list of tensors takes (`kChunkSize` in MultiTensorApply.cuh)."""
 
+UPDATE_NAME: Final = "optimizer step"
+"""The stretch before which the first step makes the optimizer's state."""
+
 AllReduces = tuple[Axis, str, int, int]
 """The mesh axis of all-reduces, their purpose, their number, the payload bytes of all of them."""
 
 
-def update(stages: RankStages) -> Stretch:
-    """The optimizer's part of a step; the loss scaler's scalars are left out."""
+def update(stages: RankStages, *, one_by_one: bool = False) -> Stretch:
+    """The optimizer's part of a step; the loss scaler's scalars are left out.
+
+    `one_by_one`: what is allocated for all parameters at the same time is so many tensors, rather than one of
+    as many bytes.
+    """
     clipping = [] if stages.plan.clip_grad_norm is None else [events("gradient clipping", _clipping(stages))]
-    return chain("update", *clipping, events("optimizer step", _stepping(stages)))
+    roots = _each_root if one_by_one else _all_roots
+    return chain("update", *clipping, events(UPDATE_NAME, _stepping(stages, roots)))
 
 
 def implementation(stages: RankStages) -> str:
@@ -39,12 +47,12 @@ def implementation(stages: RankStages) -> str:
     return "foreach" if stages.update_device == "cuda" else "for-loop"
 
 
-def _stepping(stages: RankStages) -> Iterator[Event]:
+def _stepping(stages: RankStages, roots: Callable[[RankStages, Counted], list[Buffer]]) -> Iterator[Event]:
     match implementation(stages):
         case "for-loop":
             yield from _one_by_one(stages)
         case "foreach":
-            yield from _all_at_once(stages)
+            yield from _all_at_once(stages, roots)
         case _:
             yield from _in_one_kernel(stages)
 
@@ -70,7 +78,7 @@ def _one_by_one(stages: RankStages) -> Iterator[Event]:
         yield from frees(before)
 
 
-def _all_at_once(stages: RankStages) -> Iterator[Event]:
+def _all_at_once(stages: RankStages, roots: Callable[[RankStages, Counted], list[Buffer]]) -> Iterator[Event]:
     """The square roots of all of Adam's second moments, and all copies of gradients, at the same time.
 
     Source: torch/optim/adam.py (`_multi_tensor_adam`), torch/optim/sgd.py (`_multi_tensor_sgd`).
@@ -79,9 +87,21 @@ def _all_at_once(stages: RankStages) -> Iterator[Event]:
         for copies in _reads(stages, group):
             yield from (*allocs(*copies), *frees(*copies))
         if len(MOMENTS[stages.plan.optimizer]) == 2:
-            elements = sum(n * _elements(stages, parameter) for parameter, n in group)
-            roots = buffer_of("square roots of all second moments", (elements,), stages.weight_dtype)
-            yield from (*allocs(roots), *frees(roots))
+            made = roots(stages, group)
+            yield from (*allocs(*made), *frees(*made))
+
+
+def _all_roots(stages: RankStages, group: Counted) -> list[Buffer]:
+    elements = sum(n * _elements(stages, parameter) for parameter, n in group)
+    return [buffer_of("square roots of all second moments", (elements,), stages.weight_dtype)]
+
+
+def _each_root(stages: RankStages, group: Counted) -> list[Buffer]:
+    return [
+        buffer_of(f"{parameter.name} (square root)", (_elements(stages, parameter),), stages.weight_dtype)
+        for parameter, n in group
+        for _ in range(n)
+    ]
 
 
 def _in_one_kernel(stages: RankStages) -> Iterator[Event]:

@@ -10,7 +10,7 @@ from typing import Final
 from memplan.engines.split import SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, Trace, traced, without_blocks
-from memplan.models import Llama, Model
+from memplan.models import Model
 from memplan.plan import Plan, Rank, Recompute, stage_layers
 from memplan.shapes import (
     BF16,
@@ -289,7 +289,7 @@ class RankStages:
         if self.first:
             alive[buffer_of("tokens", batch, INT64)] += 1
         alive[buffer_of("targets", batch, INT64)] += 1
-        if isinstance(model, Llama):
+        if not model.learned_positions:
             rotation = buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)
             alive[rotation] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):

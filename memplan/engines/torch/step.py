@@ -53,10 +53,14 @@ def timeline(stages: RankStages, passes: dict[Stage, Passes] | None = None) -> S
             passes[stage] = passes_of(stage)
     own = [passes[stage] for stage in stages]
     step = chain("step", *schedule(stages, own), *updates(stages))
-    rest = stages.rest + kept_grads(stages, own)
-    if left := left_behind(stages):
-        rest = rest + left
-    return StageTimeline(rest=rest, step=step, grads=stages.grads, host=host_of(stages))
+    return StageTimeline(rest=rest_of(stages, own), step=step, grads=stages.grads, host=host_of(stages))
+
+
+def rest_of(stages: RankStages, passes: Sequence[Passes]) -> Alive:
+    """What is alive between steps."""
+    rest = stages.rest + kept_grads(stages, passes)
+    left = left_behind(stages)
+    return rest + left if left else rest
 
 
 def updates(stages: RankStages) -> list[Stretch]:

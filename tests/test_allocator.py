@@ -1,0 +1,298 @@
+"""The caching allocator by hand, its laws for any sequence, and plans replayed through it."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memplan
+from memplan.allocator import CachingAllocator, OutOfMemory, Program, replayed, rounded_bytes
+from memplan.hardware.overheads import overhead_table
+from memplan.shapes import FP32, Buffer, Event
+from memplan.timeline import Stretch, chain, events, repeated, unrolled
+from memplan.units import GiB, KiB, MiB
+
+
+def held(*sizes: int, **options) -> CachingAllocator:
+    """An allocator after these requests."""
+    allocator = CachingAllocator(**options)
+    for n_bytes in sizes:
+        allocator.malloc(n_bytes)
+    return allocator
+
+
+@pytest.mark.parametrize(
+    "sizes, allocated_bytes, reserved_bytes",
+    [
+        ([1], 512, 2 * MiB),
+        ([513], 1024, 2 * MiB),
+        ([512 * KiB] * 4, 2 * MiB, 2 * MiB),
+        ([512 * KiB] * 5, 2560 * KiB, 4 * MiB),
+        ([1 * MiB, 1 * MiB + 1], 2 * MiB + 512, 22 * MiB),  # the small pool's last, the large pool's first
+        ([2 * MiB] * 10, 20 * MiB, 20 * MiB),
+        ([9 * MiB] * 3, 27 * MiB, 40 * MiB),  # of 20 MiB the second leaves 2; the third opens another
+        ([10 * MiB], 10 * MiB, 10 * MiB),
+        ([13 * MiB], 14 * MiB, 14 * MiB),  # a rest of 1 MiB is not split off, and counts as allocated
+        ([12 * MiB + 512], 12 * MiB + 512, 14 * MiB),
+    ],
+)
+def test_segments_by_hand(sizes, allocated_bytes, reserved_bytes):
+    allocator = held(*sizes)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated_bytes, reserved_bytes)
+
+
+def test_the_smallest_block_that_is_large_enough_serves():
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(n * MiB) for n in (40, 24, 30)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.malloc(22 * MiB).address == 40 * MiB
+    assert allocator.malloc(23 * MiB).address == 64 * MiB
+    assert allocator.reserved_bytes == 94 * MiB
+
+
+def test_free_neighbours_are_one_block():
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0)):
+        allocator = CachingAllocator()
+        blocks = [allocator.malloc(4 * MiB) for _ in range(3)]
+        for i in order:
+            allocator.free(blocks[i])
+        assert allocator.cached == ((20 * MiB, 0),)
+
+
+def test_a_block_in_use_keeps_its_neighbours_apart():
+    allocator = CachingAllocator()
+    first, _, third = (allocator.malloc(6 * MiB) for _ in range(3))
+    allocator.free(first)
+    allocator.free(third)
+    allocator.malloc(9 * MiB)
+    assert allocator.reserved_bytes == 40 * MiB
+
+
+def test_a_stream_does_not_use_another_streams_blocks():
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(100 * MiB, "all-gather"))
+    allocator.malloc(100 * MiB)
+    assert allocator.reserved_bytes == 200 * MiB
+    allocator.malloc(100 * MiB, "all-gather")
+    assert allocator.reserved_bytes == 200 * MiB
+
+
+def test_cached_segments_are_given_back_before_memory_runs_out():
+    allocator = CachingAllocator(limit_bytes=100 * MiB)
+    allocator.free(allocator.malloc(60 * MiB))
+    allocator.malloc(80 * MiB)
+    assert (allocator.reserved_bytes, allocator.n_retries) == (80 * MiB, 1)
+    with pytest.raises(OutOfMemory, match="limit_bytes"):
+        allocator.malloc(30 * MiB)
+
+
+def test_a_segment_that_is_partly_in_use_is_not_given_back():
+    allocator = CachingAllocator(limit_bytes=30 * MiB)
+    blocks = [allocator.malloc(9 * MiB) for _ in range(2)]
+    allocator.free(blocks[0])
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(12 * MiB)
+
+
+@pytest.mark.parametrize(
+    "sizes, reserved_bytes",
+    [([11 * MiB], 20 * MiB), ([11 * MiB] * 2, 40 * MiB), ([11 * MiB, 9 * MiB], 20 * MiB), ([1], 2 * MiB)],
+)
+def test_expandable_segments_grow_by_pages(sizes, reserved_bytes):
+    assert held(*sizes, expandable_segments=True).reserved_bytes == reserved_bytes
+
+
+def test_the_end_of_an_expandable_segment_is_the_last_choice():
+    allocator = CachingAllocator(expandable_segments=True)
+    first, _ = allocator.malloc(30 * MiB), allocator.malloc(25 * MiB)
+    allocator.free(first)  # 30 MiB free ahead of 25 in use, 5 free at the end
+    assert allocator.malloc(4 * MiB).address == 0
+    allocator.malloc(40 * MiB)
+    assert allocator.reserved_bytes == 100 * MiB
+
+
+def test_expandable_pages_at_the_end_are_given_back():
+    allocator = CachingAllocator(limit_bytes=100 * MiB, expandable_segments=True)
+    allocator.free(allocator.malloc(100 * MiB))
+    allocator.malloc(60 * MiB, "other")
+    assert allocator.reserved_bytes == 60 * MiB
+
+
+SIZES = st.sampled_from([1, 512, 700 * KiB, 1 * MiB, 1 * MiB + 1, 3 * MiB, 9 * MiB, 10 * MiB, 21 * MiB + 3])
+REQUESTS = st.lists(st.tuples(SIZES, st.sampled_from(["", "other"]), st.integers(0, 3)), max_size=60)
+
+
+@given(requests=REQUESTS, expandable=st.booleans())
+def test_bytes_add_up_whatever_is_asked_and_freed(requests, expandable):
+    allocator = CachingAllocator(expandable_segments=expandable)
+    live = []
+    for n_bytes, stream, freed in requests:
+        block = allocator.malloc(n_bytes, stream)
+        live.append(block)
+        assert rounded_bytes(n_bytes) <= block.n_bytes <= rounded_bytes(n_bytes) + 1 * MiB
+        for _ in range(min(freed, len(live))):
+            allocator.free(live.pop(0))
+        free_bytes = sum(n for n, _ in allocator.cached)
+        assert allocator.allocated_bytes == sum(b.n_bytes for b in live)
+        assert allocator.reserved_bytes == allocator.allocated_bytes + free_bytes
+    assert allocator.peak_reserved_bytes >= allocator.peak_allocated_bytes
+
+
+@given(requests=REQUESTS, data=st.data(), expandable=st.booleans())
+def test_the_order_of_frees_leaves_no_trace(requests, data, expandable):
+    allocator = CachingAllocator(expandable_segments=expandable)
+    live = [allocator.malloc(n_bytes, stream) for n_bytes, stream, _ in requests]
+    again = CachingAllocator(expandable_segments=expandable)
+    same = [again.malloc(n_bytes, stream) for n_bytes, stream, _ in requests]
+    for block in live:
+        allocator.free(block)
+    for block in data.draw(st.permutations(same)):
+        again.free(block)
+    assert allocator.cached == again.cached
+
+
+@given(n_bytes=SIZES, times=st.integers(1, 20), expandable=st.booleans())
+def test_what_is_freed_and_asked_for_again_reserves_nothing_new(n_bytes, times, expandable):
+    allocator = CachingAllocator(expandable_segments=expandable)
+    allocator.free(allocator.malloc(n_bytes))
+    reserved_bytes = allocator.reserved_bytes
+    for _ in range(times):
+        allocator.free(allocator.malloc(n_bytes))
+    assert allocator.reserved_bytes == reserved_bytes
+
+
+@given(requests=REQUESTS)
+def test_a_limit_that_is_never_reached_changes_nothing(requests):
+    free = CachingAllocator()
+    blocks = [free.malloc(n_bytes, stream) for n_bytes, stream, _ in requests]
+    limited = CachingAllocator(limit_bytes=free.peak_reserved_bytes)
+    again = [limited.malloc(n_bytes, stream) for n_bytes, stream, _ in requests]
+    assert [b.address for b in again] == [b.address for b in blocks]
+    assert limited.n_retries == 0
+
+
+def buffer(n_mib: int, kind="temporaries") -> Buffer:
+    return Buffer("b", (n_mib,), FP32, n_mib * MiB, kind)
+
+
+def literal(stretch: Stretch) -> Stretch:
+    """The same step with every repetition written out."""
+    return chain("step", *(events(name, [event]) for name, event in unrolled(stretch)))
+
+
+def test_repetitions_that_change_nothing_may_be_left_out():
+    sizes = [buffer(n) for n in (3, 30, 11, 64)]
+    micro_batch = events("micro-batch", [*(Event(1, b) for b in sizes), *(Event(-1, b) for b in sizes)])
+    kept = buffer(17)
+    step = chain("step", events("start", [Event(1, kept)]), repeated(micro_batch, 50))
+    program = Program(at_rest=Counter({buffer(40, "weights"): 3}), step=step)
+    assert replayed(program) == replayed(dataclasses.replace(program, step=literal(step)))
+
+
+def test_the_optimizer_state_comes_with_the_first_update():
+    """It lands in what the first step's activations have left: the second one's need more."""
+    activation, state = buffer(100), buffer(60, "optimizer")
+    work = events("work", [Event(1, activation), Event(-1, activation)])
+    program = Program(
+        at_rest=Counter({state: 1}), step=chain("step", work, events("update", ())), update_name="update"
+    )
+    assert replayed(program).reserved_bytes == 200 * MiB
+    assert replayed(dataclasses.replace(program, update_name="")).reserved_bytes == 160 * MiB
+
+
+SMALL = dataclasses.replace(memplan.preset("llama-3-8b"), n_layers=12, d_model=1024, d_ff=3584, d_head=32)
+
+PLANS = [
+    {"dp": 8, "zero": 3},
+    {"dp": 4, "zero": 0},
+    {"dp": 4, "zero": 2, "global_batch": 16},
+    {"dp": 2, "tp": 2, "zero": 1, "sequence_parallel": True},
+    {"pp": 2, "dp": 2, "zero": 2, "global_batch": 16, "recompute": "full"},
+    {"pp": 4, "schedule": "interleaved-1f1b", "virtual_stages": 3, "global_batch": 8},
+    {"dp": 2, "set_to_none": False, "clip_grad_norm": 1.0, "precision": "bf16"},
+    {"dp": 2, "dp_replicate": 2, "zero": 3, "fsdp_units": "block+ends", "offload": True},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join(map(str, plan.values())))
+def test_a_plan_replayed_is_the_plan_estimated(plan):
+    """Allocated: the estimate's peak, cuBLAS's workspaces, and what rounding adds."""
+    e = memplan.estimate(SMALL, seq_len=512, **plan)
+    for stage in e.stages:
+        replay = stage.replayed
+        assert replay.settled
+        assert stage.peak_bytes <= replay.allocated_bytes <= stage.peak_bytes * 1.05 + 40 * MiB
+        assert replay.allocated_bytes <= replay.reserved_bytes
+        assert stage.replay(limit_bytes=replay.reserved_bytes) == replay
+
+
+@pytest.mark.parametrize("plan", PLANS[:6], ids=lambda plan: " ".join(map(str, plan.values())))
+def test_left_out_repetitions_of_a_plan_change_nothing(plan):
+    e = memplan.estimate(SMALL, seq_len=512, **plan)
+    program = e.worst.program()
+    updates = program.update_name
+    parts = [part if part.name == "update" else literal(part) for part in program.step.parts if part.repeats]
+    assert updates
+    written_out = dataclasses.replace(program, step=chain("step", *parts))
+    assert replayed(written_out) == replayed(program)
+
+
+def test_an_fsdp2_stage_of_8b_settles_and_reserves_more_than_it_uses():
+    e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, micro_batch=1, seq_len=4096)
+    ordinary = e.worst.replayed
+    expandable = e.worst.replay(expandable_segments=True)
+    assert e.reserved_bytes == ordinary.reserved_bytes
+    assert 1.1 < ordinary.reserved_bytes / e.peak.total_bytes < 1.3
+    assert expandable.allocated_bytes <= expandable.reserved_bytes < ordinary.reserved_bytes
+
+
+def test_the_device_holds_an_interval_and_the_verdict_is_drawn_from_it():
+    verdicts = {}
+    for micro_batch in range(1, 9):
+        e = memplan.estimate(
+            "llama-3-8b", cluster="8xa100-80-sxm", zero=3, recompute="selective", micro_batch=micro_batch,
+            seq_len=2048,
+        )  # fmt: skip
+        low, high = e.device_bytes
+        usable = e.cluster.gpu.usable_bytes
+        verdicts[micro_batch] = e.verdict
+        assert e.worst.replayed.allocated_bytes + 300 * MiB <= low < high
+        assert high >= e.reserved_bytes + 1008 * MiB
+        assert (e.verdict == "fits") == (high <= usable)
+        assert (e.verdict == "does not fit") == (low > usable)
+    assert list(dict.fromkeys(verdicts.values())) == ["fits", "within the margin", "does not fit"]
+
+
+@pytest.mark.parametrize("cluster, engine", [("4xcpu", "torch"), ("4xh100-sxm", "textbook")])
+def test_no_caching_allocator_no_verdict(cluster, engine):
+    e = memplan.estimate("gpt2", cluster=cluster, engine=engine)
+    assert (e.reserved_bytes, e.device_bytes, e.verdict) == (None, None, None)
+    assert e.worst.replay() is None
+    assert "Reserved" not in str(e)
+
+
+def test_without_a_cluster_there_is_an_interval_but_no_verdict():
+    e = memplan.estimate("gpt2", seq_len=256)
+    assert e.verdict is None
+    assert e.to_dict()["device_bytes"] == e.device_bytes._asdict()
+    assert e.to_dict()["reserved_bytes"] == e.reserved_bytes
+    assert "Reserved by the caching allocator" in str(e)
+
+
+def test_hopper_has_larger_workspaces():
+    def workspace_bytes(gpu: str) -> int:
+        at_rest = memplan.estimate("gpt2", cluster=f"1x{gpu}", seq_len=256).worst.program().at_rest
+        return sum(n * b.n_bytes for b, n in at_rest.items() if b.name == "cuBLAS workspace")
+
+    assert [workspace_bytes(gpu) for gpu in ("a100-80-sxm", "h100-sxm")] == [2 * 8320 * KiB, 64 * MiB]
+
+
+def test_every_overhead_says_where_it_stands():
+    for entry in overhead_table().values():
+        assert entry["source"]
+        assert entry["retrieved"]
+        low, high = entry.get("low_mib", entry.get("mib")), entry.get("high_mib", entry.get("mib"))
+        assert 0 <= low <= high < GiB

@@ -1,0 +1,135 @@
+"""Others' GPUs: the published rows that memplan can express, and why it cannot express the others."""
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+from click.testing import CliRunner
+
+from memplan import parameter_count, preset
+from memplan.errors import MemplanError
+from memplan.layout import WIDTH
+from validate.__main__ import main
+from validate.meta_llama import MetaLlama
+from validate.published import DIFFERENCES, INEXPRESSIBLE, LLAMA_3_2_3B, ROWS, compared, read_rows
+
+ROOT = Path(__file__).parents[1]
+BY_ID = {row["row_id"]: row for row in read_rows(ROOT / ROWS)}
+NOT_PREDICTED = {
+    "frozen weights with adapters (LoRA and the like)": 68,
+    "optimizer state in 8 or 4 bits, or paged": 7,
+    "update within the backward pass": 2,
+    "activations on the host": 0,
+    "a sequence divided over ranks (context parallelism)": 6,
+    "another architecture, or one that is not stated": 11,
+    "sequences whose lengths vary or are not stated": 3,
+    "a micro-batch that is not stated": 3,
+    "recomputation that is not stated": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def printed():
+    return CliRunner().invoke(main, ["published", str(ROOT / ROWS)])
+
+
+@pytest.fixture(scope="module")
+def everything():
+    lines = CliRunner().invoke(main, ["published", str(ROOT / ROWS), "--json"]).output.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "row_id, most",
+    [
+        ("torchtitan-h100-2024-0000", 0.05),
+        ("torchtitan-h100-2024-0007", 0.05),
+        ("torchtune-0951", 0.02),
+        ("torchao-0989", 0.02),
+        ("torchao-0992", 0.02),
+        ("torchao-0995", 0.02),
+    ],
+)
+def test_a_row_that_was_run_as_predicted(row_id, most):
+    """8 and 128 H100 under FSDP2, and one A100: eager, all settings published."""
+    row = compared(BY_ID[row_id])
+    assert row.differences == ()
+    assert abs(row.error) < most
+
+
+def test_the_only_memory_that_fits_nowhere_is_that_which_ran_out():
+    ran_out = [compared(row) for row in BY_ID.values() if row["oom"] == "true" and not row["lora"]]
+    assert [row.verdict for row in ran_out] == ["does not fit"] * 3
+
+
+@pytest.mark.slow
+def test_no_row_is_left_out(everything):
+    assert [row["row_id"] for row in everything] == list(BY_ID)
+    counts = {reason: sum(row["reason"] == reason for row in everything) for reason, _ in INEXPRESSIBLE}
+    assert counts == NOT_PREDICTED
+    predicted = [row for row in everything if not row["reason"]]
+    assert len(predicted) == len(BY_ID) - sum(NOT_PREDICTED.values())
+    assert all(row["predicted_bytes"] for row in predicted)
+
+
+@pytest.mark.slow
+def test_errors_are_small_and_large_ones_have_a_name(everything):
+    errors = {row["row_id"]: abs(row["error"]) for row in everything if row["error"] is not None}
+    differ = {row["row_id"]: row["differences"] for row in everything}
+    as_predicted = [error for row_id, error in errors.items() if not differ[row_id]]
+    assert len(as_predicted) == 6
+    assert median(as_predicted) < 0.01
+    assert max(as_predicted) < 0.05
+    assert all("compiled" in differ[row_id] for row_id, error in errors.items() if error > 0.1)
+
+
+@pytest.mark.slow
+def test_no_verdict_is_contradicted(everything):
+    verdicts = [(row["ran"], row["verdict"]) for row in everything if row["verdict"]]
+    assert len(verdicts) == 60
+    assert not {(True, "does not fit"), (False, "fits")} & set(verdicts)
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_the_command_prints(printed):
+    assert printed.exit_code == 0
+    assert max(map(len, printed.output.splitlines())) <= WIDTH
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("python -m validate published\n```")[2]
+    blocks = shown.split("```text\n")[1].split("```")[0].strip("\n").split("\n...\n")
+    assert len(blocks) > 1
+    for block in blocks:
+        assert block.strip("\n") in printed.output
+
+
+def test_differences_are_told_apart():
+    row = dict(BY_ID["torchtitan-h100-2024-0011"])
+    assert compared(row).differences == tuple(text for text, _ in DIFFERENCES)
+    row |= {"compile": "false", "precision": "bf16-amp", "notes": ""}
+    assert compared(row).differences == ()
+
+
+def test_a_row_without_bytes_has_a_verdict_only():
+    row = compared(BY_ID["torchtitan-a100-2024-0036"])
+    assert (row.error, row.verdict, row.confirmed) == (None, "fits", True)
+
+
+def test_a_row_that_is_far_off_is_not_confirmed():
+    row = dict(BY_ID["torchao-0995"]) | {"peak_mem_gib": "40"}
+    assert not compared(row).confirmed
+    row |= {"peak_mem_gib": "", "oom": "true"}
+    assert not compared(row).confirmed
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(MemplanError, match=r"memory\.csv"):
+        read_rows(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-70b"])
+def test_metas_llama_has_the_same_weights(name):
+    assert parameter_count(MetaLlama.like(preset(name))) == parameter_count(preset(name))
+
+
+def test_llama_3_2_3b_has_its_published_parameters():
+    assert parameter_count(LLAMA_3_2_3B) == 3_212_749_824

@@ -1,0 +1,73 @@
+"""Llama as Meta wrote it, and torchtitan and torchtune ran it in 2024: other operations, the same weights."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, final
+
+from memplan.models import Model
+from memplan.ops import (
+    attention,
+    embedding,
+    gather_sequence,
+    heads,
+    linear,
+    merged_heads,
+    repeated_heads,
+    rms_norm_by_parts,
+    rope,
+    silu,
+)
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaLlama(Model):
+    """`memplan.Llama` with norms in parts and a copy of the keys and values for each query head.
+
+    Selective recomputation keeps every second product only.
+
+    Source: torchtitan/models/llama/model.py, norms.py, parallelisms/parallelize_llama.py
+    (`_apply_ac_to_transformer_block`).
+    """
+
+    learned_positions: ClassVar[bool] = False
+
+    @classmethod
+    def like(cls, model: Model) -> "MetaLlama":
+        """A model's sizes, written so."""
+        return cls(**{field.name: getattr(model, field.name) for field in fields(Model)})
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
+
+    def block(self, x: Tensor) -> Tensor:
+        x = x + self._attention(rms_norm_by_parts(x, "attention_norm"))
+        return x + self._feed_forward(rms_norm_by_parts(x, "ffn_norm"))
+
+    def _attention(self, x: Tensor) -> Tensor:
+        h = gather_sequence(x)
+        q = heads(_product(h, "attention.wq", self.n_heads * self.d_head), self.d_head)
+        k = heads(_product(h, "attention.wk", self.n_kv_heads * self.d_head, again=True), self.d_head)
+        v = heads(_product(h, "attention.wv", self.n_kv_heads * self.d_head), self.d_head)
+        q, k = rope(q), rope(k)
+        if self.n_kv_heads != self.n_heads:
+            k, v = repeated_heads(k, q.shape[2]), repeated_heads(v, q.shape[2])
+        y = attention(q, k, v)
+        del h, q, k, v
+        return linear(merged_heads(y), "attention.wo", self.d_model, bias=False, split="rows", again=True)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        h = gather_sequence(x)
+        gated = silu(_product(h, "feed_forward.w1", self.d_ff)) * _product(
+            h, "feed_forward.w3", self.d_ff, again=True
+        )
+        del h
+        return linear(gated, "feed_forward.w2", self.d_model, bias=False, split="rows")
+
+    def head(self, x: Tensor) -> Tensor:
+        h = rms_norm_by_parts(x, "head.norm")
+        return linear(gather_sequence(h), self.output_name, self.vocab_size, bias=False, split="columns")
+
+
+def _product(x: Tensor, name: str, n_out: int, *, again: bool = False) -> Tensor:
+    return linear(x, name, n_out, bias=False, split="columns", again=again)

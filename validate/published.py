@@ -1,0 +1,319 @@
+"""Others' measurements of memory beside what memplan says: `data/published/memory.csv`, row by row.
+
+A row that memplan cannot express is listed with the reason; one that differs from its plan in something that
+memplan has no rule for (compiled blocks, float8) is predicted all the same, and says so.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from memplan import Cluster, Model, cluster, preset
+from memplan.errors import MemplanError
+from memplan.estimate import Estimate, Verdict, estimate
+from memplan.layout import text_table
+from memplan.units import GiB
+from validate.meta_llama import MetaLlama
+
+ROWS: Final = Path("data/published/memory.csv")
+
+TOLERANCE: Final = 0.1
+"""The largest error of a row that was run as predicted."""
+
+Row = Mapping[str, str]
+"""A line of the file, by column; what is not known is empty."""
+
+LLAMA_3_2_3B: Final = replace(
+    preset("llama-3-8b"),
+    name="llama-3.2-3b",
+    n_layers=28,
+    d_model=3072,
+    n_heads=24,
+    d_ff=8192,
+    tied_head=True,
+)
+"""Source: config.json of meta-llama/Llama-3.2-3B."""
+
+MODELS: Final[Mapping[str, Model]] = {
+    **{
+        name: preset(name.lower())
+        for name in (
+            *("Llama-2-7B", "Llama-2-13B", "Llama-2-70B"),
+            *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B"),
+        )
+    },
+    "Llama-3.2-3B": LLAMA_3_2_3B,
+}
+
+USABLE_BYTES: Final = {"H100-SXM 96GB HBM2e (500W)": int(95.04 * GiB)}
+"""What torch sees of a GPU that is not in memplan's table, as torchtitan's logs print it."""
+
+GPUS: Final = {
+    "A100-SXM 80GB": "a100-80-sxm",
+    "A100-SXM 40GB": "a100-40-sxm",
+    "H100-SXM 96GB HBM2e (500W)": "h100-sxm",
+    "H100-SXM": "h100-sxm",
+    "MI300X": "mi300x",
+    "B200 (power limited)": "b200",
+}
+
+INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
+    ("frozen weights with adapters (LoRA and the like)", lambda r: r["lora"] not in ("", "false")),
+    (
+        "optimizer state in 8 or 4 bits, or paged",
+        lambda r: "bit" in r["optimizer"] or "Paged" in r["optimizer"],
+    ),
+    ("update within the backward pass", lambda r: "in backward" in r["optimizer"]),
+    ("activations on the host", lambda r: "activations" in r["offload"]),
+    ("a sequence divided over ranks (context parallelism)", lambda r: r["cp"] not in ("", "1")),
+    ("another architecture, or one that is not stated", lambda r: r["model"] not in MODELS),
+    (
+        "sequences whose lengths vary or are not stated",
+        lambda r: not r["seq_len"] or "unpacked" in r["suspect"],
+    ),
+    ("a micro-batch that is not stated", lambda r: not r["micro_batch_per_gpu"]),
+    ("recomputation that is not stated", lambda r: r["recompute"] == "unknown"),
+)
+"""Why a row is not predicted; the first reason that holds."""
+
+DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
+    ("compiled", lambda r: r["compile"] == "true"),
+    ("float8", lambda r: "fp8" in r["precision"]),
+    ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
+)
+"""What a row did that memplan has no rule for; it is predicted without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One row: `reason` why there is no prediction, or what was published and predicted.
+
+    `published_bytes` is None where only success or failure is published (`ran`); `predicted_bytes` is of the
+    same kind. `differences`: what the row did beyond the plan that is predicted.
+    """
+
+    row: Row
+    reason: str = ""
+    differences: tuple[str, ...] = ()
+    plan: str = ""
+    published_bytes: int | None = None
+    predicted_bytes: int | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def source(self) -> str:
+        """The row's source, without its number."""
+        return self.row["row_id"].rpartition("-")[0]
+
+    @property
+    def number(self) -> str:
+        """The row's number."""
+        return self.row["row_id"].rpartition("-")[2]
+
+    @property
+    def error(self) -> float | None:
+        """predicted / published - 1; None where no bytes are published."""
+        if self.published_bytes is None or self.predicted_bytes is None:
+            return None
+        return self.predicted_bytes / self.published_bytes - 1
+
+    @property
+    def ran(self) -> bool:
+        """Whether the run did not run out of memory."""
+        return self.row["oom"] != "true"
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether a run that fitted is said not to fit, or the other way round."""
+        return self.verdict == ("does not fit" if self.ran else "fits")
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether nothing speaks against memplan: an error within `TOLERANCE`, unless the run differs."""
+        within = self.error is None or abs(self.error) <= TOLERANCE
+        return (within or bool(self.differences)) and not self.contradicted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `--json` prints them."""
+        return {
+            "row_id": self.row["row_id"],
+            "reason": self.reason,
+            "differences": list(self.differences),
+            "plan": self.plan,
+            "mem_kind": self.row["mem_kind"],
+            "published_bytes": self.published_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "error": self.error,
+            "ran": self.ran,
+            "verdict": self.verdict,
+        }
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The file's rows.
+
+    Raises:
+        MemplanError: if there is no such file.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    except OSError as error:
+        raise MemplanError(
+            f"{path} cannot be read ({error.strerror}); give the path of memory.csv."
+        ) from None
+
+
+def compared(row: Row) -> Compared:
+    """A row beside its prediction."""
+    reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
+    if reason:
+        return Compared(row=row, reason=reason)
+    e = estimate(_model(row), cluster=_cluster(row), **_plan(row))
+    peak_gib = row["peak_mem_gib"]
+    return Compared(
+        row=row,
+        differences=tuple(text for text, holds in DIFFERENCES if holds(row)),
+        plan=_plan_text(row, e),
+        published_bytes=round(float(peak_gib) * GiB) if peak_gib else None,
+        predicted_bytes=_held_bytes(row, e),
+        verdict=e.verdict,
+    )
+
+
+def _model(row: Row) -> Model:
+    return MetaLlama.like(MODELS[row["model"]])
+
+
+def _cluster(row: Row) -> Cluster | None:
+    gpu = row["gpu"]
+    if gpu not in GPUS:
+        return None
+    found = cluster(f"{row['n_gpus']}x{GPUS[gpu]}")
+    if gpu not in USABLE_BYTES:
+        return found
+    return replace(found, gpu=replace(found.gpu, usable_bytes=USABLE_BYTES[gpu]))
+
+
+def _plan(row: Row) -> dict[str, Any]:
+    """The plan of a row; torchtitan clips gradients (`max_norm = 1.0` in its configurations)."""
+    degrees = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")}
+    micro_batch = int(row["micro_batch_per_gpu"])
+    return {
+        **degrees,
+        "sequence_parallel": row["sp"] == "true",
+        "zero": 3 if row["zero_stage"] == "fsdp full" else 0,
+        "micro_batch": micro_batch,
+        "global_batch": degrees["dp"] * micro_batch * int(row["grad_accum"] or 1),
+        "seq_len": int(row["seq_len"]),
+        "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
+        "clip_grad_norm": 1.0 if _by_torchtitan(row) else None,
+        "loss_chunks": 8 if _chunks_loss(row) else 1,
+        **_recompute(row),
+    }
+
+
+def _recompute(row: Row) -> dict[str, Any]:
+    """Every second block as a whole is as much as the first half of them."""
+    if row["recompute"] == "selective" and ("layer" in row["notes"].lower()):
+        return {"recompute": "full", "recompute_blocks": MODELS[row["model"]].n_layers // 2}
+    return {"recompute": row["recompute"]}
+
+
+def _chunks_loss(row: Row) -> bool:
+    """The ladder of torchtune's README is cumulative: from that rung on."""
+    return row["framework"] == "torchtune" and row["row_id"] >= "torchtune-0953"
+
+
+def _by_torchtitan(row: Row) -> bool:
+    return "torchtitan" in row["framework"] or row["row_id"].startswith("torchao")
+
+
+def _held_bytes(row: Row, e: Estimate) -> int | None:
+    """What the row measured: reserved bytes, torchtitan's with expandable segments, or allocated ones.
+
+    Source: torchtitan's run_llama_train.sh (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
+    """
+    replay = e.worst.replay(expandable_segments=_by_torchtitan(row))
+    if replay is None:
+        return None
+    return replay.reserved_bytes if row["mem_kind"] == "reserved" else replay.allocated_bytes
+
+
+def _plan_text(row: Row, e: Estimate) -> str:
+    """What distinguishes a plan from the others of its table."""
+    plan = e.plan
+    degrees = [f"{axis}{n}" for axis in ("dp", "tp", "pp") if (n := getattr(plan, axis)) > 1]
+    recompute = {"none": "", "selective": "sel."}.get(plan.recompute, plan.recompute)
+    words = (
+        e.model.name.removeprefix("llama-"),
+        *degrees,
+        f"{plan.micro_batch}x{plan.seq_len}",
+        recompute if plan.recompute_blocks is None else "half",
+        f"{plan.loss_chunks} chunks" if plan.loss_chunks > 1 else "",
+    )
+    return " ".join(word for word in words if word)
+
+
+def table(rows: Sequence[Compared]) -> str:
+    """All rows for a terminal: predicted ones, verdicts, and why the others are not predicted."""
+    sources = dict.fromkeys(c.source for c in rows)
+    parts: list[str] = []
+    for source in sources:
+        its = [c for c in rows if c.source == source]
+        parts += [_memory(source, its), _verdicts(source, its)]
+    parts += [_reasons(rows), _summary(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _memory(source: str, rows: Sequence[Compared]) -> str:
+    measured = [c for c in rows if c.error is not None]
+    if not measured:
+        return ""
+    cells = [("row", "plan", "GiB", "memplan", "error", "but for")]
+    cells += [(c.number, c.plan, *_figures(c), "+".join(c.differences)) for c in measured]
+    held = measured[0].row["mem_kind"].split()[0]
+    return f"{source}: {held}\n{text_table(cells, '<<>>><', flexible=1)}"
+
+
+def _figures(c: Compared) -> tuple[str, str, str]:
+    published, predicted = (c.published_bytes or 0) / GiB, (c.predicted_bytes or 0) / GiB
+    return f"{published:.2f}", f"{predicted:.2f}", f"{c.error:+.1%}"
+
+
+def _verdicts(source: str, rows: Iterable[Compared]) -> str:
+    cells = [("row", "plan", "ran", "memplan", "but for")]
+    cells += [
+        (c.number, c.plan, "yes" if c.ran else "OOM", c.verdict or "-", "+".join(c.differences))
+        for c in rows
+        if c.plan and c.error is None
+    ]
+    return f"{source}: ran or not\n{text_table(cells, '<<<<<', flexible=1)}" if len(cells) > 1 else ""
+
+
+def _reasons(rows: Iterable[Compared]) -> str:
+    counts = Counter((c.source, c.reason) for c in rows if c.reason)
+    cells = [("not predicted", "rows", "because of")]
+    cells += [(source, str(n), reason) for (source, reason), n in counts.items()]
+    return text_table(cells, "<><")
+
+
+def _summary(rows: Iterable[Compared]) -> str:
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    verdicts: list[bool] = []
+    for c in rows:
+        if c.error is not None:
+            errors[bool(c.differences)].append(abs(c.error))
+        if c.verdict is not None:
+            verdicts.append(c.contradicted)
+    labels = {False: "run as predicted", True: "run with something else besides"}
+    lines = [
+        f"{len(found)} rows {labels[differs]}: median error {median(found):.1%}, worst {max(found):.1%}"
+        for differs, found in errors.items()
+        if found
+    ]
+    return "\n".join([*lines, f"{len(verdicts)} verdicts, {sum(verdicts)} contradicted"])
