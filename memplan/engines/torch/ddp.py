@@ -158,7 +158,7 @@ class ReplicatedPasses(Passes):
         """What the hook keeps from step to step."""
         return Counter({buffer: n for bucket, n in self.buckets.items() for buffer in self.kept[bucket]})
 
-    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool) -> Stretch:
+    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
         drops = self.adds_to_older(first) + (last and self.into_views)
         filled = self._filled() if last and self.hook != "none" else iter(())
         head = self._ready(self.trace.head_backward, drops, filled)

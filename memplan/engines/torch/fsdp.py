@@ -4,6 +4,7 @@ Source: torch/distributed/fsdp/_fully_shard.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import NamedTuple
 
 from memplan.engines.torch.passes import Passes, backward_order, forward_order, from_outside, gradients
@@ -11,6 +12,7 @@ from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
 from memplan.many import Many, anywhere
+from memplan.plan import SPLITTING_SCHEDULES
 from memplan.shapes import FP32, Buffer, Event, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
@@ -274,6 +276,43 @@ class ShardedPasses(Passes):
         """Whether the micro-batches of a schedule are added up in a wider type than they come in."""
         return self.pipelined and self.stage.setting.weight_dtype != self.stage.weight_dtype
 
+    @property
+    def defers(self) -> bool:
+        """Whether sums of recomputed blocks can be late: where backward passes are split.
+
+        A second part runs the blocks again and stops early, so that their units still seem to be in a
+        forward pass. The next one then registers no `RegisterPostBackwardFunction` for them, and what that
+        would do in its backward pass is done when this is over, after the root, in the module's order.
+
+        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`pre_forward`:
+        `entering_forward_pass`), _fsdp_state.py (`_root_post_backward_final_callback`).
+        """
+        split = self.stage.plan.schedule in SPLITTING_SCHEDULES and not self.stage.first
+        return self.widens and split and self.n_recomputed > 0
+
+    @property
+    def n_recomputed(self) -> int:
+        """How many of the stage's blocks are run again: the first ones."""
+        return sum([index(n) for recompute, n in self.stage.kinds if recompute != "none"])
+
+    def _rows(
+        self, order: Iterable[tuple[Segment, int]], *, late: bool
+    ) -> Iterator[tuple[Unit | None, list[tuple[Segment, int]], int, bool]]:
+        """The blocks' backward passes in rows of a unit each, and whether that is closed in its turn."""
+        ahead = self.stage.n_blocks
+        for unit, row, times in grouped(order, reversed(self.units.groups)):
+            ahead = ahead - times * sum([n for _, n in row])
+            yield unit, row, times, not late or ahead >= self.n_recomputed
+
+    def _late(self, *, first: bool) -> Iterator[Turn]:
+        """The sums of the units with recomputed blocks, after all others."""
+        left = self.n_recomputed
+        for unit, size, times in self.units.groups:
+            n = min(times, max(0, -(-left // size)))
+            if unit is not None:
+                yield from repeatedly(unit.sum(self.grads, self.wide, first=first), n)
+            left -= size * times
+
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
         """The forward pass: units are gathered unless `unsharded`, those that stay whole once in a step."""
         trace, units = self.trace, self.units
@@ -305,7 +344,7 @@ class ShardedPasses(Passes):
             parts.append(events("loss", trace.loss.events))
         return chain("forward", *parts)
 
-    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool) -> Stretch:
+    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
         """The backward pass: units are gathered one ahead if they were freed, and not `unsharded`."""
         trace, units = self.trace, self.units
         ahead: Unit | None = None
@@ -336,7 +375,7 @@ class ShardedPasses(Passes):
             elif self.widens:
                 yield from unit.sum(self.grads, self.wide, first=first)
 
-        rows = list(grouped(backward_order(self.stage.blocks), reversed(units.groups)))
+        rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = [*[unit for unit, *_ in rows], units.embed]
         head, n_loss = self.kept(trace.head_backward, first, pending), trace.n_loss_backward
         parts = [events("backward: loss", head[:n_loss])]
@@ -344,15 +383,16 @@ class ShardedPasses(Passes):
         turns += [*opened(units.head, order[0]), (head[n_loss:], 1), *closed(units.head)]
         parts.append(in_turn("backward: head", turns))
         outer = not self.stage.last
-        for (unit, segments, times), following in zip(rows, order[1:], strict=True):
+        for (unit, segments, times, closes), following in zip(rows, order[1:], strict=True):
             turns = [*opened(unit, following)]
             for segment, n in segments:
                 body = self.kept(segment, first, pending)
                 turns.append((from_outside(body) if outer else body, n))
                 outer = False
-            parts.append(repeated(in_turn("backward: block", (*turns, *closed(unit))), times))
+            turns += closed(unit) if closes else ()
+            parts.append(repeated(in_turn("backward: block", turns), times))
         turns = [*opened(units.embed, None), (self.kept(trace.embed_backward, first, pending), 1)]
-        turns += [*closed(units.root), *closed(units.embed)]
+        turns += [*closed(units.root), *(self._late(first=first) if late else ()), *closed(units.embed)]
         if reducing is not None:
             turns += [*units.finalize(first=first), (frees(reducing.reduce_input), 1)]
         parts.append(in_turn("backward: embedding", turns))
@@ -366,7 +406,7 @@ class ShardedPasses(Passes):
         """
         return self.added(segment, not pending if self.widens else first or not self.pipelined)
 
-    def _backward_input(self, first: bool, pending: bool) -> Stretch:
+    def _backward_input(self, first: bool, pending: bool, late: bool) -> Stretch:
         """The first part: after each unit its pending gradients are added to their sum."""
         split, units = self.stage.split, self.units
 
@@ -376,11 +416,13 @@ class ShardedPasses(Passes):
 
         head = ((split.head.events, 1), *closed(units.head))
         parts = [events("backward: loss", split.loss.events), in_turn("backward: input of the head", head)]
-        for unit, segments, times in grouped(split.blocks, reversed(units.groups)):
+        for unit, segments, times, closes in self._rows(split.blocks, late=late):
             turns = [(segment.events, n) for segment, n in segments]
-            parts.append(repeated(in_turn("backward: inputs of the blocks", (*turns, *closed(unit))), times))
+            turns += closed(unit) if closes else ()
+            parts.append(repeated(in_turn("backward: inputs of the blocks", turns), times))
         end = [(segment.events, n) for segment, n in split.end]
-        parts.append(in_turn("backward: end", (*closed(units.root), *end)))
+        sums = self._late(first=first) if pending and late else ()
+        parts.append(in_turn("backward: end", (*closed(units.root), *sums, *end)))
         return chain("backward", *parts)
 
     def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:

@@ -32,16 +32,23 @@ class Passes:
         return self._made[key]
 
     def backward(
-        self, *, first: bool, last: bool = False, unsharded: bool = False, pending: bool = False
+        self,
+        *,
+        first: bool,
+        last: bool = False,
+        unsharded: bool = False,
+        pending: bool = False,
+        late: bool = False,
     ) -> Stretch:
         """The backward pass; `first` or `last` of the step, `unsharded` as in `forward`.
 
-        `pending`: FSDP2 has yet to add the last gradients to their sum.
+        `pending`: FSDP2 has yet to add the last gradients to their sum; `late`: it adds those of recomputed
+        blocks when all else is done.
         """
         last, unsharded = self.reduces and last, unsharded and self.stage.plan.fsdp
-        key = "backward", first, last, unsharded, pending
+        key = "backward", first, last, unsharded, pending, late
         if key not in self._made:
-            self._made[key] = self._backward(first, last, unsharded, pending)
+            self._made[key] = self._backward(first, last, unsharded, pending, late)
         return self._made[key]
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
@@ -68,7 +75,7 @@ class Passes:
             parts.append(events("loss", trace.loss.events))
         return parts
 
-    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool) -> Stretch:
+    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
         kept = not self.adds_to_older(first)
         return chain(
             "backward",
@@ -93,17 +100,18 @@ class Passes:
             yield repeated(events("backward: block", from_outside(body) if outside else body), n)
             outside = False
 
-    def backward_input(self, *, first: bool, pending: bool = False) -> Stretch:
+    def backward_input(self, *, first: bool, pending: bool = False, late: bool = False) -> Stretch:
         """The first part of a split backward pass: the gradient of the stage's input.
 
-        `pending`: FSDP2 has yet to add the last gradients to their sum, and does so now; `first` of the step.
+        `pending`: FSDP2 has yet to add the last gradients to their sum, and does so now; `late` as in
+        `backward`; `first` of the step.
         """
-        key = "backward-input", first, pending
+        key = "backward-input", first, pending, late
         if key not in self._made:
-            self._made[key] = self._backward_input(first, pending)
+            self._made[key] = self._backward_input(first, pending, late)
         return self._made[key]
 
-    def _backward_input(self, first: bool, pending: bool) -> Stretch:
+    def _backward_input(self, first: bool, pending: bool, late: bool) -> Stretch:
         split, name = self.stage.split, "backward: inputs of the blocks"
         return chain(
             "backward",
@@ -151,6 +159,11 @@ class Passes:
     @property
     def widens(self) -> bool:
         """Whether gradients are added up in a wider type than they come in."""
+        return False
+
+    @property
+    def defers(self) -> bool:
+        """Whether some of a stage's gradients can be `late`."""
         return False
 
     def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:

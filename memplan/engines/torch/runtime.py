@@ -23,13 +23,16 @@ class Progress(NamedTuple):
     """Where a stage stands in a step.
 
     Its weights, if they have yet to arrive, if it has gradients, and if it has them in the wider type of
-    their sum, to which FSDP2 adds the others in the next pass.
+    their sum, to which FSDP2 adds the others in the next pass. Where that `defers` some: if its blocks were
+    last run to be recomputed, and of each micro-batch under way if they were before its forward pass.
     """
 
     weights: Weights = "whole"
     arriving: bool = False
     graded: bool = False
     summed: bool = False
+    recomputed: bool = False
+    late: tuple[bool, ...] = ()
 
 
 def run_actions(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
@@ -132,6 +135,8 @@ class _Runtime:
                 arrived = [self.sharded[local].wait_for_unshard()] if state.arriving else []
                 done = chain("pass", *arrived, *self._pass(action, state))
                 after = self._after(action, state)
+                if self.passes[local].defers:
+                    after = _entered(action, after)
         return done, after
 
     def _reshard(self, local: int, weights: Weights) -> Stretch:
@@ -157,7 +162,7 @@ class _Runtime:
     def _pass(self, action: Action, state: Progress) -> Iterator[Stretch]:
         local, passes, whole = action.local, self.passes[action.local], state.weights == "whole"
         first = not (state.summed if passes.widens else state.graded)
-        pending = passes.widens and state.graded
+        pending, late = passes.widens and state.graded, any(state.late[:1])
         match action.kind:
             case "forward":
                 yield passes.forward(first=False, unsharded=whole)
@@ -165,11 +170,11 @@ class _Runtime:
                     yield events("hand-over to the next stage", frees(self._received(local, 1)[0]))
             case "backward" | "last-backward":
                 last = action.kind == "last-backward"
-                yield passes.backward(first=first, last=last, unsharded=whole, pending=pending)
+                yield passes.backward(first=first, last=last, unsharded=whole, pending=pending, late=late)
                 yield from self._outputs(local, dropped=True)
                 yield from self._input_grad(local, dropped=not self.keeps_sent)
             case "backward-input" if not passes.stage.first:
-                yield passes.backward_input(first=first, pending=pending)
+                yield passes.backward_input(first=first, pending=pending, late=late)
                 yield from self._outputs(local, dropped=passes.stage.last)
                 yield from self._input_grad(local, dropped=False)
             case "backward-weight":
@@ -211,3 +216,14 @@ class _Runtime:
             if self.keeps_sent and not (passes.stage.first or self._previous_is_here(local)):
                 whole = m - count(self.order, Action("backward-input", local))
                 yield repeated(passes.release_input_grad(), whole)
+
+
+def _entered(action: Action, state: Progress) -> Progress:
+    """A stage after a pass, with what its units take that for."""
+    match action.kind:
+        case "forward":
+            return state._replace(recomputed=False, late=(*state.late, state.recomputed))
+        case "backward-weight":
+            return state._replace(recomputed=True)
+        case _:
+            return state._replace(late=state.late[1:])
