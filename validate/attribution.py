@@ -136,13 +136,15 @@ class Comparison:
     def attribution(self) -> Attribution:
         """What the bytes at the measured peak are.
 
-        They are compared with the predicted peak, or with the instant that the measured peak is at where that
-        explains more: of several equally high instants either side may be a few bytes higher at another one.
+        They are compared with the instant that the measured peak is at, or with the predicted peak where that
+        explains more: with the nearest of several equally high ones, as each micro-batch's.
         """
         states = {block.pointer for block in self.held if block.kind}
         blocks = alive_after(self.events, self.peak + 1, held=self.held, kept=states)
         peak_bytes = self.events[self.peak].total_bytes
-        places = sorted({int(self.predicted_bytes.argmax()), self._beside(self.peak)})
+        beside = self._beside(self.peak)
+        highest = np.flatnonzero(self.predicted_bytes == self.predicted_bytes.max())
+        places = sorted({int(highest[np.abs(highest - beside).argmin()]), beside})
         place, found = max(
             ((place, self._matched(blocks, place)) for place in places), key=lambda pair: pair[1].n_bytes
         )

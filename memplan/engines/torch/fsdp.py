@@ -282,7 +282,8 @@ class ShardedPasses(Passes):
 
         A second part runs the blocks again and stops early, so that their units still seem to be in a
         forward pass. The next one then registers no `RegisterPostBackwardFunction` for them, and what that
-        would do in its backward pass is done when this is over, after the root, in the module's order.
+        would do in its backward pass is done when this is over, after the root, in the module's order. Not so
+        a unit of several blocks: it seems to have run the first of them, and begins anew with the second.
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`pre_forward`:
         `entering_forward_pass`), _fsdp_state.py (`_root_post_backward_final_callback`).
@@ -301,16 +302,16 @@ class ShardedPasses(Passes):
         """The blocks' backward passes in rows of a unit each, and whether that is closed in its turn."""
         ahead = self.stage.n_blocks
         for unit, row, times in grouped(order, reversed(self.units.groups)):
-            ahead = ahead - times * sum([n for _, n in row])
-            yield unit, row, times, not late or ahead >= self.n_recomputed
+            size = sum([n for _, n in row])
+            ahead = ahead - times * size
+            yield unit, row, times, not late or size > 1 or ahead >= self.n_recomputed
 
     def _late(self, *, first: bool) -> Iterator[Turn]:
-        """The sums of the units with recomputed blocks, after all others."""
+        """The sums of the recomputed blocks' units, after all others."""
         left = self.n_recomputed
         for unit, size, times in self.units.groups:
-            n = min(times, max(0, -(-left // size)))
-            if unit is not None:
-                yield from repeatedly(unit.sum(self.grads, self.wide, first=first), n)
+            if unit is not None and size == 1 and left > 0:
+                yield from repeatedly(unit.sum(self.grads, self.wide, first=first), min(times, left))
             left -= size * times
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
