@@ -48,6 +48,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
         b = run.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
         b_used = run.weight(b, dtype)
     w = run.weight(weight, dtype)
+    x.in_flight = ()
     used = run.cast(x, dtype)
     batch, seq = x.shape[0], x.shape[1]
     x_shape, w_shape = x.shape, full_shape
@@ -81,13 +82,14 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     return _reduced_over_tp(y, name) if split == "rows" else y
 
 
-def gather_sequence(x: Tensor) -> Tensor:
+def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
     """Enter a tensor-parallel region: every tensor rank sees the whole sequence.
 
     With sequence parallelism the sequence is all-gathered, and the gradient reduce-scattered on the way
-    back; without, x is already whole and its gradient is all-reduced.
+    back; without, x is already whole and its gradient is all-reduced. A region of several modules `waits` for
+    the sequence (`PrepareModuleInput`), a single product does when it reads it (`ColwiseParallel`).
 
-    Source: torch/distributed/tensor/parallel/style.py (`PrepareModuleInput`), Korthikanti et al. 2022 (g, f).
+    Source: torch/distributed/tensor/parallel/style.py (`async_op`), Korthikanti et al. 2022 (g, f).
     """
     run = x.run
     if run.setting.tp == 1:
@@ -95,7 +97,7 @@ def gather_sequence(x: Tensor) -> Tensor:
     if run.setting.sequence_parallel:
         node = run.node((x.node,), (), lambda grad, saved: (_reduce_scattered(grad, "activation gradients"),))
         node.distributed = True
-        return _with_node(_gathered(x, "activations"), node)
+        return _with_node(_gathered(x, "activations", waits=waits), node)
     node = run.node((x.node,), (), lambda grad, saved: (_all_reduced(grad, "activation gradients"),))
     node.distributed = True
     return Tensor(run, x.shape, x.dtype, x.storage, node)
@@ -143,10 +145,11 @@ def _all_reduced(x: Tensor, what: str) -> Tensor:
     return total
 
 
-def _gathered(x: Tensor, what: str) -> Tensor:
+def _gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     """All-gather along the sequence: ranks' parts arrive one after the other and are then interleaved.
 
-    With a single sequence in the batch they are in order as they arrive.
+    With a single sequence in the batch they are in order as they arrive, and need not be waited for: then
+    gloo's scratch may live until they are read.
 
     Source: torch/distributed/_functional_collectives.py (`all_gather_tensor`).
     """
@@ -157,14 +160,17 @@ def _gathered(x: Tensor, what: str) -> Tensor:
     run.collective("all_gather", what, arrived.n_bytes)
     if run.setting.device == "cpu":
         run.new("gloo scratch", x.shape, x.dtype)
-        run.new("gloo scratch", shape, x.dtype)
+        scratch = run.new("gloo scratch", shape, x.dtype)
+        if batch == 1 and not waits:
+            arrived.in_flight = (scratch,)
+        del scratch
     return arrived if batch == 1 else run.new("gathered sequence", shape, x.dtype)
 
 
 def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
     whole = _gathered(grad, "activation gradients")
     if whole.shape[0] == 1:
-        whole.in_flight = grad
+        whole.in_flight = (grad,)
     return (whole,)
 
 

@@ -135,7 +135,7 @@ class _Recomputed(Exception):
 class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
-    `in_flight` is the operand of the collective that is still filling it: held until the first use.
+    `in_flight` is what the collective that is still filling it holds until the first use: operand, scratch.
     `by_head`: its (batch, seq, heads, d_head) are laid out in another order, one head after the other.
     """
 
@@ -156,7 +156,7 @@ class Tensor:
         self.storage = storage
         self.node = node
         self.is_view = is_view
-        self.in_flight: Tensor | None = None
+        self.in_flight: tuple[Tensor, ...] = ()
         self.by_head = False
 
     @property
@@ -436,7 +436,7 @@ class Run:
                 "a forward operation received no gradient; its users' rules return None for it."
             )
         self.make_saved(node)
-        grad.in_flight = None
+        grad.in_flight = ()
         grads = self.gradients(node, grad)
         node.saved = ()
         grad = None
@@ -565,7 +565,7 @@ class SplitBackward:
             self._waiting.appendleft((index, node, grad))
             run.retain(grad)
         run.make_saved(node)
-        grad.in_flight = None
+        grad.in_flight = ()
         grads = run.gradients(node, grad, wanted)
         if node.region is not None:
             node.saved = None

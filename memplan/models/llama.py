@@ -70,4 +70,5 @@ class Llama(Model):
 
     def head(self, x: Tensor) -> Tensor:
         h = rms_norm(x, "head.norm")
-        return linear(gather_sequence(h), self.output_name, self.vocab_size, bias=False, split="columns")
+        whole = gather_sequence(h, waits=False)
+        return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")

@@ -1,0 +1,37 @@
+"""When FSDP2 adds a split backward pass's gradients to their float32 sums."""
+
+from memplan.estimate import rank_estimate
+from memplan.models import Llama
+from memplan.plan import Plan
+from memplan.timeline import unrolled
+
+SUM = " (float32 sum)"
+MODEL = Llama(
+    name="five", n_layers=5, d_model=16, n_heads=2, d_ff=48, vocab_size=32, max_seq_len=8, tied_head=False
+)
+
+
+def sums(recompute):
+    """The stretch and the gradient of each float32 sum of the first rank, which has the last stage."""
+    plan = Plan(
+        pp=2, dp=2, zero=2, schedule="zbv", virtual_stages=2, precision="bf16-mixed", global_batch=8,
+        micro_batch=1, seq_len=8, recompute=recompute,
+    )  # fmt: skip
+    step = rank_estimate(MODEL, plan, plan.place(0), "cpu").timeline.step
+    made = [(name, event.buffer.name) for name, event in unrolled(step) if event.sign > 0]
+    return [(name, made.removesuffix(SUM)) for name, made in made if made.endswith(SUM)]
+
+
+def test_sums_of_blocks_that_the_second_part_ran_again_come_after_the_roots():
+    in_turn = [grad for name, grad in sums("full") if name == "backward: inputs of the blocks"]
+    at_end = [grad for name, grad in sums("full") if name == "backward: end"]
+    assert in_turn == []
+    assert at_end[:2] == ["head.norm.weight.grad", "head.output.weight.grad"]
+    assert at_end[2].startswith("blocks.")
+
+
+def test_sums_of_blocks_that_keep_their_activations_come_in_their_turn():
+    in_turn = [grad for name, grad in sums("none") if name == "backward: inputs of the blocks"]
+    at_end = [grad for name, grad in sums("none") if name == "backward: end"]
+    assert in_turn
+    assert not [grad for grad in at_end if grad.startswith("blocks.")]
