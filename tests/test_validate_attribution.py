@@ -1,7 +1,6 @@
 """Which predicted tensor each measured block is: by bytes, order and being alive; never by a sum."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -70,7 +69,7 @@ def test_what_another_thread_frees_is_a_block_that_no_event_frees():
 
 def compared(step, found, *, rest=None, held=()):
     held_bytes = sum(block.n_bytes for block in held)
-    moved = [replace(event, total_bytes=event.total_bytes + held_bytes) for event in found]
+    moved = [event._replace(total_bytes=event.total_bytes + held_bytes) for event in found]
     return Comparison(rest=Counter(rest or {}), step=step, held=held, events=moved).attribution()
 
 

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from ipaddress import ip_address
@@ -347,6 +347,6 @@ def dump_events(ended: Ended, folder: Path) -> list[Path]:
     files = []
     for measured in ended.ranks:
         file = folder / f"rank{measured.rank}.jsonl"
-        file.write_text("".join(json.dumps(asdict(event)) + "\n" for event in measured.memory.events))
+        file.write_text("".join(json.dumps(event._asdict()) + "\n" for event in measured.memory.events))
         files.append(file)
     return files

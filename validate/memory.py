@@ -3,12 +3,12 @@
 import ctypes
 from bisect import bisect_left
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch._C._profiler import RecordScope, _EventType, _ExperimentalConfig, _ProfilerEvent
+from torch._C._profiler import RecordScope, _ExperimentalConfig, _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd import (
     ProfilerActivity,
     ProfilerConfig,
@@ -22,8 +22,7 @@ STEP = "memplan: step"
 UPDATE = "memplan: update"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEvent:
+class MemoryEvent(NamedTuple):
     """One allocation (positive bytes) or free (negative) of the CPU allocator.
 
     `total_bytes` is what the allocator held just after it, by the allocator's own count; `path` the
@@ -78,13 +77,17 @@ class MemoryProfile:
     def __exit__(self, *_: object) -> None:
         self._tree = list(_disable_profiler().experimental_event_tree())
 
-    def events(self) -> Iterator[_ProfilerEvent]:
-        """Everything that was recorded, in no order."""
+    def events(self) -> Iterator[tuple[_ProfilerEvent, Any]]:
+        """Everything that was recorded, in no order, with an allocation's fields; else None."""
         stack = list(self._tree)
         while stack:
             event = stack.pop()
-            yield event
-            stack.extend(event.children)
+            fields = event.typed[1]
+            if isinstance(fields, _ExtraFields_Allocation):
+                yield event, fields
+            else:
+                yield event, None
+                stack.extend(event.children)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +103,9 @@ def recorded(profiled: MemoryProfile, names: Container[str]) -> Recorded:
     """The allocations and the named regions of a finished profile."""
     found: list[MemoryEvent] = []
     regions: dict[str, list[tuple[int, int]]] = {}
-    for event in profiled.events():
-        if event.tag == _EventType.Allocation:
-            found.append(_memory_event(event, profiled.paths))
+    for event, fields in profiled.events():
+        if fields is not None:
+            found.append(_memory_event(event, fields, profiled.paths))
         elif event.name in names:
             regions.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
     found.sort(key=lambda event: event.time_ns)
@@ -117,7 +120,7 @@ def _with_other_threads(events: list[MemoryEvent]) -> Iterator[MemoryEvent]:
     for event in events:
         unseen = event.total_bytes - total - event.n_bytes
         if unseen:
-            yield replace(event, n_bytes=unseen, pointer=0, total_bytes=total + unseen, path=OTHER_THREADS)
+            yield event._replace(n_bytes=unseen, pointer=0, total_bytes=total + unseen, path=OTHER_THREADS)
         yield event
         total = event.total_bytes
 
@@ -142,8 +145,7 @@ def held_at(events: list[MemoryEvent], time_ns: int) -> list[MemoryEvent]:
     return list(held.values())
 
 
-def _memory_event(event: _ProfilerEvent, paths: bool) -> MemoryEvent:
-    fields: Any = event.typed[1]
+def _memory_event(event: _ProfilerEvent, fields: Any, paths: bool) -> MemoryEvent:
     return MemoryEvent(
         time_ns=event.start_time_ns,
         n_bytes=fields.alloc_size,
