@@ -358,6 +358,9 @@ class _ChosenPasses:
         self._sheet, self._rows = sheet, rows
         self._grids = sheet.grids_of(rows)
         self._made: dict[Any, Stretch] = {}
+        (n_bytes,) = self.ask("boundary", Part.boundary)
+        self.received = _buffer(n_bytes), _buffer(n_bytes)
+        stage.trace = cast(Any, _Boundary(_buffer(n_bytes), _buffer(n_bytes)))
 
     def ask(self, name: Any, asked: Asked) -> Any:
         """A number of each plan's stage, or several."""
@@ -441,16 +444,17 @@ Kind = Literal["first", "longer", "shorter", "last"]
 """A pipeline's stages, or ranks: between first and last those with one block more come before the others."""
 
 
-class _Rank(NamedTuple):
-    """A rank of a pipeline, and the places of its stages; their ends, and the columns of their rows.
+Place = tuple[Ends, str]
+"""Where a stage, or a rank, is to be looked up: the sheet of its ends, the column of its rows there."""
 
-    `own`: those of all of it, as one stage.
-    """
+
+class _Rank(NamedTuple):
+    """A rank of a pipeline; its stages, where they are in the pipeline, and all of them as one."""
 
     pp: int
     indices: tuple[int, ...]
-    stages: tuple[tuple[Ends, str], ...]
-    own: tuple[Ends, str]
+    stages: tuple[Place, ...]
+    own: Place
 
 
 class Search:
@@ -473,9 +477,9 @@ class Search:
 
     def _alone(self, of: Columns) -> None:
         both = True, True
-        self._place("stage", both, [("stage", of["each"] > 0, of["each"])], of)
-        self._place("rank", both, [("rank", of["each"] > 0, of["each"])], of)
-        self._alike(of, np.zeros(len(of["plan"]), np.int64), [(both, of["stage"])], (both, of["rank"]))
+        self._place("stage", both, [("stage whole", of["each"] > 0, of["each"])], of)
+        self._place("rank", both, [("rank whole", of["each"] > 0, of["each"])], of)
+        self._alike(of, np.zeros(len(of["plan"]), np.int64), ((both, "stage whole"),), (both, "rank whole"))
 
     def _piped(self, of: Columns) -> None:
         n_stages = of["pp"] * of["virtual_stages"]
@@ -512,10 +516,9 @@ class Search:
             ("shorter", (False, False), fewer, fewer < pp - 1),
             ("last", (False, True), pp - 1, pp > 1),
         ):
-            some = some_of(of, there)
             if there.any():
-                stage, own = some[f"stage {kind}"], some[f"rank {kind}"]
-                self._alike(some, rank[there], [(ends, stage)], (ends, own))
+                own = ends, f"rank {kind}"
+                self._alike(some_of(of, there), rank[there], ((ends, f"stage {kind}"),), own)
 
     def _several_stages_each(self, of: Columns) -> None:
         """Of each schedule, number of ranks and of stages the ranks that can be the worst.
@@ -530,9 +533,7 @@ class Search:
                 if rank.stages in seen and SCHEDULES[some["schedule"][0]] not in SPLITTING_SCHEDULES:
                     continue
                 seen.add(rank.stages)
-                rows = [(ends, some[name]) for ends, name in rank.stages]
-                own_ends, own = rank.own
-                self._alike(some, np.full(len(some["plan"]), rank.pp), rows, (own_ends, some[own]))
+                self._alike(some, np.full(len(some["plan"]), rank.pp), rank.stages, rank.own)
 
     def _ranks(self, of: Columns) -> Iterator[_Rank]:
         """The ranks of plans with equally many stages, and as many with one block more, in one schedule."""
@@ -555,30 +556,27 @@ class Search:
             kind = ("ends" if folded else "first") if ends[0] else "last" if ends[1] else kind
             yield _Rank(rank, indices, tuple(stages), (ends, f"rank {kind}"))
 
-    def _alike(
-        self, of: Columns, rank: Column, stages: Sequence[tuple[Ends, Column]], own: tuple[Ends, Column]
-    ) -> None:
-        """Ranks whose stages have such ends, and the rows of these and of the rank on their sheets."""
-        of = of | {"rank": rank, "own": own[1]} | {f"row {i}": row for i, (_, row) in enumerate(stages)}
-        ends = [found for found, _ in stages]
+    def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
+        """Ranks that have such stages, and all of them as one."""
+        of = of | {"rank": rank}
         _, mode = combined(of["schedule"], of["mode"])
         for i in range(mode.max() + 1):
             alike = np.flatnonzero(mode == i)
             for start in range(0, len(alike), AT_ONCE):
-                self._steps(some_of(of, alike[start : start + AT_ONCE]), ends, own[0])
+                self._steps(some_of(of, alike[start : start + AT_ONCE]), stages, own)
 
-    def _steps(self, of: Columns, ends: Sequence[Ends], own: Ends) -> None:
+    def _steps(self, of: Columns, stages: Sequence[Place], own: Place) -> None:
         """What ranks of one schedule hold, by its own code; taken apart where that takes different turns."""
         try:
-            rest, high = self._rest_and_high(of, ends, own)
+            rest, high = self._rest_and_high(of, stages, own)
         except Differ as differ:
             for part in (differ.yes, ~differ.yes):
-                self._steps(some_of(of, part), ends, own)
+                self._steps(some_of(of, part), stages, own)
         else:
             self.found.add(of["plan"], of["rank"], rest, high)
 
-    def _rest_and_high(self, of: Columns, ends: Sequence[Ends], own: Ends) -> tuple[Column, Column]:
-        several = len(ends) > 1 or SCHEDULES[of["schedule"][0]] not in SINGLE_STAGE_SCHEDULES
+    def _rest_and_high(self, of: Columns, places: Sequence[Place], own: Place) -> tuple[Column, Column]:
+        several = len(places) > 1 or SCHEDULES[of["schedule"][0]] not in SINGLE_STAGE_SCHEDULES
         pp, rank = (int(of[n][0]) if several else many(of[n]) for n in ("pp", "rank"))
         values = {name: many(of[name]) for name in ("dp", "dp_replicate", "micro_batch")}
         plan = with_values(
@@ -590,25 +588,23 @@ class Search:
             schedule=SCHEDULES[of["schedule"][0]],
             global_batch=many(of["m"]) * values["dp"] * values["dp_replicate"] * values["micro_batch"],
         )
-        passes = []
-        for i, found in enumerate(ends):
-            stage = Stage(self.model, plan, (*found, 0), self.device)
-            passes.append(_ChosenPasses(self.sheets["stage", found], of[f"row {i}"], stage))
-            (n_bytes,) = passes[-1].ask("boundary", Part.boundary)
-            stage.trace = cast(Any, _Boundary(*[_buffer(n_bytes) for _ in range(2)]))
+        made = {place: self._chosen(of, plan, place) for place in dict.fromkeys(places)}
+        passes = [made[place] for place in places]
         stages = RankStages.of(*[one.stage for one in passes], rank=Rank(pp=rank))
-        stages.received = [
-            (_buffer(one.stage.trace.boundary.n_bytes), _buffer(one.stage.trace.boundary.n_bytes))
-            for one in passes
-        ]
+        stages.received = [one.received for one in passes]
         states, update = self._held(of, own)
         step = chain("step", *schedule(stages, cast(list[Passes], passes)), update)
         rest = states + n_bytes_of(stages.inputs) + n_bytes_of(left_behind(stages))
         return np.asarray(rest), np.asarray(step.high_bytes)
 
-    def _held(self, of: Columns, own: Ends) -> tuple[Column, Stretch]:
+    def _chosen(self, of: Columns, plan: Plan, place: Place) -> _ChosenPasses:
+        ends, name = place
+        stage = Stage(self.model, plan, (*ends, 0), self.device)
+        return _ChosenPasses(self.sheets["stage", ends], of[name], stage)
+
+    def _held(self, of: Columns, own: Place) -> tuple[Column, Stretch]:
         """States, and the update of them: those of a rank's stages are those of one stage with all blocks."""
-        sheet, rows = self.sheets["rank", own], of["own"]
+        sheet, rows = self.sheets["rank", own[0]], of[own[1]]
         grids = sheet.grids_of(rows)
         (states,) = sheet("states", Part.states, rows, grids)
         net, high = sheet("update", Part.update, rows, grids)
@@ -617,15 +613,15 @@ class Search:
             states[chosen], net[chosen], high[chosen], _ = self._dealt(some_of(of, chosen), own)
         return states, Stretch("update", (), (), 1, many(net), many(high))
 
-    def _dealt(self, of: Columns, own: Ends) -> Column:
+    def _dealt(self, of: Columns, own: Place) -> Column:
         """What `dealt` says of each."""
-        blocks = self.blocks[own][of["own"]]
+        blocks = self.blocks[own[0]][of[own[1]]]
         one, place = combined(of["tp"], of["dp"], of["sequence_parallel"], of["pp"] > 1, blocks)
         rows = []
         for i in one:
             values = {"zero": 1, "tp": int(of["tp"][i]), "dp": int(of["dp"][i]), "recompute": "none"}
             plan = with_values(self._like(some_of(of, np.array([i]))), **values)
-            rows.append(dealt(self.model, plan, (*own, int(blocks[i])), self.device))
+            rows.append(dealt(self.model, plan, (*own[0], int(blocks[i])), self.device))
         return np.array(rows, np.int64)[place].T
 
     def _like(self, of: Columns) -> Plan:

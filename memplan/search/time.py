@@ -21,6 +21,7 @@ from memplan.search.evaluate import (
     Columns,
     Ends,
     Part,
+    Place,
     Search,
     combined,
     distinct,
@@ -178,7 +179,7 @@ class _Times(Search):
             if key not in slots:
                 slots[key] = len(found)
                 some = [_Stages(s.ends, of[s.name], s.n, _chosen(s.rounds, m), s.sends) for s in stages]
-                found.append(self._parts(of, plan, some, (rank.own[0], of[rank.own[1]])))
+                found.append(self._parts(of, plan, some, rank.own))
             order.append(slots[key])
         busy = [busy_s(parts) for parts in found]
         total = added([busy[slot] for slot in order])
@@ -188,30 +189,23 @@ class _Times(Search):
             slowest = np.maximum(slowest, added(list(parts.values())))
         self.piped[of["plan"]] = slowest
 
-    def _alike(
-        self, of: Columns, rank: Column, stages: Sequence[tuple[Ends, Column]], own: tuple[Ends, Column]
-    ) -> None:
-        ((ends, row),) = stages
+    def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
+        ((ends, name),) = stages
         longer = rank[0] == 1 and of["odd"][0] > 1
         slot = 0 if ends[0] else 3 if ends[1] else 1 if longer else 2
-        of = of | {"row": row, "own": own[1]}
         _, kind = combined(of["schedule"], of["zero"], of["mode"])
         for i in range(kind.max() + 1):
             alike = np.flatnonzero(kind == i)
             for start in range(0, len(alike), AT_ONCE):
-                self._rank(some_of(of, alike[start : start + AT_ONCE]), ends, slot)
+                some = some_of(of, alike[start : start + AT_ONCE])
+                plan = self._plan(some, schedule=SCHEDULES[some["schedule"][0]], zero=int(some["zero"][0]))
+                alone = with_values(plan, pp=1 if some["pp"][0] == 1 else 2)
+                rounds = rounds_of(alone, 0, 0, first=ends[0])
+                stage = _Stages(ends, some[name], 1, [np.asarray(n) for n in rounds], (1, 1))
+                for part, seconds in self._parts(some, plan, [stage], own).items():
+                    self.parts[slot][part][some["plan"]] = np.asarray(seconds)
 
-    def _rank(self, of: Columns, ends: Ends, slot: int) -> None:
-        """The parts of the step of ranks with one stage each."""
-        plan = self._plan(of, schedule=SCHEDULES[of["schedule"][0]], zero=int(of["zero"][0]))
-        rounds = rounds_of(with_values(plan, pp=1 if of["pp"][0] == 1 else 2), 0, 0, first=ends[0])
-        stage = _Stages(ends, of["row"], 1, [np.asarray(n) for n in rounds], (1, 1))
-        for name, seconds in self._parts(of, plan, [stage], (ends, of["own"])).items():
-            self.parts[slot][name][of["plan"]] = np.asarray(seconds)
-
-    def _parts(
-        self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: tuple[Ends, Column]
-    ) -> dict[str, Quantity]:
+    def _parts(self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: Place) -> dict[str, Quantity]:
         """The parts of a rank's step, by its own formulas."""
         forward, again = [], []
         for stage in stages:
@@ -246,7 +240,7 @@ class _Times(Search):
         return sum([times * each for times, each in terms])
 
     def _sent(
-        self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: tuple[Ends, Column]
+        self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: Place
     ) -> Iterator[tuple[Axis, str, Any]]:
         """Axes, purposes and bytes of all that a rank sends."""
         terms: dict[Purpose, list[tuple[Any, Any]]] = {}
@@ -262,7 +256,7 @@ class _Times(Search):
                     (each,) = sheet((purpose, field), asked, stage.rows, grids)
                     n = times if purpose[1] != "pp" else of["m"] * stage.sends[purpose[2] != "activations"]
                     terms.setdefault(purpose, []).append((n, each))
-        sheet, rows = self.sheets["rank", own[0]], own[1]
+        sheet, rows = self.sheets["rank", own[0]], of[own[1]]
         grids = sheet.grids_of(rows)
         for purpose in sheet.purposes("after", lambda part: part.sent_after, grids):
             if purpose[2] != "updated weights" or plan.zero == 1:
@@ -274,11 +268,11 @@ class _Times(Search):
             self._total(of, [(payload, np.asarray(ranks[axis]))])
             yield axis, what, wire_bytes(kind, payload, ranks[axis])
 
-    def _moved_bytes(self, of: Columns, own: tuple[Ends, Column], plan: Plan) -> Quantity:
-        sheet, rows = self.sheets["rank", own[0]], own[1]
+    def _moved_bytes(self, of: Columns, own: Place, plan: Plan) -> Quantity:
+        sheet, rows = self.sheets["rank", own[0]], of[own[1]]
         weights, grads, optimizer = sheet("moved", Part.moved, rows, sheet.grids_of(rows))
         if plan.zero == 1 and plan.ddp:
-            *_, optimizer = self._dealt(of | {"own": rows}, own[0])
+            *_, optimizer = self._dealt(of, own)
         share = updated_share(int(of["zero"][0]), plan.dp)
         return update_bytes(share * weights, share * grads, optimizer)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, cast
 
 from memplan.engines.torch.fsdp import ShardedPasses
-from memplan.engines.torch.orders import Action, Run, count, plan_order
+from memplan.engines.torch.orders import Action, Kind, Run, count, plan_order
 from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SPLITTING_SCHEDULES
@@ -74,7 +74,11 @@ class _Runtime:
         self.reshards = plan.zero == 3
         self.order = plan_order(plan, stages.rank.pp)
         self.made: dict[tuple[int, tuple[Progress, ...]], tuple[Stretch, tuple[Progress, ...]]] = {}
-        self.done: dict[tuple[Action, Progress], tuple[Stretch, Progress]] = {}
+        self.done: dict[tuple[Kind, Passes | int, Progress], tuple[Stretch, Progress]] = {}
+        self.alike: list[Passes | int] = [
+            local if self._next_is_here(local) or self._previous_is_here(local) else one
+            for local, one in enumerate(passes)
+        ]
 
     def start(self) -> Iterator[Stretch]:
         """What the last step has left is dropped."""
@@ -115,7 +119,7 @@ class _Runtime:
         return self.made[key]
 
     def _act(self, action: Action, state: Progress) -> tuple[Stretch, Progress]:
-        key = action, state
+        key = action.kind, self.alike[action.local], state
         if key not in self.done:
             self.done[key] = self._acted(action, state)
         return self.done[key]
