@@ -57,6 +57,13 @@ class Memory:
 def memory(model: Model, plans: Plans, device: Device) -> Memory:
     """The memory of each plan; they are plans that `check_plan` accepts."""
     if has_rule(plans.base):
+        if (fewer := different(model, plans)) is not None:
+            of, place = memory(model, fewer[0], device), fewer[1]
+            return Memory(
+                peak_bytes=of.peak_bytes[place],
+                worst_stage=of.worst_stage[place],
+                rest_bytes=of.rest_bytes[place],
+            )
         found = Search(model, plans, device).run()
     else:
         found = _Found(len(plans))
@@ -397,7 +404,7 @@ class _ChosenPasses:
 def distinct(numbers: NDArray[Any]) -> tuple[Column, Column]:
     """The distinct of small numbers in order, and which of them each is."""
     least = int(numbers.min())
-    numbers = numbers.astype(np.int64) - least
+    numbers = np.subtract(numbers, least, dtype=np.int64)
     seen = np.zeros(int(numbers.max()) + 1, bool)
     seen[numbers] = True
     found = np.flatnonzero(seen)
@@ -408,36 +415,89 @@ def distinct(numbers: NDArray[Any]) -> tuple[Column, Column]:
 
 def combined(*columns: NDArray[Any]) -> tuple[Column, Column]:
     """One of each of the distinct combinations, and which of them each is."""
-    key = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        values, place = distinct(column)
-        key = key * len(values) + place
+    found, key = distinct(columns[0])
+    n_keys = len(found)
+    for column in columns[1:]:
+        found, place = distinct(column)
+        key, n_keys = key * len(found) + place, n_keys * len(found)
+        if n_keys > MOST_KEYS:
+            found, key = distinct(key)
+            n_keys = len(found)
     found, place = distinct(key)
     one = np.zeros(len(found), np.int64)
     one[place] = np.arange(len(key))
     return one, place
 
 
+MOST_KEYS: Final = 2**18
+"""Beyond so many possible combinations those that there are get new numbers."""
+
 AT_ONCE: Final = 2**15
 """How many plans' passes are looked up at a time: arrays that a processor's cache holds."""
 
-Columns = dict[str, Column]
-"""Of each of many plans a number, by name: the varied fields, and what follows from them."""
 
+@final
+class Columns:
+    """Of each of many plans a number, by name: the varied fields, and what follows from them.
 
-def some_of(of: Columns, chosen: Column | NDArray[np.bool_]) -> Columns:
-    """Columns of some of the plans."""
-    return {name: column[chosen] for name, column in of.items()}
+    Of some of the plans a column is made when it is asked for.
+    """
+
+    def __init__(self, n: int, source: "tuple[Columns, Column] | None" = None) -> None:
+        self.n = n
+        self._own: dict[str, Column] = {}
+        self._source = source
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._own and self._source is not None:
+            whole, chosen = self._source
+            self._own[name] = whole[name].take(chosen)
+        return self._own[name]
+
+    def __setitem__(self, name: str, column: Column) -> None:
+        self._own[name] = column
+
+    def first(self, name: str) -> int:
+        """The number of the first plan."""
+        if name in self._own or self._source is None:
+            return int(self[name][0])
+        whole, chosen = self._source
+        return int(whole[name][chosen[0]])
+
+    def some(self, chosen: NDArray[Any]) -> "Columns":
+        """Those of some of the plans, by place or by mask."""
+        places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        return Columns(len(places), (self, places))
 
 
 def _columns(model: Model, plans: Plans) -> Columns:
     """The varied fields, m micro-batches, the mode, blocks of `each` stage, of which `odd` have one more."""
-    of = {name: plans.column(name) for name in VARIED}
+    of = Columns(len(plans))
+    for name in VARIED:
+        of[name] = plans.column(name)
     of["plan"] = np.arange(len(plans))
     of["m"] = plans.base.global_batch // (of["dp"] * of["dp_replicate"] * of["micro_batch"])
     of["mode"] = np.where(of["zero"] >= 2, of["zero"], of["dp"] > 1)
     of["each"], of["odd"] = np.divmod(model.n_layers, of["pp"] * of["virtual_stages"])
     return of
+
+
+def different(model: Model, plans: Plans) -> tuple[Plans, Column] | None:
+    """Plans of which no two are the same, and which of them each plan is; None if all differ as they are.
+
+    To recompute the first k blocks of each stage is to recompute all where no stage has more.
+    """
+    limit, n_stages = plans.column("recompute_blocks"), plans.column("pp") * plans.column("virtual_stages")
+    beyond = limit >= -(-model.n_layers // n_stages)
+    if not beyond.any():
+        return None
+    limit = np.where(beyond, NO_LIMIT, limit)
+    columns = {name: plans.column(name) for name in VARIED} | {"recompute_blocks": limit}
+    one, place = combined(*columns.values())
+    return Plans(base=plans.base, columns={name: c[one] for name, c in columns.items()}), place
 
 
 Kind = Literal["first", "longer", "shorter", "last"]
@@ -457,6 +517,21 @@ class _Rank(NamedTuple):
     own: Place
 
 
+SHEET_COLUMNS: Final = (
+    "mode",
+    "pp",
+    "offload",
+    "sequence_parallel",
+    "recompute",
+    "recompute_blocks",
+    "dp",
+    "dp_replicate",
+    "tp",
+    "micro_batch",
+)
+"""What a stage depends on beside its place and its number of blocks."""
+
+
 class Search:
     """Plans on their way to their figures."""
 
@@ -470,16 +545,16 @@ class Search:
         """The figures of all plans."""
         alone = self.of["pp"] == 1
         if alone.any():
-            self._alone(some_of(self.of, alone))
+            self._alone(self.of.some(alone))
         if not alone.all():
-            self._piped(some_of(self.of, ~alone))
+            self._piped(self.of.some(~alone))
         return self.found
 
     def _alone(self, of: Columns) -> None:
         both = True, True
         self._place("stage", both, [("stage whole", of["each"] > 0, of["each"])], of)
         self._place("rank", both, [("rank whole", of["each"] > 0, of["each"])], of)
-        self._alike(of, np.zeros(len(of["plan"]), np.int64), ((both, "stage whole"),), (both, "rank whole"))
+        self._alike(of, np.zeros(len(of), np.int64), ((both, "stage whole"),), (both, "rank whole"))
 
     def _piped(self, of: Columns) -> None:
         n_stages = of["pp"] * of["virtual_stages"]
@@ -502,13 +577,13 @@ class Search:
         self._place("rank", (False, True), [("rank last", ~folded, own)], of)
         single = np.isin(of["schedule"], [SCHEDULES.index(name) for name in SINGLE_STAGE_SCHEDULES])
         if single.any():
-            self._one_stage_each(some_of(of, single))
+            self._one_stage_each(of.some(single))
         if not single.all():
-            self._several_stages_each(some_of(of, ~single))
+            self._several_stages_each(of.some(~single))
 
     def _one_stage_each(self, of: Columns) -> None:
         """Of ranks with equally many blocks the first can be the worst: it warms up longest."""
-        n, pp, odd = len(of["plan"]), of["pp"], of["odd"]
+        n, pp, odd = len(of), of["pp"], of["odd"]
         fewer = np.maximum(odd, 1)
         for kind, ends, rank, there in (
             ("first", (True, False), np.zeros(n, np.int64), pp > 1),
@@ -518,7 +593,7 @@ class Search:
         ):
             if there.any():
                 own = ends, f"rank {kind}"
-                self._alike(some_of(of, there), rank[there], ((ends, f"stage {kind}"),), own)
+                self._alike(of.some(there), rank[there], ((ends, f"stage {kind}"),), own)
 
     def _several_stages_each(self, of: Columns) -> None:
         """Of each schedule, number of ranks and of stages the ranks that can be the worst.
@@ -527,23 +602,23 @@ class Search:
         """
         one, group = combined(of["schedule"], of["pp"], of["virtual_stages"])
         for i in range(len(one)):
-            some = some_of(of, group == i)
+            some = of.some(group == i)
             seen = set()
             for rank in self._ranks(some):
-                if rank.stages in seen and SCHEDULES[some["schedule"][0]] not in SPLITTING_SCHEDULES:
+                if rank.stages in seen and SCHEDULES[some.first("schedule")] not in SPLITTING_SCHEDULES:
                     continue
                 seen.add(rank.stages)
-                self._alike(some, np.full(len(some["plan"]), rank.pp), rank.stages, rank.own)
+                self._alike(some, np.full(len(some), rank.pp), rank.stages, rank.own)
 
     def _ranks(self, of: Columns) -> Iterator[_Rank]:
         """The ranks of plans with equally many stages, and as many with one block more, in one schedule."""
         plan = with_values(
             self.base,
-            pp=int(of["pp"][0]),
-            virtual_stages=int(of["virtual_stages"][0]),
-            schedule=SCHEDULES[of["schedule"][0]],
+            pp=of.first("pp"),
+            virtual_stages=of.first("virtual_stages"),
+            schedule=SCHEDULES[of.first("schedule")],
         )
-        odd, folded = int(of["odd"][0]), plan.schedule in V_SCHEDULES
+        odd, folded = of.first("odd"), plan.schedule in V_SCHEDULES
         for rank in range(plan.pp):
             indices = plan.stages_of(rank)
             stages = []
@@ -558,12 +633,12 @@ class Search:
 
     def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
         """Ranks that have such stages, and all of them as one."""
-        of = of | {"rank": rank}
+        of["rank"] = rank
         _, mode = combined(of["schedule"], of["mode"])
         for i in range(mode.max() + 1):
             alike = np.flatnonzero(mode == i)
             for start in range(0, len(alike), AT_ONCE):
-                self._steps(some_of(of, alike[start : start + AT_ONCE]), stages, own)
+                self._steps(of.some(alike[start : start + AT_ONCE]), stages, own)
 
     def _steps(self, of: Columns, stages: Sequence[Place], own: Place) -> None:
         """What ranks of one schedule hold, by its own code; taken apart where that takes different turns."""
@@ -571,22 +646,24 @@ class Search:
             rest, high = self._rest_and_high(of, stages, own)
         except Differ as differ:
             for part in (differ.yes, ~differ.yes):
-                self._steps(some_of(of, part), stages, own)
+                self._steps(of.some(part), stages, own)
         else:
             self.found.add(of["plan"], of["rank"], rest, high)
 
     def _rest_and_high(self, of: Columns, places: Sequence[Place], own: Place) -> tuple[Column, Column]:
-        several = len(places) > 1 or SCHEDULES[of["schedule"][0]] not in SINGLE_STAGE_SCHEDULES
-        pp, rank = (int(of[n][0]) if several else many(of[n]) for n in ("pp", "rank"))
-        values = {name: many(of[name]) for name in ("dp", "dp_replicate", "micro_batch")}
+        several = len(places) > 1 or SCHEDULES[of.first("schedule")] not in SINGLE_STAGE_SCHEDULES
+        pp, rank = (of.first(n) if several else many(of[n]) for n in ("pp", "rank"))
+        micro_batch, dp = many(of["micro_batch"]), 2 if of.first("mode") else 1
         plan = with_values(
             self.base,
-            **values,
+            dp=dp,
+            dp_replicate=1,
+            micro_batch=micro_batch,
             pp=pp,
-            virtual_stages=int(of["virtual_stages"][0]),
-            zero=int(of["zero"][0]),
-            schedule=SCHEDULES[of["schedule"][0]],
-            global_batch=many(of["m"]) * values["dp"] * values["dp_replicate"] * values["micro_batch"],
+            virtual_stages=of.first("virtual_stages"),
+            zero=of.first("zero"),
+            schedule=SCHEDULES[of.first("schedule")],
+            global_batch=many(of["m"]) * (dp * micro_batch),
         )
         made = {place: self._chosen(of, plan, place) for place in dict.fromkeys(places)}
         passes = [made[place] for place in places]
@@ -608,9 +685,9 @@ class Search:
         grids = sheet.grids_of(rows)
         (states,) = sheet("states", Part.states, rows, grids)
         net, high = sheet("update", Part.update, rows, grids)
-        if of["zero"][0] == 1 or (of["zero"] == 1).any():
+        if (of["zero"] == 1).any():
             chosen = of["zero"] == 1
-            states[chosen], net[chosen], high[chosen], _ = self._dealt(some_of(of, chosen), own)
+            states[chosen], net[chosen], high[chosen], _ = self._dealt(of.some(chosen), own)
         return states, Stretch("update", (), (), 1, many(net), many(high))
 
     def _dealt(self, of: Columns, own: Place) -> Column:
@@ -620,26 +697,26 @@ class Search:
         rows = []
         for i in one:
             values = {"zero": 1, "tp": int(of["tp"][i]), "dp": int(of["dp"][i]), "recompute": "none"}
-            plan = with_values(self._like(some_of(of, np.array([i]))), **values)
+            plan = with_values(self._like(of.some(np.array([i]))), **values)
             rows.append(dealt(self.model, plan, (*own[0], int(blocks[i])), self.device))
         return np.array(rows, np.int64)[place].T
 
     def _like(self, of: Columns) -> Plan:
         """A plan of the first one's structure: what is along no axis decides what its stages are made of."""
-        mode = int(of["mode"][0])
+        mode = of.first("mode")
         return with_values(
             self.base,
             dp=2 if mode else 1,
             dp_replicate=1,
-            pp=2 if of["pp"][0] > 1 else 1,
+            pp=2 if of.first("pp") > 1 else 1,
             zero=mode if mode >= 2 else 0,
-            sequence_parallel=bool(of["sequence_parallel"][0]),
-            recompute=RECOMPUTES[of["recompute"][0]],
+            sequence_parallel=bool(of.first("sequence_parallel")),
+            recompute=RECOMPUTES[of.first("recompute")],
             recompute_blocks=None,
             schedule="1f1b",
             virtual_stages=1,
             micro_batch=1,
-            offload=bool(of["offload"][0]),
+            offload=bool(of.first("offload")),
         )
 
     def _place(
@@ -649,16 +726,20 @@ class Search:
 
         An entry: the column's name, which plans have such a stage, and of how many blocks.
         """
-        parts = [some_of(of, there) | {"blocks": n_blocks[there]} for _, there, n_blocks in entries]
-        every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        rows = np.zeros(len(every["plan"]), np.int64)
+        parts = [of.some(there) for _, there, _ in entries]
+        every = Columns(sum(map(len, parts)))
+        for name in SHEET_COLUMNS:
+            every[name] = np.concatenate([part[name] for part in parts])
+        every["blocks"] = np.concatenate([n_blocks[there] for _, there, n_blocks in entries])
+        rows = np.zeros(len(every), np.int64)
         if len(rows):
             self.sheets[sheet, ends] = self._sheet(ends, every, rows, whole=sheet == "rank")
-        for (name, there, _), start in zip(
-            entries, np.cumsum([0, *[len(p["plan"]) for p in parts]]), strict=False
-        ):
-            of[name] = np.zeros(len(there), np.int64)
-            of[name][there] = rows[start : start + np.count_nonzero(there)]
+        start = 0
+        for (name, there, _), part in zip(entries, parts, strict=True):
+            found = np.zeros(len(there), np.int64)
+            found[there] = rows[start : start + len(part)]
+            of[name] = found
+            start += len(part)
 
     def _sheet(self, ends: Ends, of: Columns, rows: Column, *, whole: bool) -> Sheet:
         """The grids of stages, and their rows; of `whole` ranks, which no micro-batch matters to."""
@@ -674,7 +755,7 @@ class Search:
         bounds = np.searchsorted(structure[order], np.arange(len(structures) + 1))
         for begin, end in pairwise(bounds):
             own = order[begin:end]
-            plan = self._like(some_of(of, own[:1]))
+            plan = self._like(of.some(own[:1]))
             if whole:
                 plan = with_values(plan, recompute="none")
             tensor, t = combined(of["tp"][own], micro_batch[own])

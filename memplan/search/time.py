@@ -24,10 +24,10 @@ from memplan.search.evaluate import (
     Place,
     Search,
     combined,
+    different,
     distinct,
     has_rule,
     optimizer_sees,
-    some_of,
     with_values,
 )
 from memplan.search.plans import Column, Plans
@@ -59,6 +59,8 @@ MOST: Final = 2.0**61
 
 def step_s(model: Model, plans: Plans, cluster: Cluster) -> Seconds:
     """Seconds of each plan's step, as `Estimate.step_s`; infinitely many where a rate is missing."""
+    if has_rule(plans.base) and (fewer := different(model, plans)) is not None:
+        return step_s(model, fewer[0], cluster)[fewer[1]]
     seconds = np.full(len(plans), inf)
     timed = np.flatnonzero(_has_rates(plans, cluster))
     if len(timed) and has_rule(plans.base):
@@ -129,7 +131,7 @@ class _Times(Search):
             chosen = np.flatnonzero((self.of["schedule"] == i) & (slowest == 0))
             if not len(chosen):
                 continue
-            plan = self._plan(some_of(self.of, chosen), schedule=schedule)
+            plan = self._plan(self.of.some(chosen), schedule=schedule)
             for parts, own, n_ranks in zip(self.parts, busy, self._n_ranks(), strict=True):
                 some = {name: column[chosen] for name, column in parts.items()}
                 some["bubble_s"] = np.asarray(waited_s(plan, total[chosen], own[chosen]))
@@ -160,20 +162,18 @@ class _Times(Search):
         for i in range(group.max() + 1):
             alike = np.flatnonzero(group == i)
             for start in range(0, len(alike), AT_ONCE):
-                self._pipelines(some_of(of, alike[start : start + AT_ONCE]))
+                self._pipelines(of.some(alike[start : start + AT_ONCE]))
 
     def _pipelines(self, of: Columns) -> None:
         """The steps of plans whose ranks have equally many stages, in one schedule."""
-        schedule, pp = SCHEDULES[of["schedule"][0]], int(of["pp"][0])
-        plan = self._plan(of, schedule=schedule, zero=int(of["zero"][0]))
+        schedule, pp = SCHEDULES[of.first("schedule")], of.first("pp")
+        plan = self._plan(of, schedule=schedule, zero=of.first("zero"))
         ms, m = distinct(of["m"])
         slots: dict[Any, int] = {}
         order: list[int] = []
         found: list[dict[str, Quantity]] = []
         for rank in self._ranks(of):
-            rounds = _rounds(
-                schedule, pp, int(of["virtual_stages"][0]), plan.fsdp, rank.pp, tuple(ms.tolist())
-            )
+            rounds = _rounds(schedule, pp, of.first("virtual_stages"), plan.fsdp, rank.pp, tuple(ms.tolist()))
             stages = tuple(_of_one_sheet(rank, rounds))
             key = rank.own, tuple([(s.ends, s.name, s.n, s.rounds.tobytes(), s.sends) for s in stages])
             if key not in slots:
@@ -191,15 +191,15 @@ class _Times(Search):
 
     def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
         ((ends, name),) = stages
-        longer = rank[0] == 1 and of["odd"][0] > 1
+        longer = rank[0] == 1 and of.first("odd") > 1
         slot = 0 if ends[0] else 3 if ends[1] else 1 if longer else 2
         _, kind = combined(of["schedule"], of["zero"], of["mode"])
         for i in range(kind.max() + 1):
             alike = np.flatnonzero(kind == i)
             for start in range(0, len(alike), AT_ONCE):
-                some = some_of(of, alike[start : start + AT_ONCE])
-                plan = self._plan(some, schedule=SCHEDULES[some["schedule"][0]], zero=int(some["zero"][0]))
-                alone = with_values(plan, pp=1 if some["pp"][0] == 1 else 2)
+                some = of.some(alike[start : start + AT_ONCE])
+                plan = self._plan(some, schedule=SCHEDULES[some.first("schedule")], zero=some.first("zero"))
+                alone = with_values(plan, pp=1 if some.first("pp") == 1 else 2)
                 rounds = rounds_of(alone, 0, 0, first=ends[0])
                 stage = _Stages(ends, some[name], 1, [np.asarray(n) for n in rounds], (1, 1))
                 for part, seconds in self._parts(some, plan, [stage], own).items():
@@ -273,7 +273,7 @@ class _Times(Search):
         weights, grads, optimizer = sheet("moved", Part.moved, rows, sheet.grids_of(rows))
         if plan.zero == 1 and plan.ddp:
             *_, optimizer = self._dealt(of, own)
-        share = updated_share(int(of["zero"][0]), plan.dp)
+        share = updated_share(of.first("zero"), plan.dp)
         return update_bytes(share * weights, share * grads, optimizer)
 
 
