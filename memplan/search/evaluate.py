@@ -57,13 +57,6 @@ class Memory:
 def memory(model: Model, plans: Plans, device: Device) -> Memory:
     """The memory of each plan; they are plans that `check_plan` accepts."""
     if has_rule(plans.base):
-        if (fewer := different(model, plans)) is not None:
-            of, place = memory(model, fewer[0], device), fewer[1]
-            return Memory(
-                peak_bytes=of.peak_bytes[place],
-                worst_stage=of.worst_stage[place],
-                rest_bytes=of.rest_bytes[place],
-            )
         found = Search(model, plans, device).run()
     else:
         found = _Found(len(plans))
@@ -483,21 +476,6 @@ def _columns(model: Model, plans: Plans) -> Columns:
     of["mode"] = np.where(of["zero"] >= 2, of["zero"], of["dp"] > 1)
     of["each"], of["odd"] = np.divmod(model.n_layers, of["pp"] * of["virtual_stages"])
     return of
-
-
-def different(model: Model, plans: Plans) -> tuple[Plans, Column] | None:
-    """Plans of which no two are the same, and which of them each plan is; None if all differ as they are.
-
-    To recompute the first k blocks of each stage is to recompute all where no stage has more.
-    """
-    limit, n_stages = plans.column("recompute_blocks"), plans.column("pp") * plans.column("virtual_stages")
-    beyond = limit >= -(-model.n_layers // n_stages)
-    if not beyond.any():
-        return None
-    limit = np.where(beyond, NO_LIMIT, limit)
-    columns = {name: plans.column(name) for name in VARIED} | {"recompute_blocks": limit}
-    one, place = combined(*columns.values())
-    return Plans(base=plans.base, columns={name: c[one] for name, c in columns.items()}), place
 
 
 Kind = Literal["first", "longer", "shorter", "last"]

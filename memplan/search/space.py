@@ -64,7 +64,8 @@ class Space:
 
     A field takes the values of its range. One without a range takes every value that makes a difference:
     a single replica needs no ZeRO, a single tensor rank no sequence parallelism; of the numbers of virtual
-    stages that cut the model into equally large stages the smallest counts.
+    stages that cut the model into equally large stages the smallest counts, and so does of the numbers of
+    recomputed blocks that are all of every stage's the first.
     """
 
     model: Model
@@ -104,7 +105,9 @@ class Space:
                         self._of("sequence_parallel", (False, True) if mesh.tp > 1 else (False,)),
                         self._of("recompute", RECOMPUTES),
                     )
-                    for blocks in (self._of("recompute_blocks", (None,)) if recompute != "none" else (None,))
+                    for blocks in (
+                        self._recompute_blocks(mesh.pp * virtual_stages) if recompute != "none" else (None,)
+                    )
                 ]
         return found
 
@@ -133,6 +136,13 @@ class Space:
 
     def _of(self, field: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
         return self.ranges.get(field, usual)
+
+    def _recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
+        largest_stage = -(-self.model.n_layers // n_stages)
+        asked = self._of("recompute_blocks", (None,))
+        some = [n for n in asked if n is not None and n < largest_stage]
+        every = [n for n in asked if n is None or n >= largest_stage]
+        return (*some, *every[:1])
 
     def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""

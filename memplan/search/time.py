@@ -24,7 +24,6 @@ from memplan.search.evaluate import (
     Place,
     Search,
     combined,
-    different,
     distinct,
     has_rule,
     optimizer_sees,
@@ -59,8 +58,6 @@ MOST: Final = 2.0**61
 
 def step_s(model: Model, plans: Plans, cluster: Cluster) -> Seconds:
     """Seconds of each plan's step, as `Estimate.step_s`; infinitely many where a rate is missing."""
-    if has_rule(plans.base) and (fewer := different(model, plans)) is not None:
-        return step_s(model, fewer[0], cluster)[fewer[1]]
     seconds = np.full(len(plans), inf)
     timed = np.flatnonzero(_has_rates(plans, cluster))
     if len(timed) and has_rule(plans.base):
