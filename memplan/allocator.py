@@ -45,6 +45,12 @@ ROUND_BYTES: Final = 2 * MiB
 MOST_STEPS: Final = 8
 """Steps replayed at most: most plans settle within three."""
 
+MOST_EVENTS: Final = 200_000
+"""Of a repeated stretch of more events (hundreds of micro-batches) only the ends are replayed in full ..."""
+
+ENDS: Final = 2
+"""... so many repetitions at either; those between allocate and free nothing but what is left of each."""
+
 
 class OutOfMemory(MemplanError):
     """A request that the driver refuses even after everything cached has been given back."""
@@ -348,6 +354,7 @@ class _Replay:
         self.program = program
         self.allocator = allocator
         self.blocks: dict[Buffer, list[Block]] = {}
+        self.n_events: dict[int, int] = {}
         self.updated = False
         for buffer, n in program.at_rest.items():
             if buffer.kind != "optimizer" or not program.update_name:
@@ -359,8 +366,7 @@ class _Replay:
         at_rest = self.program.at_rest
         left = Counter({buffer: len(blocks) for buffer, blocks in self.blocks.items()})
         for buffer, n in (left - at_rest).items():
-            for _ in range(n):
-                self._free(buffer)
+            self._change(buffer, -n)
         for buffer, n in (at_rest - left).items():
             self._allocate(buffer, n)
 
@@ -372,7 +378,15 @@ class _Replay:
                 if buffer.kind == "optimizer":
                     self._allocate(buffer, n)
         seen: set[object] = set()
-        for _ in range(stretch.repeats):
+        between = range(0)
+        if stretch.repeats > 2 * ENDS and self._n_events(stretch) > MOST_EVENTS:
+            between = range(ENDS, stretch.repeats - ENDS)
+            net = self._net(stretch)
+        for i in range(stretch.repeats):
+            if i in between:
+                for buffer, n in net.items():
+                    self._change(buffer, n)
+                continue
             if stretch.repeats > 2 and stretch.net_bytes == 0:
                 state = self._state()
                 if state in seen:
@@ -386,17 +400,43 @@ class _Replay:
             for part in stretch.parts:
                 self._run(part)
 
+    def _n_events(self, stretch: Stretch) -> int:
+        """How many there are in all repetitions."""
+        key = id(stretch)
+        if key not in self.n_events:
+            parts = sum(map(self._n_events, stretch.parts))
+            self.n_events[key] = stretch.repeats * (len(stretch.events) + parts)
+        return self.n_events[key]
+
+    def _net(self, stretch: Stretch) -> Alive:
+        """How many more of each buffer one repetition leaves, or fewer; those it frees come first."""
+        net: Alive = Counter()
+        for sign, buffer, _ in stretch.events:
+            net[buffer] += sign
+        for part in stretch.parts:
+            for buffer, n in self._net(part).items():
+                net[buffer] += part.repeats * n
+        return Counter({buffer: n for buffer, n in sorted(net.items(), key=lambda item: item[1]) if n})
+
     def _state(self) -> object:
         blocks = self.blocks.items()
         return self.allocator.cached, frozenset((b, tuple([x.address for x in found])) for b, found in blocks)
 
     def _allocate(self, buffer: Buffer, n: int) -> None:
-        if buffer.n_bytes:
+        if buffer.n_bytes and n > 0:
             stream = self.program.streams.get(buffer, "")
             blocks = self.blocks.setdefault(buffer, [])
             blocks += [self.allocator.malloc(buffer.n_bytes, stream) for _ in range(n)]
 
+    def _change(self, buffer: Buffer, n: int) -> None:
+        """So many more, or fewer."""
+        self._allocate(buffer, n)
+        for _ in range(-n):
+            self._free(buffer)
+
     def _free(self, buffer: Buffer) -> None:
+        if not buffer.n_bytes:
+            return
         blocks = self.blocks[buffer]
         self.allocator.free(blocks.pop())
         if not blocks:

@@ -240,6 +240,20 @@ def test_left_out_repetitions_of_a_plan_change_nothing(plan):
     assert replayed(written_out) == replayed(program)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_of_many_micro_batches_the_ends_suffice(schedule, monkeypatch):
+    """Zero-bubble's leave something each, so that no repetition leaves everything as an earlier one has."""
+    e = memplan.estimate(
+        SMALL, pp=2, schedule=schedule, virtual_stages=1 if schedule == "1f1b" else 2,
+        global_batch=64, seq_len=256,
+    )  # fmt: skip
+    program = e.worst.program()
+    exact = replayed(program)
+    monkeypatch.setattr("memplan.allocator.MOST_EVENTS", 1000)
+    assert replayed(program).allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.002)
+    assert replayed(program).reserved_bytes == pytest.approx(exact.reserved_bytes, rel=0.02)
+
+
 def test_an_fsdp2_stage_of_8b_settles_and_reserves_more_than_it_uses():
     e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, micro_batch=1, seq_len=4096)
     ordinary = e.worst.replayed

@@ -26,6 +26,8 @@ def program(stages: RankStages, passes: Mapping[Stage, Passes], workspace_bytes:
 
     `workspace_bytes`: cuBLAS's, of each of the two threads that call it: the caller's, and autograd's.
 
+    Neglects: cuBLASLt's workspace for products with a bias (1 MiB, where it is not the same one).
+
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`: a pool for each thread).
     """
     own = [passes.get(stage) or passes_of(stage) for stage in stages]
