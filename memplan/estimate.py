@@ -36,7 +36,7 @@ from memplan.steptime import (
     recomputed_flops,
     utilisation,
 )
-from memplan.tape import Device
+from memplan.tape import Backend, Device
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
 from memplan.traffic import Collective, collectives, textbook_collectives
 
@@ -604,11 +604,16 @@ def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
         yield stages
 
 
-def rank_estimate(model: Model, plan: Plan, rank: Rank, device: Device) -> StageEstimate:
-    """The estimate of one given rank, as `validate` compares it with that rank's run."""
+def rank_estimate(
+    model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
+) -> StageEstimate:
+    """The estimate of one given rank, as `validate` compares it with that rank's run.
+
+    `backend` is what ranks talk by: left out, gloo on CPU and NCCL on GPUs.
+    """
     check_plan(model, plan)
     check_device(plan, device)
-    return _stage_estimate(RankStages(model, plan, rank, device), {})
+    return _stage_estimate(RankStages(model, plan, rank, device, backend=backend), {})
 
 
 def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | None = None) -> StageEstimate:

@@ -158,7 +158,7 @@ def _gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     shape = (batch, seq * tp, d)
     arrived = run.new("gathered", shape, x.dtype)
     run.collective("all_gather", what, arrived.n_bytes)
-    if run.setting.device == "cpu":
+    if run.setting.gathers_in_copies:
         run.new("gloo scratch", x.shape, x.dtype)
         scratch = run.new("gloo scratch", shape, x.dtype)
         if batch == 1 and not waits:
@@ -186,7 +186,7 @@ def _reduce_scattered(x: Tensor, what: str) -> Tensor:
     def compute() -> tuple[Tensor]:
         run.collective("reduce_scatter", what, ordered.n_bytes)
         part = run.new("reduce-scattered", (batch, seq // tp, d), ordered.dtype)
-        if run.setting.device == "cpu":
+        if run.setting.backend == "gloo":
             run.new("gloo scratch", ordered.shape, ordered.dtype)
         return (part,)
 

@@ -19,6 +19,13 @@ from memplan.errors import MissingRule
 from memplan.shapes import FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
 
 Device = Literal["cpu", "cuda"]
+Backend = Literal["gloo", "nccl", "fake"]
+
+USUAL_BACKENDS: Final[dict[Device, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
+"""What ranks talk by, unless said otherwise. PyTorch's `fake` moves nothing and holds nothing.
+
+Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp.
+"""
 
 RANDOM_STATE: Final = "random state"
 """What checkpointing keeps of a block before it is called, so that dropout drops the same again."""
@@ -40,6 +47,7 @@ class Setting:
     """
 
     device: Device = "cuda"
+    backend: Backend = "nccl"
     weight_dtype: DType = FP32
     autocast: DType | None = None
     tp: int = 1
@@ -48,6 +56,17 @@ class Setting:
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
+
+    @property
+    def gathers_in_copies(self) -> bool:
+        """Whether an all-gather copies what goes in and what comes out: gloo, which does so on the host.
+
+        A reduce-scatter of gloo's copies its operand wherever that is.
+
+        Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`,
+        `AsyncAllgatherCUDAWork`, `reduce_scatter_tensor_coalesced`).
+        """
+        return self.backend == "gloo" and self.device == "cpu"
 
 
 class Call:

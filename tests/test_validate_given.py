@@ -13,7 +13,7 @@ import pytest
 
 from memplan import Llama, Plan
 from validate.cases import Case
-from validate.given import Given, GivenRanks, backend, given_ranks
+from validate.given import Given, GivenRanks, given_ranks
 from validate.launch import rank_program, run_case
 from validate.records import merged, read_records
 from validate.sweep import part_of
@@ -76,7 +76,6 @@ def test_ranks_are_told_by_torchrun_or_srun_and_not_by_a_batch_script():
     slurm = given_ranks(SLURM)
     assert slurm == Given(rank=3, world_size=4, local_rank=1, host="gpu07", port=20243, hosts=True)
     assert given_ranks(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "5"}).host == "head"
-    assert backend(None) == "gloo"
 
 
 def test_parts_cover_a_suite_once():

@@ -1,9 +1,9 @@
-"""The command line: python -m validate run | sweep | report | explain | published."""
+"""The command line: python -m validate run | sweep | report | explain | rejudge | published | calibrate."""
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -11,25 +11,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import torch
 
 from memplan import Plan
 from memplan.checks import checked_count
 from memplan.cli import plan_options
 from memplan.errors import MemplanError, PlanRefused
 from memplan.plan import check_plan
+from memplan.units import human_bytes
 from validate import published, report
 from validate.attribution import comparison
-from validate.cases import LEAST_STEPS, Case
-from validate.environment import environment
-from validate.given import GivenRanks, backend, given_ranks
+from validate.calibrate import calibrated
+from validate.cases import LEAST_STEPS, Case, placed
+from validate.environment import environment, surroundings
+from validate.given import Given, GivenRanks, given_ranks
+from validate.gpus import Gpus, gpus_here
 from validate.judge import References, judged, rejudged
 from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.progress import progress
 from validate.records import Record, RecordFile, merged, open_records, read_records
 from validate.snapshot import snapshot_comparison
-from validate.suites import case_named, model_named
-from validate.suites import suite as cases_of
+from validate.suites import SEARCHES, Rounds, case_named, model_named, rounds
+from validate.suites.frontier import frontiers
+from validate.suites.gpu import GPU_SUITES
 from validate.sweep import ONE_AT_A_TIME, RETRIED, Stopped, judging, part_of, stoppable, swept
 from validate.where import (
     CASE_FIELDS,
@@ -61,6 +66,23 @@ def main() -> None:
     """Really run plans, with real processes and collectives, beside what memplan predicts."""
 
 
+_device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where ranks run; auto: on GPUs if there are any. GPU suites and `run`: auto; other suites: cpu.",
+)
+
+
+def _n_gpus(device: str, given: Given | None) -> int:
+    """How many GPUs the ranks have: as many as a launcher started ranks, or as this machine has."""
+    gpus = None if device == "cpu" else gpus_here()
+    if gpus is None:
+        if device == "cuda":
+            raise click.UsageError("--device cuda: PyTorch sees no GPU here; leave it out.")
+        return 0
+    return given.world_size if given is not None else gpus.n
+
+
 @main.command()
 @click.option(
     "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
@@ -71,8 +93,11 @@ def main() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
-    "--events", type=click.Path(file_okay=False, path_type=Path), help="Folder for every allocation."
+    "--events",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for every allocation; on GPUs, for memory snapshots.",
 )
+@_device_option
 @plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
@@ -80,12 +105,14 @@ def run(
     timeout_s: float,
     as_json: bool,
     events: Path | None,
+    device: str | None,
     global_batch: int | None,
     **plan: Any,
 ) -> None:
     """Run one plan; under torchrun or srun, on the ranks they started."""
-    case = replace(_case(model, global_batch, plan), steps=steps, timeout_s=timeout_s)
     given = given_ranks(os.environ)
+    case = replace(_case(model, global_batch, plan), steps=steps, timeout_s=timeout_s)
+    case = placed(case, _n_gpus(device or "auto", given))
     if given is not None and given.rank:
         GivenRanks(given).serve()
         return
@@ -93,6 +120,8 @@ def run(
     if given is not None:
         with GivenRanks(given) as ranks:
             ended = ranks.run(case)
+    elif events is not None and case.device == "cuda":
+        ended = run_case(case, snapshots=events)
     elif events is not None:
         ended = run_case(case, keep_events=True)
         dump_events(ended, events)
@@ -217,6 +246,12 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
     callback=_read_by(read_bytes),
     help="What all cases may take together, as 12GiB; what this machine has free if left out.",
 )
+@_device_option
+@click.option(
+    "--snapshots",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="On GPUs: a folder for a memory snapshot of every rank, as `explain --snapshot` reads them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
 def sweep(
     suite: str,
@@ -229,6 +264,8 @@ def sweep(
     anyway: bool,
     cores: int | None,
     memory: int | None,
+    device: str | None,
+    snapshots: Path | None,
     as_json: bool,
 ) -> None:
     """Run a suite of cases, several at once; under torchrun or srun one after the other, on their ranks."""
@@ -236,40 +273,67 @@ def sweep(
     if given is not None and given.rank:
         GivenRanks(given).serve()
         return
-    chosen = [case for case in cases_of(suite) if only in case.name]
-    if where is not None:
-        chosen = [case for case in chosen if where(case_facts(case))]
+    for_gpus = suite in GPU_SUITES or suite in SEARCHES
+    n_gpus = _n_gpus(device or ("auto" if for_gpus or given else "cpu"), given)
+    gpus = replace(found, n=n_gpus) if n_gpus and (found := gpus_here()) else None
+    chosen = _chosen(rounds(suite, gpus), only, where, part)
+    moved: Sequence[Case] = [case if for_gpus else placed(case, n_gpus) for case in chosen(())]
     machine = machine_budget()
     budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
-    around = environment(backend(given))
     text = Record.to_json if as_json else report.row
     if not as_json:
+        click.echo(_place(suite, gpus) if for_gpus else "", nl=for_gpus)
         click.echo(report.header())
     records: list[Record] = []
     try:
-        with stoppable(), open_records(out, resume=resume) if out else nullcontext() as file:
-            known, waiting = _divided(part_of(chosen, part), file, retry)
-            for record in known:
-                click.echo(text(record))
-            records += known
-            with (
-                judging(given, anyway=anyway) as judge,
-                progress(waiting) as show,
-                closing(swept(waiting, judge, ONE_AT_A_TIME if given else budget)) as fresh,
-            ):
-                for record in fresh:
-                    kept = replace(record, environment=around)
-                    if file is not None:
-                        file.append(kept)
-                    records.append(kept)
-                    show(kept, text(kept))
+        with (
+            stoppable(),
+            open_records(out, resume=resume) if out else nullcontext() as file,
+            judging(given, anyway=anyway, snapshots=snapshots) as judge,
+        ):
+            while moved:
+                known, waiting = _divided(moved, file, retry)
+                for record in known:
+                    click.echo(text(record))
+                records += known
+                with (
+                    progress(waiting) as show,
+                    closing(swept(waiting, judge, ONE_AT_A_TIME if given else budget)) as fresh,
+                ):
+                    for record in fresh:
+                        around = environment(Case.from_dict(record.case))
+                        kept = replace(record, environment=around)
+                        if file is not None:
+                            file.append(kept)
+                        records.append(kept)
+                        show(kept, text(kept))
+                moved = chosen(records) if suite in SEARCHES else []
     except Stopped as stop:
-        has = f"; {out} has {len(records)} of {len(chosen)} cases, --resume runs the others" if out else ""
+        has = f"; {out} has {len(records)} of {len(moved)} cases, --resume runs the others" if out else ""
         click.echo(f"stopped by {stop}{has}", err=True)
         sys.exit(stop.exit_code)
     if not as_json:
+        if suite in SEARCHES:
+            click.echo("\n".join(map(str, frontiers(gpus, records))))
         click.echo(report.summary(records))
     _finish(records)
+
+
+def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str) -> Rounds:
+    """The cases of a suite that the options leave."""
+
+    def chosen(records: Sequence[Record]) -> list[Case]:
+        cases = [case for case in cases_of(records) if only in case.name]
+        return part_of([case for case in cases if where is None or where(case_facts(case))], part)
+
+    return chosen
+
+
+def _place(suite: str, gpus: Gpus | None) -> str:
+    """Where a GPU suite runs, so that nobody takes CPU numbers for a GPU's."""
+    if gpus is None:
+        return f"{suite}: PyTorch sees no GPU here, so this is its smallest form, on CPU\n"
+    return f"{suite}: on {gpus.n} x {gpus.name}, {human_bytes(gpus.memory_bytes)} each\n"
 
 
 def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tuple[list[Record], list[Case]]:
@@ -283,6 +347,26 @@ def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tup
         else:
             known.append(record)
     return known, waiting
+
+
+@main.command()
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep the timings in this file.")
+@click.option("--resume", is_flag=True, help="Run only the probes that the file lacks.")
+@_device_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per probe.")
+def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool) -> None:
+    """Time a device's matrix products, attention, memory and kernel launches, one operation at a time."""
+    gpus = gpus_here() if _n_gpus(device or "auto", None) else None
+    if not as_json:
+        click.echo(_place("calibrate", gpus))
+    chosen = torch.device("cpu" if gpus is None else "cuda:0")
+    try:
+        with stoppable():
+            for timing in calibrated(chosen, surroundings(gpus), out, resume=resume):
+                click.echo(timing.to_json() if as_json else str(timing))
+    except Stopped as stop:
+        click.echo(f"stopped by {stop}; --resume runs the probes that are left", err=True)
+        sys.exit(stop.exit_code)
 
 
 @main.command("report")

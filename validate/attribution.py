@@ -19,15 +19,14 @@ from itertools import groupby, islice, zip_longest
 from typing import Final
 
 import numpy as np
-from rapidfuzz.distance import Indel
 
-from memplan.estimate import rank_estimate
 from memplan.shapes import Buffer, Event
 from memplan.timeline import Alive, Stretch, n_bytes_of, unrolled
 from validate.blocks import Block, alive_after
 from validate.cases import Case
 from validate.measure import RankMeasurement
 from validate.memory import MemoryEvent
+from validate.predict import estimated_rank
 
 PADDING: Final = " (padding)"
 STATES: Final[tuple[str, ...]] = ("weights", "optimizer")
@@ -114,6 +113,8 @@ class Comparison:
         """Places of predicted and measured allocations of the same tensor: their longest common order."""
         if not self.one_step:
             return []
+        from rapidfuzz.distance import Indel
+
         mine = [i for i, (_, event) in enumerate(self.predicted) if event.sign > 0]
         seen = [i for i, event in enumerate(self.events) if event.n_bytes > 0 and event.pointer]
         parts = Indel.opcodes(
@@ -248,7 +249,7 @@ def comparison(case: Case, measured: RankMeasurement) -> Comparison:
     Raises:
         MemplanError: if the plan is refused, or no rule says what it holds.
     """
-    timeline = rank_estimate(case.model, case.plan, measured.at, "cpu").timeline
+    timeline = estimated_rank(case, measured.rank).timeline
     memory = measured.memory
     return Comparison(rest=timeline.rest, step=timeline.step, held=memory.held, events=memory.events)
 

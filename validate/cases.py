@@ -1,11 +1,13 @@
 """A configuration to be run and compared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from memplan import Gpt, Llama, Model, Plan
+from memplan.errors import PlanRefused
 from memplan.plan import MESH_AXES
+from memplan.tape import Backend, Device
 
 LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
 """Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
@@ -27,6 +29,9 @@ SHORT_NAMES: Final = {
     "loss_chunks": "chunks",
 }  # fmt: skip
 
+REFERENCE: Final = "reference"
+"""The name of a single-process run that another one is compared with."""
+
 LEAST_STEPS: Final = 6
 """Two to warm up, one whose collectives are counted, three whose memory is observed."""
 
@@ -35,8 +40,11 @@ LEAST_STEPS: Final = 6
 class Case:
     """One plan for one model, to be run and compared.
 
-    `steps` are optimizer steps in all; those after the first six are timed. The ranks are ended after
-    `timeout_s` seconds. Equal seeds mean equal weights and tokens.
+    `steps` are optimizer steps in all; those after the first six (on a GPU four) are timed. The ranks are
+    ended after `timeout_s` seconds. Equal seeds mean equal weights and tokens.
+
+    The ranks are on `device` and talk by `backend`. PyTorch's "fake" plays all ranks but `rank`, the only one
+    that runs. A rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is.
     """
 
     name: str
@@ -45,6 +53,15 @@ class Case:
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
     timeout_s: float = 120.0
+    device: Device = "cpu"
+    backend: Backend = "gloo"
+    rank: int = 0
+    limit_bytes: int | None = None
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run."""
+        return (self.rank,) if self.backend == "fake" else range(self.plan.world_size)
 
     @property
     def learning_rate(self) -> float:
@@ -53,6 +70,17 @@ class Case:
         Source: Yang et al. 2022, arXiv:2203.03466 (1 / width).
         """
         return LEARNING_RATES[self.plan.optimizer] * min(1.0, WIDTH / self.model.d_model)
+
+    @property
+    def unchecked(self) -> str:
+        """Why its training is not compared with a single-process run; empty if it is."""
+        if self.backend == "fake":
+            return "not checked at all: the fake process group moves no data, so losses mean nothing"
+        if self.model.dropout:
+            return "only that the loss falls: one process would drop other elements"
+        if self.device == "cuda" and self.plan.world_size == 1:
+            return "only that the loss falls: in a single batch it might not fit"
+        return ""
 
     def reference(self) -> "Case":
         """The same training in a single process and a single batch: same model, tokens, precision, steps."""
@@ -64,12 +92,12 @@ class Case:
             optimizer=self.plan.optimizer,
             clip_grad_norm=self.plan.clip_grad_norm,
         )
-        return replace(self, name="reference", plan=alone)
+        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None)
 
     @property
-    def identity(self) -> tuple[str, Model, Plan, int, int]:
+    def identity(self) -> "Case":
         """What makes it the same case as another: not how long it may take."""
-        return self.name, self.model, self.plan, self.seed, self.steps
+        return replace(self, timeout_s=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """The case as plain values; beside the plan's, how many micro-batches each replica accumulates."""
@@ -96,6 +124,31 @@ class Case:
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
         return Case(model=family(**model), plan=Plan(**plan), **known)
+
+
+def placed(case: Case, n_gpus: int) -> Case:
+    """The case on so many GPUs of a machine, or on CPU if there are none.
+
+    NCCL takes one rank on each GPU; where there are more ranks than GPUs they share them and talk by gloo.
+    """
+    if not n_gpus:
+        return replace(case, device="cpu", backend="gloo")
+    return replace(case, device="cuda", backend="nccl" if case.plan.world_size <= n_gpus else "gloo")
+
+
+def check_case(case: Case) -> None:
+    """Raise if the ranks cannot talk as they would have to.
+
+    Source: pytorch.org/docs/stable/distributed.html ("Backends"); ProcessGroupGloo.cpp (`send`), which hands
+    the tensor's address to a socket.
+
+    Raises:
+        PlanRefused: for a pipeline of GPU ranks over gloo.
+    """
+    if case.device == "cuda" and case.backend == "gloo" and case.plan.pp > 1:
+        raise PlanRefused(
+            f"pp={case.plan.pp}: gloo sends no tensor of a GPU; use a GPU for each rank (NCCL), or CPU ranks."
+        )
 
 
 FAMILIES: Final[Mapping[str, type[Model]]] = {"gpt": Gpt, "llama": Llama}

@@ -1,34 +1,62 @@
-"""With what a case ran: versions, processor, backend."""
+"""With what a case ran: versions, processor, GPUs, backend."""
 
 import platform
 import subprocess
-from importlib.metadata import version
+import tomllib
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from validate.cases import Case
+from validate.gpus import Gpus, gpus_here
 
-def environment(backend: str) -> dict[str, Any]:
-    """What a measurement may depend on, as plain values; nothing that names a machine or a person."""
+ROOT: Final = Path(__file__).parents[1]
+
+
+def environment(case: Case) -> dict[str, Any]:
+    """What a case's measurement may depend on, as plain values; nothing that names a machine or a person.
+
+    `device` is "cpu", or the name of the GPU that it ran on, of which `gpu` says more.
+    """
+    gpus = gpus_here() if case.device == "cuda" else None
+    return surroundings(gpus) | {"backend": case.backend}
+
+
+def surroundings(gpus: Gpus | None) -> dict[str, Any]:
+    """`environment` without what is a case's: on these GPUs, or on CPU."""
+    return _software() | ({"device": "cpu"} if gpus is None else {"device": gpus.name, "gpu": asdict(gpus)})
+
+
+@cache
+def _software() -> dict[str, Any]:
     return {
-        "memplan": version("memplan"),
+        "memplan": _version(),
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
         "processor": _processor(),
-        "device": torch.cuda.get_device_name() if backend == "nccl" else "cpu",
-        "backend": backend,
     }
+
+
+def _version() -> str:
+    """memplan's version, also of a checkout that is not installed."""
+    try:
+        return version("memplan")
+    except PackageNotFoundError:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return str(project["version"])
 
 
 def _commit() -> str | None:
     """The checkout's commit, with a + if files differ from it; None where there is no checkout."""
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -99,8 +99,10 @@ def _content(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
-SETTINGS: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
-"""What libraries read: one thread; the profiler does not speak among a rank's last words."""
+SETTINGS: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""What libraries read: one thread; the profiler does not speak among a rank's last words; whoever asks while
+modules are imported whether there is a GPU asks its driver, not CUDA, which does not survive a fork.
+"""
 
 
 class ForkServer:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Self, cast
 
-import torch
 import torch.distributed as dist
 
 from memplan.errors import InvalidValue
@@ -23,6 +22,7 @@ from validate.launch import (
     Seat,
     answers,
     concluded,
+    device_for,
     rank_program,
     shared_server,
     started,
@@ -76,11 +76,6 @@ def given_ranks(environment: Mapping[str, str]) -> Given | None:
             hosts=True,
         )
     return None
-
-
-def backend(given: Given | None) -> str:
-    """How ranks talk: as a rule gloo; NCCL where a launcher started them on GPUs."""
-    return "nccl" if given is not None and torch.cuda.is_available() else "gloo"
 
 
 def _port(environment: Mapping[str, str]) -> int:
@@ -172,7 +167,7 @@ class GivenRanks:
             host=given.host,
             port=given.port,
             prefix=f"{self._prefix}/{n}/ranks",
-            device=_device(given.local_rank),
+            device=device_for(case, given.local_rank),
         )
         ranks = started([seat], self._program, self._server)
         (answer,) = answers(ranks, case.timeout_s, stopped=lambda: self._store.check([f"{n}/stop"]))
@@ -198,7 +193,3 @@ class GivenRanks:
         """Waits until the store has all keys; interruptible, as the store's own waiting is not."""
         while keys and not self._store.check(keys) and (deadline_s is None or time.monotonic() < deadline_s):
             time.sleep(ASK_S)
-
-
-def _device(local_rank: int) -> str:
-    return f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"

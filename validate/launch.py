@@ -5,6 +5,7 @@ import faulthandler
 import json
 import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -29,6 +30,7 @@ from validate.cases import Case
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
 from validate.measure import Prepare, RankMeasurement, measured_rank, prepared
 from validate.records import Outcome
+from validate.standin import stand_in
 
 PRELOADED: Final = (
     "torch",
@@ -75,8 +77,8 @@ class Ended:
 class Seat:
     """What a rank is told: its case, its place, and the store where it meets the others.
 
-    `prefix` keeps cases apart that meet in one store. The rank may take `memory_bytes` beyond what it starts
-    with; None: all there is.
+    `prefix` keeps cases apart that meet in one store. The rank may take `memory_bytes` of the host beyond
+    what it starts with; None: all there is. On a GPU its allocations of a step are written to `snapshot`.
     """
 
     case: Case
@@ -86,6 +88,7 @@ class Seat:
     prefix: str = ""
     device: str = "cpu"
     memory_bytes: int | None = None
+    snapshot: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +120,35 @@ Program = Callable[[Seat], RankMeasurement]
 
 def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = prepared) -> RankMeasurement:
     """Meets the other ranks, trains, measures."""
-    if seat.device != "cpu":
-        torch.cuda.set_device(seat.device)
-    with _process_group(seat):
+    device = torch.device(seat.device)
+    if device.type == "cuda":
+        take_gpu(device, seat.case.limit_bytes)
+    with process_group(seat):
         measured = measured_rank(
-            seat.case, seat.rank, torch.device(seat.device), keep_paths=keep_events, prepare=prepare
+            seat.case, seat.rank, device, keep_paths=keep_events, snapshot=seat.snapshot, prepare=prepare
         )
+    check_limit(measured.memory.peak_bytes, seat.case.limit_bytes)
     return attributed(seat.case, measured, keep_events=keep_events)
+
+
+def take_gpu(device: torch.device, limit_bytes: int | None) -> None:
+    """Makes a GPU this process's own, of which its allocator may reserve so much.
+
+    Raises:
+        RuntimeError: in a process forked from one that has used CUDA, where nothing on a GPU would work.
+    """
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError("the fork server has used CUDA, which does not survive a fork")
+    torch.cuda.set_device(device)
+    if limit_bytes is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+
+
+def check_limit(peak_bytes: int, limit_bytes: int | None) -> None:
+    """Raises `MemoryError` for a peak beyond the limit, which CPU's allocator does not keep to."""
+    if limit_bytes is not None and peak_bytes > limit_bytes:
+        raise MemoryError(f"a peak of {peak_bytes:,} bytes is beyond the limit of {limit_bytes:,} bytes")
 
 
 def attributed(case: Case, measured: RankMeasurement, *, keep_events: bool = False) -> RankMeasurement:
@@ -153,11 +178,13 @@ def run_case(
     program: Program | None = None,
     server: ForkServer | None = None,
     memory_bytes: int | None = None,
+    snapshots: Path | None = None,
 ) -> Ended:
-    """Runs a case on new processes of its own on this machine, one per rank, on CPU with gloo.
+    """Runs a case on new processes of its own on this machine, one per rank.
 
     A rank that fails, or the case's time-out, ends all ranks; none is left when this returns. Each rank may
-    take `memory_bytes` beyond what it starts with. `program`: another one than `rank_program`.
+    take `memory_bytes` beyond what it starts with. `program`: another one than `rank_program`. On a GPU the
+    allocations of a step are written to the folder `snapshots`, a file for each rank.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
@@ -165,14 +192,34 @@ def run_case(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     seats = [
-        Seat(case=case, rank=rank, host=host, port=port, memory_bytes=memory_bytes)
-        for rank in range(case.plan.world_size)
+        Seat(
+            case=case,
+            rank=rank,
+            host=host,
+            port=port,
+            device=device_for(case, rank),
+            memory_bytes=memory_bytes,
+            snapshot=None if snapshots is None else snapshot_file(snapshots, case, rank),
+        )
+        for rank in case.ranks
     ]
     program = program or partial(rank_program, keep_events=keep_events)
     try:
         return concluded(answers(started(seats, program, server or shared_server()), case.timeout_s))
     finally:
         del store
+
+
+def device_for(case: Case, local_rank: int) -> str:
+    """The device of a machine's `local_rank`: GPUs take turns."""
+    return "cpu" if case.device == "cpu" else f"cuda:{local_rank % torch.cuda.device_count()}"
+
+
+def snapshot_file(folder: Path, case: Case, rank: int) -> Path:
+    """The file of a rank's snapshot in a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^A-Za-z0-9.+=-]+", "-", case.name)
+    return folder.resolve() / f"{name}.rank{rank}.pickle"
 
 
 def started(seats: Sequence[Seat], program: Program, server: ForkServer) -> dict[int, Forked]:
@@ -299,7 +346,16 @@ def _failure(rank: int, error: Exception) -> Failure:
 
 def _speaks_of_memory(text: str) -> bool:
     return any(
-        words in text for words in ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+        words in text
+        for words in (
+            "can't allocate memory",
+            "Cannot allocate memory",
+            "std::bad_alloc",
+            "CUDA out of memory",
+            "CUDA error: out of memory",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            "Cuda failure 2 'out of memory'",
+        )
     )
 
 
@@ -319,22 +375,27 @@ def _kernel_kills() -> int:
 
 
 @contextmanager
-def _process_group(seat: Seat) -> Iterator[None]:
+def process_group(seat: Seat) -> Iterator[None]:
     """The group of all ranks, over the loopback interface if they meet there; none for a single rank."""
-    world_size = seat.case.plan.world_size
+    world_size, backend = seat.case.plan.world_size, seat.case.backend
     if world_size == 1:
         yield
+        return
+    if backend == "fake":
+        with stand_in(seat.rank, world_size):
+            yield
         return
     if ip_address(socket.gethostbyname(seat.host)).is_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = timedelta(seconds=seat.case.timeout_s + LAST_WORDS_S)
     store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=patience)
     dist.init_process_group(
-        "gloo" if seat.device == "cpu" else "nccl",
+        backend,
         store=dist.PrefixStore(seat.prefix, store),
         rank=seat.rank,
         world_size=world_size,
         timeout=patience,
+        device_id=torch.device(seat.device) if backend == "nccl" else None,
     )
     yield
     dist.barrier()

@@ -1,11 +1,13 @@
 """One rank: what it holds, what it sends, what it loses, how long it takes."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,9 @@ OBSERVED_STEPS = 3
 in C++, as DDP's reducer does, and that only adds.
 """
 
+MOST_SNAPSHOT_EVENTS = 200_000
+"""Allocations and frees that a snapshot holds: those of a step of some hundred layers."""
+
 WARM_UP_STEPS = 2
 """Optimizer state is made in the first step; DDP rebuilds its buckets in the second, one later if static."""
 
@@ -62,11 +67,18 @@ class Memory:
     `rest_bytes` is held between steps, `peak_bytes` at the worst instant, divided by kind in
     `peak_by_kind` where events are known (on CPU); the step's `events` and the blocks `held` when it began
     are known on CPU; each with the operations it happened in, if asked for.
+
+    On a GPU `peak_requested_bytes` is the peak before CUDA's allocator rounds up, `peak_reserved_bytes` the
+    most that it held of the device. Of the device `device_bytes` were in use after the step, by whomever, and
+    `context_bytes` when this rank had CUDA's context and no tensor.
     """
 
     rest_bytes: int
     peak_bytes: int
-    peak_reserved_bytes: int | None
+    peak_reserved_bytes: int | None = None
+    peak_requested_bytes: int | None = None
+    device_bytes: int | None = None
+    context_bytes: int | None = None
     peak_by_kind: dict[str, int] = field(default_factory=dict)
     events: tuple[MemoryEvent, ...] = ()
     held: tuple[Block, ...] = ()
@@ -77,9 +89,9 @@ class RankMeasurement:
     """What one rank measured; a loss is None where there is no last stage.
 
     `collectives` are those of one steady step, `gradient_norm_squared` is of the first step, over this
-    rank's stages, `step_s` seconds from barrier to barrier. The training was set up at `prepared_at_s`, its
-    last step done at `trained_at_s` by the machine's clock. `attributed_fraction` of the bytes at the peak
-    are tensors that memplan predicts.
+    rank's stages (no number where it is not compared), `step_s` seconds from barrier to barrier. The training
+    was set up at `prepared_at_s`, its last step done at `trained_at_s` by the machine's clock.
+    `attributed_fraction` of the bytes at the peak are tensors that memplan predicts.
     """
 
     rank: int
@@ -114,9 +126,10 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     """The case's stages and optimizer as they are on this rank."""
     model, plan, at = case.model, case.plan, case.plan.place(rank)
     mesh = device_mesh(plan, device)
+    drawn_on = torch.device("meta") if case.backend == "fake" else device
     modules = {
         stage: parallel_module(
-            stage_module(model, plan, stage, seed=case.seed, device=device), plan, at, mesh
+            stage_module(model, plan, stage, seed=case.seed, device=drawn_on), plan, at, mesh, device
         )
         for stage in plan.stages_of(at.pp)
     }
@@ -138,9 +151,10 @@ def measured_rank(
     device: torch.device,
     *,
     keep_paths: bool = False,
+    snapshot: Path | None = None,
     prepare: Prepare = prepared,
 ) -> RankMeasurement:
-    """Runs the case's training on this rank and measures it.
+    """Runs the case's training on this rank and measures it; on a GPU with a `snapshot` of the observed step.
 
     One thread and no oneDNN, whose scratch memory depends on the CPU's model; garbage is collected between
     steps only, so that no peak depends on when, and among what came after the imports only, since looking
@@ -151,18 +165,30 @@ def measured_rank(
     gc.disable()
     gc.freeze()
     count_all_threads()
-    with MemoryProfile(paths=keep_paths) if device.type == "cpu" else nullcontext() as warm_up:
+    on_gpu = device.type == "cuda"
+    context_bytes = device_bytes() if on_gpu else 0
+    with nullcontext() if on_gpu else MemoryProfile(paths=keep_paths) as warm_up:
         training = prepare(case, rank, device)
+        if on_gpu:
+            torch.cuda.empty_cache()
         let_ranks_go_first()
         prepared_at_s = time.monotonic()
-        losses, norm_squared = _warmed_up(training, WARM_UP_STEPS + case.plan.static_graph)
+        norm_squared = math.nan
+        losses = [training.gradients()]
+        if not case.unchecked:
+            norm_squared = gradient_norm_squared(training.update)
+        training.update()
+        losses += [training.step() for _ in range(1, WARM_UP_STEPS + case.plan.static_graph)]
         with CollectiveCounter(training.axis_of_group) as counter:
             losses.append(training.step())
-    more_losses, seen = _observed_on_cpu(training, warm_up) if warm_up else _observed_on_gpu(training)
+    if warm_up is None:
+        more_losses, seen = _observed_on_gpu(training, context_bytes, snapshot)
+    else:
+        more_losses, seen = _observed_on_cpu(training, warm_up)
     losses += more_losses
     step_s = []
     while len(losses) < case.steps:
-        loss, seconds = _timed_step(training, device)
+        loss, seconds = _timed_step(training)
         losses.append(loss)
         step_s.append(seconds)
     trained_at_s = time.monotonic()
@@ -181,19 +207,10 @@ def measured_rank(
     )
 
 
-def _warmed_up(training: Training, steps: int) -> tuple[list[float | None], float]:
-    """The losses of the first steps, and the squared norm of the very first gradients."""
-    losses = [training.gradients()]
-    update = training.update
-    norm_squared = gradient_norm_squared(update.parameters) / update.scaler.get_scale() ** 2
-    training.update()
-    losses += [training.step() for _ in range(steps - 1)]
-    return losses, norm_squared
-
-
-def gradient_norm_squared(parameters: list[Tensor]) -> float:
-    """The squared norm of this stage's whole gradient, cut or replicated tensors counted once."""
-    return sum(float(_whole_gradient(weight).float().square().sum()) for weight in parameters)
+def gradient_norm_squared(update: Update) -> float:
+    """The squared norm of this rank's whole gradient, cut or replicated tensors counted once."""
+    scaled = sum(float(_whole_gradient(weight).float().square().sum()) for weight in update.parameters)
+    return scaled / update.scaler.get_scale() ** 2
 
 
 def _whole_gradient(weight: Tensor) -> Tensor:
@@ -202,7 +219,10 @@ def _whole_gradient(weight: Tensor) -> Tensor:
 
 
 def _settled() -> None:
+    """Nothing is under way, on this rank's device or on any other rank."""
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     _barrier()
 
 
@@ -289,7 +309,6 @@ def _sight_of_cpu(
     memory = Memory(
         rest_bytes=min(step[0].total_bytes - step[0].n_bytes for step in steps),
         peak_bytes=peaks[best].total_bytes,
-        peak_reserved_bytes=None,
         peak_by_kind=_peak_by_kind(steps[best], peaks[best], record.regions[UPDATE][best][0], seen[best]),
         events=tuple(steps[best]),
         held=_held(recorded(warm_up, ()).events, record.events, steps[best], seen[best]),
@@ -324,28 +343,56 @@ def _peak_by_kind(step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, se
     return parts | {"other_bytes": peak.total_bytes - sum(parts.values())}
 
 
-def _observed_on_gpu(training: Training) -> tuple[list[float | None], _Sight]:
+def _observed_on_gpu(
+    training: Training, context_bytes: int, snapshot: Path | None
+) -> tuple[list[float | None], _Sight]:
     """The loss of one steady step, and what was seen by the caching allocator's own statistics."""
     _settled()
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     rest_bytes = torch.cuda.memory_allocated()
-    loss, seen = _observed_step(training)
-    torch.cuda.synchronize()
+    with nothing_held_after_waits(), snapshot_kept(snapshot):
+        loss, seen = _observed_step(training)
+        torch.cuda.synchronize()
     memory = Memory(
         rest_bytes=rest_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+        peak_requested_bytes=torch.cuda.memory_stats()["requested_bytes.all.peak"],
+        device_bytes=device_bytes(),
+        context_bytes=context_bytes,
     )
     return [loss], lambda: (seen.states, memory)
 
 
-def _timed_step(training: Training, device: torch.device) -> tuple[float | None, float]:
+def device_bytes() -> int:
+    """What is in use of the current GPU, by this and any other process; makes CUDA's context if need be."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes
+
+
+@contextmanager
+def snapshot_kept(path: Path | None) -> Iterator[None]:
+    """Every allocation and free meanwhile, with the Python calls that asked for it, written to a file.
+
+    Source: pytorch.org/docs/stable/torch_cuda_memory.html.
+    """
+    if path is None:
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=MOST_SNAPSHOT_EVENTS, stacks="python")
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _timed_step(training: Training) -> tuple[float | None, float]:
     """One step and its seconds, barrier to barrier."""
     _settled()
     start = time.perf_counter()
     loss = training.step()
-    if device.type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     _barrier()
     return loss, time.perf_counter() - start

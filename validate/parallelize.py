@@ -32,6 +32,7 @@ from memplan import Model, Plan
 from memplan.plan import MESH_AXES, Rank, stage_layers
 from memplan.units import MiB
 from validate.modules import GptEmbedding, Transformer
+from validate.standin import materialised, with_results
 
 COMPUTE_TYPES: Final = {
     "fp32": torch.float32,
@@ -68,27 +69,39 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
 
 
 def stage_module(model: Model, plan: Plan, stage: int, *, seed: int, device: torch.device) -> Transformer:
-    """A pipeline stage in full, before any sharding.
+    """A pipeline stage in full, before any sharding; on the `meta` device its shapes only.
 
     Every rank draws the whole model's float32 weights from one seed and keeps its own layers, so that all
     plans, and the single-process run they are checked against, start from the same weights.
     """
+    layers, first, last = stage_layers(model.n_layers, plan, stage), stage == 0, stage == plan.n_stages - 1
+    with device:
+        weights = {} if device.type == "meta" else _drawn_weights(model, plan, seed)
+        module = Transformer(model, layers, seq_len=plan.seq_len, first=first, last=last)
+    if weights:
+        module.load_state_dict({name: weights[name] for name in module.state_dict()})
+    if plan.precision == "bf16":
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return module
+
+
+def _drawn_weights(model: Model, plan: Plan, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     whole = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
     if model.tied_head and whole.head is not None:
         nn.init.normal_(whole.head.output.weight, std=model.d_model**-0.5)
-    layers, first, last = stage_layers(model.n_layers, plan, stage), stage == 0, stage == plan.n_stages - 1
-    module = Transformer(model, layers, seq_len=plan.seq_len, first=first, last=last)
-    weights = whole.state_dict()
-    module.load_state_dict({name: weights[name] for name in module.state_dict()})
-    if plan.precision == "bf16":
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return module.to(device)
+    return whole.state_dict()
 
 
-def parallel_module(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh | None) -> nn.Module:
-    """`stage` cut over the tensor axis, then replicated or sharded over the data axis."""
+def parallel_module(
+    stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh | None, device: torch.device
+) -> nn.Module:
+    """`stage` cut over the tensor axis, then replicated or sharded over the data axis.
+
+    A stage of shapes only gets its weights on `device`, or on the host if they are offloaded, when they are
+    cut and before they are replicated.
+    """
     stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
     if plan.mixed and not plan.fsdp:
         stage.autocast_dtype = COMPUTE_TYPES[plan.precision]
@@ -98,9 +111,8 @@ def parallel_module(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh |
         cut_tensors(stage, plan, at, mesh["tp"])
     if plan.fsdp:
         shard_weights(stage, plan, mesh)
-    elif plan.ddp:
-        return replicated(stage, plan, mesh["dp"])
-    return stage
+    materialised(stage, torch.device("cpu") if plan.offload else device)
+    return replicated(stage, plan, mesh["dp"]) if plan.ddp else stage
 
 
 Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
@@ -141,6 +153,8 @@ def replicated(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     )
     group = mesh.get_group()
     match plan.ddp_comm_hook:
+        case "none" if dist.get_backend(group) == "fake":
+            with_results(module, group)
         case "fp16":
             module.register_comm_hook(group, awaited(fp16_compress_hook))
         case "bf16":

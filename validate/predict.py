@@ -3,9 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from memplan import Model, Plan
-from memplan.estimate import rank_estimate
-from memplan.plan import Rank
+from memplan.estimate import StageEstimate, rank_estimate
+from validate.cases import Case, check_case
 from validate.collectives import Collective
 
 
@@ -20,13 +19,23 @@ class Prediction:
     collectives: tuple[Collective, ...]
 
 
-def prediction(model: Model, plan: Plan, at: Rank) -> Prediction:
-    """memplan's estimate of the rank at these coordinates, by the rules of CPU ranks.
+def estimated_rank(case: Case, rank: int) -> StageEstimate:
+    """memplan's estimate of one of a case's ranks, by the rules of where it runs.
 
     Raises:
         PlanRefused: if the plan cannot run.
     """
-    estimated = rank_estimate(model, plan, at, "cpu")
+    check_case(case)
+    return rank_estimate(case.model, case.plan, case.plan.place(rank), case.device, case.backend)
+
+
+def prediction(case: Case, rank: int) -> Prediction:
+    """What of `estimated_rank` a run can confirm.
+
+    Raises:
+        PlanRefused: if the plan cannot run.
+    """
+    estimated = estimated_rank(case, rank)
     calls: Counter[tuple[str, str]] = Counter()
     payload_bytes: Counter[tuple[str, str]] = Counter()
     for collective in estimated.collectives:

@@ -31,7 +31,7 @@ def progress(cases: Sequence[Case]) -> Iterator[Show]:
     columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, redirect_stdout=False, transient=True) as bar:
         task = bar.add_task(f"0/{len(cases)}", total=sum(case.plan.world_size for case in cases))
-        n_ranks = {case.identity: case.plan.world_size for case in cases}
+        n_ranks = {case.identity: len(case.ranks) for case in cases}
         worst, n = 0.0, 0
 
         def show(record: Record, text: str) -> None:

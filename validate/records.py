@@ -30,7 +30,8 @@ class Record:
     `gradient_error` the largest relative differences of any step's loss, and of the first gradient's norm,
     from the single-process run. `attributed_fraction` of the bytes at the measured peak are tensors that are
     predicted, on the rank where it is least. None: not known, for `reason`. `anyway` is what came of a
-    refused plan that was run all the same.
+    refused plan that was run all the same, `unchecked` why training that ran was not compared with a
+    single-process run.
 
     What it cost: `setup_s` until the last rank had its module and optimizer, `steps_s` all training steps,
     `overhead_s` what the harness added to both, `cpu_s` all ranks on all cores; `rss_bytes` is the most that
@@ -49,6 +50,7 @@ class Record:
     gradient_error: float | None = None
     attributed_fraction: float | None = None
     anyway: str = ""
+    unchecked: str = ""
     setup_s: float | None = None
     steps_s: float | None = None
     overhead_s: float | None = None

@@ -7,18 +7,19 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Final, TypeVar
 
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value
-from memplan.estimate import rank_estimate
 from memplan.units import GiB, MiB, human_bytes
-from validate.cases import Case
+from validate.cases import REFERENCE, Case
 from validate.forkserver import ForkServer
 from validate.given import Given, GivenRanks
 from validate.judge import References, Runner, judged
 from validate.launch import PRELOADED, Ended, Program, run_case
 from validate.machine import Budget
+from validate.predict import estimated_rank
 from validate.records import Record
 
 _T = TypeVar("_T")
@@ -48,7 +49,8 @@ UNKNOWN_BYTES: Final = 2 * GiB
 class Judge:
     """Runs cases and compares them: `run` the cases themselves, on this machine their single-process runs.
 
-    Refused ones are run `anyway` only if that is asked for.
+    Refused ones are run `anyway` only if that is asked for. Of cases on GPUs here each rank's allocations of
+    a step are written to the folder `snapshots`.
     """
 
     def __init__(
@@ -58,17 +60,20 @@ class Judge:
         *,
         program: Program | None = None,
         anyway: bool = False,
+        snapshots: Path | None = None,
     ) -> None:
         self._server = server
         self._program = program
         self._anyway = anyway
+        self._snapshots = snapshots
         self._run = run or self._run_here
         self._references = References(self._run_here)
 
     def __call__(self, case: Case) -> Record:
-        """The record of a case, whatever happens."""
+        """The record of a case, whatever happens; one that needs a single process only is run here."""
+        run = self._run_here if case.backend == "fake" else self._run
         try:
-            return judged(case, self._references, run=self._run, anyway=self._anyway)
+            return judged(case, self._references, run=run, anyway=self._anyway)
         except Exception:
             reason = f"validate itself failed: {traceback.format_exc()}"
             return Record(case=case.to_dict(), outcome="crashed", reason=reason)
@@ -78,7 +83,14 @@ class Judge:
         self._server.close()
 
     def _run_here(self, case: Case) -> Ended:
-        return run_case(case, program=self._program, server=self._server, memory_bytes=rank_bytes(case))
+        memory_bytes = rank_bytes(case) if case.device == "cpu" else None
+        return run_case(
+            case,
+            program=self._program,
+            server=self._server,
+            memory_bytes=memory_bytes,
+            snapshots=self._snapshots if case.device == "cuda" and case.name != REFERENCE else None,
+        )
 
 
 def part_of(cases: Sequence[_T], part: str) -> list[_T]:
@@ -97,10 +109,8 @@ def part_of(cases: Sequence[_T], part: str) -> list[_T]:
 def rank_bytes(case: Case) -> int:
     """What each of a case's ranks may take of the machine: twice the largest predicted peak, and a base."""
     try:
-        peaks = [
-            rank_estimate(case.model, case.plan, case.plan.place(rank), "cpu").peak.total_bytes
-            for rank in range(0, case.plan.world_size, case.plan.world_size // case.plan.pp)
-        ]
+        step = max(1, len(case.ranks) // case.plan.pp)
+        peaks = [estimated_rank(case, rank).peak.total_bytes for rank in case.ranks[::step]]
     except MissingRule:
         return UNKNOWN_BYTES
     except MemplanError:
@@ -109,11 +119,16 @@ def rank_bytes(case: Case) -> int:
 
 
 def share_of(case: Case, budget: Budget) -> Budget:
-    """What a case takes of a budget while it runs: cores, at most all there are, and its ranks' memory."""
-    together = case.plan.world_size * rank_bytes(case)
+    """What a case takes of a budget while it runs: cores, at most all there are, and its ranks' memory.
+
+    On a GPU it takes all cores, so that nothing runs beside it; what it takes of the host is not counted.
+    """
+    if case.device == "cuda":
+        return Budget(cores=budget.cores, memory_bytes=0)
+    n_ranks, alone = len(case.ranks), 0 if case.unchecked else rank_bytes(case.reference())
     return Budget(
-        cores=min(-(-case.plan.world_size // RANKS_PER_CORE), budget.cores),
-        memory_bytes=max(together, rank_bytes(case.reference())),
+        cores=min(-(-n_ranks // RANKS_PER_CORE), budget.cores),
+        memory_bytes=max(n_ranks * rank_bytes(case), alone),
     )
 
 
@@ -167,11 +182,17 @@ def _too_large(case: Case, share: Budget, budget: Budget) -> Record:
 
 
 @contextmanager
-def judging(given: Given | None, *, program: Program | None = None, anyway: bool = False) -> Iterator[Judge]:
+def judging(
+    given: Given | None,
+    *,
+    program: Program | None = None,
+    anyway: bool = False,
+    snapshots: Path | None = None,
+) -> Iterator[Judge]:
     """A judge that runs cases here, or on the ranks of a launcher; what it started ends with it."""
     with ForkServer(PRELOADED) as server:
         if given is None:
-            yield Judge(server, program=program, anyway=anyway)
+            yield Judge(server, program=program, anyway=anyway, snapshots=snapshots)
             return
         with GivenRanks(given, server=server) as ranks:
             yield Judge(server, ranks.run, anyway=anyway)

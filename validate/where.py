@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from memplan import Plan
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
+from memplan.tape import Backend, Device
 from validate.cases import FAMILIES, Case, family_of
 from validate.records import Record
 
@@ -76,8 +77,11 @@ CASE_FIELDS: Final[Mapping[str, Field]] = {
     "n_micro_batches": Field(kind="number"),
     **{name: field for family in FAMILIES.values() for name, field in _fields_of(family).items()},
     **_fields_of(Plan),
+    "device": Field(kind="text", choices=get_args(Device)),
+    "backend": Field(kind="text", choices=get_args(Backend)),
+    "rank": Field(kind="number"),
 }
-"""What is known of every case: its name, its model's and its plan's fields."""
+"""What is known of every case: its name, its model's and its plan's fields, where it runs."""
 
 RECORD_FIELDS: Final[Mapping[str, Field]] = {
     **CASE_FIELDS,
@@ -93,7 +97,7 @@ def case_facts(case: Case) -> dict[str, Value]:
     """What is known of a case; None for what its model's family has not."""
     facts: dict[str, Value] = {}
     for name in CASE_FIELDS:
-        owner = case.plan if hasattr(case.plan, name) else case.model
+        owner = next((part for part in (case.plan, case.model) if hasattr(part, name)), case)
         facts[name] = getattr(owner, name, None)
     return facts | {"case": case.name, "model": case.model.name, "family": family_of(case.model)}
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from memplan.engines.torch import Passes, RankStages, Stage, passes_of
 from memplan.engines.torch.runtime import left_behind
 from memplan.engines.torch.schedules import schedule
+from memplan.engines.torch.stage import mesh_bytes
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.estimate import estimate_on
 from memplan.many import Differ, many
@@ -649,7 +650,9 @@ class Search:
         stages.received = [one.received for one in passes]
         states, update = self._held(of, own)
         step = chain("step", *schedule(stages, cast(list[Passes], passes)), update)
+        world_size = of["pp"] * of["dp_replicate"] * of["dp"] * of["tp"]
         rest = states + n_bytes_of(stages.inputs) + n_bytes_of(left_behind(stages))
+        rest = rest + mesh_bytes(many(world_size), self.device)
         return np.asarray(rest), np.asarray(step.high_bytes)
 
     def _chosen(self, of: Columns, plan: Plan, place: Place) -> _ChosenPasses:

@@ -26,6 +26,8 @@ AXES: Final = (
     "family",
     "tied_head",
     "dropout",
+    "device",
+    "backend",
 )
 """What cases are grouped and filtered by."""
 

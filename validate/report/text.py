@@ -119,10 +119,15 @@ def _axis_lines(axes: Iterable[AxisRow]) -> Iterator[str]:
 def summary(records: Sequence[Record]) -> str:
     """How many ran, how many were confirmed, the worst and the median error."""
     errors = [abs(record.peak_error) for record in records if record.peak_error is not None]
-    ran = sum(record.outcome == "ok" for record in records)
+    ran = [record for record in records if record.outcome == "ok"]
+    blind = sum(record.case["backend"] == "fake" for record in ran)
     confirmed = sum(record.confirmed for record in records)
     refused = sum(record.outcome == "refused" for record in records)
-    lines = [f"{len(records)} cases: {ran} ran and trained rightly, {refused} refused, {confirmed} confirmed"]
+    alone = f"{blind} ran as stand-ins, " if blind else ""
+    lines = [
+        f"{len(records)} cases: {len(ran) - blind} ran and trained rightly, {alone}{refused} refused, "
+        f"{confirmed} confirmed"
+    ]
     if errors:
         lines.append(f"peak error: median {median(errors):.5%}, worst {max(errors):.3%}")
     if known := attributed(records):
@@ -145,7 +150,10 @@ def details(record: Record) -> str:
     predicted = record.predicted["ranks"] if record.predicted else [None] * len(record.measured["ranks"])
     for measured, ahead in zip(record.measured["ranks"], predicted, strict=True):
         lines += ["", *_rank_lines(measured, ahead)]
-    lines += ["", "loss per step: " + " ".join(f"{loss:.4f}" for loss in record.measured["losses"])]
+    losses = " ".join(f"{loss:.4f}" for loss in record.measured["losses"])
+    lines += ["", f"loss per step: {losses or '-'}"]
+    if record.unchecked:
+        lines.append(f"training: {record.unchecked}")
     for label, error in (("loss", record.loss_error), ("first gradient", record.gradient_error)):
         if error is not None:
             lines.append(f"{label} beside the single-process run: {error:.1e} off")
@@ -161,6 +169,8 @@ def _rank_lines(measured: dict[str, Any], ahead: dict[str, Any] | None) -> list[
     for key in ("weights_bytes", "grads_bytes", "optimizer_bytes", "peak_bytes"):
         guess = f"{ahead[key]:,}" if ahead else "-"
         lines.append(f"  {key:<42}{measured[key]:>16,}{guess:>16}")
+    of_gpu = ("peak_requested_bytes", "peak_reserved_bytes", "device_bytes", "context_bytes")
+    lines += [f"  {key:<42}{measured[key]:>16,}{'-':>16}" for key in of_gpu if measured.get(key) is not None]
     known = {_entry(c) for c in ahead["collectives"]} if ahead else set()
     seen = {_entry(c) for c in measured["collectives"]}
     for entry in sorted(seen | known):

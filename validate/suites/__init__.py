@@ -1,7 +1,8 @@
 """Which configurations are run: suites by name, or from a file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -9,8 +10,12 @@ from memplan.errors import UnknownName, unknown_name
 from memplan.models import Model
 from memplan.models.lookup import resolve
 from validate.cases import Case
+from validate.gpus import Gpus
+from validate.records import Record
 from validate.suites.drawn import drawn
 from validate.suites.file import read_suite
+from validate.suites.frontier import next_cases
+from validate.suites.gpu import GPU_SUITES
 from validate.suites.matrix import matrix
 from validate.suites.models import SMALL, models
 from validate.suites.quick import quick
@@ -18,24 +23,51 @@ from validate.suites.refused import refused
 
 SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "quick": quick,
-    "matrix": matrix,
     "models": models,
     "drawn": drawn,
     "refused": refused,
+    "matrix": matrix,
 }
+"""Suites of CPU ranks."""
+
+SEARCHES: Final[dict[str, Callable[[Gpus | None, Sequence[Record]], Sequence[Case]]]] = {
+    "gpu-frontier": next_cases
+}
+"""Suites whose next cases depend on what came of those before."""
+
+NAMES: Final = (*SUITES, *GPU_SUITES, *SEARCHES)
+
+Rounds = Callable[[Sequence[Record]], Sequence[Case]]
+"""The cases to run, given the records of those that have run; the same ones may come again."""
 
 
-def suite(name: str) -> tuple[Case, ...]:
-    """A suite by its name, or by the path of a TOML file.
+def rounds(name: str, gpus: Gpus | None = None) -> Rounds:
+    """A suite whose next cases may depend on what came of those before.
+
+    Raises:
+        UnknownName, InvalidValue: as `suite`.
+    """
+    if name in SEARCHES:
+        return partial(SEARCHES[name], gpus)
+    cases = suite(name, gpus)
+    return lambda _records: cases
+
+
+def suite(name: str, gpus: Gpus | None = None) -> tuple[Case, ...]:
+    """A suite by its name, or by the path of a TOML file; those for GPUs as these GPUs allow.
 
     Raises:
         UnknownName: with the nearest one.
-        InvalidValue: a file that is no suite.
+        InvalidValue: a file that is no suite, or a suite that these GPUs cannot run.
     """
     if name.endswith(".toml"):
         return read_suite(Path(name))
+    if name in SEARCHES:
+        return tuple(SEARCHES[name](gpus, ()))
+    if name in GPU_SUITES:
+        return GPU_SUITES[name](gpus)
     if name not in SUITES:
-        raise unknown_name("suite", name, SUITES)
+        raise unknown_name("suite", name, NAMES)
     return SUITES[name]()
 
 
@@ -48,15 +80,18 @@ def model_named(name: str) -> Model:
     return SMALL[name] if name in SMALL else resolve(name)
 
 
-def case_named(name: str) -> Case:
+def case_named(name: str, gpus: Gpus | None = None) -> Case:
     """A case of any suite.
 
     Raises:
         UnknownName: with the nearest ones.
     """
-    every = {case.name: case for cases in SUITES.values() for case in cases()}
-    if name in every:
-        return every[name]
-    near = get_close_matches(name, every, n=3, cutoff=0.4)
+    names: list[str] = []
+    for found in (*GPU_SUITES, *SUITES):
+        cases = {case.name: case for case in suite(found, gpus)}
+        if name in cases:
+            return cases[name]
+        names += cases
+    near = get_close_matches(name, names, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-    raise UnknownName(f"unknown case {name[:80]!r}{hint} `sweep --suite {'|'.join(SUITES)}` names them all.")
+    raise UnknownName(f"unknown case {name[:80]!r}{hint} `sweep --suite {'|'.join(NAMES)}` names them all.")

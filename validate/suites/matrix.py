@@ -5,8 +5,6 @@ from itertools import product
 from math import prod
 from typing import Any, Final
 
-from allpairspy import AllPairs
-
 from memplan import Gpt, Llama, Model, Plan
 from memplan.errors import MemplanError, MissingRule
 from memplan.plan import RECOMPUTES, SCHEDULES, check_device, check_plan
@@ -100,6 +98,8 @@ def _crossed() -> Iterator[tuple[Model, Plan]]:
 
 def _paired() -> Iterator[tuple[Model, Plan]]:
     """Plans in which every two values of any two options meet, where they can."""
+    from allpairspy import AllPairs
+
     names = list(PAIRED)
     rows = AllPairs(
         list(PAIRED.values()), filter_func=lambda row: _can_run(dict(zip(names, row, strict=False)))

@@ -2,8 +2,8 @@
 
 `stage` says what a rank holds between steps, `passes` and `fsdp` what one micro-batch's forward and backward
 pass allocate and free, `schedules` in which order they run, `optimizer` what the update adds; `step` puts
-them together. Rules of the gloo backend belong to the "cpu" device, where collectives keep scratch of their
-own; on "cuda" NCCL works in place.
+them together. gloo's collectives keep scratch of their own and its sends hold their tensors; NCCL works in
+place, and so does the `fake` backend, which does nothing.
 """
 
 from memplan.engines.torch.passes import Passes

@@ -13,7 +13,7 @@ from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
 from memplan.many import Many, anywhere
 from memplan.plan import SPLITTING_SCHEDULES
-from memplan.shapes import FP32, Buffer, Event, Parameter, buffer_of
+from memplan.shapes import FP32, Buffer, DType, Event, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
 
@@ -85,7 +85,7 @@ class Unit:
         for inputs, times in self.inputs:
             yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
         yield allocs(self.flat), 1
-        if self.stage.device == "cpu":
+        if self.stage.setting.gathers_in_copies:
             yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
         for inputs, times in self.inputs:
             yield frees(*inputs), times
@@ -138,7 +138,8 @@ class Unit:
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
         divide evenly are copied into padded ones, all at once; where gradients are widened on the way in, CPU
-        copies each of them once more. What is reduced becomes the gradient or goes to it, see `passes_on`.
+        copies each of them once more, with its padding. What is reduced becomes the gradient or goes to it
+        (`passes_on`).
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
@@ -151,15 +152,16 @@ class Unit:
         for buffers, n in padded:
             yield allocs(*buffers), n
         if self.stage.device == "cpu" and self.dtype != last.dtype:
-            for buffers, n in own:
-                yield tuple(e for grad in buffers for e in (*allocs(grad), *frees(grad))), n
+            for parameters, n in self.parts:
+                copies = [self._chunks(p, grads[p].dtype) for p in parameters]
+                yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
         for buffers, n in padded:
             yield frees(*buffers), n
         for buffers, n in own[:-1]:
             yield frees(*buffers), n
         yield frees(*own[-1][0]), times - 1
         yield (*frees(*own[-1][0][:-1]), *allocs(output)), 1
-        if self.stage.device == "cpu":
+        if self.stage.backend == "gloo":
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
         yield frees(last), 1
         if output is self.passing:
@@ -183,6 +185,12 @@ class Unit:
             padded_elements *= padded_elements != p.n_elements
             if anywhere(padded_elements):
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
+
+    def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
+        """A copy of a gradient with the padding that its shards have."""
+        return buffer_of(
+            f"{parameter.name}.grad (in chunks)", (self.stage.plan.dp * self.shard(parameter),), dtype
+        )
 
     def sum(
         self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, first: bool

@@ -70,7 +70,7 @@ class _Runtime:
         self.stages = stages
         self.passes = passes
         self.sharded = cast(Sequence[ShardedPasses], passes if plan.fsdp else ())
-        self.keeps_sent = stages.device == "cpu"
+        self.keeps_sent = stages.backend == "gloo"
         self.reshards = plan.zero == 3
         self.order = plan_order(plan, stages.rank.pp)
         self.made: dict[tuple[int, tuple[Progress, ...]], tuple[Stretch, tuple[Progress, ...]]] = {}

@@ -18,7 +18,7 @@ def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
     if plan.schedule not in SINGLE_STAGE_SCHEDULES:
         return run_actions(stages, passes)
     only, stage = passes[0], passes[0].stage
-    keeps_sent = plan.schedule == "gpipe" and stages.device == "cpu"
+    keeps_sent = plan.schedule == "gpipe" and stages.backend == "gloo"
     if plan.schedule == "gpipe":
         passed = _gpipe(only, m, keeps_sent=keeps_sent)
     else:
@@ -77,7 +77,7 @@ def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stre
     stage = passes.stage
     last_turn = m - warm_up
     sent_alone = warm_up - 2
-    holds = stage.device == "cpu" and not stage.last and 0 <= sent_alone < last_turn
+    holds = stage.backend == "gloo" and not stage.last and 0 <= sent_alone < last_turn
     release = passes.release()
     warm = passes.forward(first=False)
     forward = passes.forward(first=False, unsharded=True, releases=stage.last)

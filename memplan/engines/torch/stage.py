@@ -25,7 +25,7 @@ from memplan.shapes import (
     Shape,
     buffer_of,
 )
-from memplan.tape import Device, Setting
+from memplan.tape import USUAL_BACKENDS, Backend, Device, Setting
 from memplan.timeline import Alive
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -46,10 +46,13 @@ StageKind = tuple[bool, bool, int]
 class Stage:
     """A pipeline stage under a plan, as any rank runs it; stages of one kind are alike."""
 
-    def __init__(self, model: Model, plan: Plan, kind: StageKind, device: Device) -> None:
+    def __init__(
+        self, model: Model, plan: Plan, kind: StageKind, device: Device, backend: Backend | None = None
+    ) -> None:
         self.model = model
         self.plan = plan
         self.device = device
+        self.backend = backend or USUAL_BACKENDS[device]
         self.kind = kind
         self.first, self.last, self.n_blocks = kind
         self.weight_dtype = BF16 if plan.precision == "bf16" else FP32
@@ -68,6 +71,7 @@ class Stage:
         compute = COMPUTE_TYPES[plan.precision]
         return Setting(
             device=self.device,
+            backend=self.backend,
             weight_dtype=compute if plan.fsdp else self.weight_dtype,
             autocast=compute if plan.mixed and not plan.fsdp else None,
             tp=plan.tp,
@@ -121,6 +125,14 @@ class Stage:
         )
 
 
+def mesh_bytes(world_size: int, device: Device) -> int:
+    """What `DeviceMesh` keeps of the ranks in the device's memory: their numbers, on the host.
+
+    Source: torch/distributed/device_mesh.py (`init_device_mesh`).
+    """
+    return INT32.itemsize * world_size * (world_size > 1) * (device == "cpu")
+
+
 class RankStages:
     """The pipeline stages of one rank, and what the rank holds between steps.
 
@@ -134,6 +146,8 @@ class RankStages:
         rank: Rank,
         device: Device,
         known: dict[StageKind, Stage] | None = None,
+        *,
+        backend: Backend | None = None,
     ) -> None:
         known = {} if known is None else known
         made = []
@@ -141,7 +155,7 @@ class RankStages:
             n_blocks = len(stage_layers(model.n_layers, plan, index))
             kind = index == 0, index == plan.n_stages - 1, n_blocks
             if kind not in known:
-                known[kind] = Stage(model, plan, kind, device)
+                known[kind] = Stage(model, plan, kind, device, backend)
             made.append(known[kind])
         self._hold(tuple(made), rank)
 
@@ -149,7 +163,7 @@ class RankStages:
         self.stages = stages
         self.rank = rank
         one = stages[0]
-        self.model, self.plan, self.device = one.model, one.plan, one.device
+        self.model, self.plan, self.device, self.backend = one.model, one.plan, one.device, one.backend
         self.weight_dtype, self.offloads, self.update_device = (
             one.weight_dtype,
             one.offloads,
@@ -246,7 +260,8 @@ class RankStages:
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
-        return self.inputs if self.offloads else self.states + self.inputs
+        held = self.inputs + self.mesh
+        return held if self.offloads else self.states + held
 
     @cached_property
     def states(self) -> Alive:
@@ -279,6 +294,12 @@ class RankStages:
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
             alive[in_use] += 2 if self.device == "cpu" else 1
         return alive
+
+    @property
+    def mesh(self) -> Alive:
+        """The numbers of all ranks on the mesh, which is on the host."""
+        n_bytes = mesh_bytes(self.plan.world_size, self.device)
+        return Counter([buffer_of("ranks of the mesh", (n_bytes // 4,), INT32)] if n_bytes else ())
 
     @property
     def inputs(self) -> Alive:

@@ -1,0 +1,79 @@
+"""One rank that stands in for all: PyTorch's `fake` process group plays the other ranks.
+
+Every collective returns at once and moves nothing, so a single process is any rank of any world. What it
+holds and what it sends are those of the real thing, to the byte; what it computes is not: received tensors
+hold whatever was there. `FakeWork` holds no tensor and no collective has scratch (gloo's have).
+
+Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp, torch/testing/_internal/distributed/fake_pg.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+WEIGHT_STD: Final = 0.02
+
+
+@contextmanager
+def stand_in(rank: int, world_size: int) -> Iterator[None]:
+    """The `fake` group of all ranks.
+
+    A blocking `recv` answers yes: pipeline stages ask each other so whether all know the shapes of what they
+    receive, which all do here.
+
+    Source: torch/distributed/pipelining/stage.py (`_warmup_forward_vote`, since torch 2.13).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    received = dist.recv
+
+    def says_yes(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = received(tensor, *args, **kwargs)
+        tensor.fill_(1)
+        return answer
+
+    with patch.object(dist, "recv", says_yes):
+        yield
+    dist.destroy_process_group()
+
+
+def with_results(module: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Lets DDP's reducer go on: it takes a bucket's sum from the collective's future; a fake one has none.
+
+    The reducer's own all-reduce is in place, as is this one; the future holds the bucket, as it would.
+
+    Source: torch/csrc/distributed/c10d/comm.cpp (`parseCommHookResult`), reducer.cpp (`finalize_backward`).
+    """
+
+    def all_reduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+        dist.all_reduce(bucket.buffer(), group=group)
+        done: Future[Tensor] = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    module.register_comm_hook(group, all_reduced)
+
+
+def materialised(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with real weights, drawn anew, where it had only shapes: this rank's part and no more.
+
+    Rotations are by no angle.
+    """
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        return module
+    module.to_empty(device=device)
+    for parameter in module.parameters():
+        weight = parameter.detach()
+        nn.init.normal_(weight.to_local() if isinstance(weight, DTensor) else weight, std=WEIGHT_STD)
+    for buffer in module.buffers():
+        nn.init.ones_(buffer)
+    return module

@@ -1,0 +1,303 @@
+"""Suites for GPUs. Where there is none they run in their smallest form: the same rows, in small, on CPU.
+
+Each is a flat list of rows, a model and a plan; on one GPU each takes some minutes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from memplan import Llama, Model, Plan
+from memplan.errors import InvalidValue
+from memplan.estimate import rank_estimate
+from memplan.models import preset
+from memplan.plan import PRECISIONS
+from memplan.tape import Backend
+from validate.cases import Case, title
+from validate.gpus import Gpus
+from validate.suites.models import in_small
+
+LLAMA_100M: Final = Llama(
+    name="llama-100m", n_layers=12, d_model=768, n_heads=12, n_kv_heads=4, d_ff=2048, vocab_size=32_000,
+    max_seq_len=32_768,
+)  # fmt: skip
+LLAMA_1B: Final = replace(
+    LLAMA_100M, name="llama-1b", n_layers=16, d_model=2048, n_heads=32, n_kv_heads=8, d_ff=8192
+)
+LLAMA_3B: Final = replace(
+    LLAMA_1B, name="llama-3b", n_layers=28, d_model=3072, n_heads=24, vocab_size=128_256
+)
+GPT2: Final = replace(preset("gpt2"), max_seq_len=32_768, tied_head=False, dropout=0.0, vocab_size=50_264)
+
+GPU_STEPS: Final = 8
+"""Two to warm up, one counted, one observed, four timed."""
+
+STAND_IN_STEPS: Final = 5
+"""One is timed: what a fake group does not wait for is no step time."""
+
+Row = tuple[Model, dict[str, Any]]
+"""A model and its plan's options."""
+
+SINGLE: Final[tuple[Row, ...]] = (
+    *(
+        (model, {"precision": precision, "micro_batch": 4})
+        for model in (GPT2, LLAMA_100M)
+        for precision in PRECISIONS
+    ),
+    *(
+        (model, {"seq_len": seq_len})
+        for model in (GPT2, LLAMA_100M)
+        for seq_len in (512, 4096, 16_384, 32_768)
+    ),
+    *(
+        (model, {"recompute": recompute, "micro_batch": 4})
+        for model in (GPT2, LLAMA_100M)
+        for recompute in ("selective", "full")
+    ),
+    (LLAMA_100M, {"recompute": "full", "recompute_blocks": 4}),
+    (LLAMA_100M, {"optimizer": "sgd"}),
+    (LLAMA_100M, {"optimizer": "sgd-momentum"}),
+    (LLAMA_100M, {"optimizer": "adam"}),
+    (LLAMA_100M, {"optimizer_impl": "for-loop"}),
+    (LLAMA_100M, {"optimizer_impl": "foreach"}),
+    (LLAMA_100M, {"optimizer_impl": "fused"}),
+    (LLAMA_100M, {"clip_grad_norm": 1.0}),
+    (LLAMA_100M, {"set_to_none": False}),
+    (LLAMA_100M, {"loss_chunks": 8, "micro_batch": 4}),
+    (LLAMA_100M, {"micro_batch": 2, "global_batch": 8}),
+    (replace(LLAMA_100M, tied_head=True), {}),
+    (replace(GPT2, tied_head=True, dropout=0.1), {"micro_batch": 4}),
+    (preset("gpt2-medium"), {"micro_batch": 4}),
+    (preset("gpt2-large"), {"micro_batch": 4}),
+    (preset("gpt2-xl"), {"micro_batch": 2}),
+    (LLAMA_1B, {"seq_len": 2048, "micro_batch": 2}),
+    (LLAMA_1B, {"seq_len": 32_768, "recompute": "full", "precision": "bf16", "loss_chunks": 8}),
+    (LLAMA_3B, {"seq_len": 4096, "precision": "bf16"}),
+    (preset("llama-3-8b"), {"seq_len": 4096, "precision": "bf16", "optimizer_impl": "fused"}),
+    (preset("gpt3-175b"), {"seq_len": 2048, "precision": "bf16", "recompute": "full"}),
+)
+"""One GPU: both families from 100M to what fits, 512 to 32k tokens, every precision and optimizer."""
+
+WIDE: Final = preset("llama-3-8b")
+LARGE: Final = preset("llama-3-70b")
+LARGEST: Final = preset("llama-3.1-405b")
+GPT3: Final = replace(preset("gpt3-175b"), tied_head=False, vocab_size=50_264, max_seq_len=4096)
+SP8: Final[dict[str, Any]] = {"tp": 8, "sequence_parallel": True}
+FULL: Final[dict[str, Any]] = {"recompute": "full"}
+
+STAND_INS: Final[tuple[tuple[Model, dict[str, Any], Sequence[int]], ...]] = (
+    (WIDE, {"dp": 8}, (0,)),
+    (WIDE, {"dp": 8, "gradient_as_bucket_view": True}, (3,)),
+    (WIDE, {"dp": 1024, **FULL}, (1023,)),
+    (WIDE, {"dp": 8, "zero": 1}, (0, 7)),
+    (WIDE, {"dp": 64, "zero": 1, "optimizer": "sgd-momentum"}, (63,)),
+    (WIDE, {"dp": 8, "zero": 2}, (0,)),
+    (WIDE, {"dp": 8, "zero": 3}, (0, 7)),
+    (WIDE, {"dp": 8, "zero": 3, "precision": "bf16"}, (0,)),
+    (WIDE, {"dp": 8, "zero": 3, "precision": "fp32", **FULL}, (0,)),
+    (WIDE, {"dp": 64, "zero": 3, "recompute": "selective"}, (63,)),
+    (WIDE, {"dp": 64, "zero": 3, "fsdp_units": "block+ends"}, (1,)),
+    (WIDE, {"dp": 64, "zero": 3, "fsdp_blocks": 4, **FULL}, (63,)),
+    (WIDE, {"dp": 8, "zero": 3, "micro_batch": 2, "global_batch": 64, **FULL}, (7,)),
+    (WIDE, {"dp": 64, "zero": 3, "clip_grad_norm": 1.0}, (0,)),
+    (WIDE, {"dp": 64, "zero": 3, "offload": True, **FULL}, (0,)),
+    (WIDE, {"dp": 512, "zero": 3}, (511,)),
+    (WIDE, {"dp": 8, "dp_replicate": 8, "zero": 3}, (0,)),
+    (WIDE, {"dp": 64, "dp_replicate": 16, "zero": 3}, (1023,)),
+    (WIDE, {"dp": 64, "dp_replicate": 16, "zero": 2}, (512,)),
+    (WIDE, {"tp": 8}, (0,)),
+    (WIDE, {**SP8}, (7,)),
+    (WIDE, {"dp": 16, "tp": 4, "zero": 1}, (63,)),
+    (WIDE, {"dp": 8, **SP8, "zero": 2}, (0,)),
+    (WIDE, {"dp": 128, **SP8, "zero": 3}, (0, 1023)),
+    (WIDE, {"dp": 128, "tp": 8, "zero": 0}, (1023,)),
+    (WIDE, {"dp": 16, "dp_replicate": 8, "tp": 8, "zero": 3}, (1023,)),
+    (LARGE, {"pp": 4, "tp": 8, **FULL}, (0, 31)),
+    (LARGE, {"pp": 4, "dp": 4, **SP8, "zero": 1, **FULL}, (0, 63, 127)),
+    (LARGE, {"pp": 4, "dp": 2, **SP8, "schedule": "gpipe", "zero": 1, **FULL}, (0, 63)),
+    (LARGE, {"pp": 4, "dp": 2, **SP8, "schedule": "interleaved-1f1b", "virtual_stages": 2, **FULL}, (0, 63)),
+    (LARGE, {"pp": 4, **SP8, "schedule": "zero-bubble", "virtual_stages": 2}, (0, 31)),
+    (LARGE, {"pp": 4, **SP8, "schedule": "zbv", "virtual_stages": 2}, (0, 31)),
+    (LARGE, {"pp": 8, "dp": 16, **SP8, "zero": 1, **FULL}, (0, 512, 1023)),
+    (LARGE, {"pp": 8, "dp": 16, **SP8, "zero": 2, **FULL}, (512,)),
+    (LARGE, {"pp": 2, "dp": 64, **SP8, "zero": 3, **FULL}, (0, 1023)),
+    (LARGE, {"dp": 64, "dp_replicate": 2, **SP8, "zero": 3, **FULL}, (1023,)),
+    (GPT3, {"pp": 8, "dp": 16, **SP8, "zero": 1, **FULL}, (0, 1023)),
+    (GPT3, {"dp": 64, **SP8, "zero": 3, **FULL}, (511,)),
+    (LARGEST, {"pp": 16, "dp": 8, **SP8, "zero": 1, **FULL}, (0, 512, 1023)),
+    (LARGEST, {"dp": 128, **SP8, "zero": 3, **FULL}, (0, 1023)),
+)
+"""One rank of 8 to 1,024: model, mesh and which ranks; the shapes of 8B to 405B models."""
+
+SHARED: Final[tuple[Row, ...]] = (
+    *((LLAMA_100M, {"dp": 2, "zero": zero}) for zero in range(4)),
+    (GPT2, {"dp": 2}),
+    (GPT2, {"dp": 4, "zero": 3}),
+    (LLAMA_100M, {"dp": 8}),
+    (LLAMA_100M, {"dp": 8, "zero": 3}),
+    (LLAMA_100M, {"dp": 4, "zero": 3, "precision": "bf16", **FULL}),
+    (LLAMA_100M, {"dp": 4, "zero": 2, "precision": "fp32"}),
+    (LLAMA_100M, {"dp": 2, "zero": 3, "precision": "fp16-mixed"}),
+    (LLAMA_100M, {"dp": 2, "zero": 3, "offload": True}),
+    (LLAMA_100M, {"dp": 2, "zero": 3, "clip_grad_norm": 1.0}),
+    (LLAMA_100M, {"dp": 2, "dp_replicate": 2, "zero": 3}),
+    (LLAMA_100M, {"tp": 2}),
+    (GPT2, {"tp": 2, "sequence_parallel": True}),
+    (LLAMA_100M, {"tp": 4, "sequence_parallel": True}),
+    (LLAMA_100M, {"dp": 2, "tp": 2, "zero": 1}),
+    (LLAMA_100M, {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3}),
+    (LLAMA_100M, {"dp": 2, "tp": 4, "sequence_parallel": True, "zero": 2, **FULL}),
+)
+"""Ranks that share one GPU: real collectives, each rank with an allocator of its own; no pipelines."""
+
+PIPELINES: Final[tuple[Row, ...]] = (
+    *((LLAMA_100M, {"pp": 2, "schedule": schedule}) for schedule in ("gpipe", "1f1b")),
+    (GPT2, {"pp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}),
+    (LLAMA_100M, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    (LLAMA_100M, {"pp": 2, "dp": 2, "zero": 1}),
+    (LLAMA_100M, {"pp": 2, "dp": 2, "zero": 3, **FULL}),
+    (LLAMA_100M, {"pp": 2, "tp": 2, "sequence_parallel": True}),
+    (LLAMA_100M, {"pp": 2, "dp": 2, "tp": 2, "sequence_parallel": True, "zero": 1}),
+)
+"""What several GPUs can do besides."""
+
+
+def gpu_single(gpus: Gpus | None) -> tuple[Case, ...]:
+    """One GPU and no process group; models too large for it with as many layers as fit."""
+    return tuple(_cases(SINGLE, gpus))
+
+
+def gpu_shared(gpus: Gpus | None) -> tuple[Case, ...]:
+    """Two to eight ranks on one GPU that talk by gloo."""
+    return tuple(_cases(SHARED, gpus, small=narrow))
+
+
+def gpu_nccl(gpus: Gpus | None) -> tuple[Case, ...]:
+    """As many ranks as there are GPUs.
+
+    Raises:
+        InvalidValue: with a single GPU.
+    """
+    if gpus is not None and gpus.n < 2:
+        raise InvalidValue("gpu-nccl needs at least 2 GPUs and this machine has 1; use gpu-shared.")
+    most = gpus.n if gpus else 4
+    cases = _cases((*SHARED, *PIPELINES), gpus, small=narrow, backend="nccl" if gpus else "gloo")
+    return tuple(case for case in cases if case.plan.world_size <= most)
+
+
+def gpu_standin(gpus: Gpus | None) -> tuple[Case, ...]:
+    """One rank of a world that PyTorch's fake process group plays; as many layers as fit one GPU."""
+    return tuple(
+        case for model, options, ranks in STAND_INS for case in _stand_ins(model, options, ranks, gpus)
+    )
+
+
+GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
+    "gpu-single": gpu_single,
+    "gpu-standin": gpu_standin,
+    "gpu-shared": gpu_shared,
+    "gpu-nccl": gpu_nccl,
+}
+
+USABLE: Final = 0.85
+"""The part of a GPU's memory that a plan may be predicted to allocate: the rest is CUDA's, and fragments."""
+
+
+def _cases(
+    rows: Sequence[Row],
+    gpus: Gpus | None,
+    *,
+    small: Callable[[Model], Model] | None = None,
+    backend: Backend = "gloo",
+) -> Iterator[Case]:
+    for model, options in rows:
+        plan = _plan(options)
+        if gpus is None:
+            yield _on_cpu((small or smallest)(model), in_short(plan))
+        else:
+            fitting = with_layers_that_fit(model, plan, gpus, backend)
+            yield _on_gpu(fitting, plan, backend=backend)
+
+
+def _stand_ins(
+    model: Model, options: dict[str, Any], ranks: Sequence[int], gpus: Gpus | None
+) -> Iterator[Case]:
+    plan = _plan({"seq_len": 4096} | options)
+    if gpus is None:
+        small = narrow(model, n_layers=max(3, plan.n_stages + 1))
+        cases = [_on_cpu(small, in_short(plan), backend="fake", rank=rank) for rank in ranks]
+    else:
+        fitting = with_layers_that_fit(model, plan, gpus, "fake")
+        cases = [_on_gpu(fitting, plan, backend="fake", rank=rank, steps=STAND_IN_STEPS) for rank in ranks]
+    yield from (replace(case, name=f"{case.name}, rank {case.rank}") for case in cases)
+
+
+def _plan(options: dict[str, Any]) -> Plan:
+    return Plan(**{"seq_len": 1024} | options)
+
+
+def _on_cpu(model: Model, plan: Plan, **settings: Any) -> Case:
+    return Case(name=_name(model, plan), model=model, plan=plan, **settings)
+
+
+def _on_gpu(model: Model, plan: Plan, *, steps: int = GPU_STEPS, **settings: Any) -> Case:
+    name = _name(model, plan)
+    return Case(name=name, model=model, plan=plan, steps=steps, device="cuda", **settings)
+
+
+def _name(model: Model, plan: Plan) -> str:
+    return f"{title(model, plan)}, {model.n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}"
+
+
+def with_layers_that_fit(model: Model, plan: Plan, gpus: Gpus, backend: Backend) -> Model:
+    """The model with as many layers to a pipeline stage as fit one of the GPUs, and no more than it has."""
+    sharing = 1 if backend == "fake" else max(1, plan.world_size // gpus.n)
+    usable_bytes = int(USABLE * gpus.memory_bytes / sharing)
+
+    def fits(n_blocks: int) -> bool:
+        cut = replace(model, n_layers=n_blocks * plan.n_stages)
+        ends = (plan.place(rank) for rank in {0, plan.world_size - 1})
+        return all(rank_estimate(cut, plan, at, "cuda", backend).peak_bytes <= usable_bytes for at in ends)
+
+    least, most = 1, -(-model.n_layers // plan.n_stages)
+    while least < most:
+        half = (least + most + 1) // 2
+        least, most = (half, most) if fits(half) else (least, half - 1)
+    return replace(model, n_layers=min(model.n_layers, least * plan.n_stages))
+
+
+def smallest(model: Model) -> Model:
+    """The model in small."""
+    return replace(in_small(model), max_seq_len=LONGEST)
+
+
+LONGEST: Final = 512
+"""The most tokens of a sequence in the smallest form."""
+
+
+def in_short(plan: Plan) -> Plan:
+    """The plan with sequences of a 64th."""
+    return replace(plan, seq_len=plan.seq_len // 64)
+
+
+def narrow(model: Model, n_layers: int = 4) -> Model:
+    """The model in small with heads for eight ranks: up to eight query heads to a key head, the same ratios.
+
+    >>> narrow(preset("llama-3-70b"), n_layers=5).n_heads
+    64
+    """
+    n_heads = 8 * min(8, model.n_heads // model.n_kv_heads)
+    d_model = 8 * n_heads
+    return replace(
+        model,
+        name=f"{model.name} in small",
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        d_head=8,
+        d_ff=model.d_ff * d_model // model.d_model // 8 * 8,
+        vocab_size=512,
+        max_seq_len=LONGEST,
+        tied_head=False,
+    )
