@@ -156,7 +156,7 @@ def attributed(case: Case, measured: RankMeasurement, *, keep_events: bool = Fal
     memory = measured.memory
     fraction = None
     if memory.events:
-        with suppress(MemplanError):
+        with suppress(MemplanError, ModuleNotFoundError):  # rapidfuzz may not be there
             fraction = comparison(case, measured).attribution().fraction
     if not keep_events:
         memory = replace(memory, events=(), held=())

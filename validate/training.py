@@ -131,7 +131,8 @@ def _stage(
     module: nn.Module, model: Model, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
 ) -> PipelineStage:
     inputs, outputs = stage_examples(model, plan, stage, mesh)
-    divided = isinstance(outputs, DTensor)
+    divided = isinstance(outputs, DTensor)  # whose gradients' layout torch asks for from 2.13 on
+    grads = {"input_grads": torch.empty_like(inputs), "output_grads": torch.empty_like(outputs)}
     return PipelineStage(
         module,
         stage,
@@ -139,9 +140,8 @@ def _stage(
         device,
         input_args=inputs,
         output_args=outputs,
-        input_grads=torch.empty_like(inputs) if divided else None,
-        output_grads=torch.empty_like(outputs) if divided else None,
         group=mesh.get_group("pp"),
+        **(grads if divided else {}),  # type: ignore[arg-type]
     )
 
 
