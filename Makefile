@@ -14,7 +14,7 @@ help:
 	@echo "make test       linters, types, imports, every test"
 	@echo "make lint       linters, types, imports"
 	@echo "make format     let ruff rewrite the code"
-	@echo "make bench      how long one estimate takes"
+	@echo "make bench      how long one estimate takes, and a million plans"
 	@echo "make notebooks  execute the notebooks in place"
 
 $(READY): pyproject.toml constraints.txt
@@ -54,6 +54,7 @@ bench: $(READY)
 	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED)"
 	@echo "with every stage's peak, instants and collectives"
 	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED).to_dict()"
+	@$(BIN)/python -m memplan.search.bench
 
 notebooks: $(READY)
 	for notebook in notebooks/*.ipynb; do \
