@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas
 
 OBJECTIVES: Final = {
-    "speed": ("step_s", "peak_bytes"),
+    "speed": ("step_s",),
     "memory": ("peak_bytes", "step_s"),
     "micro_batch": ("minus_micro_batch", "step_s", "peak_bytes"),
     "front": ("step_s", "peak_bytes"),
