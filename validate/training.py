@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Final
 
 import torch
@@ -131,7 +132,8 @@ def _stage(
     module: nn.Module, model: Model, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
 ) -> PipelineStage:
     inputs, outputs = stage_examples(model, plan, stage, mesh)
-    divided = isinstance(outputs, DTensor)  # whose gradients' layout torch asks for from 2.13 on
+    asked = "input_grads" in signature(PipelineStage).parameters  # for a DTensor's layout, from 2.13 on
+    divided = asked and isinstance(outputs, DTensor)
     grads = {"input_grads": torch.empty_like(inputs), "output_grads": torch.empty_like(outputs)}
     return PipelineStage(
         module,

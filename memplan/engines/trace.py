@@ -1,7 +1,9 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from memplan.errors import MissingRule
 from memplan.models import Model
@@ -9,6 +11,7 @@ from memplan.ops import cross_entropy, gradient_of_loss
 from memplan.plan import Recompute
 from memplan.shapes import INT64, Buffer, Event, Parameter
 from memplan.tape import Call, Run, Setting, Tensor
+from memplan.timeline import Stretch, events
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,19 @@ class Segment:
     events: tuple[Event, ...] = ()
     calls: tuple[Call, ...] = ()
     flops: int = 0
+    _stretches: dict[tuple[Any, ...], Stretch] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def stretch(self, name: str) -> Stretch:
+        """Its events under a name."""
+        return self.made_once((name,), lambda: events(name, self.events))
+
+    def made_once(self, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
+        """A stretch that follows from the segment and the key alone: stages that share a trace share it."""
+        if key not in self._stretches:
+            self._stretches[key] = make()
+        return self._stretches[key]
 
 
 EMPTY = Segment()

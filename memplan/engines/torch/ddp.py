@@ -8,9 +8,10 @@ Source: torch/csrc/distributed/c10d/reducer.cpp, torch/distributed/algorithms/dd
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby, islice, repeat
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from memplan.engines.torch.passes import Passes, backward_order, from_outside, gradients
 from memplan.engines.torch.sharding import ddp_buckets
@@ -161,10 +162,9 @@ class ReplicatedPasses(Passes):
     def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
         drops = self.adds_to_older(first) + (last and self.into_views)
         filled = self._filled() if last and self.hook != "none" else iter(())
-        head = self._ready(self.trace.head_backward, drops, filled)
         return chain(
             "backward",
-            events("backward: loss and head", head),
+            self._reduced("backward: loss and head", self.trace.head_backward, drops, filled),
             *self._replicated_blocks(drops, filled),
             *self._end(drops, filled),
         )
@@ -196,6 +196,27 @@ class ReplicatedPasses(Passes):
                 found += self._dropped(event.buffer, drops, next(filled, None))
         return tuple(found)
 
+    def _reduced(
+        self,
+        name: str,
+        segment: Segment,
+        drops: int,
+        filled: Iterator[Bucket | None],
+        *,
+        outside: bool = False,
+    ) -> Stretch:
+        """A backward segment as a stretch; its input's gradient may come from `outside`."""
+
+        def made() -> Stretch:
+            body = self._ready(segment, drops, filled)
+            return events(name, from_outside(body) if outside else body)
+
+        return self._once(segment, (name, drops, outside), made)
+
+    def _once(self, segment: Segment, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
+        """What follows from a segment and a key, unless a hook's buckets have a part in it."""
+        return segment.made_once(key, make) if self.hook == "none" else make()
+
     def _late(
         self, parameters: Sequence[Parameter], drops: int, filled: Iterator[Bucket | None]
     ) -> tuple[Event, ...]:
@@ -214,9 +235,8 @@ class ReplicatedPasses(Passes):
         outside = not self.stage.last
         for segment, n in backward_order(self.stage.blocks):
             for closed, times in self._turns(len(ready(segment)), n, filled):
-                body = self._ready(segment, drops, iter(closed))
-                body = from_outside(body) if outside else body
-                yield repeated(events("backward: block", body), times)
+                body = self._reduced("backward: block", segment, drops, iter(closed), outside=outside)
+                yield repeated(body, times)
                 outside = False
 
     def _turns(
@@ -231,20 +251,35 @@ class ReplicatedPasses(Passes):
 
     def _end(self, drops: int, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
         """The embedding's backward, and the late gradients; the table's is cut once all others are ready."""
-        trace, name = self.trace, "backward: end"
-        embed = self._ready(trace.embed_backward, drops, filled)
-        plan, waiting = self.stage.plan, drops or self.hook != "none"
+        trace, plan, name = self.trace, self.stage.plan, "backward: end"
+        cutting, waiting = trace.embed_backward, drops or self.hook != "none"
         if plan.tp == 1 or not (waiting or plan.sequence_parallel):
-            yield events("backward: embedding", embed)
+            yield self._reduced("backward: embedding", cutting, drops, filled)
             return
-        divided = [b for p, b in gradients(trace.embed_backward).items() if p.tp_dim is not None]
-        cut = next((i for i, event in enumerate(embed) if event.buffer in divided), len(embed))
-        head = self._late(trace.head_parameters, drops, filled)
-        yield events("backward: embedding", (*embed[:cut], *head))
+
+        @cache
+        def parts() -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+            embed = self._ready(cutting, drops, filled)
+            divided = [b for p, b in gradients(cutting).items() if p.tp_dim is not None]
+            cut = next((i for i, event in enumerate(embed) if event.buffer in divided), len(embed))
+            return embed[:cut], embed[cut:]
+
+        def before() -> Stretch:
+            own, _ = parts()
+            late = self._late(trace.head_parameters, drops, filled)
+            return events("backward: embedding", (*own, *late))
+
+        def after() -> Stretch:
+            whole = self._late([p for p in trace.embed_parameters if p.tp_dim is None], drops, filled)
+            table = self._late([p for p in trace.embed_parameters if p.tp_dim is not None], drops, filled)
+            return events(name, (*whole, *parts()[1], *table))
+
+        yield self._once(cutting, ("before the blocks' late gradients", drops), before)
         n_late = sum(p.distributed for p in trace.block_parameters)
         for closed, times in self._turns(n_late, self.stage.n_blocks, filled):
-            block = self._late(trace.block_parameters, drops, iter(closed))
-            yield repeated(events(name, block), times)
-        whole = self._late([p for p in trace.embed_parameters if p.tp_dim is None], drops, filled)
-        table = self._late([p for p in trace.embed_parameters if p.tp_dim is not None], drops, filled)
-        yield events(name, (*whole, *embed[cut:], *table))
+
+            def block(closed: tuple[Bucket | None, ...] = closed) -> Stretch:
+                return events(name, self._late(trace.block_parameters, drops, iter(closed)))
+
+            yield repeated(self._once(cutting, ("the blocks' late gradients", drops), block), times)
+        yield self._once(cutting, ("after the blocks' late gradients", drops), after)

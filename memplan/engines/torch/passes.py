@@ -53,26 +53,25 @@ class Passes:
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
         blocks = (
-            repeated(events("forward: block", segment.events), n)
-            for segment, n in forward_order(self.stage.blocks)
+            repeated(segment.stretch("forward: block"), n) for segment, n in forward_order(self.stage.blocks)
         )
-        embedding = events("forward: embedding", self.trace.embed.events)
+        embedding = self.trace.embed.stretch("forward: embedding")
         return chain("forward", embedding, *blocks, *self._forward_end(release))
 
     def _forward_end(self, release: Stretch | None) -> list[Stretch]:
         trace = self.trace
         parts = []
         if self.stage.last:
-            parts.append(events("forward: head", trace.head.events))
+            parts.append(trace.head.stretch("forward: head"))
         if self.stage.setting.autocast:
-            parts.append(events("forward: end of autocast", trace.embed_casts.events))
+            parts.append(trace.embed_casts.stretch("forward: end of autocast"))
             for block, n in self.stage.blocks:
-                parts.append(repeated(events("forward: end of autocast", block.casts.events), n))
-            parts.append(events("forward: end of autocast", trace.head_casts.events))
+                parts.append(repeated(block.casts.stretch("forward: end of autocast"), n))
+            parts.append(trace.head_casts.stretch("forward: end of autocast"))
         if release is not None:
             parts.append(release)
         if self.stage.last:
-            parts.append(events("loss", trace.loss.events))
+            parts.append(trace.loss.stretch("loss"))
         return parts
 
     def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
@@ -150,11 +149,11 @@ class Passes:
 
     def release(self) -> Stretch:
         """What the schedule still holds of a micro-batch: a stage's output."""
-        return events("release of the stage's output", self.trace.release.events)
+        return self.trace.release.stretch("release of the stage's output")
 
     def release_input_grad(self) -> Stretch:
         """The gradient that was sent to the stage before."""
-        return events("release of the input's gradient", self.trace.release_input_grad.events)
+        return self.trace.release_input_grad.stretch("release of the input's gradient")
 
     @property
     def widens(self) -> bool:
