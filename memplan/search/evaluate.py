@@ -6,7 +6,7 @@ grid of these three. What a *rank* holds in a step are such passes in turn: for 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -22,7 +22,7 @@ from memplan.engines.torch.schedules import schedule
 from memplan.engines.torch.stage import mesh_bytes
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.estimate import estimate_on
-from memplan.many import Differ, many
+from memplan.many import Differ, anywhere, many
 from memplan.models import Model
 from memplan.plan import (
     RECOMPUTES,
@@ -38,7 +38,7 @@ from memplan.shapes import UINT8, Buffer
 from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
 from memplan.timeline import Stretch, chain, n_bytes_of
-from memplan.traffic import Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
+from memplan.traffic import Calls, Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
 
 
 @final
@@ -196,24 +196,28 @@ class Part:
         )
 
     def sent(self, field: str) -> dict[Purpose, Any]:
-        """What its passes pass to collectives with each of a field of `Rounds`, beyond what is "fixed"."""
+        """What is passed to collectives, if anything.
+
+        With each of a field of `Rounds`, beyond what is "fixed"; or "after" all passes, by the update.
+        """
         if field not in self._sent:
-            found = payloads_bytes(calls_of_passes(self.stages, [EACH[field]]))
-            if field != "fixed":
+            found = payloads_bytes(self._calls(field))
+            if field not in ("fixed", "after"):
                 found = {purpose: n - self.sent("fixed").get(purpose, 0) for purpose, n in found.items()}
-            self._sent[field] = found
+            self._sent[field] = {purpose: n for purpose, n in found.items() if anywhere(n)}
         return self._sent[field]
 
     @cached_property
     def _sent(self) -> dict[str, dict[Purpose, Any]]:
         return {}
 
-    @cached_property
-    def sent_after(self) -> dict[Purpose, Any]:
-        """What its update passes to collectives; where DDP reduces, all that ZeRO-1 sends."""
+    def _calls(self, field: str) -> Iterator[Calls]:
+        """Those of `sent`; where DDP reduces, the update's with all that ZeRO-1 sends."""
+        if field != "after":
+            return calls_of_passes(self.stages, [EACH[field]])
         stage = copy(self.stages.stages[0])
         stage.plan = with_values(stage.plan, zero=1 if stage.plan.ddp else stage.plan.zero)
-        return payloads_bytes(calls_of_update(RankStages.of(stage, rank=Rank())))
+        return calls_of_update(RankStages.of(stage, rank=Rank()))
 
     def moved(self) -> tuple[Any, Any, Any]:
         """Bytes of what the optimizer sees: weights, gradients, its state."""
@@ -331,21 +335,19 @@ class Sheet:
             done.add(i)
         return [table.take(rows) for table in tables]
 
-    def purposes(
-        self, name: str, asked: Callable[[Part], Iterable[Purpose]], grids: set[int]
-    ) -> list[Purpose]:
-        """What any stage of the grids passes anything to collectives for."""
+    def purposes(self, field: str, grids: set[int]) -> list[Purpose]:
+        """What any stage of the grids passes anything to collectives for: `Part.sent`."""
         for i in grids:
-            if (name, i) not in self.listed:
+            if (field, i) not in self.listed:
                 found: dict[Purpose, None] = {}
 
                 def listed(part: Part, found: dict[Purpose, None] = found) -> tuple[int]:
-                    found.update(dict.fromkeys(asked(part)))
+                    found.update(dict.fromkeys(part.sent(field)))
                     return (0,)
 
                 self.grids[i](listed)
-                self.listed[name, i] = found
-        return list(dict.fromkeys(purpose for i in sorted(grids) for purpose in self.listed[name, i]))
+                self.listed[field, i] = found
+        return list(dict.fromkeys(purpose for i in sorted(grids) for purpose in self.listed[field, i]))
 
 
 # A rank: for each plan
@@ -466,6 +468,14 @@ class Columns:
         places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
         return Columns(len(places), (self, places))
 
+    def alike(self, *names: str) -> Iterator["Columns"]:
+        """All of them, apart where one of these numbers differs, and at most `AT_ONCE` at a time."""
+        _, group = combined(*[self[name] for name in names])
+        for i in range(group.max() + 1):
+            places = np.flatnonzero(group == i)
+            for start in range(0, len(places), AT_ONCE):
+                yield self.some(places[start : start + AT_ONCE])
+
 
 def _columns(model: Model, plans: Plans) -> Columns:
     """The varied fields, m micro-batches, the mode, blocks of `each` stage, of which `odd` have one more."""
@@ -487,7 +497,7 @@ Place = tuple[Ends, str]
 """Where a stage, or a rank, is to be looked up: the sheet of its ends, the column of its rows there."""
 
 
-class _Rank(NamedTuple):
+class RankPlaces(NamedTuple):
     """A rank of a pipeline; its stages, where they are in the pipeline, and all of them as one."""
 
     pp: int
@@ -518,6 +528,7 @@ class Search:
         self.model, self.base, self.device = model, plans.base, device
         self.found = _Found(len(plans))
         self.sheets: dict[tuple[str, Ends], Sheet] = {}
+        self.blocks: dict[Ends, Column] = {}
         self.of = _columns(model, plans)
 
     def run(self) -> _Found:
@@ -589,7 +600,7 @@ class Search:
                 seen.add(rank.stages)
                 self._alike(some, np.full(len(some), rank.pp), rank.stages, rank.own)
 
-    def _ranks(self, of: Columns) -> Iterator[_Rank]:
+    def _ranks(self, of: Columns) -> Iterator[RankPlaces]:
         """The ranks of plans with equally many stages, and as many with one block more, in one schedule."""
         plan = with_values(
             self.base,
@@ -608,16 +619,13 @@ class Search:
             ends = rank == 0, rank == (0 if folded else plan.pp - 1)
             kind = "longer" if sum(index < odd for index in indices) > odd // plan.pp else "shorter"
             kind = ("ends" if folded else "first") if ends[0] else "last" if ends[1] else kind
-            yield _Rank(rank, indices, tuple(stages), (ends, f"rank {kind}"))
+            yield RankPlaces(rank, indices, tuple(stages), (ends, f"rank {kind}"))
 
     def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
         """Ranks that have such stages, and all of them as one."""
         of["rank"] = rank
-        _, mode = combined(of["schedule"], of["mode"])
-        for i in range(mode.max() + 1):
-            alike = np.flatnonzero(mode == i)
-            for start in range(0, len(alike), AT_ONCE):
-                self._steps(of.some(alike[start : start + AT_ONCE]), stages, own)
+        for some in of.alike("schedule", "mode"):
+            self._steps(some, stages, own)
 
     def _steps(self, of: Columns, stages: Sequence[Place], own: Place) -> None:
         """What ranks of one schedule hold, by its own code; taken apart where that takes different turns."""
@@ -756,7 +764,6 @@ class Search:
             rows[own] = start + place
             start += len(used)
         if whole:
-            self.blocks = getattr(self, "blocks", {})
             self.blocks[ends] = np.zeros(start, np.int64)
             self.blocks[ends][rows] = n_blocks
         return Sheet(grids)

@@ -16,14 +16,13 @@ from memplan.many import Differ, many
 from memplan.models import Model
 from memplan.plan import SCHEDULES, Axis, Plan, Schedule
 from memplan.search.evaluate import (
-    AT_ONCE,
     EACH,
     Columns,
-    Ends,
     Part,
     Place,
+    RankPlaces,
     Search,
-    combined,
+    Sheet,
     distinct,
     has_rule,
     optimizer_sees,
@@ -155,11 +154,8 @@ class _Times(Search):
         return total
 
     def _several_stages_each(self, of: Columns) -> None:
-        _, group = combined(of["schedule"], of["pp"], of["virtual_stages"], of["zero"], of["mode"])
-        for i in range(group.max() + 1):
-            alike = np.flatnonzero(group == i)
-            for start in range(0, len(alike), AT_ONCE):
-                self._pipelines(of.some(alike[start : start + AT_ONCE]))
+        for some in of.alike("schedule", "pp", "virtual_stages", "zero", "mode"):
+            self._pipelines(some)
 
     def _pipelines(self, of: Columns) -> None:
         """The steps of plans whose ranks have equally many stages, in one schedule."""
@@ -171,11 +167,11 @@ class _Times(Search):
         found: list[dict[str, Quantity]] = []
         for rank in self._ranks(of):
             rounds = _rounds(schedule, pp, of.first("virtual_stages"), plan.fsdp, rank.pp, tuple(ms.tolist()))
-            stages = tuple(_of_one_sheet(rank, rounds))
-            key = rank.own, tuple([(s.ends, s.name, s.n, s.rounds.tobytes(), s.sends) for s in stages])
+            stages = list(_of_one_row(rank, rounds))
+            key = rank.own, tuple([(s.place, s.n, s.rounds.tobytes(), s.sends) for s in stages])
             if key not in slots:
                 slots[key] = len(found)
-                some = [_Stages(s.ends, of[s.name], s.n, _chosen(s.rounds, m), s.sends) for s in stages]
+                some = [s._replace(rounds=_chosen(s.rounds, m)) for s in stages]
                 found.append(self._parts(of, plan, some, rank.own))
             order.append(slots[key])
         busy = [busy_s(parts) for parts in found]
@@ -187,32 +183,28 @@ class _Times(Search):
         self.piped[of["plan"]] = slowest
 
     def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
-        ((ends, name),) = stages
+        ((ends, _),) = stages
         longer = rank[0] == 1 and of.first("odd") > 1
         slot = 0 if ends[0] else 3 if ends[1] else 1 if longer else 2
-        _, kind = combined(of["schedule"], of["zero"], of["mode"])
-        for i in range(kind.max() + 1):
-            alike = np.flatnonzero(kind == i)
-            for start in range(0, len(alike), AT_ONCE):
-                some = of.some(alike[start : start + AT_ONCE])
-                plan = self._plan(some, schedule=SCHEDULES[some.first("schedule")], zero=some.first("zero"))
-                alone = with_values(plan, pp=1 if some.first("pp") == 1 else 2)
-                rounds = rounds_of(alone, 0, 0, first=ends[0])
-                stage = _Stages(ends, some[name], 1, [np.asarray(n) for n in rounds], (1, 1))
-                for part, seconds in self._parts(some, plan, [stage], own).items():
-                    self.parts[slot][part][some["plan"]] = np.asarray(seconds)
+        for some in of.alike("schedule", "zero", "mode"):
+            plan = self._plan(some, schedule=SCHEDULES[some.first("schedule")], zero=some.first("zero"))
+            alone = with_values(plan, pp=1 if some.first("pp") == 1 else 2)
+            rounds = rounds_of(alone, 0, 0, first=ends[0])
+            stage = _Stages(stages[0], 1, [np.asarray(n) for n in rounds], (1, 1))
+            for part, seconds in self._parts(some, plan, [stage], own).items():
+                self.parts[slot][part][some["plan"]] = np.asarray(seconds)
 
     def _parts(self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: Place) -> dict[str, Quantity]:
         """The parts of a rank's step, by its own formulas."""
         forward, again = [], []
         for stage in stages:
-            sheet, grids = self.sheets["stage", stage.ends], self._grids(stage)
+            sheet, rows, grids = self._looked_up(of, "stage", stage.place)
             m, split, *_ = stage.rounds
-            forward += [(m, *sheet("forward", Part.forward_flops, stage.rows, grids))]
+            forward += [(m, *sheet("forward", Part.forward_flops, rows, grids))]
             for field, times in (("micro_batches", m), ("split", split)):
                 if np.any(times):
                     asked = partial(Part.again_flops, field=field)
-                    again += [(times, *sheet(("again", field), asked, stage.rows, grids))]
+                    again += [(times, *sheet(("again", field), asked, rows, grids))]
         work = Work(
             forward_flops=self._total(of, forward),
             recomputed_flops=self._total(of, again),
@@ -221,8 +213,10 @@ class _Times(Search):
         )
         return parts_s(work, plan, self.cluster, self.efficiency)
 
-    def _grids(self, stage: "_Stages") -> set[int]:
-        return self.sheets["stage", stage.ends].grids_of(stage.rows)
+    def _looked_up(self, of: Columns, kind: str, place: Place) -> tuple[Sheet, Column, set[int]]:
+        """The sheet of a stage, or of a rank; the plans' rows there, and the grids that these are of."""
+        sheet, rows = self.sheets[kind, place[0]], of[place[1]]
+        return sheet, rows, sheet.grids_of(rows)
 
     def _plan(self, of: Columns, **values: Any) -> Plan:
         """A plan with arrays for degrees and batches."""
@@ -242,22 +236,18 @@ class _Times(Search):
         """Axes, purposes and bytes of all that a rank sends."""
         terms: dict[Purpose, list[tuple[Any, Any]]] = {}
         for stage in stages:
-            sheet, grids = self.sheets["stage", stage.ends], self._grids(stage)
+            sheet, rows, grids = self._looked_up(of, "stage", stage.place)
             for field, times in zip(EACH, (stage.n, *stage.rounds), strict=True):
-                if not np.any(times):
-                    continue
-                for purpose in sheet.purposes(field, partial(Part.sent, field=field), grids):
+                for purpose in sheet.purposes(field, grids) if np.any(times) else ():
                     if purpose[0] == "recv":
                         continue
-                    asked = partial(_passed, purpose=purpose, field=field)
-                    (each,) = sheet((purpose, field), asked, stage.rows, grids)
+                    (each,) = sheet((purpose, field), partial(_passed, purpose, field), rows, grids)
                     n = times if purpose[1] != "pp" else of["m"] * stage.sends[purpose[2] != "activations"]
                     terms.setdefault(purpose, []).append((n, each))
-        sheet, rows = self.sheets["rank", own[0]], of[own[1]]
-        grids = sheet.grids_of(rows)
-        for purpose in sheet.purposes("after", lambda part: part.sent_after, grids):
+        sheet, rows, grids = self._looked_up(of, "rank", own)
+        for purpose in sheet.purposes("after", grids):
             if purpose[2] != "updated weights" or plan.zero == 1:
-                (each,) = sheet(purpose, partial(_passed_after, purpose=purpose), rows, grids)
+                (each,) = sheet((purpose, "after"), partial(_passed, purpose, "after"), rows, grids)
                 terms.setdefault(purpose, []).append((1, each))
         ranks = ranks_along(plan)
         for (kind, axis, what), products in terms.items():
@@ -266,8 +256,8 @@ class _Times(Search):
             yield axis, what, wire_bytes(kind, payload, ranks[axis])
 
     def _moved_bytes(self, of: Columns, own: Place, plan: Plan) -> Quantity:
-        sheet, rows = self.sheets["rank", own[0]], of[own[1]]
-        weights, grads, optimizer = sheet("moved", Part.moved, rows, sheet.grids_of(rows))
+        sheet, rows, grids = self._looked_up(of, "rank", own)
+        weights, grads, optimizer = sheet("moved", Part.moved, rows, grids)
         if plan.zero == 1 and plan.ddp:
             *_, optimizer = self._dealt(of, own)
         share = updated_share(of.first("zero"), plan.dp)
@@ -275,37 +265,27 @@ class _Times(Search):
 
 
 class _Stages(NamedTuple):
-    """Stages of each plan's rank that have one row: `n` of them, what their rounds add up to.
+    """Stages of a rank that have one row: `n` of them, what their rounds add up to.
 
     How many send activations to other ranks, and how many gradients.
     """
 
-    ends: Ends
-    rows: Column
+    place: Place
     n: int
-    rounds: Sequence[Any]
+    rounds: Any
     sends: tuple[int, int]
 
 
-class _Sheet(NamedTuple):
-    """The same before any plan is looked up: the column of their rows, rounds by number of micro-batches."""
-
-    ends: Ends
-    name: str
-    n: int
-    rounds: Column
-    sends: tuple[int, int]
-
-
-def _of_one_sheet(rank: Any, rounds: Column) -> Iterator[_Sheet]:
-    """A rank's stages, those that have one row together."""
-    for ends, name in dict.fromkeys(rank.stages):
-        local = [i for i, found in enumerate(rank.stages) if found == (ends, name)]
-        sends = [
-            sum(rank.indices[i] + beyond not in rank.indices for i in local) if n_ends else 0
-            for beyond, n_ends in ((1, not ends[1]), (-1, not ends[0]))
-        ]
-        yield _Sheet(ends, name, len(local), rounds[local].sum(axis=0), (sends[0], sends[1]))
+def _of_one_row(rank: RankPlaces, rounds: Column) -> Iterator[_Stages]:
+    """A rank's stages, those that have one row together; rounds for each number of micro-batches."""
+    for place in dict.fromkeys(rank.stages):
+        (first, last), _ = place
+        local = [i for i, found in enumerate(rank.stages) if found == place]
+        on, back = (
+            sum(rank.indices[i] + beyond not in rank.indices for i in local) if there else 0
+            for beyond, there in ((1, not last), (-1, not first))
+        )
+        yield _Stages(place, len(local), rounds[local].sum(axis=0), (on, back))
 
 
 def _chosen(rounds: Column, m: Column) -> list[Any]:
@@ -338,9 +318,5 @@ def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tupl
     return found
 
 
-def _passed(part: Part, purpose: Purpose, field: str) -> tuple[Any]:
+def _passed(purpose: Purpose, field: str, part: Part) -> tuple[Any]:
     return (part.sent(field).get(purpose, 0),)
-
-
-def _passed_after(part: Part, purpose: Purpose) -> tuple[Any]:
-    return (part.sent_after.get(purpose, 0),)
