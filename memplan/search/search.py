@@ -15,11 +15,9 @@ from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
 from memplan.search.best import Rows, best, front, taken
-from memplan.search.evaluate import memory
 from memplan.search.plans import VARIED, Plans
 from memplan.search.space import RUNS, Chunk, Space, divisors
 from memplan.search.table import search_frame
-from memplan.search.time import step_s
 from memplan.steptime import Roofline
 
 if TYPE_CHECKING:
@@ -213,6 +211,9 @@ def evaluated(model: Model, plans: Plans, cluster: Cluster) -> dict[str, Any]:
 
     Only the steps of plans that fit are timed; the others take infinitely long.
     """
+    from memplan.search.evaluate import memory  # only a search needs them
+    from memplan.search.time import step_s
+
     held = memory(model, plans, device_of(cluster))
     budget_bytes = cluster.budget_bytes
     spare_bytes = 0 if budget_bytes is None else budget_bytes - held.peak_bytes
