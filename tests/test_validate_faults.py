@@ -18,7 +18,8 @@ from uuid import uuid4
 import pytest
 import torch
 
-from memplan import Llama, Plan
+from memplan import Plan
+from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
 from validate.forkserver import ForkServer
 from validate.launch import PRELOADED, Program, Seat, rank_program, run_case
@@ -29,7 +30,6 @@ from validate.sweep import RETRIED, judging, swept
 
 pytestmark = pytest.mark.slow
 
-TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=128, max_seq_len=32)
 BUDGET = Budget(cores=2, memory_bytes=8 * 2**30)
 FAULTY_RANK = 1
 ROOT = Path(__file__).parents[1]
@@ -216,20 +216,7 @@ def kill_parent():
 
 # Faults of the whole sweep, by the command line.
 
-SUITE = """
-[defaults]
-seq_len = 16
-precision = "fp32"
-
-[defaults.model]
-family = "llama"
-n_layers = 2
-d_model = 32
-n_heads = 2
-d_ff = 64
-vocab_size = 128
-max_seq_len = 32
-
+SUITE = f"""{DEFAULTS}
 [[case]]
 dp = 2
 zero = [0, 1, 2, 3]

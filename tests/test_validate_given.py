@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan import Llama, Plan
+from memplan import Plan
+from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
 from validate.given import Given, GivenRanks, given_ranks
 from validate.launch import rank_program, run_case
@@ -19,21 +20,7 @@ from validate.records import merged, read_records
 from validate.sweep import part_of
 
 ROOT = Path(__file__).parents[1]
-TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=128, max_seq_len=32)
-SUITE = """
-[defaults]
-seq_len = 16
-precision = "fp32"
-
-[defaults.model]
-family = "llama"
-n_layers = 2
-d_model = 32
-n_heads = 2
-d_ff = 64
-vocab_size = 128
-max_seq_len = 32
-
+SUITE = f"""{DEFAULTS}
 [[case]]
 dp = [1, 2, 4]
 """

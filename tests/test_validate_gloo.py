@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from memplan import Llama, Plan
+from memplan import Plan
+from tests.tiny import TINY
 from validate.cases import Case
 from validate.gloo import WORKERS, threads_named
 from validate.launch import rank_program
@@ -16,9 +17,6 @@ from validate.sweep import judging, swept
 
 pytestmark = pytest.mark.slow
 
-TINY = Llama(
-    name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=128, max_seq_len=32, tied_head=False
-)
 PLANS: dict[str, dict[str, Any]] = {
     "fsdp": {"dp": 2, "zero": 3},
     "fsdp, gradients only": {"dp": 2, "zero": 2, "precision": "bf16-mixed"},

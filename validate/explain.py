@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memplan.layout import WIDTH
 from memplan.plots import MEASURED, MUTED, OUTSIDE, PHASES, SHADES
 from memplan.shapes import Buffer
 from memplan.units import MiB
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 MOST_TENSORS: Final = 20
 MOST_BLOCKS: Final = 8
 """How many rows the text shows of what is known, and of what is not."""
-
-WIDTH: Final = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
