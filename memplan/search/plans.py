@@ -1,6 +1,6 @@
 """Many plans of one model at once: a Plan, and arrays of the fields in which they differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -73,6 +73,73 @@ class Plans:
             PlanRefused: values that contradict each other.
         """
         return replace(self.base, **self.values(i))
+
+
+CELL: Final = ("dp", "dp_replicate", "tp", "micro_batch")
+"""The fields of Plan that differ from cell to cell of a grid."""
+
+STRUCTURE: Final = tuple([name for name in VARIED if name not in (*CELL, "recompute_blocks")])
+"""Those that a grid's plans have in common."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Plans of one `structure`: each of its cells with each number of recomputed blocks.
+
+    Of each field of `STRUCTURE` a number, of each of `CELL` one array, all equally long: either all cells
+    have one data-parallel rank, or all several. A figure of all plans is an array of `shape`.
+    """
+
+    base: Plan
+    structure: Mapping[str, int]
+    cells: Mapping[str, Column]
+    recompute_blocks: Column
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Cells, and numbers of recomputed blocks."""
+        return len(self.cells["dp"]), len(self.recompute_blocks)
+
+    def __len__(self) -> int:
+        n_cells, n_blocks = self.shape
+        return n_cells * n_blocks
+
+    def __getitem__(self, chosen: "Column | NDArray[np.bool_]") -> "Grid":
+        """Some of the cells."""
+        cells = {name: column[chosen] for name, column in self.cells.items()}
+        return Grid(
+            base=self.base,
+            structure=self.structure,
+            cells=cells,
+            recompute_blocks=self.recompute_blocks,
+        )
+
+    def plans(self, cell: Column, block: Column) -> Plans:
+        """Those at some places."""
+        columns = {name: np.full(len(cell), number) for name, number in self.structure.items()}
+        columns |= {name: self.cells[name][cell] for name in CELL}
+        columns["recompute_blocks"] = self.recompute_blocks[block]
+        return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
+
+
+def grids_of(plans: Plans) -> Iterator[tuple[Grid, Column]]:
+    """Plans as grids of a single number of recomputed blocks, and which of the plans each has."""
+    columns = {name: plans.column(name) for name in VARIED}
+    key = np.stack([*[columns[name] for name in (*STRUCTURE, "recompute_blocks")], columns["dp"] > 1])
+    found, group = np.unique(key, axis=1, return_inverse=True)
+    for i in range(found.shape[1]):
+        places = np.flatnonzero(group.ravel() == i)
+        first = places[:1]
+        yield (
+            Grid(
+                base=plans.base,
+                structure={name: int(columns[name][first[0]]) for name in STRUCTURE},
+                cells={name: columns[name][places] for name in CELL},
+                recompute_blocks=columns["recompute_blocks"][first],
+            ),
+            places,
+        )
 
 
 def value_of(field: str, number: int) -> Any:
