@@ -1,6 +1,6 @@
 """Plans: what can be asked of a cluster, and what is refused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import gcd
@@ -173,8 +173,8 @@ class Plan:
             ("engine", ENGINES),
         ):
             checked_choice(field, getattr(self, field), choices)
-        _check_mesh(self)
-        _check_options(self)
+        for rule in PLAN_RULES:
+            rule(self)
 
     @property
     def world_size(self) -> int:
@@ -256,12 +256,15 @@ def _checked_layers(value: object) -> tuple[int, ...]:
     return tuple(checked_count("layers_per_stage", n, least=0) for n in value)
 
 
-def _check_mesh(plan: Plan) -> None:
+def _check_world(plan: Plan) -> None:
     if plan.world_size > LARGEST_CLUSTER:
         raise PlanRefused(
             f"{plan.mesh_text} = {plan.world_size} ranks are more than {LARGEST_CLUSTER}; "
             "use smaller degrees."
         )
+
+
+def _check_batch(plan: Plan) -> None:
     per_pass = plan.n_replicas * plan.micro_batch
     if plan.global_batch % per_pass:
         replicas = f"dp_replicate x dp = {plan.n_replicas}" if plan.dp_replicate > 1 else f"dp = {plan.dp}"
@@ -269,6 +272,9 @@ def _check_mesh(plan: Plan) -> None:
             f"global_batch={plan.global_batch} is not a multiple of micro_batch = {plan.micro_batch} times "
             f"{replicas}; use {-(-plan.global_batch // per_pass) * per_pass}."
         )
+
+
+def _check_sequence(plan: Plan) -> None:
     if plan.sequence_parallel and plan.tp == 1:
         raise PlanRefused(
             "sequence_parallel=True divides the sequence over the tensor axis, but tp=1; "
@@ -276,7 +282,7 @@ def _check_mesh(plan: Plan) -> None:
         )
 
 
-def _check_options(plan: Plan) -> None:
+def _check_tools(plan: Plan) -> None:
     """Options of a tool that the plan does not use."""
     plain = Plan.__dataclass_fields__
     if plan.dp_replicate > 1 and not plan.fsdp:
@@ -295,6 +301,9 @@ def _check_options(plan: Plan) -> None:
                     f"{option}={value!r} is an option of {tool}, which zero={plan.zero}, dp={plan.dp} does "
                     f"not use; leave it out, or use {way_out}."
                 )
+
+
+def _check_static_graph(plan: Plan) -> None:
     if plan.static_graph and plan.n_micro_batches > 1:
         single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
         raise PlanRefused(
@@ -302,6 +311,10 @@ def _check_options(plan: Plan) -> None:
             "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
             f"static_graph=False{single}."
         )
+
+
+def _check_options(plan: Plan) -> None:
+    """Options that say more of something which the plan does not have."""
     if plan.fsdp_blocks > 1 and plan.fsdp_units == "model":
         raise PlanRefused(
             f"fsdp_blocks={plan.fsdp_blocks} says how many blocks share a unit, but fsdp_units='model' makes "
@@ -317,6 +330,17 @@ def _check_options(plan: Plan) -> None:
             f"loss_chunks={plan.loss_chunks} is more than the seq_len={plan.seq_len} tokens to divide; "
             f"use {plan.seq_len} or less."
         )
+
+
+PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
+    _check_world,
+    _check_batch,
+    _check_sequence,
+    _check_tools,
+    _check_static_graph,
+    _check_options,
+)
+"""What no plan may contradict, in the order in which it is asked."""
 
 
 def stage_layers(n_layers: int, plan: Plan, stage: int) -> range:
@@ -346,18 +370,8 @@ def check_plan(model: Model, plan: Plan) -> None:
         PlanRefused: with value, rule and way out.
         MissingRule: an option that no rule of the engine covers yet.
     """
-    _check_tensor_axis(model, plan)
-    _check_layers(model, plan)
-    if plan.engine == "torch":
-        _check_pipeline(model, plan)
-        _check_data_axis(model, plan)
-        _check_update(plan)
-    if model.learned_positions and plan.seq_len > model.max_seq_len:
-        raise PlanRefused(
-            f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
-            f"positions of {model.name}; use {model.max_seq_len} or less."
-        )
-    _check_rules(plan)
+    for rule in MODEL_RULES[plan.engine]:
+        rule(model, plan)
 
 
 def check_device(plan: Plan, device: str) -> None:
@@ -376,7 +390,15 @@ def check_device(plan: Plan, device: str) -> None:
         )
 
 
-def _check_rules(plan: Plan) -> None:
+def _check_positions(model: Model, plan: Plan) -> None:
+    if model.learned_positions and plan.seq_len > model.max_seq_len:
+        raise PlanRefused(
+            f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
+            f"positions of {model.name}; use {model.max_seq_len} or less."
+        )
+
+
+def _check_rules(model: Model, plan: Plan) -> None:
     for option, ruled in RULED[plan.engine].items():
         value = getattr(plan, option)
         if value not in ruled:
@@ -455,20 +477,17 @@ def _check_empty_stages(plan: Plan, layers: tuple[int, ...]) -> None:
         )
 
 
-def _check_pipeline(model: Model, plan: Plan) -> None:
-    if plan.pp == 1:
-        return
-    if model.tied_head:
+def _check_ends(model: Model, plan: Plan) -> None:
+    if plan.pp > 1 and model.tied_head:
         raise PlanRefused(
             f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
             "tied; use pp=1, or the model with tied_head=False."
         )
-    _check_stages(plan)
-    _check_micro_batches(plan)
-    _check_split_backward(plan)
 
 
-def _check_stages(plan: Plan) -> None:
+def _check_stages(model: Model, plan: Plan) -> None:
+    if plan.pp == 1:
+        return
     if plan.schedule in SINGLE_STAGE_SCHEDULES and plan.virtual_stages > 1:
         raise PlanRefused(
             f"schedule={plan.schedule!r} runs one stage on each rank, but virtual_stages="
@@ -482,9 +501,9 @@ def _check_stages(plan: Plan) -> None:
         )
 
 
-def _check_split_backward(plan: Plan) -> None:
+def _check_split_backward(model: Model, plan: Plan) -> None:
     """Schedules that take a backward pass apart lose gradients unless the weights stay whole and plain."""
-    if plan.schedule not in SPLITTING_SCHEDULES:
+    if plan.pp == 1 or plan.schedule not in SPLITTING_SCHEDULES:
         return
     if plan.recompute == "selective":
         raise PlanRefused(
@@ -507,7 +526,9 @@ def _check_split_backward(plan: Plan) -> None:
     )
 
 
-def _check_micro_batches(plan: Plan) -> None:
+def _check_micro_batches(model: Model, plan: Plan) -> None:
+    if plan.pp == 1:
+        return
     m, n, least, reason = plan.n_micro_batches, plan.n_stages, 0, ""
     match plan.schedule:
         case "1f1b":
@@ -542,7 +563,7 @@ def _rounds(n_micro_batches: int, plan: Plan) -> int:
     return max(1, n_micro_batches // plan.pp)
 
 
-def _check_update(plan: Plan) -> None:
+def _check_update(model: Model, plan: Plan) -> None:
     """What PyTorch's optimizers and loss scalers cannot take: some lists of DTensors."""
     tensors_alone = plan.tp > 1 and not plan.ddp and not plan.fsdp
     listed = plan.optimizer_impl in ("foreach", "fused")
@@ -596,3 +617,21 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
             f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
             "tp=1, or the model with tied_head=False."
         )
+
+
+MODEL_RULES: Final[dict[str, tuple[Callable[[Model, Plan], None], ...]]] = {
+    "torch": (
+        _check_tensor_axis,
+        _check_layers,
+        _check_ends,
+        _check_stages,
+        _check_micro_batches,
+        _check_split_backward,
+        _check_data_axis,
+        _check_update,
+        _check_positions,
+        _check_rules,
+    ),
+    "textbook": (_check_tensor_axis, _check_layers, _check_positions, _check_rules),
+}
+"""What no plan of a model may contradict, of each engine in the order in which it is asked."""

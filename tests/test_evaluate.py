@@ -15,8 +15,9 @@ from memplan.hardware import cluster
 from memplan.plan import SCHEDULES
 from memplan.search.evaluate import memory
 from memplan.search.plans import VARIED, Plans, number_of
-from memplan.search.space import RUNS, Space
+from memplan.search.space import Space
 from memplan.search.time import step_s
+from tests.grids import running
 from tests.test_laws import cases, laws, runs
 
 
@@ -59,14 +60,13 @@ def test_a_sample_of_all_plans_of_a_preset_is_each_as_estimated(name, world, bat
     base = Plan(global_batch=batch, seq_len=1024)
     space = Space(model=model, n_gpus=world, base=base, ranges={"micro_batch": (1, 2), "tp": (1, 4)})
     rng = np.random.default_rng(0)
-    for chunk in space.chunks():
-        plans = chunk.plans[chunk.rule == RUNS]
-        found = memory(model, plans, "cuda")
-        for i in rng.choice(len(plans), 40, replace=False):
-            worst = estimate_on(model, plans.plan(i), "cuda").worst
-            assert found.peak_bytes[i] == worst.peak_bytes
-            assert found.worst_stage[i] == worst.stage
-            assert found.rest_bytes[i] == worst.rest_bytes
+    plans = running(space)
+    found = memory(model, plans, "cuda")
+    for i in rng.choice(len(plans), 40, replace=False):
+        worst = estimate_on(model, plans.plan(i), "cuda").worst
+        assert found.peak_bytes[i] == worst.peak_bytes
+        assert found.worst_stage[i] == worst.stage
+        assert found.rest_bytes[i] == worst.rest_bytes
 
 
 @laws(300)
@@ -92,12 +92,11 @@ def test_a_sample_of_all_plans_of_a_preset_takes_as_long_as_estimated(name, worl
     base = Plan(global_batch=batch, seq_len=1024)
     space = Space(model=model, n_gpus=world, base=base, ranges={"micro_batch": (1, 2), "tp": (1, 4)})
     rng = np.random.default_rng(0)
-    for chunk in space.chunks():
-        plans = chunk.plans[chunk.rule == RUNS]
-        plans = plans[np.sort(rng.choice(len(plans), 120, replace=False))]
-        assert step_s(model, plans, where).tolist() == [
-            timed(model, plans.plan(i), where) for i in range(len(plans))
-        ]
+    plans = running(space)
+    plans = plans[np.sort(rng.choice(len(plans), 120, replace=False))]
+    assert step_s(model, plans, where).tolist() == [
+        timed(model, plans.plan(i), where) for i in range(len(plans))
+    ]
 
 
 @laws(300)

@@ -17,8 +17,9 @@ from memplan.plan import RECOMPUTES, SCHEDULES, check_plan
 from memplan.search import searched
 from memplan.search.best import SIMPLER, n_rows
 from memplan.search.plans import VARIED, number_of, value_of
-from memplan.search.space import RUNS, Space, divisors
+from memplan.search.space import Space, divisors
 from memplan.units import MiB
+from tests.grids import running
 
 LLAMA = Llama(
     name="small", n_layers=4, d_model=64, n_heads=4, n_kv_heads=2, d_ff=160, vocab_size=320, max_seq_len=128
@@ -87,12 +88,8 @@ def test_no_plan_is_left_out_or_there_twice():
     n_gpus, batch = 4, 4
     base = Plan(global_batch=batch, seq_len=32)
     space = Space(model=LLAMA, n_gpus=n_gpus, base=base, ranges={"virtual_stages": (1, 2)})
-    found = [
-        tuple(chunk.plans.values(i).values())
-        for chunk in space.chunks(most=50)
-        for i in range(len(chunk))
-        if chunk.rule[i] == RUNS
-    ]
+    plans = running(space, most=50)
+    found = [tuple(plans.values(i).values()) for i in range(len(plans))]
     assert len(found) == len(set(found))
     expected = set()
     for pp, rep, dp, tp in product(divisors(n_gpus), repeat=4):
@@ -111,12 +108,8 @@ def test_no_plan_is_left_out_or_there_twice():
                 check_plan(LLAMA, replace(space.base, **values))
             except MemplanError:
                 continue
-            expected.add(tuple(values[name] for name in space_order(space)))
+            expected.add(tuple(values.values()))
     assert set(found) == expected
-
-
-def space_order(space: Space) -> tuple[str, ...]:
-    return tuple(next(space.chunks()).plans.columns)
 
 
 @pytest.mark.parametrize("objective", ["speed", "memory", "micro_batch"])

@@ -17,9 +17,10 @@ from memplan.hardware import cluster
 from memplan.layout import text_table
 from memplan.models import resolve
 from memplan.search.evaluate import memory
-from memplan.search.plans import Plans
+from memplan.search.plans import Plans, joined
+from memplan.search.rules import RUNS
 from memplan.search.search import common
-from memplan.search.space import RUNS, Space
+from memplan.search.space import Space
 from memplan.search.time import step_s
 
 MODEL: Final = "llama-3.1-405b"
@@ -45,7 +46,7 @@ def measured(n_plans: list[int]) -> Iterator[tuple[str, ...]]:
         base=common(global_batch=2048, seq_len=8192),
         ranges=RANGES,
     )
-    chunks = [chunk.plans[chunk.rule == RUNS] for chunk in space.chunks()]
+    chunks = [joined([ruled.grid[ruled.rule == RUNS].rows() for ruled in batch]) for batch in space.grids()]
     plans = chunks[0]
     rng = np.random.default_rng(0)
 

@@ -6,6 +6,8 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.search.plans import Grid
+
 Rows = Mapping[str, NDArray[Any]]
 """Columns of equal length."""
 
@@ -25,33 +27,76 @@ SIMPLER: Final = (
 """Of two equally good plans the one with the smaller value is the simpler; the first difference decides."""
 
 
+Figures = Mapping[str, NDArray[Any]]
+"""Of a grid's plans: arrays that can be broadcast to its shape."""
+
+AT_ONCE: Final = 1000
+"""Fewer rows than these wait until it is chosen among them."""
+
+
 @final
 class Kept:
-    """The rows that are worth keeping of all `n_seen`: those `chosen` of the ones kept so far and the new."""
+    """The rows that are worth keeping of all `n_seen`: those `chosen` of the ones kept so far and the new.
 
-    def __init__(self, chosen: Callable[[Rows], dict[str, NDArray[Any]]]) -> None:
-        self.chosen = chosen
-        self.rows: dict[str, NDArray[Any]] = {}
+    `hopeful` are the places, of some on a grid, whose plans may be among them beside the rows kept so far.
+    """
+
+    def __init__(
+        self,
+        chosen: Callable[[Rows], dict[str, NDArray[Any]]],
+        hopeful: Callable[[Rows, Figures, NDArray[np.intp]], NDArray[np.intp]],
+    ) -> None:
+        self.chosen, self.hopeful = chosen, hopeful
         self.n_seen = 0
+        self._rows: dict[str, NDArray[Any]] = {}
+        self._waiting: list[Rows] = []
+        self._n_waiting = 0
 
-    def add(self, rows: Rows) -> None:
-        """Consider more rows."""
-        n = n_rows(rows)
-        self.n_seen += n
-        if n:
-            self.rows = self.chosen(joined(self.rows, rows))
+    def add(self, grid: Grid, figures: Figures, which: NDArray[np.bool_]) -> None:
+        """Consider some plans of a grid; `which` has its shape."""
+        places = np.flatnonzero(which)
+        self.n_seen += len(places)
+        if len(places):
+            whole = {name: np.broadcast_to(figure, grid.shape) for name, figure in figures.items()}
+            places = self.hopeful(self._rows, whole, places)
+        if len(places):
+            at = np.unravel_index(places, grid.shape)
+            rows = {name: figure[at] for name, figure in whole.items()}
+            self._waiting.append({**grid.plans(*at).columns, **rows})
+            self._n_waiting += len(places)
+        if self._n_waiting > max(AT_ONCE, n_rows(self._rows)):
+            self._choose()
+
+    @property
+    def rows(self) -> dict[str, NDArray[Any]]:
+        """Those kept."""
+        self._choose()
+        return self._rows
+
+    def _choose(self) -> None:
+        if self._waiting:
+            several = [self._rows, *self._waiting] if self._rows else self._waiting
+            self._rows = self.chosen(joined(several))
+            self._waiting, self._n_waiting = [], 0
 
 
 def best(keep: int | None, *keys: str) -> Kept:
     """Keeps the `keep` rows (None: all) with the smallest keys, in that order; of equal ones the simplest."""
 
     def chosen(rows: Rows) -> dict[str, NDArray[Any]]:
-        if keep is not None and n_rows(rows) > keep:
-            first = rows[keys[0]]
-            rows = taken(rows, first <= np.partition(first, keep - 1)[keep - 1])
+        if keep is not None:
+            rows = taken(rows, smallest([rows[name] for name in keys], keep))
         return taken(rows, in_order(rows, keys)[:keep])
 
-    return Kept(chosen)
+    def hopeful(rows: Rows, figures: Figures, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        if keep is None:
+            return places
+        if n_rows(rows) >= keep:
+            limit = rows[keys[0]][keep - 1]
+            places = places[at(figures[keys[0]], places) <= limit]
+        return places[smallest([at(figures[name], places) for name in keys], keep)]
+
+    return Kept(chosen, hopeful)
 
 
 def front(first: str, second: str) -> Kept:
@@ -63,7 +108,40 @@ def front(first: str, second: str) -> Kept:
         beats = np.concatenate(([True], rows[second][1:] < least_before))
         return taken(rows, np.flatnonzero(beats))
 
-    return Kept(chosen)
+    def hopeful(rows: Rows, figures: Figures, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        a, b = at(figures[first], places), at(figures[second], places)
+        if rows:
+            least = np.concatenate(([np.inf], rows[second]))
+            hope = b <= least[np.searchsorted(rows[first], a, side="right")]
+            places, a, b = places[hope], a[hope], b[hope]
+        order = np.lexsort((b, a))
+        return places[order[b[order] <= np.minimum.accumulate(b[order])]]
+
+    return Kept(chosen, hopeful)
+
+
+def smallest(keys: Sequence[NDArray[Any]], keep: int) -> NDArray[np.intp]:
+    """The places of the `keep` smallest, by the first key, of equal ones by the next; all that are equal.
+
+    >>> smallest([np.array([3, 1, 2, 1, 2]), np.array([0, 0, 7, 0, 5])], 3).tolist()
+    [1, 3, 4]
+    """
+    left = np.arange(len(keys[0]))
+    found = []
+    for key in keys:
+        if len(left) <= keep:
+            break
+        some = key[left]
+        limit = np.partition(some, keep - 1)[keep - 1]
+        found.append(left[some < limit])
+        keep -= len(found[-1])
+        left = left[some == limit]
+    return np.concatenate([*found, left])
+
+
+def at(figure: NDArray[Any], places: NDArray[np.intp]) -> NDArray[Any]:
+    """A figure of some places on a grid."""
+    return figure[np.unravel_index(places, figure.shape)]
 
 
 def n_rows(rows: Rows) -> int:
@@ -76,9 +154,9 @@ def taken(rows: Rows, chosen: NDArray[Any]) -> dict[str, NDArray[Any]]:
     return {name: column[chosen] for name, column in rows.items()}
 
 
-def joined(a: Rows, b: Rows) -> dict[str, NDArray[Any]]:
-    """The rows of both."""
-    return {name: np.concatenate((a[name], column)) if a else column for name, column in b.items()}
+def joined(several: Sequence[Rows]) -> dict[str, NDArray[Any]]:
+    """The rows of all."""
+    return {name: np.concatenate([rows[name] for rows in several]) for name in several[0]}
 
 
 def in_order(rows: Rows, keys: Sequence[str]) -> NDArray[np.intp]:

@@ -122,6 +122,33 @@ class Grid:
         columns["recompute_blocks"] = self.recompute_blocks[block]
         return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
 
+    def rows(self) -> Plans:
+        """All of them, cell by cell."""
+        cell, block = np.indices(self.shape).reshape(2, -1)
+        return self.plans(cell, block)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What each plan of a grid asks of a GPU: arrays of its shape, or that can be broadcast to it.
+
+    Bytes at the worst instant of its worst stage, which stage that is (the first of those that hold most),
+    bytes that this stage holds between steps, and seconds of a step; these are infinitely many where the plan
+    does not fit, or where a rate is missing.
+    """
+
+    peak_bytes: Column
+    worst_stage: Column
+    rest_bytes: Column
+    step_s: NDArray[np.float64]
+
+
+def joined(plans: Sequence[Plans]) -> Plans:
+    """The plans of all, which have the same base."""
+    columns = {name: np.concatenate([some.column(name) for some in plans]) for name in VARIED}
+    return Plans(base=plans[0].base, columns=columns)
+
 
 def grids_of(plans: Plans) -> Iterator[tuple[Grid, Column]]:
     """Plans as grids of a single number of recomputed blocks, and which of the plans each has."""

@@ -1,12 +1,13 @@
 """`memplan.search`: what should be run on a cluster."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memplan.checks import checked_choice, checked_count, checked_flag
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
@@ -14,9 +15,10 @@ from memplan.estimate import device_of
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
-from memplan.search.best import Rows, best, front, taken
-from memplan.search.plans import VARIED, Plans
-from memplan.search.space import RUNS, Chunk, Space, divisors
+from memplan.search.best import Kept, Rows, best, front
+from memplan.search.plans import VARIED, Figures, Grid, Plans, joined
+from memplan.search.rules import RUNS
+from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_frame
 from memplan.steptime import Roofline
 
@@ -33,6 +35,11 @@ OBJECTIVES: Final = {
 
 KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
+
+AT_ONCE: Final = 2**18
+"""About how many plans are evaluated together."""
+
+T = TypeVar("T")
 
 Progress = Callable[[int], None]
 """Told now and then how many plans have been seen."""
@@ -178,19 +185,17 @@ def _run(
     fit = front(*keys) if objective == "front" else best(keep, *keys)
     too_large, refused = best(keep, "over_bytes"), best(keep, "place")
     counts: dict[int, int] = {}
-    n_seen = 0
-    for chunk in space.chunks():
-        runs = chunk.rule == RUNS
-        rows = evaluated(space.model, chunk.plans[runs], cluster)
-        fits = rows["over_bytes"] == 0
-        fit.add(taken(rows, fits))
-        too_large.add(taken(rows, ~fits))
-        refused.add(_refused_rows(chunk, n_seen))
-        for rule, n in zip(*np.unique(chunk.rule[~runs], return_counts=True), strict=True):
-            counts[int(rule)] = counts.get(int(rule), 0) + int(n)
-        n_seen += len(chunk)
+    for batch in _at_once(space.grids(), lambda ruled: len(ruled.grid)):
+        running = [found for found in map(_running, batch) if len(found)]
+        for grid, figures in zip(running, evaluated(space.model, running, cluster), strict=True):
+            columns = _columns(grid, figures, cluster)
+            fits = np.broadcast_to(columns["over_bytes"] == 0, grid.shape)
+            fit.add(grid, columns, fits)
+            too_large.add(grid, columns, ~fits)
+        for ruled in batch:
+            _count_refused(ruled, refused, counts)
         if progress is not None:
-            progress(n_seen)
+            progress(fit.n_seen + too_large.n_seen + refused.n_seen)
     texts = list(space.rules)
     return Found(
         model=space.model,
@@ -206,34 +211,77 @@ def _run(
     )
 
 
-def evaluated(model: Model, plans: Plans, cluster: Cluster) -> dict[str, Any]:
-    """The plans' fields and figures as columns; `over_bytes` beyond the cluster's budget (0: they fit).
+def _running(ruled: Ruled) -> Grid:
+    runs = ruled.rule == RUNS
+    return ruled.grid if runs.all() else ruled.grid[runs]
+
+
+def _count_refused(ruled: Ruled, refused: Kept, counts: dict[int, int]) -> None:
+    chosen = np.flatnonzero(ruled.rule != RUNS)
+    if not len(chosen):
+        return
+    grid = ruled.grid[chosen]
+    refused.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
+    for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
+        counts[int(rule)] = counts.get(int(rule), 0) + int(n) * grid.shape[1]
+
+
+def _columns(grid: Grid, figures: Figures, cluster: Cluster) -> dict[str, NDArray[Any]]:
+    """A grid's figures by name; `over_bytes` beyond the cluster's budget (0: the plan fits)."""
+    budget_bytes = cluster.budget_bytes
+    peak_bytes = figures.peak_bytes
+    over_bytes = (
+        np.zeros((1, 1), np.int64) if budget_bytes is None else np.maximum(0, peak_bytes - budget_bytes)
+    )
+    return {
+        "peak_bytes": peak_bytes,
+        "worst_stage": figures.worst_stage,
+        "rest_bytes": figures.rest_bytes,
+        "over_bytes": over_bytes,
+        "minus_micro_batch": -grid.cells["micro_batch"][:, None],
+        "step_s": figures.step_s,
+    }
+
+
+def evaluated(model: Model, grids: Iterable[Grid], cluster: Cluster) -> Iterator[Figures]:
+    """The figures of each grid's plans, which are plans that `check_plan` accepts.
 
     Only the steps of plans that fit are timed; the others take infinitely long.
     """
     from memplan.search.evaluate import memory  # only a search needs them
     from memplan.search.time import step_s
 
-    held = memory(model, plans, device_of(cluster))
-    budget_bytes = cluster.budget_bytes
-    spare_bytes = 0 if budget_bytes is None else budget_bytes - held.peak_bytes
-    fits = np.broadcast_to(spare_bytes >= 0, len(plans))
-    seconds = np.full(len(plans), inf)
-    seconds[fits] = step_s(model, plans[fits], cluster)
-    return {
-        **plans.columns,
-        "peak_bytes": held.peak_bytes,
-        "worst_stage": held.worst_stage,
-        "rest_bytes": held.rest_bytes,
-        "over_bytes": np.broadcast_to(np.maximum(0, np.negative(spare_bytes)), len(plans)),
-        "minus_micro_batch": -plans.columns["micro_batch"],
-        "step_s": seconds,
-    }
+    for some in _at_once(([grid] for grid in grids), len):
+        plans = joined([grid.rows() for grid in some])
+        held = memory(model, plans, device_of(cluster))
+        budget_bytes = cluster.budget_bytes
+        fits = np.broadcast_to(budget_bytes is None or held.peak_bytes <= budget_bytes, len(plans))
+        seconds = np.full(len(plans), inf)
+        seconds[fits] = step_s(model, plans[fits], cluster)
+        start = 0
+        for grid in some:
+            rows = slice(start, start + len(grid))
+            start = rows.stop
+            yield Figures(
+                peak_bytes=held.peak_bytes[rows].reshape(grid.shape),
+                worst_stage=held.worst_stage[rows].reshape(grid.shape),
+                rest_bytes=held.rest_bytes[rows].reshape(grid.shape),
+                step_s=seconds[rows].reshape(grid.shape),
+            )
 
 
-def _refused_rows(chunk: Chunk, n_before: int) -> dict[str, Any]:
-    places = np.flatnonzero(chunk.rule != RUNS)
-    return dict(chunk.plans[places].columns) | {"place": places + n_before}
+def _at_once(batches: Iterable[list[T]], n_plans: Callable[[T], int]) -> Iterator[list[T]]:
+    """Several batches together, until they have enough plans to be worth a call."""
+    some: list[T] = []
+    n = 0
+    for batch in batches:
+        some += batch
+        n += sum(map(n_plans, batch))
+        if n >= AT_ONCE:
+            yield some
+            some, n = [], 0
+    if some:
+        yield some
 
 
 def values_of(name: str, asked: Any) -> tuple[Any, ...]:

@@ -2,21 +2,29 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
+from math import prod
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memplan.errors import MemplanError
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, check_plan
-from memplan.search.plans import VARIED, Column, Plans, number_of
+from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
+from memplan.search.rules import RUNS, Axis, Rules
 
-CHUNK: Final = 2**18
-"""About how many plans are held at a time."""
+MOST_CELLS: Final = 2**16
+"""About how many cells of grids are held at a time."""
 
-RUNS: Final = -1
-"""Stands for the rule of a plan that no rule refuses."""
+DATA: Final = {
+    "none": ((0, False), (1, False)),
+    "ddp": ((0, True), (1, True)),
+    "fsdp2": ((2, False), (2, True)),
+    "fsdp3": ((3, False), (3, True)),
+}
+"""What the data axis does, by ZeRO stage and whether it has several ranks."""
 
 
 class Mesh(NamedTuple):
@@ -33,28 +41,24 @@ class Mesh(NamedTuple):
         return self.dp_replicate * self.dp
 
 
-class Structure(NamedTuple):
-    """All else but the micro-batch."""
+class Kind(NamedTuple):
+    """What the plans of a batch have in common: what the data axis does (a key of `DATA`), and how."""
 
-    schedule: str
-    virtual_stages: int
-    zero: int
+    data: str
     offload: bool
     sequence_parallel: bool
     recompute: str
-    recompute_blocks: int | None
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Some plans, and the rule that refuses each: its place in the space's `rules`, or `RUNS`."""
+class Ruled(NamedTuple):
+    """A grid; of each cell the rule that refuses it, a number of the space's `rules`, or `RUNS`.
 
-    plans: Plans
+    `place`: of each cell, by mesh, then by structure.
+    """
+
+    grid: Grid
     rule: Column
-
-    def __len__(self) -> int:
-        return len(self.rule)
+    place: Column
 
 
 @final
@@ -73,16 +77,42 @@ class Space:
     base: Plan
     ranges: Mapping[str, tuple[Any, ...]]
     rules: dict[str, int] = field(default_factory=dict)
-    """What a plan was refused for, by the first one's text, numbered as they were met."""
+    """What plans are refused for, by the first one's text, numbered as they were met."""
+
+    def grids(self, most: int = MOST_CELLS) -> Iterator[list[Ruled]]:
+        """All plans: batches of grids of one kind, about `most` cells at a time.
+
+        What is refused at every micro-batch is there once, and so is a mesh on which nothing can run.
+        """
+        pipelines = list(self._pipelines())
+        for kind in map(Kind._make, product(DATA, *[self.of(name, usual) for name, usual in BLOCKS.items()])):
+            batch: list[Ruled] = []
+            n_cells = 0
+            for ruled in (ruled for pipeline in pipelines for ruled in pipeline.grids(kind)):
+                batch.append(ruled)
+                n_cells += len(ruled.rule)
+                if n_cells >= most:
+                    yield batch
+                    batch, n_cells = [], 0
+            if batch:
+                yield batch
+
+    def _pipelines(self) -> Iterator["_Pipeline"]:
+        rules = Rules(self.model, self.base, self.rules)
+        n_places = 0
+        for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.pp):
+            pipeline = _Pipeline(self, rules, list(meshes), n_places)
+            n_places += pipeline.n_places
+            yield pipeline
 
     def meshes(self) -> Iterator[Mesh]:
         """Every mesh of all GPUs, from the least divided model to the most."""
-        for pp, tp in product(self._of("pp", divisors(self.n_gpus)), self._of("tp", divisors(self.n_gpus))):
+        for pp, tp in product(self.of("pp", divisors(self.n_gpus)), self.of("tp", divisors(self.n_gpus))):
             if self.n_gpus % (pp * tp):
                 continue
             replicas = self.n_gpus // (pp * tp)
-            for dp in self._of("dp", divisors(replicas)):
-                if replicas % dp == 0 and replicas // dp in self._of("dp_replicate", divisors(replicas)):
+            for dp in self.of("dp", divisors(replicas)):
+                if replicas % dp == 0 and replicas // dp in self.of("dp_replicate", divisors(replicas)):
                     mesh = Mesh(pp, replicas // dp, dp, tp)
                     if self._matters(mesh):
                         yield mesh
@@ -91,66 +121,35 @@ class Space:
         """Replicas of a single shard are no shards; replicas of shards need a ZeRO stage that shards."""
         if mesh.dp_replicate == 1 or "dp_replicate" in self.ranges:
             return True
-        return mesh.dp > 1 and max(self._of("zero", (3,))) >= 2
+        return mesh.dp > 1 and max(self.of("zero", (3,))) >= 2
 
-    def structures(self, mesh: Mesh) -> list[Structure]:
-        """Every way of dividing the training on a mesh."""
-        found = []
-        for schedule, virtual_stages in self._schedules(mesh):
-            for zero in self._of("zero", _zeros(mesh)):
-                found += [
-                    Structure(schedule, virtual_stages, zero, offload, sequence_parallel, recompute, blocks)
-                    for offload, sequence_parallel, recompute in product(
-                        self._of("offload", (False, True) if zero >= 2 else (False,)),
-                        self._of("sequence_parallel", (False, True) if mesh.tp > 1 else (False,)),
-                        self._of("recompute", RECOMPUTES),
-                    )
-                    for blocks in (
-                        self._recompute_blocks(mesh.pp * virtual_stages) if recompute != "none" else (None,)
-                    )
-                ]
-        return found
-
-    def micro_batches(self, mesh: Mesh) -> tuple[int, ...]:
-        """Those that divide a replica's part of the batch; where none does, the smallest stands for all."""
-        each, rest = divmod(self.base.global_batch, mesh.n_replicas)
+    def micro_batches(self, n_replicas: int) -> tuple[int, ...]:
+        """Those that divide a replica's part of the batch; where none does, the first stands for all."""
+        each, rest = divmod(self.base.global_batch, n_replicas)
         if rest:
-            return self._of("micro_batch", (1,))[:1]
-        asked = self._of("micro_batch", divisors(each))
+            return self.of("micro_batch", (1,))[:1]
+        asked = self.of("micro_batch", divisors(each))
         return tuple(n for n in asked if each % n == 0) or asked[:1]
 
-    def chunks(self, most: int = CHUNK) -> Iterator[Chunk]:
-        """All plans, about `most` at a time. What is refused at every micro-batch is there once."""
-        found: list[Chunk] = []
-        known: dict[Mesh, _Structures] = {}
-        for mesh in self.meshes():
-            few = mesh._replace(dp=min(mesh.dp, 2), dp_replicate=min(mesh.dp_replicate, 2))
-            if few not in known:
-                known[few] = _Structures(self, few)
-            found.append(known[few].on(mesh))
-            if sum(map(len, found)) >= most:
-                yield _joined(found)
-                found = []
-        if found:
-            yield _joined(found)
-
-    def _of(self, field: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of(self, field: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of a field: its range, or without one the usual ones."""
         return self.ranges.get(field, usual)
 
-    def _recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
+    def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
+        """Of the first blocks of each of so many stages: the numbers that make a difference."""
         largest_stage = -(-self.model.n_layers // n_stages)
-        asked = self._of("recompute_blocks", (None,))
+        asked = self.of("recompute_blocks", (None,))
         some = [n for n in asked if n is not None and n < largest_stage]
         every = [n for n in asked if n is None or n >= largest_stage]
         return (*some, *every[:1])
 
-    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int]]:
+    def schedules(self, pp: int) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""
-        if mesh.pp == 1:
-            yield self._of("schedule", ("1f1b",))[0], 1
+        if pp == 1:
+            yield self.of("schedule", ("1f1b",))[0], 1
             return
-        for schedule in self._of("schedule", SCHEDULES):
-            for virtual_stages in self._of("virtual_stages", self._virtual_stages(schedule, mesh.pp)):
+        for schedule in self.of("schedule", SCHEDULES):
+            for virtual_stages in self.of("virtual_stages", self._virtual_stages(schedule, pp)):
                 yield schedule, virtual_stages
 
     def _virtual_stages(self, schedule: str, pp: int) -> tuple[int, ...]:
@@ -164,77 +163,206 @@ class Space:
         return tuple(sorted(largest_stage.values()))
 
 
-class _Structures:
-    """The structures of meshes that differ only in how many replicas there are, as columns.
+BLOCKS: Final[dict[str, tuple[Any, ...]]] = {
+    "offload": (False, True),
+    "sequence_parallel": (False, True),
+    "recompute": RECOMPUTES,
+}
+"""The values of the fields by which, beside the data axis, kinds differ."""
 
-    No rule of a plan asks how many replicas there are, only whether there are several; and of the micro-batch
-    only how many of them the schedule gets.
+
+NONE: Final = np.array([NO_LIMIT])
+"""No number of recomputed blocks."""
+
+
+class _Placed(NamedTuple):
+    """A mesh: its places on a pipeline's axes, the sequences of a replica, and the micro-batches of these.
+
+    `each` is 0 where replicas or micro-batches cannot share the batch.
     """
 
-    def __init__(self, space: Space, few: Mesh) -> None:
-        self.space, self.few = space, few
-        self.known: dict[tuple[Structure, int], int] = {}
-        structures = space.structures(few)
-        self.rule = np.array([self._rule(structure) for structure in structures], np.int64)
-        if (self.rule != RUNS).all():
-            structures, self.rule = structures[:1], self.rule[:1]
-        self.columns = {
-            name: np.array([number_of(name, value) for value in values], np.int64)
-            for name, values in zip(Structure._fields, zip(*structures, strict=True), strict=True)
-        }
-        schedules = [structure[:2] for structure in structures]
-        self.examples = {s[:2]: s for s, rule in zip(structures, self.rule, strict=True) if rule == RUNS}
-        self.schedules = list(dict.fromkeys(schedules))
-        self.schedule = np.array([self.schedules.index(schedule) for schedule in schedules], np.int64)
+    mesh: Mesh
+    tp: int
+    several: int
+    each: int
+    micro_batches: tuple[int, ...]
 
-    def on(self, mesh: Mesh) -> Chunk:
-        """All plans on one of the meshes."""
-        micro_batches = np.array(self.space.micro_batches(mesh), np.int64)
+
+class _Cells(NamedTuple):
+    """Meshes by micro-batches: of each the places of both, and 1 for the `first` of its mesh."""
+
+    mesh: Column
+    micro_batch: Column
+    tp: Column
+    several: Column
+    m: Column
+    first: Column
+
+
+class _Pipeline:
+    """The plans with the same number of ranks of a pipeline.
+
+    Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m): of
+    replicas none asks how many there are, only whether there are `several` along dp and dp_replicate; nor
+    how many blocks are recomputed; `m` is the number of micro-batches.
+    """
+
+    def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first_place: int) -> None:
+        self.space, self.rules, self.pp, self.first_place = space, rules, meshes[0].pp, first_place
+        self.schedules = list(space.schedules(self.pp))
+        self.zeros = space.of("zero", (0, 1, 2, 3))
+        self.blocks = {name: space.of(name, usual) for name, usual in BLOCKS.items()}
+        self.structures = (len(self.schedules), len(self.zeros), *map(len, self.blocks.values()))
+        self.tps = list(dict.fromkeys(mesh.tp for mesh in meshes))
+        self.several = list(dict.fromkeys(map(_several, meshes)))
+        self.meshes = list(map(self._placed, meshes))
+        self.there = self._there()
+        ms = sorted({each // n for *_, each, micro_batches in self.meshes if each for n in micro_batches})
+        verdicts = rules.verdicts(self.pp, self._axes(), ms)
+        shape = (*self.structures[1:], len(self.tps), len(self.several), len(self.schedules))
+        self.always = np.broadcast_to(verdicts.always, shape)
+        self.at = np.broadcast_to(verdicts.at, (*shape, max(1, len(ms))))
+        self.columns = {name: np.array([getattr(mesh, name) for mesh in meshes]) for name in CELL[:-1]}
+        self.recomputed = {v: _numbers(space.recompute_blocks(self.pp * v)) for _, v in self.schedules}
+        self.strays = self._strays()
+        self.cells = self._cells(ms)
+
+    @property
+    def n_places(self) -> int:
+        """Of cells, by mesh and by structure."""
+        return len(self.meshes) * prod(self.structures)
+
+    def _placed(self, mesh: Mesh) -> _Placed:
+        micro_batches = self.space.micro_batches(mesh.n_replicas)
         each, rest = divmod(self.space.base.global_batch, mesh.n_replicas)
-        if rest or (each % micro_batches).any():
-            return self._undivided(mesh, int(micro_batches[0]))
-        unfilled = np.array(
-            [[self._unfilled(s, each // int(n)) for n in micro_batches] for s in self.schedules]
+        undivided = rest or each % micro_batches[0]
+        tp, several = self.tps.index(mesh.tp), self.several.index(_several(mesh))
+        return _Placed(mesh, tp, several, 0 if undivided else each, micro_batches)
+
+    def _axes(self) -> list[Axis]:
+        return [
+            [{"zero": zero} for zero in self.zeros],
+            *([{name: value} for value in values] for name, values in self.blocks.items()),
+            [{"tp": tp} for tp in self.tps],
+            [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.several],
+            [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
+        ]
+
+    def _there(self) -> NDArray[np.bool_]:
+        """On the axes (zero, offload, sequence_parallel, tp, several): whether such plans are tried."""
+        of, no, yes_or_no = self.space.of, (False,), (False, True)
+        offload, split, _ = self.blocks.values()
+        axes = self.zeros, offload, split, self.tps, self.several
+        found = [
+            zero in of("zero", _zeros(*several))
+            and offloaded in of("offload", yes_or_no if zero >= 2 else no)
+            and divided in of("sequence_parallel", yes_or_no if tp > 1 else no)
+            for zero, offloaded, divided, tp, several in product(*axes)
+        ]
+        return np.array(found).reshape([len(axis) for axis in axes])
+
+    def _strays(self) -> dict[int, tuple[int, int]]:
+        """Of each mesh on which nothing can run the place of its first structure, and the rule."""
+        runs = (self.always == RUNS).any(axis=(3, -1))
+        can_run = (runs & self.there).any(axis=(0, 1, 2))
+        found = {}
+        for i, (mesh, tp, several, each, micro_batches) in enumerate(self.meshes):
+            first = int(self.there[..., tp, several].argmax()) * self.structures[-1]
+            if not each:
+                values = mesh._asdict() | {"micro_batch": micro_batches[0]}
+                found[i] = first, self.rules.number(refusal(self.space.model, self.space.base, values))
+            elif not can_run[tp, several]:
+                found[i] = first, int(self.always[..., tp, several, 0].flat[first])
+        return found
+
+    def _cells(self, ms: list[int]) -> _Cells:
+        """Of the meshes on which something can run."""
+        found = [
+            (i, n, tp, several, each // n, n == micro_batches[0])
+            for i, (_, tp, several, each, micro_batches) in enumerate(self.meshes)
+            if i not in self.strays
+            for n in micro_batches
+        ]
+        mesh, micro_batch, tp, several, m, first = np.array(found, np.int64).reshape(-1, 6).T.copy()
+        return _Cells(mesh, micro_batch, tp, several, np.searchsorted(ms, m), first)
+
+    def grids(self, kind: Kind) -> Iterator[Ruled]:
+        """Those of a kind."""
+        blocks = [self.blocks[name].index(getattr(kind, name)) for name in BLOCKS]
+        for zero, several in DATA[kind.data]:
+            if zero in self.zeros:
+                place = (self.zeros.index(zero), *blocks)
+                yield from self._stray_grids(place, several)
+                yield from self._running_grids(place, several)
+
+    def _stray_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
+        """The meshes on which nothing can run, with a plan each."""
+        structure = int(np.ravel_multi_index((0, *place), self.structures))
+        found = [
+            (i, self.meshes[i].micro_batches[0], rule)
+            for i, (first, rule) in self.strays.items()
+            if first == structure and (self.meshes[i].mesh.dp > 1) == several
+        ]
+        if found:
+            mesh, micro_batch, rule = np.array(found, np.int64).T.copy()
+            yield self._ruled((0, *place), mesh, self._columns(mesh, micro_batch), rule, slice(1))
+
+    def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
+        """The others, with a grid for each schedule."""
+        there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.several])
+        chosen = np.flatnonzero(there[self.cells.tp, self.cells.several])
+        if not len(chosen):
+            return
+        mesh, micro_batch, tp, replicas, m, first = [column[chosen] for column in self.cells]
+        columns = self._columns(mesh, micro_batch)
+        always = self.always[place][tp, replicas].T
+        rules = np.where(always == RUNS, self.at[place][tp, replicas, :, m].T, always)
+        once = (always == RUNS) | (first > 0)
+        for i, (rule, some) in enumerate(zip(rules, once, strict=True)):
+            if some.all():
+                yield self._ruled((i, *place), mesh, columns, rule)
+            else:
+                kept = {name: column[some] for name, column in columns.items()}
+                yield self._ruled((i, *place), mesh[some], kept, rule[some])
+
+    def _columns(self, mesh: Column, micro_batch: Column) -> dict[str, Column]:
+        return {name: column[mesh] for name, column in self.columns.items()} | {"micro_batch": micro_batch}
+
+    def _ruled(
+        self,
+        place: tuple[int, ...],
+        mesh: Column,
+        cells: Mapping[str, Column],
+        rule: Column,
+        blocks: slice = slice(None),
+    ) -> Ruled:
+        (schedule, virtual_stages), zero = self.schedules[place[0]], self.zeros[place[1]]
+        values = {"pp": self.pp, "schedule": schedule, "virtual_stages": virtual_stages, "zero": zero}
+        values |= {name: self.blocks[name][i] for name, i in zip(BLOCKS, place[2:], strict=True)}
+        recomputed = self.recomputed[virtual_stages] if values["recompute"] != "none" else NONE
+        grid = Grid(
+            base=self.space.base,
+            structure={name: number_of(name, values[name]) for name in STRUCTURE},
+            cells=cells,
+            recompute_blocks=recomputed[blocks],
         )
-        there = np.repeat((self.rule == RUNS)[:, None], len(micro_batches), axis=1)
-        there[:, 0] = True
-        structure, micro_batch = np.nonzero(there)
-        rule = self.rule[structure]
-        rule = np.where(rule == RUNS, unfilled[self.schedule[structure], micro_batch], rule)
-        return self._chunk(mesh, structure, micro_batches[micro_batch], rule)
+        structure = int(np.ravel_multi_index(place, self.structures))
+        return Ruled(grid, rule, self.first_place + mesh * prod(self.structures) + structure)
 
-    def _undivided(self, mesh: Mesh, micro_batch: int) -> Chunk:
-        """One plan for a mesh whose replicas cannot share the global batch."""
-        first = np.zeros(1, np.int64)
-        values = mesh._asdict() | {"micro_batch": micro_batch}
-        rule = self._numbered(refusal(self.space.model, self.space.base, values))
-        return self._chunk(mesh, first, first + micro_batch, first + rule)
 
-    def _chunk(self, mesh: Mesh, structure: Column, micro_batch: Column, rule: Column) -> Chunk:
-        columns = {name: column[structure] for name, column in self.columns.items()}
-        columns |= {name: np.full(len(structure), n, np.int64) for name, n in mesh._asdict().items()}
-        columns["micro_batch"] = micro_batch
-        return Chunk(plans=Plans(base=self.space.base, columns=columns), rule=rule)
+def _numbers(recompute_blocks: Sequence[int | None]) -> Column:
+    return np.array([number_of("recompute_blocks", n) for n in recompute_blocks], np.int64)
 
-    def _rule(self, structure: Structure, m: int = 0) -> int:
-        """The rule that refuses it with so many micro-batches; 0: one for each pipeline stage.
 
-        No rule asks how many blocks are recomputed, only whether that is said.
-        """
-        if structure.recompute_blocks is not None:
-            structure = structure._replace(recompute_blocks=1)
-        if (structure, m) not in self.known:
-            values = self.few._asdict() | structure._asdict()
-            values |= {"micro_batch": 1, "global_batch": m * self.few.n_replicas}
-            self.known[structure, m] = self._numbered(refusal(self.space.model, self.space.base, values))
-        return self.known[structure, m]
+def _several(mesh: Mesh) -> tuple[int, int]:
+    """One or several ranks along dp and dp_replicate."""
+    return min(mesh.dp, 2), min(mesh.dp_replicate, 2)
 
-    def _numbered(self, text: str | None) -> int:
-        return RUNS if text is None else self.space.rules.setdefault(text, len(self.space.rules))
 
-    def _unfilled(self, schedule: tuple[str, int], m: int) -> int:
-        example = self.examples.get(schedule)
-        return RUNS if example is None else self._rule(example, m)
+def _zeros(dp: int, dp_replicate: int) -> tuple[int, ...]:
+    if dp_replicate > 1:
+        return (2, 3)
+    return (0, 1, 2, 3) if dp > 1 else (0,)
 
 
 def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> str | None:
@@ -254,18 +382,3 @@ def divisors(n: int) -> tuple[int, ...]:
     """
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return tuple(small + [n // d for d in reversed(small) if d * d != n])
-
-
-def _zeros(mesh: Mesh) -> tuple[int, ...]:
-    if mesh.dp_replicate > 1:
-        return (2, 3)
-    return (0, 1, 2, 3) if mesh.dp > 1 else (0,)
-
-
-def _joined(chunks: Sequence[Chunk]) -> Chunk:
-    plans = [chunk.plans for chunk in chunks]
-    columns = {name: np.concatenate([p.columns[name] for p in plans]) for name in VARIED}
-    return Chunk(
-        plans=Plans(base=plans[0].base, columns=columns),
-        rule=np.concatenate([chunk.rule for chunk in chunks]),
-    )
