@@ -29,7 +29,7 @@ from memplan.plan import (
 )
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
-from memplan.search.search import KEEP, OBJECTIVES, searched
+from memplan.search.search import KEEP, OBJECTIVES, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import counts, search_rows
 from memplan.search.text import advice_text, search_text
@@ -254,10 +254,21 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 
 @commands.command("search")
 @click.argument("model")
-@click.option("--cluster", required=True, metavar="NxGPU", help="As in 64xh100-sxm; all of it is used.")
+@click.option(
+    "--cluster",
+    required=True,
+    metavar="NxGPU",
+    help="As in 64xh100-sxm; all of it is used, unless for `gpus`.",
+)
 @_count("--global-batch", "Sequences per step.", required=True)
 @_count("--seq-len", "Tokens per sequence; left out: the model's context.")
-@_choice("--objective", tuple(OBJECTIVES), "speed", "What the best plan has most, or least, of.")
+@_choice(
+    "--objective",
+    (*OBJECTIVES, *QUESTIONS),
+    "speed",
+    "What the best plan has most, or least, of; or the fewest of the cluster's gpus that suffice, or the "
+    "longest seq_len, each with its fastest plans (of micro-batches of 1 unless told otherwise).",
+)
 @search_options()
 @_count("--keep", "Plans of each verdict to keep.", default=KEEP)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -289,7 +300,8 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
-    advice = advise(estimate(model, **asked))
+    with _counting("plans") as progress:
+        advice = advise(estimate(model, **asked), progress)
     if as_csv:
         _print_csv(map(advice.row, advice.changes), ADVICE_COLUMNS)
     elif as_json:
@@ -351,7 +363,7 @@ def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    yield lambda n: click.echo(f"\r{n:,} {what}", nl=False, err=True)
+    yield lambda n: click.echo(f"\r\033[K{n:,} {what}", nl=False, err=True)
     click.echo("\r\033[K", nl=False, err=True)
 
 

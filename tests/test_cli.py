@@ -209,6 +209,28 @@ def test_search_as_json_and_csv_has_the_kept_plans():
     assert (again.peak.total_bytes, again.step_s) == (best["peak_bytes"], best["step_s"])
 
 
+def test_search_for_the_fewest_gpus_and_the_longest_sequence():
+    asked = [
+        "search",
+        "gpt2-medium",
+        "--cluster",
+        "2xa100-40-sxm",
+        "--global-batch",
+        "8",
+        "--tp",
+        "1",
+        "--pp",
+        "1",
+    ]
+    few = json.loads(run(*asked, "--objective", "gpus", "--json").stdout)
+    assert few["cluster"] == "1xa100-40-sxm"
+    longest = json.loads(run(*asked, "--objective", "seq_len", "--json").stdout)
+    assert (longest["cluster"], longest["seq_len"]) == ("2xa100-40-sxm", 1024)
+    refused = run(*asked, "--objective", "seq_len", "--seq-len", "512")
+    assert refused.exit_code == 2
+    assert "leave it out" in refused.stderr
+
+
 def test_advise_prints_changes_and_a_plan_that_fits():
     asked = ["advise", "llama-3-8b", "--cluster", "8xa100-40-sxm", "--micro-batch", "2", "--global-batch"]
     asked += ["64", "--seq-len", "4096", "--zero", "1"]

@@ -175,6 +175,24 @@ def test_the_longest_sequence_is_the_longest():
     assert not searched("llama-2-7b", seq_len=n + 256, **asked).n_fit
 
 
+def test_the_fewest_gpus_and_the_longest_sequence_are_objectives_too():
+    small = limited("4xh100-sxm", 4 * MiB)
+    few = memplan.search(LLAMA, cluster=small, global_batch=8, objective="gpus", seq_len=64, keep=5)
+    assert few.attrs["cluster"] == "2xh100-sxm"
+    assert few["verdict"].tolist()[:5] == ["fits"] * 5
+    one = replace(small, n_gpus=1, gpus_per_node=1)
+    assert not searched(LLAMA, cluster=one, global_batch=8, seq_len=64, micro_batch=1).n_fit
+    asked: dict[str, Any] = {"cluster": limited("4xh100-sxm", 16 * MiB), "global_batch": 8}
+    found = memplan.search(LLAMA, objective="seq_len", tp=1, pp=1, offload=False, **asked)
+    longest = memplan.longest_sequence(LLAMA, tp=1, pp=1, offload=False, **asked)
+    assert found.attrs["seq_len"] == longest.base.seq_len
+    assert found["peak_bytes"].iloc[0] == longest.fit["peak_bytes"][0]
+    with pytest.raises(PlanRefused, match=r"does not fit on 4xh100-sxm \(nearest: .*; use more GPUs"):
+        memplan.search(
+            LLAMA, cluster=limited("4xh100-sxm", MiB // 4), global_batch=8, seq_len=64, objective="gpus"
+        )
+
+
 def test_the_largest_model_is_the_largest():
     names = ["gpt2", "llama-2-7b", "llama-3-70b"]
     job: dict[str, Any] = {"cluster": "2xa100-80-sxm", "global_batch": 4, "seq_len": 512, "offload": False}
@@ -228,6 +246,7 @@ def test_why_says_what_makes_the_difference():
         ({"offload": "yes"}, InvalidValue, "offload='yes'"),
         ({"zero": 4}, InvalidValue, "from 0 to 3"),
         ({"objective": "fast"}, UnknownName, "objective"),
+        ({"objective": "seq_len"}, InvalidValue, "seq_len=32 is what is asked for; leave it out"),
         ({"keep": 0}, InvalidValue, "keep=0"),
         ({"colour": 1}, UnknownName, "option of a plan"),
         ({"global_batch": 0}, InvalidValue, "global_batch=0"),

@@ -9,7 +9,7 @@ from memplan.errors import MemplanError, PlanRefused
 from memplan.estimate import Estimate, estimate_plan
 from memplan.layout import frame
 from memplan.plan import RECOMPUTES, Plan
-from memplan.search.search import searched
+from memplan.search.search import Progress, searched
 from memplan.search.space import divisors
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ class Advice:
         }
 
 
-def advise(asked: Estimate) -> Advice:
+def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
     """What to change in a plan that was estimated for a cluster, in order of cost.
 
     The changes are those that people are told when memory is short: a smaller micro-batch, recomputation,
     the next ZeRO stages, sequence parallelism, more tensor or pipeline ranks (fewer replicas), offload.
-    Each alone first; then the fastest of all their combinations that fits.
+    Each alone first; then the fastest of all their combinations that fits. `progress` is called now and then
+    with the number of combinations seen.
 
     Raises:
         PlanRefused: an estimate without a cluster that has a limit.
@@ -82,7 +83,7 @@ def advise(asked: Estimate) -> Advice:
     return Advice(
         asked=asked,
         changes=(*sorted(useful, key=lambda c: _cost(asked, c)), *rest),
-        best=asked if asked.fits else _best(asked),
+        best=asked if asked.fits else _best(asked, progress),
     )
 
 
@@ -130,7 +131,7 @@ def _tried(asked: Estimate, text: str, fields: dict[str, Any]) -> Change:
     return Change(text=text, estimated=estimated)
 
 
-def _best(asked: Estimate) -> Estimate | None:
+def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
     """The fastest plan that fits and changes nothing but what is advised."""
     plan, where = asked.plan, asked.cluster
     if where is None:
@@ -152,5 +153,5 @@ def _best(asked: Estimate) -> Estimate | None:
         "offload": [True] if plan.offload else None,
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}
-    result = searched(asked.model, cluster=where, keep=1, **chosen)
+    result = searched(asked.model, cluster=where, keep=1, progress=progress, **chosen)
     return estimate_plan(asked.model, result.plan(result.fit, 0), where) if result.n_fit else None

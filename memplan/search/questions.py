@@ -1,14 +1,15 @@
 """The inverse questions: the smallest cluster, the longest sequence, the largest model that fits."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.errors import InvalidValue, PlanRefused
-from memplan.hardware import Cluster, cluster, gpus_per_node, resolve_cluster
+from memplan.hardware import Cluster, gpus_per_node
 from memplan.models import Model, parameter_count, preset_names, resolve
-from memplan.search.search import Found, searched
+from memplan.search.search import Found, cluster_of, searched
 from memplan.search.table import search_rows
 
 SEQ_LEN_STEP: Final = 256
@@ -30,30 +31,44 @@ def smallest_cluster(
         MemplanError: as `memplan.search`.
     """
     checked_count("most_gpus", most_gpus, most=LARGEST_CLUSTER)
+    node = gpus_per_node(gpu)
+    whole = most_gpus if most_gpus < node else most_gpus // node * node
+    return smallest_part(model, cluster=f"{whole}x{gpu}", global_batch=global_batch, **options)
+
+
+def smallest_part(
+    model: Model | str | os.PathLike[str], *, cluster: Cluster | str, global_batch: int, **options: Any
+) -> Found:
+    """As `smallest_cluster`, of the GPUs of a cluster.
+
+    Raises:
+        PlanRefused: if all of it is too small: with what the nearest plan lacks.
+        MemplanError: as `memplan.search`.
+    """
+    model, whole = resolve(model), cluster_of(cluster)
     last: Found | None = None
-    for where in clusters_of(gpu, most_gpus):
+    for where in parts(whole):
         last = searched(model, cluster=where, global_batch=global_batch, **(SMALLEST | options))
         if last.n_fit:
             return last
-    lacks = "" if last is None else nearest_text(last)
-    raise PlanRefused(
-        f"{resolve(model).name} fits on no {most_gpus} {gpu}{lacks}; use most_gpus or fewer states."
-    )
+    lacks = nearest_text(last) if last else ""
+    raise PlanRefused(f"{model.name} does not fit on {whole.name}{lacks}; use more GPUs or fewer states.")
 
 
-def clusters_of(gpu: str, most_gpus: int) -> Iterator[Cluster]:
-    """Every cluster of a GPU that its nodes allow, smallest first.
+def parts(whole: Cluster) -> Iterator[Cluster]:
+    """What there is of a cluster: GPUs of one node, then whole nodes; smallest first.
 
-    >>> [c.n_gpus for c in clusters_of("h100-sxm", 24)]
+    >>> from memplan.hardware import cluster
+    >>> [part.n_gpus for part in parts(cluster("24xh100-sxm"))]
     [1, 2, 3, 4, 5, 6, 7, 8, 16, 24]
     """
-    node = gpus_per_node(gpu)
-    yield from (cluster(f"{n}x{gpu}") for n in range(1, min(node, most_gpus + 1)))
-    yield from (cluster(f"{n}x{gpu}") for n in range(node, most_gpus + 1, node))
+    node = whole.gpus_per_node
+    yield from (replace(whole, n_gpus=n, gpus_per_node=n) for n in range(1, node))
+    yield from (replace(whole, n_gpus=n) for n in range(node, whole.n_gpus + 1, node))
 
 
 def longest_sequence(
-    model: Model | str, *, cluster: Cluster | str, global_batch: int, **options: Any
+    model: Model | str | os.PathLike[str], *, cluster: Cluster | str, global_batch: int, **options: Any
 ) -> Found:
     """The plans that fit with the longest sequence, a multiple of 256 tokens; fastest first.
 
@@ -112,9 +127,8 @@ def largest_model(
         last = searched(model, cluster=cluster, global_batch=global_batch, **(SMALLEST | options))
         if last.n_fit:
             return last
-    where = resolve_cluster(cluster)
     raise PlanRefused(
-        f"none of {len(models)} models fits on {where.name if where else cluster}"
+        f"none of {len(models)} models fits on {cluster_of(cluster).name}"
         f"{nearest_text(last) if last else ''}; use a smaller model or more GPUs."
     )
 

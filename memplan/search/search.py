@@ -33,6 +33,9 @@ OBJECTIVES: Final = {
 }
 """What is least in the best plan, and of equal ones: the time of a step (so most tokens per second), ..."""
 
+QUESTIONS: Final = ("gpus", "seq_len")
+"""Objectives that take several searches: the fewest GPUs, the longest sequence."""
+
 KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
@@ -101,11 +104,13 @@ def search(
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
-        cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used.
+        cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
         global_batch: sequences per step.
         seq_len: tokens per sequence; left out, the model's context.
         objective: "speed" (most tokens per second), "memory" (least peak), "micro_batch" (largest), or
-            "front" (all plans that none beats in both speed and memory).
+            "front" (all plans that none beats in both speed and memory). Or what else is to be found, then
+            with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
+            the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
         keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
             None: all.
         progress: called now and then with the number of plans seen.
@@ -119,9 +124,10 @@ def search(
         not; `peak_bytes`, `over_bytes` (beyond the cluster's budget), `rest_bytes`, `worst_stage`, `when`;
         `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`). Equally good
         plans stand with the simpler first. `attrs` has the numbers of plans: `n_plans`, `n_fit`,
-        `n_too_large`, `n_refused`, and `refused_by`, how many each rule refused.
+        `n_too_large`, `n_refused`, and `refused_by`, how many each rule refused; `cluster` and `seq_len`.
 
     Raises:
+        PlanRefused: no plan fits, where the fewest GPUs or the longest sequence are asked for.
         MemplanError: a value that is not allowed, with a way out.
     """
     return searched(
@@ -152,13 +158,17 @@ def searched(
     Raises:
         MemplanError: as `search`.
     """
-    model, where = resolve(model), resolve_cluster(cluster)
-    if where is None:
-        raise InvalidValue("cluster=None is nothing to search; use '<n>x<gpu>', as in 64xh100-sxm.")
-    checked_choice("objective", objective, tuple(OBJECTIVES))
+    model, where = resolve(model), cluster_of(cluster)
+    checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
+    if objective in QUESTIONS:
+        from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
+
+        asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep, "progress": progress}
+        asked |= {} if seq_len is None else {"seq_len": seq_len}
+        return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     keep = None if keep is None else checked_count("keep", keep)
-    asked = {name: options.pop(name, None) for name in VARIED}
-    ranges = {name: values_of(name, value) for name, value in asked.items() if value is not None}
+    varied = {name: options.pop(name, None) for name in VARIED}
+    ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     space = Space(
         model=model,
         n_gpus=where.n_gpus,
@@ -176,6 +186,18 @@ def searched(
             "another cluster."
         )
     return _run(space, where, objective, keep, progress)
+
+
+def cluster_of(value: Cluster | str) -> Cluster:
+    """The cluster that is searched for.
+
+    Raises:
+        MemplanError: none, or as `memplan.cluster`.
+    """
+    where = resolve_cluster(value)
+    if where is None:
+        raise InvalidValue("cluster=None is nothing to search; use '<n>x<gpu>', as in 64xh100-sxm.")
+    return where
 
 
 def _run(

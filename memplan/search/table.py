@@ -44,13 +44,15 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def counts(found: "Found") -> dict[str, Any]:
-    """How many plans there are, and why how many are refused."""
+    """How many plans there are, why how many are refused, and what they are plans for."""
     return {
         "n_plans": found.n_plans,
         "n_fit": found.n_fit,
         "n_too_large": found.n_too_large,
         "n_refused": found.n_refused,
         "refused_by": dict(found.refused_by),
+        "cluster": found.cluster.name,
+        "seq_len": found.base.seq_len,
     }
 
 
