@@ -1,6 +1,7 @@
 """The best rows of millions, of which only so many are ever held."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import numpy as np
@@ -30,6 +31,33 @@ SIMPLER: Final = (
 Figures = Mapping[str, NDArray[Any]]
 """Of a grid's plans: arrays that can be broadcast to its shape."""
 
+
+@final
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Some places on a grid of a shape, counted cell by cell, and the figures of the grid."""
+
+    figures: Figures
+    shape: tuple[int, int]
+    places: NDArray[np.intp]
+
+    @property
+    def cells(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Of each place the cell, and which number of recomputed blocks."""
+        cell, block = np.divmod(self.places, self.shape[1])
+        return cell, block
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        figure = self.figures[name]
+        if figure.shape == self.shape:
+            return figure.ravel()[self.places]
+        return np.broadcast_to(figure, self.shape)[self.cells]
+
+    def taken(self, chosen: NDArray[Any]) -> "Places":
+        """Some of them, by mask or by place among them."""
+        return Places(self.figures, self.shape, self.places[chosen])
+
+
 AT_ONCE: Final = 1000
 """Fewer rows than these wait until it is chosen among them."""
 
@@ -38,13 +66,13 @@ AT_ONCE: Final = 1000
 class Kept:
     """The rows that are worth keeping of all `n_seen`: those `chosen` of the ones kept so far and the new.
 
-    `hopeful` are the places, of some on a grid, whose plans may be among them beside the rows kept so far.
+    `hopeful` are those of some plans, by the figures of each, that may be among them beside the rows kept.
     """
 
     def __init__(
         self,
         chosen: Callable[[Rows], dict[str, NDArray[Any]]],
-        hopeful: Callable[[Rows, Figures, NDArray[np.intp]], NDArray[np.intp]],
+        hopeful: Callable[[Rows, "Places"], "Places"],
     ) -> None:
         self.chosen, self.hopeful = chosen, hopeful
         self.n_seen = 0
@@ -56,14 +84,14 @@ class Kept:
         """Consider some plans of a grid; `which` has its shape."""
         places = np.flatnonzero(which)
         self.n_seen += len(places)
-        if len(places):
-            whole = {name: np.broadcast_to(figure, grid.shape) for name, figure in figures.items()}
-            places = self.hopeful(self._rows, whole, places)
-        if len(places):
-            at = np.unravel_index(places, grid.shape)
-            rows = {name: figure[at] for name, figure in whole.items()}
-            self._waiting.append({**grid.plans(*at).columns, **rows})
-            self._n_waiting += len(places)
+        if not len(places):
+            return
+        found = self.hopeful(self._rows, Places(figures, grid.shape, places))
+        if len(found.places):
+            self._waiting.append(
+                {**grid.plans(*found.cells).columns, **{name: found[name] for name in figures}}
+            )
+            self._n_waiting += len(found.places)
         if self._n_waiting > max(AT_ONCE, n_rows(self._rows)):
             self._choose()
 
@@ -88,13 +116,14 @@ def best(keep: int | None, *keys: str) -> Kept:
             rows = taken(rows, smallest([rows[name] for name in keys], keep))
         return taken(rows, in_order(rows, keys)[:keep])
 
-    def hopeful(rows: Rows, figures: Figures, places: NDArray[np.intp]) -> NDArray[np.intp]:
+    def hopeful(rows: Rows, plans: Places) -> Places:
         if keep is None:
-            return places
+            return plans
         if n_rows(rows) >= keep:
-            limit = rows[keys[0]][keep - 1]
-            places = places[at(figures[keys[0]], places) <= limit]
-        return places[smallest([at(figures[name], places) for name in keys], keep)]
+            plans = plans.taken(plans[keys[0]] <= rows[keys[0]][keep - 1])
+        if len(plans.places) > keep:
+            plans = plans.taken(smallest([plans[name] for name in keys], keep))
+        return plans
 
     return Kept(chosen, hopeful)
 
@@ -108,14 +137,14 @@ def front(first: str, second: str) -> Kept:
         beats = np.concatenate(([True], rows[second][1:] < least_before))
         return taken(rows, np.flatnonzero(beats))
 
-    def hopeful(rows: Rows, figures: Figures, places: NDArray[np.intp]) -> NDArray[np.intp]:
-        a, b = at(figures[first], places), at(figures[second], places)
+    def hopeful(rows: Rows, plans: Places) -> Places:
         if rows:
             least = np.concatenate(([np.inf], rows[second]))
-            hope = b <= least[np.searchsorted(rows[first], a, side="right")]
-            places, a, b = places[hope], a[hope], b[hope]
-        order = np.lexsort((b, a))
-        return places[order[b[order] <= np.minimum.accumulate(b[order])]]
+            before = np.searchsorted(rows[first], plans[first], side="right")
+            plans = plans.taken(plans[second] <= least[before])
+        order = np.lexsort((plans[second], plans[first]))
+        falling = plans[second][order]
+        return plans.taken(order[falling <= np.minimum.accumulate(falling)])
 
     return Kept(chosen, hopeful)
 
@@ -137,11 +166,6 @@ def smallest(keys: Sequence[NDArray[Any]], keep: int) -> NDArray[np.intp]:
         keep -= len(found[-1])
         left = left[some == limit]
     return np.concatenate([*found, left])
-
-
-def at(figure: NDArray[Any], places: NDArray[np.intp]) -> NDArray[Any]:
-    """A figure of some places on a grid."""
-    return figure[np.unravel_index(places, figure.shape)]
 
 
 def n_rows(rows: Rows) -> int:
