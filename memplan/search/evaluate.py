@@ -1,44 +1,48 @@
 """The memory of many plans at once, by the very code that estimates one: `Many` stand where numbers did.
 
-Two levels, each worked out for what differs on it and no more. What a pipeline *stage* allocates and frees in
-a pass depends on its share of a tensor and of the batch, on the data axis and on its number of blocks: on a
-grid of these three. What a *rank* holds in a step are such passes in turn: for each plan its own.
+Three levels, each worked out for what differs on it and no more. What a *stage* allocates and frees in a pass
+(`memplan.search.stages`) depends on its share of a tensor and of the batch, on the data axis and on its blocks.
+In which order a *rank* runs its passes (`memplan.search.ranks`) depends on the schedule. A *plan* puts both
+together: the largest of a few sums, each linear in the number of recomputed blocks.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple, cast, final
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import groupby, pairwise
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.engines.torch import Passes, RankStages, Stage, passes_of
-from memplan.engines.torch.runtime import left_behind
-from memplan.engines.torch.schedules import schedule
+from memplan.engines.torch import RankStages, Stage, passes_of
 from memplan.engines.torch.stage import mesh_bytes
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.estimate import estimate_on
-from memplan.many import Differ, anywhere, many
+from memplan.many import many
 from memplan.models import Model
-from memplan.plan import (
-    RECOMPUTES,
-    SCHEDULES,
-    SINGLE_STAGE_SCHEDULES,
-    SPLITTING_SCHEDULES,
-    V_SCHEDULES,
-    Plan,
-    Rank,
+from memplan.plan import RECOMPUTES, SCHEDULES, SPLITTING_SCHEDULES, Plan, Rank
+from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
+from memplan.search.ranks import RECEIVED, Pass, Place, Program, Reduced, programs, reduced
+from memplan.search.stages import (
+    Basis,
+    Blocks,
+    Cells,
+    Ends,
+    NotLinear,
+    Part,
+    Table,
+    at_blocks,
+    optimizer_sees,
+    undominated,
+    with_values,
 )
-from memplan.search.plans import NO_LIMIT, VARIED, Column, Plans
 from memplan.shapes import UINT8, Buffer
-from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
-from memplan.timeline import Stretch, chain, n_bytes_of
-from memplan.traffic import Calls, Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
+from memplan.timeline import chain, n_bytes_of
+
+EXACT: Final = 2.0**53
+"""Up to here every whole number is a float."""
 
 
 @final
@@ -50,19 +54,45 @@ class Memory:
     and bytes that this stage holds between steps.
     """
 
-    peak_bytes: Column
-    worst_stage: Column
-    rest_bytes: Column
+    peak_bytes: NDArray[np.int64]
+    worst_stage: NDArray[np.int64]
+    rest_bytes: NDArray[np.int64]
 
 
 def memory(model: Model, plans: Plans, device: Device) -> Memory:
     """The memory of each plan; they are plans that `check_plan` accepts."""
-    if has_rule(plans.base):
-        found = Search(model, plans, device).run()
-    else:
-        found = _Found(len(plans))
-        found.one_by_one(model, plans, device)
-    return Memory(peak_bytes=found.peak, worst_stage=found.worst, rest_bytes=found.rest)
+    peak, worst, rest = np.zeros((3, len(plans)), np.int64)
+    for some in alike(grids_of(plans)):
+        evaluation = Evaluation(model, [grid for grid, _ in some], device)
+        for i, (_, places) in enumerate(some):
+            found = evaluation.memory(i)
+            peak[places], worst[places], rest[places] = (
+                found.peak_bytes[:, 0],
+                found.worst_stage[:, 0],
+                found.rest_bytes[:, 0],
+            )
+    return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+
+
+def alike(found: Iterator[tuple[Grid, Column]]) -> list[list[tuple[Grid, Column]]]:
+    """Grids that an `Evaluation` may have together."""
+    groups: dict[Hashable, list[tuple[Grid, Column]]] = {}
+    for grid, places in found:
+        groups.setdefault(kind_of(grid), []).append((grid, places))
+    return list(groups.values())
+
+
+def kind_of(grid: Grid) -> Hashable:
+    """What the stages of a grid are made of."""
+    structure = grid.structure
+    others = [structure[name] for name in ("offload", "sequence_parallel", "recompute")]
+    return mode_of(grid), *others
+
+
+def mode_of(grid: Grid) -> int:
+    """What the data axis does: nothing, DDP, or FSDP2 for ZeRO-2 or 3."""
+    zero = grid.structure["zero"]
+    return zero if zero >= 2 else int(grid.cells["dp"][0] > 1)
 
 
 def has_rule(base: Plan) -> bool:
@@ -70,202 +100,36 @@ def has_rule(base: Plan) -> bool:
     return base.engine == "torch" and base.ddp_comm_hook == "none" and base.layers_per_stage is None
 
 
-class _Found:
-    """The worst stage so far of each plan."""
+class RankPlaces(NamedTuple):
+    """A rank of a pipeline: where its stages are, and the ends and number of blocks of each."""
 
-    def __init__(self, n: int) -> None:
-        self.peak, self.worst, self.rest = np.full(n, -1), np.zeros(n, np.int64), np.zeros(n, np.int64)
+    pp: int
+    indices: tuple[int, ...]
+    stages: tuple[tuple[Ends, int], ...]
 
-    def one_by_one(self, model: Model, plans: Plans, device: Device) -> None:
-        """By one estimate each."""
-        for i in range(len(plans)):
-            worst = estimate_on(model, plans.plan(i), device).worst
-            self.peak[i], self.worst[i], self.rest[i] = worst.peak_bytes, worst.stage, worst.rest_bytes
+    @property
+    def distinct(self) -> tuple[tuple[Ends, int], ...]:
+        """Its stages, alike ones once."""
+        return tuple(dict.fromkeys(self.stages))
 
-    def add(self, chosen: Column, stage: Any, rest: Column, high: Column) -> None:
-        """A stage that comes after those before it."""
-        peak = rest + high
-        more = peak > self.peak[chosen]
-        at = chosen[more]
-        self.peak[at], self.rest[at] = peak[more], np.broadcast_to(rest, peak.shape)[more]
-        self.worst[at] = np.broadcast_to(stage, peak.shape)[more]
-
-
-# A stage: on a grid
-
-Mode = Literal["none", "ddp", "fsdp2", "fsdp3"]
-MODES: Final[tuple[Mode, ...]] = ("none", "ddp", "fsdp2", "fsdp3")
-"""What the data axis does."""
-
-Ends = tuple[bool, bool]
-"""Whether a stage is the pipeline's first, and whether it is the last."""
-
-
-def with_values(plan: Plan, **values: Any) -> Plan:
-    """A plan with other values, unchecked: `Many`, say."""
-    other = copy(plan)
-    for name, value in values.items():
-        object.__setattr__(other, name, value)
-    return other
+    @property
+    def whole(self) -> tuple[Ends, int]:
+        """All of them as one."""
+        first, last = (any(ends[i] for ends, _ in self.stages) for i in (0, 1))
+        return (first, last), sum(n for _, n in self.stages)
 
 
 @lru_cache(maxsize=4096)
-def _along(axis: int, numbers: tuple[int, ...]) -> Any:
-    """Numbers along one axis of a grid; the same ones are the same object, which traces are known by."""
-    shape = [1, 1, 1]
-    shape[axis] = len(numbers)
-    return many(numbers).reshape(shape)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Axes:
-    """(tp, micro_batch), (dp, dp_replicate), and (how many blocks a stage has, the most it recomputes)."""
-
-    tensor: tuple[tuple[int, int], ...]
-    data: tuple[tuple[int, int], ...]
-    blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Places along each."""
-        return len(self.tensor), len(self.data), len(self.blocks)
-
-    def some(self, tensor: Column, data: Column, blocks: Column) -> "_Axes":
-        """Some of each."""
-        return _Axes(
-            tensor=tuple([self.tensor[i] for i in tensor]),
-            data=tuple([self.data[i] for i in data]),
-            blocks=tuple([self.blocks[i] for i in blocks]),
-        )
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Part of a grid, from which it has the places `at`: a stage at every combination along its axes."""
-
-    model: Model
-    plan: Plan
-    ends: Ends
-    device: Device
-    axes: _Axes
-    at: tuple[Column, ...]
-
-    @cached_property
-    def stages(self) -> RankStages:
-        """A rank that has the stage alone, and a single micro-batch to a step."""
-        tp, micro_batch = (_along(0, numbers) for numbers in zip(*self.axes.tensor, strict=True))
-        n_blocks, most = (_along(2, numbers) for numbers in zip(*self.axes.blocks, strict=True))
-        values = {"tp": tp, "micro_batch": micro_batch}
-        if self.plan.recompute != "none":
-            values["recompute_blocks"] = most
-        if self.plan.fsdp:
-            dp, dp_replicate = (_along(1, numbers) for numbers in zip(*self.axes.data, strict=True))
-            values |= {"dp": dp, "dp_replicate": dp_replicate}
-        plan = with_values(self.plan, **values)
-        plan = with_values(plan, global_batch=plan.n_replicas * micro_batch)
-        return RankStages.of(Stage(self.model, plan, (*self.ends, n_blocks), self.device), rank=Rank())
-
-    @cached_property
-    def passes(self) -> Passes:
-        """Those of the stage."""
-        return passes_of(*self.stages)
-
-    def boundary(self) -> tuple[Any]:
-        """Bytes of what is sent from stage to stage."""
-        return (self.stages.stages[0].trace.boundary.n_bytes,)
-
-    def states(self) -> tuple[Any]:
-        """Bytes that are kept from step to step, but for what goes in."""
-        kept = n_bytes_of(kept_grads(self.stages, [self.passes]))
-        return (kept + (0 if self.stages.offloads else n_bytes_of(self.stages.states)),)
-
-    def update(self) -> tuple[Any, Any]:
-        """The optimizer's part of a step."""
-        return known_by(chain("update", *updates(self.stages)))
-
-    def forward_flops(self) -> tuple[Any]:
-        """Of a micro-batch's forward pass."""
-        return (forward_flops(self.stages),)
-
-    def again_flops(self, field: str) -> tuple[Any]:
-        """Of what is computed again with each of a field of `Rounds`."""
-        return (
-            passes_flops(self.stages, [EACH[field]]) - EACH[field].micro_batches * self.forward_flops()[0],
-        )
-
-    def sent(self, field: str) -> dict[Purpose, Any]:
-        """What is passed to collectives, if anything.
-
-        With each of a field of `Rounds`, beyond what is "fixed"; or "after" all passes, by the update.
-        """
-        if field not in self._sent:
-            found = payloads_bytes(self._calls(field))
-            if field not in ("fixed", "after"):
-                found = {purpose: n - self.sent("fixed").get(purpose, 0) for purpose, n in found.items()}
-            self._sent[field] = {purpose: n for purpose, n in found.items() if anywhere(n)}
-        return self._sent[field]
-
-    @cached_property
-    def _sent(self) -> dict[str, dict[Purpose, Any]]:
-        return {}
-
-    def _calls(self, field: str) -> Iterator[Calls]:
-        """Those of `sent`; where DDP reduces, the update's with all that ZeRO-1 sends."""
-        if field != "after":
-            return calls_of_passes(self.stages, [EACH[field]])
-        stage = copy(self.stages.stages[0])
-        stage.plan = with_values(stage.plan, zero=1 if stage.plan.ddp else stage.plan.zero)
-        return calls_of_update(RankStages.of(stage, rank=Rank()))
-
-    def moved(self) -> tuple[Any, Any, Any]:
-        """Bytes of what the optimizer sees: weights, gradients, its state."""
-        return optimizer_sees(self.stages)
-
-    def split(self, yes: NDArray[np.bool_]) -> list["Part"]:
-        """Parts for which an answer does not differ, at least along one more axis."""
-        yes = np.broadcast_to(yes, self.axes.shape)
-        groups = [_equal_slices(yes, axis) for axis in range(3)]
-        axis = min((i for i in range(3) if len(groups[i]) > 1), key=lambda i: len(groups[i]))
-        parts = []
-        for group in groups[axis]:
-            within = [np.arange(n) for n in self.axes.shape]
-            within[axis] = group
-            at = tuple([where[i] for where, i in zip(self.at, within, strict=True)])
-            parts.append(replace(self, axes=self.axes.some(*within), at=at))
-        return parts
-
-
-EACH: Final[dict[str, Rounds]] = {
-    field: Rounds(*[int(name == field) for name in Rounds._fields]) for field in ("fixed", *Rounds._fields)
-}
-"""One of each of `Rounds`' fields, and none of any."""
-
-
-def known_by(stretch: Stretch) -> tuple[Any, Any]:
-    """The two numbers by which a stretch is known to the outside."""
-    return stretch.net_bytes, stretch.high_bytes
-
-
-def optimizer_sees(stages: RankStages) -> tuple[Any, Any, Any]:
-    """Bytes of weights, of gradients, and of the optimizer's state."""
-    kinds = [
-        Counter({b: n for b, n in stages.states.items() if b.kind == k}) for k in ("weights", "optimizer")
-    ]
-    weights, optimizer = map(n_bytes_of, kinds)
-    return weights, n_bytes_of(stages.grads), optimizer
-
-
-def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
-    """The places along an axis whose slices are equal, together."""
-    others = tuple(i for i in range(3) if i != axis)
-    some, every = yes.any(axis=others), yes.all(axis=others)
-    if (some == every).all():
-        return [found for found in (np.flatnonzero(some), np.flatnonzero(~some)) if len(found)]
-    slices = np.moveaxis(yes, axis, 0).reshape(yes.shape[axis], -1)
-    _, group = np.unique(slices, axis=0, return_inverse=True)
-    return [np.flatnonzero(group == i) for i in range(group.max() + 1)]
+def ranks_of_pipeline(n_layers: int, schedule: str, pp: int, virtual_stages: int) -> tuple[RankPlaces, ...]:
+    """The ranks of a pipeline, of equal stages as far as that is possible."""
+    plan = with_values(Plan(), pp=pp, virtual_stages=virtual_stages, schedule=schedule)
+    each, odd = divmod(n_layers, plan.n_stages)
+    found = []
+    for rank in range(pp):
+        indices = plan.stages_of(rank)
+        stages = tuple([((i == 0, i == plan.n_stages - 1), each + (i < odd)) for i in indices])
+        found.append(RankPlaces(rank, indices, stages))
+    return tuple(found)
 
 
 @lru_cache(maxsize=65536)
@@ -279,502 +143,438 @@ def dealt(model: Model, plan: Plan, kind: tuple[bool, bool, int], device: Device
     return states, update.net_bytes, update.high_bytes, optimizer_sees(stages)[2]
 
 
-Asked = Callable[[Part], Sequence[Any]]
+class Held(NamedTuple):
+    """Of a rank in each cell: bytes of states, and what the update leaves and holds."""
 
+    states: Column
+    net: Column
+    high: Column
 
-@final
-class _Grid:
-    """Stages of one structure at every combination of what is along the axes; `used` are some of these."""
 
-    def __init__(self, part: Part, used: Column) -> None:
-        self.axes, self.used = part.axes, used
-        self.parts = [part]
+class _Group(NamedTuple):
+    """Grids whose stages are in the same tables, and where the cells of each begin."""
 
-    def __call__(self, asked: Asked) -> Column:
-        """What is asked of a stage, one row for each number of the answer."""
-        found: list[Column] = []
-        i = 0
-        while i < len(self.parts):
-            part = self.parts[i]
-            try:
-                answer = asked(part)
-            except Differ as differ:
-                self.parts[i : i + 1] = part.split(differ.yes)
-                continue
-            found = found or [np.zeros(self.axes.shape, np.int64) for _ in answer]
-            for row, number in zip(found, answer, strict=True):
-                row[np.ix_(*part.at)] = number
-            i += 1
-        return np.stack([row.ravel()[self.used] for row in found])
+    cells: Cells
+    starts: Mapping[int, int]
 
 
-@final
-class Sheet:
-    """What is known of grids of several structures, one after the other."""
+class Evaluation:
+    """Grids of one `kind_of`, and all that is known of their stages."""
 
-    def __init__(self, grids: list[_Grid]) -> None:
-        self.grids = grids
-        self.bounds = np.cumsum([0, *[len(grid.used) for grid in grids]])
-        self.grid = np.repeat(np.arange(len(grids)), np.diff(self.bounds))
-        self.known: dict[Any, tuple[list[Column], set[int]]] = {}
-        self.listed: dict[tuple[str, int], dict[Purpose, None]] = {}
+    def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
+        self.model, self.grids, self.device = model, grids, device
+        self.linear = grids[0].base.fsdp_blocks == 1
+        self._start()
 
-    def grids_of(self, rows: Column) -> set[int]:
-        """The grids that the rows are of."""
-        return set(np.flatnonzero(np.bincount(self.grid[rows])).tolist())
+    def _start(self) -> None:
+        self._tables: dict[Hashable, Table] = {}
+        self._groups: dict[Hashable, _Group] = {}
+        self._joined: dict[Hashable, Joined] = {}
+        self._bases: dict[int, Basis] = {}
 
-    def __call__(self, name: Any, asked: Asked, rows: Column, grids: set[int]) -> list[Column]:
-        """What is asked of the stages of some rows, and known by a name from then on."""
-        tables, done = self.known.setdefault(name, ([], set()))
-        for i in grids - done:
-            found = self.grids[i](asked)
-            if not tables:
-                tables += [np.zeros(self.bounds[-1], np.int64) for _ in found]
-            for table, numbers in zip(tables, found, strict=True):
-                table[self.bounds[i] : self.bounds[i + 1]] = numbers
-            done.add(i)
-        return [table.take(rows) for table in tables]
-
-    def purposes(self, field: str, grids: set[int]) -> list[Purpose]:
-        """What any stage of the grids passes anything to collectives for: `Part.sent`."""
-        for i in grids:
-            if (field, i) not in self.listed:
-                found: dict[Purpose, None] = {}
-
-                def listed(part: Part, found: dict[Purpose, None] = found) -> tuple[int]:
-                    found.update(dict.fromkeys(part.sent(field)))
-                    return (0,)
-
-                self.grids[i](listed)
-                self.listed[field, i] = found
-        return list(dict.fromkeys(purpose for i in sorted(grids) for purpose in self.listed[field, i]))
-
-
-# A rank: for each plan
-
-
-class _ChosenPasses:
-    """The passes of a stage of each plan, looked up on a sheet; it answers as `Passes` do."""
-
-    def __init__(self, sheet: Sheet, rows: Column, stage: Stage) -> None:
-        self.stage = stage
-        self._sheet, self._rows = sheet, rows
-        self._grids = sheet.grids_of(rows)
-        self._made: dict[Any, Stretch] = {}
-        (n_bytes,) = self.ask("boundary", Part.boundary)
-        self.received = _buffer(n_bytes), _buffer(n_bytes)
-        stage.trace = cast(Any, _Boundary(_buffer(n_bytes), _buffer(n_bytes)))
-
-    def ask(self, name: Any, asked: Asked) -> Any:
-        """A number of each plan's stage, or several."""
-        found = self._sheet(name, asked, self._rows, self._grids)
-        return [many(row) for row in found]
-
-    @cached_property
-    def reduces(self) -> bool:
-        return bool(self.ask("reduces", lambda part: [int(part.passes.reduces)])[0])
-
-    @cached_property
-    def widens(self) -> bool:
-        return bool(self.ask("widens", lambda part: [int(part.passes.widens)])[0])
-
-    def __getattr__(self, name: str) -> Callable[..., Stretch]:
-        return lambda **how: self._stretch(name, how)
-
-    def reduced(self, **how: bool) -> list[Stretch]:
-        return [self._stretch("reduced", how)]
-
-    def _stretch(self, name: str, how: dict[str, bool]) -> Stretch:
-        how = {k: (self.reduces and bool(v)) if k == "last" else bool(v) for k, v in how.items()}
-        key = name, *how.items()
-        if key not in self._made:
-
-            def asked(part: Part) -> tuple[Any, Any]:
-                made = getattr(part.passes, name)(**how)
-                return known_by(chain(name, *made) if isinstance(made, list) else made)
-
-            self._made[key] = Stretch(name, (), (), 1, *self.ask(key, asked))
-        return self._made[key]
-
-
-def distinct(numbers: NDArray[Any]) -> tuple[Column, Column]:
-    """The distinct of small numbers in order, and which of them each is."""
-    least = int(numbers.min())
-    numbers = np.subtract(numbers, least, dtype=np.int64)
-    seen = np.zeros(int(numbers.max()) + 1, bool)
-    seen[numbers] = True
-    found = np.flatnonzero(seen)
-    place = np.zeros(len(seen), np.int64)
-    place[found] = np.arange(len(found))
-    return found + least, place[numbers]
-
-
-def combined(*columns: NDArray[Any]) -> tuple[Column, Column]:
-    """One of each of the distinct combinations, and which of them each is."""
-    found, key = distinct(columns[0])
-    n_keys = len(found)
-    for column in columns[1:]:
-        found, place = distinct(column)
-        key, n_keys = key * len(found) + place, n_keys * len(found)
-        if n_keys > MOST_KEYS:
-            found, key = distinct(key)
-            n_keys = len(found)
-    found, place = distinct(key)
-    one = np.zeros(len(found), np.int64)
-    one[place] = np.arange(len(key))
-    return one, place
-
-
-MOST_KEYS: Final = 2**18
-"""Beyond so many possible combinations those that there are get new numbers."""
-
-AT_ONCE: Final = 2**15
-"""How many plans' passes are looked up at a time: arrays that a processor's cache holds."""
-
-
-@final
-class Columns:
-    """Of each of many plans a number, by name: the varied fields, and what follows from them.
-
-    Of some of the plans a column is made when it is asked for.
-    """
-
-    def __init__(self, n: int, source: "tuple[Columns, Column] | None" = None) -> None:
-        self.n = n
-        self._own: dict[str, Column] = {}
-        self._source = source
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, name: str) -> Column:
-        if name not in self._own and self._source is not None:
-            whole, chosen = self._source
-            self._own[name] = whole[name].take(chosen)
-        return self._own[name]
-
-    def __setitem__(self, name: str, column: Column) -> None:
-        self._own[name] = column
-
-    def first(self, name: str) -> int:
-        """The number of the first plan."""
-        if name in self._own or self._source is None:
-            return int(self[name][0])
-        whole, chosen = self._source
-        return int(whole[name][chosen[0]])
-
-    def some(self, chosen: NDArray[Any]) -> "Columns":
-        """Those of some of the plans, by place or by mask."""
-        places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
-        return Columns(len(places), (self, places))
-
-    def alike(self, *names: str) -> Iterator["Columns"]:
-        """All of them, apart where one of these numbers differs, and at most `AT_ONCE` at a time."""
-        _, group = combined(*[self[name] for name in names])
-        for i in range(group.max() + 1):
-            places = np.flatnonzero(group == i)
-            for start in range(0, len(places), AT_ONCE):
-                yield self.some(places[start : start + AT_ONCE])
-
-
-def _columns(model: Model, plans: Plans) -> Columns:
-    """The varied fields, m micro-batches, the mode, blocks of `each` stage, of which `odd` have one more."""
-    of = Columns(len(plans))
-    for name in VARIED:
-        of[name] = plans.column(name)
-    of["plan"] = np.arange(len(plans))
-    of["m"] = plans.base.global_batch // (of["dp"] * of["dp_replicate"] * of["micro_batch"])
-    of["mode"] = np.where(of["zero"] >= 2, of["zero"], of["dp"] > 1)
-    of["each"], of["odd"] = np.divmod(model.n_layers, of["pp"] * of["virtual_stages"])
-    return of
-
-
-Kind = Literal["first", "longer", "shorter", "last"]
-"""A pipeline's stages, or ranks: between first and last those with one block more come before the others."""
-
-
-Place = tuple[Ends, str]
-"""Where a stage, or a rank, is to be looked up: the sheet of its ends, the column of its rows there."""
-
-
-class RankPlaces(NamedTuple):
-    """A rank of a pipeline; its stages, where they are in the pipeline, and all of them as one."""
-
-    pp: int
-    indices: tuple[int, ...]
-    stages: tuple[Place, ...]
-    own: Place
-
-
-SHEET_COLUMNS: Final = (
-    "mode",
-    "pp",
-    "offload",
-    "sequence_parallel",
-    "recompute",
-    "recompute_blocks",
-    "dp",
-    "dp_replicate",
-    "tp",
-    "micro_batch",
-)
-"""What a stage depends on beside its place and its number of blocks."""
-
-
-class Search:
-    """Plans on their way to their figures."""
-
-    def __init__(self, model: Model, plans: Plans, device: Device) -> None:
-        self.model, self.base, self.device = model, plans.base, device
-        self.found = _Found(len(plans))
-        self.sheets: dict[tuple[str, Ends], Sheet] = {}
-        self.blocks: dict[Ends, Column] = {}
-        self.of = _columns(model, plans)
-
-    def run(self) -> _Found:
-        """The figures of all plans."""
-        alone = self.of["pp"] == 1
-        if alone.any():
-            self._alone(self.of.some(alone))
-        if not alone.all():
-            self._piped(self.of.some(~alone))
-        return self.found
-
-    def _alone(self, of: Columns) -> None:
-        both = True, True
-        self._place("stage", both, [("stage whole", of["each"] > 0, of["each"])], of)
-        self._place("rank", both, [("rank whole", of["each"] > 0, of["each"])], of)
-        self._alike(of, np.zeros(len(of), np.int64), ((both, "stage whole"),), (both, "rank whole"))
-
-    def _piped(self, of: Columns) -> None:
-        n_stages = of["pp"] * of["virtual_stages"]
-        each, odd, v = of["each"], of["odd"], of["virtual_stages"]
-        folded = np.isin(of["schedule"], [SCHEDULES.index(name) for name in V_SCHEDULES])
-        always = np.ones(len(each), bool)
-        self._place("stage", (True, False), [("stage first", always, each + (odd > 0))], of)
-        between = [("stage longer", odd > 1, each + 1), ("stage shorter", odd < n_stages - 1, each)]
-        self._place("stage", (False, False), between, of)
-        self._place("stage", (False, True), [("stage last", always, each)], of)
-        own = v * each + odd // of["pp"]
-        with_first = v * each + -(-odd // of["pp"])
-        with_first = np.where(folded, v * each + (odd > 0), with_first)
-        self._place("rank", (True, False), [("rank first", ~folded, with_first)], of)
-        self._place("rank", (True, True), [("rank ends", folded, with_first)], of)
-        middle = (of["pp"] > 2) | folded
-        self._place(
-            "rank", (False, False), [("rank longer", middle, own + 1), ("rank shorter", middle, own)], of
-        )
-        self._place("rank", (False, True), [("rank last", ~folded, own)], of)
-        single = np.isin(of["schedule"], [SCHEDULES.index(name) for name in SINGLE_STAGE_SCHEDULES])
-        if single.any():
-            self._one_stage_each(of.some(single))
-        if not single.all():
-            self._several_stages_each(of.some(~single))
-
-    def _one_stage_each(self, of: Columns) -> None:
-        """Of ranks with equally many blocks the first can be the worst: it warms up longest."""
-        n, pp, odd = len(of), of["pp"], of["odd"]
-        fewer = np.maximum(odd, 1)
-        for kind, ends, rank, there in (
-            ("first", (True, False), np.zeros(n, np.int64), pp > 1),
-            ("longer", (False, False), np.ones(n, np.int64), (odd > 1) & (pp > 2)),
-            ("shorter", (False, False), fewer, fewer < pp - 1),
-            ("last", (False, True), pp - 1, pp > 1),
-        ):
-            if there.any():
-                own = ends, f"rank {kind}"
-                self._alike(of.some(there), rank[there], ((ends, f"stage {kind}"),), own)
-
-    def _several_stages_each(self, of: Columns) -> None:
-        """Of each schedule, number of ranks and of stages the ranks that can be the worst.
-
-        Where backward passes are whole those are the first of ranks with equal stages: they warm up longest.
-        """
-        one, group = combined(of["schedule"], of["pp"], of["virtual_stages"])
-        for i in range(len(one)):
-            some = of.some(group == i)
-            seen = set()
-            for rank in self._ranks(some):
-                if rank.stages in seen and SCHEDULES[some.first("schedule")] not in SPLITTING_SCHEDULES:
-                    continue
-                seen.add(rank.stages)
-                self._alike(some, np.full(len(some), rank.pp), rank.stages, rank.own)
-
-    def _ranks(self, of: Columns) -> Iterator[RankPlaces]:
-        """The ranks of plans with equally many stages, and as many with one block more, in one schedule."""
-        plan = with_values(
-            self.base,
-            pp=of.first("pp"),
-            virtual_stages=of.first("virtual_stages"),
-            schedule=SCHEDULES[of.first("schedule")],
-        )
-        odd, folded = of.first("odd"), plan.schedule in V_SCHEDULES
-        for rank in range(plan.pp):
-            indices = plan.stages_of(rank)
-            stages = []
-            for index in indices:
-                ends = index == 0, index == plan.n_stages - 1
-                kind = "first" if ends[0] else "last" if ends[1] else "longer" if index < odd else "shorter"
-                stages.append((ends, f"stage {kind}"))
-            ends = rank == 0, rank == (0 if folded else plan.pp - 1)
-            kind = "longer" if sum(index < odd for index in indices) > odd // plan.pp else "shorter"
-            kind = ("ends" if folded else "first") if ends[0] else "last" if ends[1] else kind
-            yield RankPlaces(rank, indices, tuple(stages), (ends, f"rank {kind}"))
-
-    def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
-        """Ranks that have such stages, and all of them as one."""
-        of["rank"] = rank
-        for some in of.alike("schedule", "mode"):
-            self._steps(some, stages, own)
-
-    def _steps(self, of: Columns, stages: Sequence[Place], own: Place) -> None:
-        """What ranks of one schedule hold, by its own code; taken apart where that takes different turns."""
+    def memory(self, i: int) -> Memory:
+        """The memory of one of the grids; arrays of its shape."""
+        grid = self.grids[i]
+        if not has_rule(grid.base):
+            return self._one_by_one(grid)
         try:
-            rest, high = self._rest_and_high(of, stages, own)
-        except Differ as differ:
-            for part in (differ.yes, ~differ.yes):
-                self._steps(of.some(part), stages, own)
-        else:
-            self.found.add(of["plan"], of["rank"], rest, high)
+            return self._memory(i)
+        except NotLinear:
+            self.linear = False
+            self._start()
+            return self._memory(i)
 
-    def _rest_and_high(self, of: Columns, places: Sequence[Place], own: Place) -> tuple[Column, Column]:
-        several = len(places) > 1 or SCHEDULES[of.first("schedule")] not in SINGLE_STAGE_SCHEDULES
-        pp, rank = (of.first(n) if several else many(of[n]) for n in ("pp", "rank"))
-        micro_batch, dp = many(of["micro_batch"]), 2 if of.first("mode") else 1
-        plan = with_values(
-            self.base,
-            dp=dp,
-            dp_replicate=1,
-            micro_batch=micro_batch,
-            pp=pp,
-            virtual_stages=of.first("virtual_stages"),
-            zero=of.first("zero"),
-            schedule=SCHEDULES[of.first("schedule")],
-            global_batch=many(of["m"]) * (dp * micro_batch),
+    def _one_by_one(self, grid: Grid) -> Memory:
+        peak, worst, rest = np.zeros((3, *grid.shape), np.int64)
+        for cell, block in np.ndindex(grid.shape):
+            plan = grid.plans(np.array([cell]), np.array([block])).plan(0)
+            found = estimate_on(self.model, plan, self.device).worst
+            peak[cell, block], worst[cell, block] = found.peak_bytes, found.stage
+            rest[cell, block] = found.rest_bytes
+        return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+
+    def _memory(self, i: int) -> Memory:
+        grid = self.grids[i]
+        peak = np.full(grid.shape, -1)
+        worst, rest = np.zeros(grid.shape, np.int64), np.zeros(grid.shape, np.int64)
+        for rank in self.worst_ranks(grid):
+            own_rest, high = RankMemory(self, i, rank).found()
+            total = own_rest[:, None] + high
+            more = total > peak
+            if more.any():
+                np.copyto(peak, total, where=more)
+                np.copyto(rest, own_rest[:, None], where=more)
+                worst[more] = rank.pp
+        return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+
+    def ranks(self, grid: Grid) -> tuple[RankPlaces, ...]:
+        """The ranks of a grid's pipelines."""
+        structure = grid.structure
+        schedule = SCHEDULES[structure["schedule"]] if structure["pp"] > 1 else "1f1b"
+        return ranks_of_pipeline(
+            self.model.n_layers, schedule, structure["pp"], structure["virtual_stages"]
         )
-        made = {place: self._chosen(of, plan, place) for place in dict.fromkeys(places)}
-        passes = [made[place] for place in places]
-        stages = RankStages.of(*[one.stage for one in passes], rank=Rank(pp=rank))
-        stages.received = [one.received for one in passes]
-        states, update = self._held(of, own)
-        step = chain("step", *schedule(stages, cast(list[Passes], passes)), update)
-        world_size = of["pp"] * of["dp_replicate"] * of["dp"] * of["tp"]
-        rest = states + n_bytes_of(stages.inputs) + n_bytes_of(left_behind(stages))
-        rest = rest + mesh_bytes(many(world_size), self.device)
-        return np.asarray(rest), np.asarray(step.high_bytes)
 
-    def _chosen(self, of: Columns, plan: Plan, place: Place) -> _ChosenPasses:
-        ends, name = place
-        stage = Stage(self.model, plan, (*ends, 0), self.device)
-        return _ChosenPasses(self.sheets["stage", ends], of[name], stage)
+    def worst_ranks(self, grid: Grid) -> Iterator[RankPlaces]:
+        """Those that can be the worst: where backward passes are whole the first of ranks with equal stages.
 
-    def _held(self, of: Columns, own: Place) -> tuple[Column, Stretch]:
-        """States, and the update of them: those of a rank's stages are those of one stage with all blocks."""
-        sheet, rows = self.sheets["rank", own[0]], of[own[1]]
-        grids = sheet.grids_of(rows)
-        (states,) = sheet("states", Part.states, rows, grids)
-        net, high = sheet("update", Part.update, rows, grids)
-        if (of["zero"] == 1).any():
-            chosen = of["zero"] == 1
-            states[chosen], net[chosen], high[chosen], _ = self._dealt(of.some(chosen), own)
-        return states, Stretch("update", (), (), 1, many(net), many(high))
+        It warms up longest.
+        """
+        seen = set()
+        splits = SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES
+        for rank in self.ranks(grid):
+            if splits or rank.stages not in seen:
+                yield rank
+            seen.add(rank.stages)
 
-    def _dealt(self, of: Columns, own: Place) -> Column:
-        """What `dealt` says of each."""
-        blocks = self.blocks[own[0]][of[own[1]]]
-        one, place = combined(of["tp"], of["dp"], of["sequence_parallel"], of["pp"] > 1, blocks)
-        rows = []
-        for i in one:
-            values = {"zero": 1, "tp": int(of["tp"][i]), "dp": int(of["dp"][i]), "recompute": "none"}
-            plan = with_values(self._like(of.some(np.array([i]))), **values)
-            rows.append(dealt(self.model, plan, (*own[0], int(blocks[i])), self.device))
-        return np.array(rows, np.int64)[place].T
+    # Tables
 
-    def _like(self, of: Columns) -> Plan:
-        """A plan of the first one's structure: what is along no axis decides what its stages are made of."""
-        mode = of.first("mode")
+    def blocks(self, grid: Grid, n: int, limit: int) -> Blocks:
+        """How many of a stage's blocks are recomputed, and how many not."""
+        if RECOMPUTES[grid.structure["recompute"]] == "none":
+            return 0, n
+        return (n, 0) if limit == NO_LIMIT or limit >= n else (limit, n - limit)
+
+    def plan(self, grid: Grid) -> Plan:
+        """A plan of a grid's structure: what is along no axis decides what its stages are made of."""
+        mode, structure = mode_of(grid), grid.structure
         return with_values(
-            self.base,
+            grid.base,
             dp=2 if mode else 1,
             dp_replicate=1,
-            pp=2 if of.first("pp") > 1 else 1,
+            pp=2 if structure["pp"] > 1 else 1,
             zero=mode if mode >= 2 else 0,
-            sequence_parallel=bool(of.first("sequence_parallel")),
-            recompute=RECOMPUTES[of.first("recompute")],
+            sequence_parallel=bool(structure["sequence_parallel"]),
+            recompute=RECOMPUTES[structure["recompute"]],
             recompute_blocks=None,
             schedule="1f1b",
             virtual_stages=1,
             micro_batch=1,
-            offload=bool(of.first("offload")),
+            offload=bool(structure["offload"]),
         )
 
-    def _place(
-        self, sheet: str, ends: Ends, entries: Sequence[tuple[str, NDArray[np.bool_], Column]], of: Columns
-    ) -> None:
-        """Put stages with such ends, or ranks, on a sheet, and in a column of that name which row each has.
+    def stage_table(self, i: int, ends: Ends) -> tuple[Table, Column]:
+        """The table of stages with such ends, and each cell's row there."""
+        return self._table(i, ends, whole=False)
 
-        An entry: the column's name, which plans have such a stage, and of how many blocks.
-        """
-        parts = [of.some(there) for _, there, _ in entries]
-        every = Columns(sum(map(len, parts)))
-        for name in SHEET_COLUMNS:
-            every[name] = np.concatenate([part[name] for part in parts])
-        every["blocks"] = np.concatenate([n_blocks[there] for _, there, n_blocks in entries])
-        rows = np.zeros(len(every), np.int64)
-        if len(rows):
-            self.sheets[sheet, ends] = self._sheet(ends, every, rows, whole=sheet == "rank")
-        start = 0
-        for (name, there, _), part in zip(entries, parts, strict=True):
-            found = np.zeros(len(there), np.int64)
-            found[there] = rows[start : start + len(part)]
-            of[name] = found
-            start += len(part)
+    def rank_table(self, i: int, ends: Ends) -> tuple[Table, Column]:
+        """The table of whole ranks, which no micro-batch and no recomputed block matter to."""
+        return self._table(i, ends, whole=True)
 
-    def _sheet(self, ends: Ends, of: Columns, rows: Column, *, whole: bool) -> Sheet:
-        """The grids of stages, and their rows; of `whole` ranks, which no micro-batch matters to."""
-        flags = [of[name] for name in ("offload", "sequence_parallel")]
-        recompute = of["recompute"] * (not whole)
-        structures, structure = combined(of["mode"], *flags, recompute)
-        replicas = np.minimum(of["dp_replicate"], 2)
-        limit, n_blocks = of["recompute_blocks"], of["blocks"]
-        most = n_blocks if whole else np.where(limit == NO_LIMIT, n_blocks, np.minimum(limit, n_blocks))
-        micro_batch = np.ones_like(n_blocks) if whole else of["micro_batch"]
-        grids, start = [], 0
-        order = np.argsort(structure, kind="stable")
-        bounds = np.searchsorted(structure[order], np.arange(len(structures) + 1))
-        for begin, end in pairwise(bounds):
-            own = order[begin:end]
-            plan = self._like(of.some(own[:1]))
-            if whole:
-                plan = with_values(plan, recompute="none")
-            tensor, t = combined(of["tp"][own], micro_batch[own])
-            blocks, n = combined(n_blocks[own], most[own])
-            data, d = np.zeros(1, np.int64), np.zeros_like(n)
-            if plan.fsdp:
-                data, d = combined(of["dp"][own], replicas[own])
-            axes = _Axes(
-                tensor=tuple([(int(of["tp"][own[j]]), int(micro_batch[own[j]])) for j in tensor]),
-                data=tuple([(int(of["dp"][own[j]]), int(replicas[own[j]])) for j in data]),
-                blocks=tuple([(int(n_blocks[own[j]]), int(most[own[j]])) for j in blocks]),
+    def _table(self, i: int, ends: Ends, *, whole: bool) -> tuple[Table, Column]:
+        grid = self.grids[i]
+        key = self._group_key(grid, whole=whole)
+        if key not in self._groups:
+            self._groups[key] = self._group(key, whole=whole)
+        cells, starts = self._groups[key]
+        if (key, ends) not in self._tables:
+            plan = self.plan(grid)
+            self._tables[key, ends] = Table(
+                self.model,
+                with_values(plan, recompute="none") if whole else plan,
+                ends,
+                self.device,
+                cells,
+                self._all_blocks(key, ends, whole=whole),
+                linear=self.linear and not whole,
+                least=3 if SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES else 2,
             )
-            used, place = distinct((t * len(data) + d) * len(blocks) + n)
-            at = tuple([np.arange(length) for length in axes.shape])
-            part = Part(model=self.model, plan=plan, ends=ends, device=self.device, axes=axes, at=at)
-            grids.append(_Grid(part, used))
-            rows[own] = start + place
-            start += len(used)
-        if whole:
-            self.blocks[ends] = np.zeros(start, np.int64)
-            self.blocks[ends][rows] = n_blocks
-        return Sheet(grids)
+        start = starts[i]
+        return self._tables[key, ends], cells.row[start : start + grid.shape[0]]
+
+    def _group_key(self, grid: Grid, *, whole: bool) -> tuple[bool, bool, bool]:
+        splits = SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES
+        return whole, grid.structure["pp"] > 1, splits and not whole
+
+    def _group(self, key: tuple[bool, bool, bool], *, whole: bool) -> _Group:
+        starts, n = {}, 0
+        columns: list[list[Column]] = []
+        for i, grid in enumerate(self.grids):
+            if self._group_key(grid, whole=whole) == key:
+                starts[i], n = n, n + grid.shape[0]
+                columns.append(self._cells(grid, whole=whole))
+        return _Group(Cells(*[np.concatenate(found) for found in zip(*columns, strict=True)]), starts)
+
+    def _cells(self, grid: Grid, *, whole: bool) -> list[Column]:
+        tp, micro_batch, dp, replicas = (
+            grid.cells[name] for name in ("tp", "micro_batch", "dp", "dp_replicate")
+        )
+        one = np.ones_like(tp)
+        if mode_of(grid) < 2:
+            dp = replicas = one
+        return [tp, one if whole else micro_batch, dp, np.minimum(replicas, 2)]
+
+    def _all_blocks(self, key: tuple[bool, bool, bool], ends: Ends, *, whole: bool) -> set[Blocks]:
+        """All numbers of blocks of stages, or ranks, with such ends."""
+        found = set()
+        for grid in self.grids:
+            if self._group_key(grid, whole=whole) != key:
+                continue
+            for rank in self.ranks(grid):
+                if whole:
+                    own, n = rank.whole
+                    if own == ends:
+                        found.add((0, n))
+                    continue
+                numbers = {n for own, n in rank.stages if own == ends}
+                found |= {self.blocks(grid, n, limit) for n in numbers for limit in grid.recompute_blocks.tolist()}
+        return found
+
+    def joined(self, i: int, ends: Ends, passes: tuple[Pass, ...]) -> "Joined":
+        """Numbers that tell what passes of stages with such ends leave, and the most that they hold."""
+        table, _ = self.stage_table(i, ends)
+        basis = self._bases.setdefault(id(table), Basis(table))
+        key = id(table), tuple([found[1:] for found in passes])
+        if key not in self._joined:
+            relations, highs = [], []
+            for found in passes:
+                names, coefficients = table(found[1:], partial(_asked, found))
+                relations.append(basis.relation(found[1:], coefficients[names.index("net")]))
+                highs.append([row for row, name in zip(coefficients, names, strict=True) if name != "net"])
+            n = len(basis.numbers)
+            numbers = np.stack([*basis.numbers, *[row for own in highs for row in own]]).astype(np.float64)
+            places = np.cumsum([n, *map(len, highs)])
+            self._joined[key] = Joined(
+                numbers,
+                np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64),
+                np.array(basis.positive, np.bool_),
+                tuple([tuple(range(start, stop)) for start, stop in pairwise(places.tolist())]),
+            )
+        return self._joined[key]
+
+    def held(self, i: int, rank: RankPlaces) -> Held:
+        """States of a rank, and their update: a rank's stages have those of one stage with all blocks."""
+        grid = self.grids[i]
+        ends, n = rank.whole
+        table, rows = self.rank_table(i, ends)
+        (_, states), (names, update) = table("states", Part.states), table("update", Part.update)
+        (states,) = at_blocks(table, states, rows, [(0, n)])
+        found = dict(zip(names, at_blocks(table, update, rows, [(0, n)])[..., 0], strict=True))
+        if grid.structure["zero"] == 1:
+            states, net, high, _ = self.dealt(i, rank)
+            return Held(states, net, high)
+        return Held(states[:, 0], found["net"], found["high"])
+
+    def dealt(self, i: int, rank: RankPlaces) -> NDArray[np.int64]:
+        """What `dealt` says of a rank in each cell."""
+        grid = self.grids[i]
+        ends, n = rank.whole
+        pairs, place = np.unique(np.stack([grid.cells["tp"], grid.cells["dp"]]), axis=1, return_inverse=True)
+        plan = with_values(self.plan(grid), zero=1, recompute="none")
+        found = [
+            dealt(self.model, with_values(plan, tp=int(tp), dp=int(dp)), (*ends, n), self.device)
+            for tp, dp in pairs.T
+        ]
+        return np.array(found, np.int64)[place.ravel()].T
 
 
-class _Boundary(NamedTuple):
-    """What a schedule asks a trace for."""
+def block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The blocks along the diagonal, zeros elsewhere.
 
-    boundary: Buffer
-    boundary_grad: Buffer
+    >>> block_diagonal([np.array([[1, 2]]), np.array([[3], [4]])]).tolist()
+    [[1, 2, 0], [0, 0, 3], [0, 0, 4]]
+    """
+    found = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        n_rows, n_columns = block.shape
+        found[row : row + n_rows, column : column + n_columns] = block
+        row, column = row + n_rows, column + n_columns
+    return found
 
 
-def _buffer(n_bytes: Any) -> Buffer:
-    return Buffer("boundary", (), UINT8, n_bytes, "activations")
+def _asked(found: Pass, part: Part) -> Mapping[str, Any]:
+    if found.name == RECEIVED:
+        return {"net": part.boundary()["bytes"]}
+    return part.stretch(found.name, dict(found.how))
+
+
+class Joined(NamedTuple):
+    """Coefficients of numbers: a basis of what passes leave, then candidates for the most that each holds.
+
+    `relations` [pass, basis] and `positive` as `memplan.search.ranks.reduced` asks; of each pass the places
+    of its candidates.
+    """
+
+    numbers: NDArray[np.float64]
+    relations: NDArray[np.int64]
+    positive: NDArray[np.bool_]
+    highs: tuple[tuple[int, ...], ...]
+
+
+class _Reach(NamedTuple):
+    """Numbers of recomputed blocks, by their places in a grid, between which all is linear: known at `ends`.
+
+    The ends are the first and the last; where that is no use, all of them.
+    """
+
+    places: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class RankMemory:
+    """One rank of a grid's plans: what it holds between steps, and the most that a step adds."""
+
+    def __init__(self, evaluation: Evaluation, i: int, rank: RankPlaces) -> None:
+        self.evaluation, self.i, self.rank = evaluation, i, rank
+        self.grid = grid = evaluation.grids[i]
+        self.limits = grid.recompute_blocks.tolist()
+        self.mode = mode_of(grid)
+        cells = grid.cells
+        self.m = grid.base.global_batch // (cells["dp"] * cells["dp_replicate"] * cells["micro_batch"])
+        self.reaches = list(self._reaches())
+        self.known = [place for reach in self.reaches for place in reach.ends]
+
+    def _reaches(self) -> Iterator[_Reach]:
+        """The numbers of recomputed blocks, those together between which all stages are linear."""
+        tables = [(self.evaluation.stage_table(self.i, ends)[0], n) for ends, n in self.rank.distinct]
+
+        def spans(place: int) -> tuple[Any, ...]:
+            found = []
+            for table, n in tables:
+                pair = self.evaluation.blocks(self.grid, n, self.limits[place])
+                span = table.span_of[pair]
+                found.append((span, pair if len(table.spans[span].corners) == 1 else None))
+            return tuple(found)
+
+        order = sorted(range(len(self.limits)), key=lambda place: (self.limits[place] == NO_LIMIT, self.limits[place]))
+        for _, found in groupby(order, spans):
+            places = tuple(found)
+            yield _Reach(places, places if len(places) < 3 else (places[0], places[-1]))
+
+    def found(self) -> tuple[Column, NDArray[np.int64]]:
+        """Bytes at rest of each cell; the most that a step adds, of the grid's shape."""
+        held = self.evaluation.held(self.i, self.rank)
+        high = np.zeros(self.grid.shape, np.int64)
+        rest = held.states + self._inputs()
+        ms, m = np.unique(self.m, return_inverse=True)
+        for at, program in programs(self._plan(), self.rank.pp, self._places(), self.evaluation.device, ms.tolist()):
+            cells = np.flatnonzero(np.isin(m, at))
+            high[cells], left = self._of(program, cells, held)
+            rest[cells] += left
+        return rest, high
+
+    def _plan(self) -> Plan:
+        """What the order of passes depends on."""
+        structure = self.grid.structure
+        return with_values(
+            self.grid.base,
+            dp=2 if self.mode else 1,
+            dp_replicate=1,
+            tp=1,
+            zero=self.mode if self.mode >= 2 else 0,
+            pp=structure["pp"],
+            virtual_stages=structure["virtual_stages"],
+            schedule=SCHEDULES[structure["schedule"]],
+            sequence_parallel=False,
+            recompute="none",
+            recompute_blocks=None,
+            offload=False,
+            seq_len=1,
+            global_batch=0,
+        )
+
+    def _places(self) -> list[Place]:
+        splits = SCHEDULES[self.grid.structure["schedule"]] in SPLITTING_SCHEDULES
+        again = RECOMPUTES[self.grid.structure["recompute"]] != "none"
+        places = []
+        for found in self.rank.stages:
+            ends, _ = found
+            table, _ = self.evaluation.stage_table(self.i, ends)
+            reduces = bool(table("reduces", _reduces)[1].any())
+            widens = bool(table("widens", _widens)[1].any())
+            defers = widens and splits and again and not ends[0]
+            places.append(Place(self.rank.distinct.index(found), ends, reduces, widens, defers))
+        return places
+
+    def _of(self, program: Program, cells: Column, held: Held) -> tuple[NDArray[np.int64], Column]:
+        """The most that a step adds in some cells, and what a schedule leaves until the next step."""
+        evaluation, structure = self.evaluation, self.rank.distinct
+        left = np.zeros(len(cells), np.int64)
+        units = (self.m[cells] - program.m) // program.unit
+        known = [self.limits[place] for place in self.known]
+        joined, values = [], []
+        for place, (ends, n) in enumerate(structure):
+            passes = tuple([found for found in program.passes if found.place == place])
+            found = evaluation.joined(self.i, ends, passes)
+            table, rows = evaluation.stage_table(self.i, ends)
+            blocks = [evaluation.blocks(self.grid, n, limit) for limit in known]
+            joined.append(found)
+            values.append(at_blocks(table, found.numbers, rows[cells], blocks))
+            if program.left[place] or program.left_each[place]:
+                boundary = self._boundary(ends)[cells]
+                left += (program.left[place] + program.left_each[place] * units) * boundary
+        relations = block_diagonal([found.relations for found in joined])
+        positive = np.concatenate([found.positive for found in joined])
+        worst = reduced(program, relations, positive)
+        net = np.concatenate([v[: len(found.positive)] for v, found in zip(values, joined, strict=True)])
+        before = self._before(worst, net, units)
+        starts = np.cumsum([0, *map(len, values)]).tolist()
+        highs = [tuple([start + i for i in own]) for start, found in zip(starts, joined) for own in found.highs]
+        pairs = [(i, row) for i, at in enumerate(worst.at[:-1].tolist()) for row in highs[at]]
+        by, most = np.array(pairs, np.int64).T
+        end = before[-1:] + held.high[cells].astype(before.dtype)[:, None]
+        return self._between(np.concatenate((before[by] + np.concatenate(values)[most], end))), left
+
+    def _before(self, worst: Reduced, net: NDArray[Any], units: Column) -> NDArray[Any]:
+        """What is alive at each instant [instant, cell, known number of recomputed blocks]."""
+        flat = net.reshape(len(net), -1)
+        counts = np.abs(worst.before) + np.abs(worst.before_each) * units.max()
+        if float(counts.sum(axis=1).max()) * float(np.abs(flat).max(initial=0)) >= EXACT:
+            flat = flat.astype(np.int64)
+        found = (worst.before.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
+        if worst.before_each.any():
+            each = (worst.before_each.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
+            found = found + each * units[:, None]
+        return found
+
+    def _boundary(self, ends: Ends) -> Column:
+        """Bytes of what is sent to or from a stage."""
+        table, rows = self.evaluation.stage_table(self.i, ends)
+        _, boundary = table("boundary", Part.boundary)
+        return boundary[0, 0, rows, 0]
+
+    def _between(self, found: NDArray[Any]) -> NDArray[np.int64]:
+        """The largest of candidates [candidate, cell, known number of recomputed blocks], for all numbers."""
+        high = np.empty((found.shape[1], len(self.limits)), np.int64)
+        start = 0
+        for places, ends in self.reaches:
+            own = found[:, :, start : start + len(ends)]
+            start += len(ends)
+            if len(places) == len(ends):
+                high[:, list(places)] = own.max(axis=0)
+                continue
+            own = own[undominated(own.reshape(len(own), -1))]
+            limits = [self.limits[place] for place in places]
+            each = (own[:, :, 1] - own[:, :, 0]) / (limits[-1] - limits[0])
+            after = np.array(limits, each.dtype) - limits[0]
+            most = own[0, :, 0, None] + each[0, :, None] * after
+            for low, slope in zip(own[1:, :, 0], each[1:], strict=True):
+                np.maximum(most, low[:, None] + slope[:, None] * after, out=most)
+            high[:, list(places)] = most
+        return high
+
+    def _inputs(self) -> Column:
+        """What goes into a step, and the ranks' numbers on the mesh."""
+        grid, cells, evaluation = self.grid, self.grid.cells, self.evaluation
+        micro_batch, dp = many(cells["micro_batch"]), 2 if self.mode else 1
+        plan = with_values(self._plan(), micro_batch=micro_batch, seq_len=grid.base.seq_len)
+        plan = with_values(plan, global_batch=many(self.m) * (dp * micro_batch))
+        stages, received = [], []
+        for ends, _ in self.rank.stages:
+            buffer = Buffer(RECEIVED, (), UINT8, many(self._boundary(ends)), "activations")
+            stages.append(Stage(evaluation.model, plan, (*ends, 0), evaluation.device))
+            received.append((buffer, buffer))
+        rank = RankStages.of(*stages, rank=Rank(pp=self.rank.pp))
+        rank.received = received
+        world = grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
+        found = n_bytes_of(rank.inputs) + mesh_bytes(many(world), evaluation.device)
+        return np.asarray(found)
+
+
+def _reduces(part: Part) -> dict[str, int]:
+    return {"yes": int(part.passes.reduces)}
+
+
+def _widens(part: Part) -> dict[str, int]:
+    return {"yes": int(part.passes.widens)}

@@ -492,7 +492,7 @@ def grouped(
         first = True
         while times:
             row: list[tuple[Segment, int]] = []
-            n_rows = 1 if first else max(1, min(times, left[0][1] // size))
+            n_rows = 1 if first or left[0][1] < size else min(times, left[0][1] // size)
             needed = n_rows * size
             while needed:
                 segment, n = left.pop(0)

@@ -1,0 +1,300 @@
+"""The instants of a rank's step in terms of its stages' passes, by the code that orders one rank's step.
+
+A pass is known by what it leaves and by the most it holds. So an instant of the step is a pass and how often
+each pass has been before it: whatever the passes' bytes, the largest such sum is the most the step holds.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import count
+from math import gcd
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memplan.engines.torch import Passes, RankStages, Stage
+from memplan.engines.torch.runtime import left_behind
+from memplan.engines.torch.schedules import schedule
+from memplan.many import Differ, many
+from memplan.plan import Plan, Rank
+from memplan.search.plans import Column
+from memplan.search.stages import Ends, with_values
+from memplan.shapes import UINT8, Buffer
+from memplan.tape import Device
+from memplan.timeline import Stretch, chain
+
+Counts = NDArray[np.int64]
+
+
+class Place(NamedTuple):
+    """A stage of a rank, as far as the order of its passes depends on it.
+
+    `index`: stages with the same number are alike. The others say what `Passes` of that name do.
+    """
+
+    index: int
+    ends: Ends
+    reduces: bool
+    widens: bool
+    defers: bool
+
+
+class Pass(NamedTuple):
+    """A pass of stages that are alike: the method of `Passes` that makes it, and its arguments."""
+
+    place: int
+    name: str
+    how: tuple[tuple[str, bool], ...]
+
+
+RECEIVED: Final = "received"
+"""The name of what a stage holds of a micro-batch that it has received: no pass, but it comes and goes."""
+
+
+class Program(NamedTuple):
+    """The instants of a step, for numbers of micro-batches of which the least is `m` and all are `unit`s apart.
+
+    `before` and `before_each` [instant, pass]: how often each of `passes` has been before it is `at` one, and
+    how much more often with each unit; in the last instant the passes are over, and it is `at` -1. `left`
+    [place]: what the step leaves of each place's `RECEIVED`, and with each unit. `key` tells programs apart.
+    """
+
+    key: int
+    m: int
+    unit: int
+    most_units: int
+    passes: tuple[Pass, ...]
+    at: Column
+    before: Counts
+    before_each: Counts
+    left: Counts
+    left_each: Counts
+
+
+def programs(
+    plan: Plan, rank: int, places: Sequence[Place], device: Device, ms: Sequence[int]
+) -> list[tuple[Column, Program]]:
+    """Of a rank with these stages: which numbers of micro-batches go with each program.
+
+    Of the plan count the schedule, the pipeline, and what is said of gradients and of the data axis.
+    """
+    return _programs(plan, rank, tuple(places), device, tuple(ms), tuple(range(len(ms))))
+
+
+@lru_cache(maxsize=4096)
+def _programs(
+    plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...], at: tuple[int, ...]
+) -> list[tuple[Column, Program]]:
+    try:
+        return [(np.array(at), _program(plan, rank, places, device, ms))]
+    except Differ as differ:
+        found = []
+        for part in (differ.yes.ravel(), ~differ.yes.ravel()):
+            chosen = np.flatnonzero(part)
+            some = tuple(ms[i] for i in chosen)
+            found += _programs(plan, rank, places, device, some, tuple(at[i] for i in chosen))
+        return found
+
+
+def _program(
+    plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...]
+) -> Program:
+    m = many(ms) if len(ms) > 1 else ms[0]
+    plan = with_values(plan, micro_batch=1, global_batch=plan.n_replicas * m)
+    known: dict[int, _Passes] = {}
+    for place in places:
+        if place.index not in known:
+            known[place.index] = _Passes(place, plan, device)
+    own = [known[place.index] for place in places]
+    stages = RankStages.of(*[one.stage for one in own], rank=Rank(pp=rank))
+    stages.received = [(one.boundary, one.boundary) for one in own]
+    step = chain("step", *schedule(stages, cast(list[Passes], own)))
+    passes = tuple(found for one in known.values() for found in one.made)
+    names = {text_of(found): i for i, found in enumerate(passes)}
+    boundaries = {id(one.boundary): names[text_of(one.made_by[RECEIVED])] for one in known.values()}
+    walk = _Walk(names, boundaries, len(ms))
+    at, before = walk.instants(step)
+    left = np.zeros((len(known), len(ms)), np.int64)
+    for buffer, n in left_behind(stages).items():
+        left[[id(one.boundary) for one in known.values()].index(id(buffer))] = n
+    unit = gcd(*[n - ms[0] for n in ms]) or 1
+    units = (np.array(ms) - ms[0]) // unit
+    return Program(
+        next(KEYS), ms[0], unit, int(units[-1]), passes, at, *_linear(before, units), *_linear(left, units)
+    )
+
+
+KEYS: Final = count()
+"""Numbers that tell programs apart."""
+
+
+def _linear(counts: Counts, units: Column) -> tuple[Counts, Counts]:
+    """Counts [..., number of micro-batches] of the least number, and what each unit more adds."""
+    start = counts[..., 0]
+    if len(units) == 1:
+        return start, np.zeros_like(start)
+    each = (counts[..., 1] - start) // units[1]
+    alike = (counts == start[..., None] + each[..., None] * units).reshape(-1, len(units)).all(axis=0)
+    if not alike.all():
+        raise Differ(alike)
+    return start, each
+
+
+def text_of(found: Pass) -> str:
+    """A pass's name among stretches."""
+    return f"{found.place} {found.name} {found.how}"
+
+
+class _Boundary(NamedTuple):
+    """What a schedule asks a trace for."""
+
+    boundary: Buffer
+    boundary_grad: Buffer
+
+
+class _Passes:
+    """Answers as `Passes` do, with stretches that only bear names."""
+
+    def __init__(self, place: Place, plan: Plan, device: Device) -> None:
+        self.place = place
+        self.stage = Stage(cast(Any, None), plan, (*place.ends, 0), device)
+        self.boundary = Buffer(RECEIVED, (), UINT8, 0, "activations")
+        self.stage.trace = cast(Any, _Boundary(self.boundary, self.boundary))
+        self.reduces, self.widens, self.defers = place.reduces, place.widens, place.defers
+        self.made: dict[Pass, Stretch] = {}
+        self.made_by = {RECEIVED: Pass(place.index, RECEIVED, ())}
+        self._made(RECEIVED, {})
+
+    def __getattr__(self, name: str) -> Callable[..., Stretch]:
+        return lambda **how: self._made(name, how)
+
+    def reduced(self, **how: bool) -> list[Stretch]:
+        return [self._made("reduced", how)]
+
+    def _made(self, name: str, how: dict[str, Any]) -> Stretch:
+        how = {k: (self.reduces and bool(v)) if k == "last" else bool(v) for k, v in how.items()}
+        found = Pass(self.place.index, name, tuple(how.items()))
+        if found not in self.made:
+            self.made[found] = Stretch(text_of(found), (), (), 1, 0, 0)
+        return self.made[found]
+
+
+class _Walk:
+    """From a step put together of named passes to its instants, each stretch once.
+
+    An instant is a row of counts [number of micro-batches, pass], and in a last column the pass it is at.
+    """
+
+    def __init__(self, names: dict[str, int], boundaries: dict[int, int], n_ms: int) -> None:
+        self.names = names
+        self.boundaries = boundaries
+        self.shape = n_ms, len(names) + 1
+        self.known: dict[int, tuple[Counts, Counts]] = {}
+
+    def instants(self, step: Stretch) -> tuple[Column, Counts]:
+        """Passes, and counts [instant, pass, number of micro-batches]."""
+        end, found = self._walked(step)
+        end[:, -1] = -1
+        found = _distinct(np.concatenate((found, end[None])))
+        return found[:, 0, -1], np.moveaxis(found[:, :, :-1], 1, 2)
+
+    def _walked(self, stretch: Stretch) -> tuple[Counts, Counts]:
+        if id(stretch) not in self.known:
+            self.known[id(stretch)] = self._of_all_repeats(stretch)
+        return self.known[id(stretch)]
+
+    def _of_all_repeats(self, stretch: Stretch) -> tuple[Counts, Counts]:
+        n = stretch.repeats
+        some = np.asarray(n) > 0
+        if not some.all():
+            if some.any():
+                raise Differ(some)
+            return np.zeros(self.shape, np.int64), np.zeros((0, *self.shape), np.int64)
+        net, found = self._once(stretch)
+        if np.ndim(n) == 0 and n == 1:
+            return net, found
+        times = np.asarray(n).reshape(-1, 1)
+        again = (times - 1) * net
+        return times * net, np.concatenate((found, found + again)) if again.any() else found
+
+    def _once(self, stretch: Stretch) -> tuple[Counts, Counts]:
+        if not stretch.parts:
+            return self._single(stretch)
+        walked = [self._walked(part) for part in stretch.parts]
+        if len(walked) == 1:
+            return walked[0]
+        after = np.cumsum([net for net, _ in walked], axis=0)
+        before = np.concatenate((np.zeros((1, *self.shape), np.int64), after[:-1]))
+        found = np.concatenate([rows for _, rows in walked])
+        return after[-1], found + np.repeat(before, [len(rows) for _, rows in walked], axis=0)
+
+    def _single(self, stretch: Stretch) -> tuple[Counts, Counts]:
+        net = np.zeros(self.shape, np.int64)
+        at = self.names.get(stretch.name)
+        if at is not None:
+            found = np.zeros((1, *self.shape), np.int64)
+            found[..., -1] = at
+            net[:, at] = 1
+            return net, found
+        for event in stretch.events:
+            net[:, self.boundaries[id(event.buffer)]] += event.sign
+        return net, np.zeros((0, *self.shape), np.int64)
+
+
+def _distinct(rows: Counts) -> Counts:
+    """Each row once, in the order of their last."""
+    seen = {row.tobytes(): i for i, row in enumerate(np.ascontiguousarray(rows))}
+    return rows[sorted(seen.values())]
+
+
+class Reduced(NamedTuple):
+    """The instants of a program that may be the worst, in terms of a basis of what its passes leave.
+
+    `before` and `before_each` are [instant, basis]; the last instant is `at` -1.
+    """
+
+    at: Column
+    before: Counts
+    before_each: Counts
+
+
+@lru_cache(maxsize=65536)
+def _reduced(key: int, relations: bytes, signs: tuple[bool, ...]) -> dict[str, Reduced]:
+    return {}
+
+
+def reduced(program: Program, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
+    """A program where each pass leaves a sum [pass, basis] of numbers, of which some are `positive`.
+
+    Of two instants at the same pass one is left out that has the same of the others and no more of these.
+    """
+    known = _reduced(program.key, relations.tobytes(), tuple(positive.tolist()))
+    if not known:
+        known[""] = _made(program, relations, positive)
+    return known[""]
+
+
+def _made(program: Program, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
+    before, each = program.before @ relations, program.before_each @ relations
+    n = relations.shape[1]
+    rows = np.concatenate([program.at[:, None], before, before + program.most_units * each], axis=1)
+    _, one = np.unique(rows, axis=0, return_index=True)
+    signs = np.concatenate((positive, positive))
+    kept = []
+    for at in np.unique(program.at).tolist():
+        own = one[program.at[one] == at]
+        values = rows[own, 1:]
+        order = np.argsort(-values[:, signs].sum(axis=1), kind="stable")
+        chosen: list[int] = []
+        for i in order.tolist():
+            others = values[chosen]
+            beaten = (others[:, signs] >= values[i, signs]).all(axis=1) & (
+                others[:, ~signs] == values[i, ~signs]
+            ).all(axis=1)
+            if not beaten.any():
+                chosen.append(i)
+        kept += own[chosen].tolist()
+    found = np.array(sorted(kept), np.int64)
+    found = np.concatenate((found[program.at[found] >= 0], found[program.at[found] < 0]))
+    return Reduced(program.at[found], before[found], each[found].reshape(-1, n))

@@ -1,0 +1,532 @@
+"""What pipeline stages do in a pass, worked out once for all their sizes, by the very code of one estimate.
+
+A stage's share of a tensor and of the batch and the data axis are arrays (`Many`) that this code takes for
+numbers. In its numbers of blocks, so many recomputed and so many not, all that it adds up is linear where no
+number passes a bound: two or three corners tell the whole of such a `Span`. Of a maximum every candidate is
+kept that is the largest anywhere, so that it is known between the corners as well.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import combinations
+from typing import Any, Final, Literal, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memplan.engines.torch import Passes, RankStages, Stage, passes_of
+from memplan.engines.torch.step import kept_grads, updates
+from memplan.many import Differ, anywhere, many
+from memplan.models import Model
+from memplan.plan import Plan, Rank
+from memplan.search.plans import Column
+from memplan.steptime import forward_flops, passes_flops
+from memplan.tape import Device
+from memplan.timeline import Stretch, chain, n_bytes_of
+from memplan.traffic import Calls, Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
+
+Mode = Literal["none", "ddp", "fsdp2", "fsdp3"]
+MODES: Final[tuple[Mode, ...]] = ("none", "ddp", "fsdp2", "fsdp3")
+"""What the data axis does."""
+
+Ends = tuple[bool, bool]
+"""Whether a stage is the pipeline's first, and whether it is the last."""
+
+Blocks = tuple[int, int]
+"""How many of a stage's blocks are recomputed, and how many are not."""
+
+
+class NotLinear(Exception):
+    """What was taken for linear in the numbers of blocks is not: each of them has to be worked out."""
+
+
+def with_values(plan: Plan, **values: Any) -> Plan:
+    """A plan with other values, unchecked: `Many`, say."""
+    other = copy(plan)
+    for name, value in values.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+class Span(NamedTuple):
+    """Numbers of blocks between which everything is linear: a point, a line's ends, or a triangle's corners.
+
+    From the corners' values follow those at (0, 0) and what each block of either kind adds.
+    """
+
+    corners: tuple[Blocks, ...]
+
+    @classmethod
+    def of(cls, blocks: Blocks, *, most: int, least: int) -> "Span":
+        """The one that such numbers are in, of at most `most` blocks of a kind.
+
+        A kind with at least `least` blocks (3 where it is the only one) has one that is neither the first
+        nor the last of its kind, and all such numbers are alike.
+        """
+        a, b = blocks
+        least = max(least, 3) if not a or not b else least
+        match a >= least, b >= least:
+            case True, True:
+                return cls(((least, least), (most, least), (least, most)))
+            case True, False:
+                return cls(((least, b), (most, b)))
+            case False, True:
+                return cls(((a, least), (a, most)))
+            case _:
+                return cls((blocks,))
+
+    def coefficients(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """At (0, 0), and what one more block of each kind adds; of values at the corners, along the last axis.
+
+        Raises:
+            NotLinear: slopes that are no whole numbers.
+        """
+        start = values[..., 0]
+        found = np.zeros((*start.shape, 3), np.int64)
+        found[..., 0] = start
+        for i, corner in enumerate(self.corners[1:], 1):
+            axis = int(corner[0] == self.corners[0][0])
+            length = corner[axis] - self.corners[0][axis]
+            slope, rest = np.divmod(values[..., i] - start, length)
+            if rest.any():
+                raise NotLinear
+            found[..., 1 + axis] = slope
+            found[..., 0] -= slope * self.corners[0][axis]
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _along(axis: int, numbers: tuple[int, ...]) -> Any:
+    """Numbers along one axis of three; the same ones are the same object, which traces are known by."""
+    shape = [1, 1, 1]
+    shape[axis] = len(numbers)
+    return many(numbers).reshape(shape)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """(tp, micro_batch), (dp, dp_replicate), and blocks."""
+
+    tensor: tuple[tuple[int, int], ...]
+    data: tuple[tuple[int, int], ...]
+    blocks: tuple[Blocks, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Places along each."""
+        return len(self.tensor), len(self.data), len(self.blocks)
+
+    def some(self, tensor: Column, data: Column, blocks: Column) -> "Axes":
+        """Some of each."""
+        return Axes(
+            tensor=tuple([self.tensor[i] for i in tensor]),
+            data=tuple([self.data[i] for i in data]),
+            blocks=tuple([self.blocks[i] for i in blocks]),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stage at every combination along the axes; `at` are its places in a whole of which it is a part.
+
+    `linear`: the blocks are the corners of a span.
+    """
+
+    model: Model
+    plan: Plan
+    ends: Ends
+    device: Device
+    axes: Axes
+    at: tuple[Column, Column, Column]
+    linear: bool
+
+    @cached_property
+    def stages(self) -> RankStages:
+        """A rank that has the stage alone, and a single micro-batch to a step."""
+        tp, micro_batch = (_along(0, numbers) for numbers in zip(*self.axes.tensor, strict=True))
+        recomputed, others = (_along(2, numbers) for numbers in zip(*self.axes.blocks, strict=True))
+        values = {"tp": tp, "micro_batch": micro_batch}
+        if self.plan.recompute != "none":
+            values["recompute_blocks"] = recomputed
+        if self.plan.fsdp:
+            dp, dp_replicate = (_along(1, numbers) for numbers in zip(*self.axes.data, strict=True))
+            values |= {"dp": dp, "dp_replicate": dp_replicate}
+        plan = with_values(self.plan, **values)
+        plan = with_values(plan, global_batch=plan.n_replicas * micro_batch)
+        kind = *self.ends, recomputed + others
+        return RankStages.of(Stage(self.model, plan, kind, self.device), rank=Rank())
+
+    @cached_property
+    def passes(self) -> Passes:
+        """Those of the stage."""
+        return passes_of(*self.stages)
+
+    def boundary(self) -> dict[str, Any]:
+        """Bytes of what is sent from stage to stage."""
+        return {"bytes": self.stages.stages[0].trace.boundary.n_bytes}
+
+    def states(self) -> dict[str, Any]:
+        """Bytes that are kept from step to step, but for what goes in."""
+        kept = n_bytes_of(kept_grads(self.stages, [self.passes]))
+        return {"bytes": kept + (0 if self.stages.offloads else n_bytes_of(self.stages.states))}
+
+    def update(self) -> dict[str, Any]:
+        """The optimizer's part of a step: what it leaves, and the most it holds."""
+        made = chain("update", *updates(self.stages))
+        return {"net": made.net_bytes, "high": made.high_bytes}
+
+    def moved(self) -> dict[str, Any]:
+        """Bytes of what the optimizer sees: weights, gradients, its state."""
+        return dict(zip(("weights", "grads", "optimizer"), optimizer_sees(self.stages), strict=True))
+
+    def stretch(self, name: str, how: Mapping[str, bool]) -> dict[str, Any]:
+        """What a pass leaves, and candidates for the most it holds; by a method's name and arguments."""
+        made = getattr(self.passes, name)(**how)
+        net, highs = candidates(chain(name, *made) if isinstance(made, list) else made, linear=self.linear)
+        return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
+
+    def flops(self) -> dict[str, Any]:
+        """Of a micro-batch's forward pass."""
+        return {"flops": forward_flops(self.stages)}
+
+    def again_flops(self, field: str) -> dict[str, Any]:
+        """Of what is computed again with each of a field of `Rounds`."""
+        each = EACH[field]
+        found = passes_flops(self.stages, [each]) - each.micro_batches * forward_flops(self.stages)
+        return {"flops": found}
+
+    def sent(self, field: str) -> dict[Purpose, Any]:
+        """What is passed to collectives, if anything.
+
+        With each of a field of `Rounds`, beyond what is "fixed"; or "after" all passes, by the update.
+        """
+        found = payloads_bytes(self._calls(field))
+        if field not in ("fixed", "after"):
+            fixed = payloads_bytes(self._calls("fixed"))
+            found = {purpose: n - fixed.get(purpose, 0) for purpose, n in found.items()}
+        return {purpose: n for purpose, n in found.items() if anywhere(n)}
+
+    def _calls(self, field: str) -> Iterator[Calls]:
+        """Those of `sent`; where DDP reduces, the update's with all that ZeRO-1 sends."""
+        if field != "after":
+            return calls_of_passes(self.stages, [EACH[field]])
+        stage = copy(self.stages.stages[0])
+        stage.plan = with_values(stage.plan, zero=1 if stage.plan.ddp else stage.plan.zero)
+        return calls_of_update(RankStages.of(stage, rank=Rank()))
+
+    def split(self, yes: NDArray[np.bool_]) -> list["Part"]:
+        """Parts for which an answer does not differ, at least along one more axis.
+
+        Raises:
+            NotLinear: it differs between the corners of a span.
+        """
+        yes = np.broadcast_to(yes, self.axes.shape)
+        groups = [_equal_slices(yes, axis) for axis in range(3)]
+        axis = min((i for i in range(3) if len(groups[i]) > 1), key=lambda i: len(groups[i]))
+        if axis == 2 and self.linear:
+            raise NotLinear((stretch.name, np.asarray(n).ravel().tolist()))
+        parts = []
+        for group in groups[axis]:
+            within = [np.arange(n) for n in self.axes.shape]
+            within[axis] = group
+            at = tuple([where[i] for where, i in zip(self.at, within, strict=True)])
+            parts.append(replace(self, axes=self.axes.some(*within), at=at))
+        return parts
+
+
+EACH: Final[dict[str, Rounds]] = {
+    field: Rounds(*[int(name == field) for name in Rounds._fields]) for field in ("fixed", *Rounds._fields)
+}
+"""One of each of `Rounds`' fields, and none of any."""
+
+
+def optimizer_sees(stages: RankStages) -> tuple[Any, Any, Any]:
+    """Bytes of weights, of gradients, and of the optimizer's state."""
+    kinds = [
+        Counter({b: n for b, n in stages.states.items() if b.kind == k}) for k in ("weights", "optimizer")
+    ]
+    weights, optimizer = map(n_bytes_of, kinds)
+    return weights, n_bytes_of(stages.grads), optimizer
+
+
+def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
+    """The places along an axis whose slices are equal, together."""
+    others = tuple(i for i in range(3) if i != axis)
+    some, every = yes.any(axis=others), yes.all(axis=others)
+    if (some == every).all():
+        return [found for found in (np.flatnonzero(some), np.flatnonzero(~some)) if len(found)]
+    slices = np.moveaxis(yes, axis, 0).reshape(yes.shape[axis], -1)
+    _, group = np.unique(slices, axis=0, return_inverse=True)
+    return [np.flatnonzero(group == i) for i in range(group.max() + 1)]
+
+
+# The candidates for a maximum
+
+
+def candidates(stretch: Stretch, *, linear: bool) -> tuple[Any, list[Any]]:
+    """What a stretch leaves, and numbers of which the largest is the most that it holds.
+
+    Each is linear in the numbers of blocks where its parts are. Where that is no matter one is enough.
+    """
+    if not linear:
+        return stretch.net_bytes, [stretch.high_bytes]
+    if not stretch.parts:
+        if not _varies(stretch.high_bytes):
+            return stretch.net_bytes, [stretch.high_bytes]
+        return stretch.net_bytes, list(_running(stretch))
+    live: Any = 0
+    highs: list[Any] = []
+    for part in stretch.parts:
+        net, own = candidates(part, linear=True)
+        highs += [live + high for high in own]
+        live = live + net
+    n = stretch.repeats
+    if np.ndim(n) == 0 and n == 1:
+        return live, highs
+    some = np.asarray(n) > 0
+    if _varies(some):
+        raise NotLinear
+    if not some.any():
+        return 0, [0]
+    if some.all():
+        return n * live, [*highs, *[high + (n - 1) * live for high in highs]]
+    return n * live, [*[some * high for high in highs], *[some * (high + (n - 1) * live) for high in highs]]
+
+
+def _varies(n: Any) -> bool:
+    """Whether a number differs along the axis of blocks."""
+    return np.ndim(n) == 3 and n.shape[2] > 1 and bool((n != n[..., :1]).any())
+
+
+def _running(stretch: Stretch) -> Iterator[Any]:
+    live: Any = 0
+    for event in stretch.events:
+        live = live + event.sign * event.buffer.n_bytes
+        if event.sign > 0:
+            yield live
+
+
+def undominated(rows: NDArray[Any]) -> Column:
+    """The rows that may be the largest at some place, or between places: no single other is as large at all.
+
+    >>> undominated(np.array([[1, 1], [3, 0], [0, 3], [2, 2], [3, 0]])).tolist()
+    [1, 2, 3]
+    """
+    if len(rows) == 1:
+        return np.zeros(1, np.int64)
+    kept: list[int] = []
+    largest_first = np.argsort(-rows.sum(axis=1, dtype=np.float64), kind="stable")
+    for i in largest_first.tolist():
+        row = rows[i]
+        if not any((row <= rows[other]).all() for other in kept):
+            kept.append(i)
+    return np.sort(np.array(kept))
+
+
+# Tables
+
+
+class Cells:
+    """Combinations of (tp, micro_batch) and (dp, dp_replicate): those there are, each once."""
+
+    def __init__(self, tp: Column, micro_batch: Column, dp: Column, dp_replicate: Column) -> None:
+        columns = np.stack([tp, micro_batch, dp, dp_replicate])
+        found, self.row = np.unique(columns, axis=1, return_inverse=True)
+        self.row = self.row.ravel()
+        """Of each combination that was given, its place among those that there are."""
+        tensor, t = np.unique(found[:2], axis=1, return_inverse=True)
+        data, d = np.unique(found[2:], axis=1, return_inverse=True)
+        self.tensor = tuple([(int(a), int(b)) for a, b in tensor.T])
+        self.data = tuple([(int(a), int(b)) for a, b in data.T])
+        self.n = found.shape[1]
+        self.at = np.full((len(self.tensor), len(self.data)), -1)
+        self.at[t.ravel(), d.ravel()] = np.arange(self.n)
+
+
+Asked = Callable[[Part], Mapping[Any, Any]]
+
+
+@final
+class Table:
+    """What is known of stages of one structure with such ends, in all cells, for all these numbers of blocks.
+
+    `linear`: by spans; otherwise each pair of numbers on its own.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        ends: Ends,
+        device: Device,
+        cells: Cells,
+        blocks: Iterable[Blocks],
+        *,
+        linear: bool,
+        least: int = 3,
+    ) -> None:
+        self.cells = cells
+        most = model.n_layers + 1
+        self.spans: list[Span] = []
+        self.span_of: dict[Blocks, int] = {}
+        for pair in sorted(set(blocks)):
+            span = Span.of(pair, most=most, least=least) if linear else Span((pair,))
+            if span not in self.spans:
+                self.spans.append(span)
+            self.span_of[pair] = self.spans.index(span)
+        points = [i for i, span in enumerate(self.spans) if len(span.corners) == 1]
+        groups = [[i] for i, span in enumerate(self.spans) if len(span.corners) > 1]
+        self._parts: list[tuple[list[int], list[Part]]] = []
+        for group in [*groups, points] if points else groups:
+            corners = tuple([corner for i in group for corner in self.spans[i].corners])
+            axes = Axes(tensor=cells.tensor, data=cells.data, blocks=corners)
+            at = np.arange(axes.shape[0]), np.arange(axes.shape[1]), np.arange(axes.shape[2])
+            part = Part(
+                model=model, plan=plan, ends=ends, device=device, axes=axes, at=at, linear=group is not points
+            )
+            self._parts.append((group, [part]))
+        self._known: dict[Hashable, tuple[tuple[Any, ...], NDArray[np.int64]]] = {}
+
+    def __call__(self, key: Hashable, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        """What is asked of all stages, known by a key from then on: names of numbers, and their coefficients.
+
+        Coefficients are [number, span, cell, (at no block, for each recomputed one, for each other one)].
+        Where a number is not named it is 0; of several candidates for a maximum those are left out that are
+        the largest nowhere.
+        """
+        if key not in self._known:
+            self._known[key] = self._found(asked)
+        return self._known[key]
+
+    def _found(self, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        names: dict[Any, None] = {}
+        made: list[dict[Any, NDArray[np.int64]]] = []
+        for group, parts in self._parts:
+            values: dict[Any, NDArray[np.int64]] = {}
+            i = 0
+            while i < len(parts):
+                try:
+                    answer = asked(parts[i])
+                except Differ as differ:
+                    parts[i : i + 1] = parts[i].split(differ.yes)
+                    continue
+                self._put(values, parts[i], answer, sum(len(self.spans[j].corners) for j in group))
+                i += 1
+            names |= dict.fromkeys(values)
+            made.append(values)
+        coefficients = np.zeros((len(names), len(self.spans), self.cells.n, 3), np.int64)
+        for (group, _), values in zip(self._parts, made, strict=True):
+            for row, name in enumerate(names):
+                if name not in values:
+                    continue
+                if len(group) == 1:
+                    coefficients[row, group[0]] = self.spans[group[0]].coefficients(values[name])
+                else:
+                    coefficients[row, group, :, 0] = values[name].T
+        return tuple(names), coefficients
+
+    def _put(
+        self, values: dict[Any, NDArray[np.int64]], part: Part, answer: Mapping[Any, Any], n_corners: int
+    ) -> None:
+        """The answer of a part in its place among all cells and corners."""
+        tensor, data, blocks = part.at
+        rows = self.cells.at[np.ix_(tensor, data)]
+        there = rows >= 0
+        rows = rows[there]
+        shape = part.axes.shape
+        flat = {name: np.broadcast_to(n, shape)[there] for name, n in answer.items()}
+        highs = [name for name in flat if isinstance(name, str) and name.startswith("high ")]
+        if len(highs) > 1:
+            stack = np.stack([flat.pop(name) for name in highs])
+            for i, kept in enumerate(undominated(stack.reshape(len(stack), -1)).tolist()):
+                flat[f"high {i}"] = stack[kept]
+        for name, n in flat.items():
+            if name not in values:
+                values[name] = np.zeros((self.cells.n, n_corners), np.int64)
+            values[name][np.ix_(rows, blocks)] = n
+
+
+class Basis:
+    """Numbers [span, cell, coefficient] of which sums with whole coefficients are what a table's passes leave.
+
+    They are `positive` where possible: 0 or more in every cell.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.numbers: list[NDArray[np.int64]] = []
+        self.positive: list[bool] = []
+        self._known: dict[Hashable, tuple[int, ...]] = {}
+
+    def relation(self, key: Hashable, net: NDArray[np.int64]) -> tuple[int, ...]:
+        """What a pass leaves, known by a key: how often it leaves each number, the last ones left out if 0."""
+        if key not in self._known:
+            self._known[key] = self._related(net)
+        return self._known[key]
+
+    def _related(self, net: NDArray[np.int64]) -> tuple[int, ...]:
+        if not net.any():
+            return ()
+        found = self._sum(net)
+        if found is not None:
+            return found
+        n = len(self.numbers)
+        at_corners = self._at_corners(net)
+        for sign in (1, -1):
+            if (sign * at_corners >= 0).all():
+                self._add(sign * net, positive=True)
+                return (*[0] * n, sign)
+        corners = [self._at_corners(number) for number in self.numbers]
+        for size in (1, 2):
+            for chosen in combinations(range(n), size):
+                if (at_corners + sum([corners[i] for i in chosen]) >= 0).all():
+                    self._add(net + sum([self.numbers[i] for i in chosen]), positive=True)
+                    return (*[-(i in chosen) for i in range(n)], 1)
+        self._add(net, positive=False)
+        return (*[0] * n, 1)
+
+    def _add(self, number: NDArray[np.int64], *, positive: bool) -> None:
+        self.numbers.append(number)
+        self.positive.append(positive)
+
+    def _sum(self, net: NDArray[np.int64]) -> tuple[int, ...] | None:
+        """The coefficients of the sum that such a number is, if it is one."""
+        if not self.numbers:
+            return None
+        known = np.stack([number.ravel() for number in self.numbers]).astype(np.float64)
+        scale = np.linalg.norm(known, axis=1)
+        scaled = known / scale[:, None]
+        rough = np.linalg.lstsq(scaled @ scaled.T, scaled @ net.ravel().astype(np.float64), rcond=None)[0]
+        found = np.rint(rough / scale).astype(np.int64)
+        if np.abs(found).max() > LARGEST_COEFFICIENT:
+            return None
+        total = sum([n * number for n, number in zip(found.tolist(), self.numbers, strict=True)])
+        return tuple(found.tolist()) if (total == net).all() else None
+
+    def _at_corners(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
+        values = []
+        for coefficients, span in zip(number, self.table.spans, strict=True):
+            values += [coefficients @ np.array((1, *corner)) for corner in span.corners]
+        return np.concatenate(values)
+
+
+LARGEST_COEFFICIENT: Final = 64
+"""A sum with larger ones is taken for none."""
+
+
+def at_blocks(
+    table: Table, coefficients: NDArray[Any], rows: Column, blocks: Sequence[Blocks]
+) -> NDArray[Any]:
+    """The values [number, cell, blocks] at some cells for such numbers of blocks."""
+    spans = [table.span_of[pair] for pair in blocks]
+    found = np.empty((len(coefficients), len(rows), len(blocks)), coefficients.dtype)
+    for span in dict.fromkeys(spans):
+        chosen = [i for i, s in enumerate(spans) if s == span]
+        weights = np.array([(1, *blocks[i]) for i in chosen], coefficients.dtype).T
+        found[:, :, chosen] = coefficients[:, span].take(rows, axis=1) @ weights
+    return found
