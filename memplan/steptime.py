@@ -504,7 +504,7 @@ def _axis_bytes_per_s(plan: Plan, cluster: Cluster) -> dict[Axis, Quantity]:
 def _step_times(
     ranks: Sequence[RankWork], plan: Plan, cluster: Cluster, efficiency: float
 ) -> Iterator[StepTime]:
-    share = updated_share(plan.zero, plan.dp)
+    share, rates = updated_share(plan.zero, plan.dp), rates_of(plan, cluster)
     found: list[StepTime] = []
     for rank in ranks:
         states = rank.states
@@ -516,7 +516,7 @@ def _step_times(
                 share * states.weights_bytes, share * states.grads_bytes, states.optimizer_bytes
             ),
         )
-        parts = parts_s(work, plan, cluster, efficiency)
+        parts = parts_s(work, plan, rates, efficiency)
         found.append(StepTime(**{name: float(seconds) for name, seconds in parts.items()}))
     total_busy_s = added([busy_s(time.parts) for time in found])
     for time in found:
@@ -550,13 +550,28 @@ def sent_bytes(calls: Iterable[tuple[Axis, str, Any]]) -> tuple[Sent, Sent, Sent
     return waits, reductions, gathers
 
 
-def parts_s(work: Work, plan: Plan, cluster: Cluster, efficiency: float) -> dict[str, Quantity]:
+class Rates(NamedTuple):
+    """What a plan's work is divided by: the peak of its matrix products, the memory's rate, each axis' rate."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    bytes_per_s: dict[Axis, Quantity]
+
+
+def rates_of(plan: Plan, cluster: Cluster) -> Rates:
+    """Those of a plan, or of many; what has no rate is never used."""
+    return Rates(
+        peak_flops_per_s(plan, cluster) or inf,
+        cluster.gpu.memory_bytes_per_s or inf,
+        _axis_bytes_per_s(plan, cluster),
+    )
+
+
+def parts_s(work: Work, plan: Plan, rates: Rates, efficiency: float) -> dict[str, Quantity]:
     """The parts of `StepTime`, no bubble yet: of one rank, or of one of each of many plans."""
-    peak, memory = peak_flops_per_s(plan, cluster) or inf, cluster.gpu.memory_bytes_per_s or inf
-    rates = _axis_bytes_per_s(plan, cluster)
-    waits, reductions, gathers = [_seconds(sent, rates) for sent in work.sent]
-    products_s = compute_s(model_flops(work.forward_flops), peak, efficiency)
-    again_s = compute_s(work.recomputed_flops, peak, efficiency)
+    waits, reductions, gathers = [_seconds(sent, rates.bytes_per_s) for sent in work.sent]
+    products_s = compute_s(model_flops(work.forward_flops), rates.flops_per_s, efficiency)
+    again_s = compute_s(work.recomputed_flops, rates.flops_per_s, efficiency)
     reducing = reduction_share(plan.ddp, plan.pp, plan.n_micro_batches)
     beside_s = exposed_s(
         _over_data_axes(reductions),
@@ -571,7 +586,7 @@ def parts_s(work: Work, plan: Plan, cluster: Cluster, efficiency: float) -> dict
         "dp_s": _over_data_axes(waits) + beside_s,
         "pp_s": waits["pp"],
         "bubble_s": 0.0,
-        "update_s": work.moved_bytes / memory,
+        "update_s": work.moved_bytes / rates.memory_bytes_per_s,
     }
 
 

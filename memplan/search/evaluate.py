@@ -180,9 +180,13 @@ class Evaluation:
         try:
             return self._memory(i)
         except NotLinear:
-            self.linear = False
-            self._start()
+            self.by_points()
             return self._memory(i)
+
+    def by_points(self) -> None:
+        """Work out every number of blocks on its own."""
+        self.linear = False
+        self._start()
 
     def _one_by_one(self, grid: Grid) -> Memory:
         peak, worst, rest = np.zeros((3, *grid.shape), np.int64)
@@ -445,14 +449,32 @@ class RankMemory:
     def found(self) -> tuple[Column, NDArray[np.int64]]:
         """Bytes at rest of each cell; the most that a step adds, of the grid's shape."""
         held = self.evaluation.held(self.i, self.rank)
-        high = np.zeros(self.grid.shape, np.int64)
         rest = held.states + self._inputs()
         ms, m = np.unique(self.m, return_inverse=True)
-        for at, program in programs(self._plan(), self.rank.pp, self._places(), self.evaluation.device, ms.tolist()):
+        found = programs(self._plan(), self.rank.pp, self._places(), self.evaluation.device, ms.tolist())
+        values = _Values(self, [program for _, program in found])
+        high = np.zeros(self.grid.shape, np.int64)
+        alike: dict[Hashable, tuple[Reduced, list[Column], list[Column]]] = {}
+        for at, program in found:
             cells = np.flatnonzero(np.isin(m, at))
-            high[cells], left = self._of(program, cells, held)
-            rest[cells] += left
+            units = (self.m[cells] - program.m) // program.unit
+            rest[cells] += self._left(program, cells, units)
+            worst = values.reduced(program)
+            _, all_cells, all_units = alike.setdefault(worst.key, (worst, [], []))
+            all_cells.append(cells)
+            all_units.append(units)
+        for worst, all_cells, all_units in alike.values():
+            cells = np.concatenate(all_cells)
+            high[cells] = self._between(values.most(worst, cells, np.concatenate(all_units), held))
         return rest, high
+
+    def _left(self, program: Program, cells: Column, units: Column) -> Column:
+        """What a schedule leaves in some cells until the next step."""
+        found = np.zeros(len(cells), np.int64)
+        for (ends, _), n, each in zip(self.rank.distinct, program.left, program.left_each, strict=True):
+            if n or each:
+                found += (n + each * units) * self.boundary(ends)[cells]
+        return found
 
     def _plan(self) -> Plan:
         """What the order of passes depends on."""
@@ -487,48 +509,7 @@ class RankMemory:
             places.append(Place(self.rank.distinct.index(found), ends, reduces, widens, defers))
         return places
 
-    def _of(self, program: Program, cells: Column, held: Held) -> tuple[NDArray[np.int64], Column]:
-        """The most that a step adds in some cells, and what a schedule leaves until the next step."""
-        evaluation, structure = self.evaluation, self.rank.distinct
-        left = np.zeros(len(cells), np.int64)
-        units = (self.m[cells] - program.m) // program.unit
-        known = [self.limits[place] for place in self.known]
-        joined, values = [], []
-        for place, (ends, n) in enumerate(structure):
-            passes = tuple([found for found in program.passes if found.place == place])
-            found = evaluation.joined(self.i, ends, passes)
-            table, rows = evaluation.stage_table(self.i, ends)
-            blocks = [evaluation.blocks(self.grid, n, limit) for limit in known]
-            joined.append(found)
-            values.append(at_blocks(table, found.numbers, rows[cells], blocks))
-            if program.left[place] or program.left_each[place]:
-                boundary = self._boundary(ends)[cells]
-                left += (program.left[place] + program.left_each[place] * units) * boundary
-        relations = block_diagonal([found.relations for found in joined])
-        positive = np.concatenate([found.positive for found in joined])
-        worst = reduced(program, relations, positive)
-        net = np.concatenate([v[: len(found.positive)] for v, found in zip(values, joined, strict=True)])
-        before = self._before(worst, net, units)
-        starts = np.cumsum([0, *map(len, values)]).tolist()
-        highs = [tuple([start + i for i in own]) for start, found in zip(starts, joined) for own in found.highs]
-        pairs = [(i, row) for i, at in enumerate(worst.at[:-1].tolist()) for row in highs[at]]
-        by, most = np.array(pairs, np.int64).T
-        end = before[-1:] + held.high[cells].astype(before.dtype)[:, None]
-        return self._between(np.concatenate((before[by] + np.concatenate(values)[most], end))), left
-
-    def _before(self, worst: Reduced, net: NDArray[Any], units: Column) -> NDArray[Any]:
-        """What is alive at each instant [instant, cell, known number of recomputed blocks]."""
-        flat = net.reshape(len(net), -1)
-        counts = np.abs(worst.before) + np.abs(worst.before_each) * units.max()
-        if float(counts.sum(axis=1).max()) * float(np.abs(flat).max(initial=0)) >= EXACT:
-            flat = flat.astype(np.int64)
-        found = (worst.before.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
-        if worst.before_each.any():
-            each = (worst.before_each.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
-            found = found + each * units[:, None]
-        return found
-
-    def _boundary(self, ends: Ends) -> Column:
+    def boundary(self, ends: Ends) -> Column:
         """Bytes of what is sent to or from a stage."""
         table, rows = self.evaluation.stage_table(self.i, ends)
         _, boundary = table("boundary", Part.boundary)
@@ -562,7 +543,7 @@ class RankMemory:
         plan = with_values(plan, global_batch=many(self.m) * (dp * micro_batch))
         stages, received = [], []
         for ends, _ in self.rank.stages:
-            buffer = Buffer(RECEIVED, (), UINT8, many(self._boundary(ends)), "activations")
+            buffer = Buffer(RECEIVED, (), UINT8, many(self.boundary(ends)), "activations")
             stages.append(Stage(evaluation.model, plan, (*ends, 0), evaluation.device))
             received.append((buffer, buffer))
         rank = RankStages.of(*stages, rank=Rank(pp=self.rank.pp))
@@ -570,6 +551,65 @@ class RankMemory:
         world = grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
         found = n_bytes_of(rank.inputs) + mesh_bytes(many(world), evaluation.device)
         return np.asarray(found)
+
+
+class _Values:
+    """The numbers of a rank's passes in all cells of a grid, for the known numbers of recomputed blocks.
+
+    A basis of what the passes leave, of all places one after the other, and candidates for what they hold.
+    """
+
+    def __init__(self, memory: RankMemory, found: Sequence[Program]) -> None:
+        evaluation, i = memory.evaluation, memory.i
+        passes = dict.fromkeys(one for program in found for one in program.passes)
+        known = [memory.limits[place] for place in memory.known]
+        self.place: dict[Pass, int] = {}
+        self.highs: list[tuple[int, ...]] = []
+        joined, basis, highs, n_highs = [], [], [], 0
+        for place, (ends, n) in enumerate(memory.rank.distinct):
+            own = tuple([one for one in passes if one.place == place])
+            numbers = evaluation.joined(i, ends, own)
+            table, rows = evaluation.stage_table(i, ends)
+            blocks = [evaluation.blocks(memory.grid, n, limit) for limit in known]
+            values = at_blocks(table, numbers.numbers, rows, blocks)
+            n_basis = len(numbers.positive)
+            for one, own_highs in zip(own, numbers.highs, strict=True):
+                self.place[one] = len(self.place)
+                self.highs.append(tuple([n_highs + high - n_basis for high in own_highs]))
+            basis.append(values[:n_basis])
+            highs.append(values[n_basis:])
+            n_highs += len(values) - n_basis
+            joined.append(numbers)
+        self.relations = block_diagonal([numbers.relations for numbers in joined])
+        self.positive = np.concatenate([numbers.positive for numbers in joined])
+        self.basis, self.high = np.concatenate(basis), np.concatenate(highs)
+
+    def reduced(self, program: Program) -> Reduced:
+        """The instants of a program that may be the worst, in terms of the basis."""
+        places = np.array([self.place[one] for one in program.passes])
+        return reduced(program, places, self.relations[places], self.positive)
+
+    def most(self, worst: Reduced, cells: Column, units: Column, held: "Held") -> NDArray[Any]:
+        """Candidates for what a step holds [candidate, cell, known number of recomputed blocks]."""
+        net, high = self.basis[:, cells], self.high[:, cells]
+        before = _before(worst, net, units)
+        pairs = [(i, row) for i, at in enumerate(worst.at[:-1].tolist()) for row in self.highs[at]]
+        by, most = np.array(pairs, np.int64).T
+        end = before[-1:] + held.high[cells].astype(before.dtype)[:, None]
+        return np.concatenate((before[by] + high[most], end))
+
+
+def _before(worst: Reduced, net: NDArray[Any], units: Column) -> NDArray[Any]:
+    """What is alive at each instant [instant, cell, known number of recomputed blocks]."""
+    flat = net.reshape(len(net), -1)
+    counts = np.abs(worst.before) + np.abs(worst.before_each) * units.max()
+    if float(counts.sum(axis=1).max()) * float(np.abs(flat).max(initial=0)) >= EXACT:
+        flat = flat.astype(np.int64)
+    found: NDArray[Any] = (worst.before.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
+    if worst.before_each.any():
+        each = (worst.before_each.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
+        found = found + each * units[:, None]
+    return found
 
 
 def _reduces(part: Part) -> dict[str, int]:

@@ -251,33 +251,31 @@ def _distinct(rows: Counts) -> Counts:
 class Reduced(NamedTuple):
     """The instants of a program that may be the worst, in terms of a basis of what its passes leave.
 
-    `before` and `before_each` are [instant, basis]; the last instant is `at` -1.
+    `before` and `before_each` are [instant, basis]; the last instant is `at` -1. Equal ones have equal `key`s.
     """
 
+    key: bytes
     at: Column
     before: Counts
     before_each: Counts
 
 
-@lru_cache(maxsize=65536)
-def _reduced(key: int, relations: bytes, signs: tuple[bool, ...]) -> dict[str, Reduced]:
-    return {}
+_REDUCED: Final[dict[tuple[int, bytes, bytes, bytes], Reduced]] = {}
 
 
-def reduced(program: Program, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
-    """A program where each pass leaves a sum [pass, basis] of numbers, of which some are `positive`.
+def reduced(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
+    """A program whose passes have such `places` and leave sums [pass, basis] of numbers, some `positive`.
 
     Of two instants at the same pass one is left out that has the same of the others and no more of these.
     """
-    known = _reduced(program.key, relations.tobytes(), tuple(positive.tolist()))
-    if not known:
-        known[""] = _made(program, relations, positive)
-    return known[""]
+    key = program.key, places.tobytes(), relations.tobytes(), positive.tobytes()
+    if key not in _REDUCED:
+        _REDUCED[key] = _made(program, places, relations, positive)
+    return _REDUCED[key]
 
 
-def _made(program: Program, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
+def _made(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
     before, each = program.before @ relations, program.before_each @ relations
-    n = relations.shape[1]
     rows = np.concatenate([program.at[:, None], before, before + program.most_units * each], axis=1)
     _, one = np.unique(rows, axis=0, return_index=True)
     signs = np.concatenate((positive, positive))
@@ -295,6 +293,7 @@ def _made(program: Program, relations: Counts, positive: NDArray[np.bool_]) -> R
             if not beaten.any():
                 chosen.append(i)
         kept += own[chosen].tolist()
-    found = np.array(sorted(kept), np.int64)
-    found = np.concatenate((found[program.at[found] >= 0], found[program.at[found] < 0]))
-    return Reduced(program.at[found], before[found], each[found].reshape(-1, n))
+    found = np.array(sorted(kept, key=lambda i: (program.at[i] < 0, rows[i].tolist())), np.int64)
+    at = np.where(program.at[found] < 0, -1, places[program.at[found]])
+    before, each = before[found], each[found]
+    return Reduced(b"".join(part.tobytes() for part in (at, before, each)), at, before, each)

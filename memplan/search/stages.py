@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any, Final, Literal, NamedTuple, final
 
 import numpy as np
@@ -134,7 +134,7 @@ class Axes:
 class Part:
     """A stage at every combination along the axes; `at` are its places in a whole of which it is a part.
 
-    `linear`: the blocks are the corners of a span.
+    The blocks are the corners of spans: `spans` tells which of each.
     """
 
     model: Model
@@ -143,7 +143,7 @@ class Part:
     device: Device
     axes: Axes
     at: tuple[Column, Column, Column]
-    linear: bool
+    spans: tuple[int, ...]
 
     @cached_property
     def stages(self) -> RankStages:
@@ -166,6 +166,16 @@ class Part:
         """Those of the stage."""
         return passes_of(*self.stages)
 
+    @cached_property
+    def _first_corners(self) -> Column:
+        return np.array([self.spans.index(span) for span in self.spans])
+
+    def varies(self, n: Any) -> bool:
+        """Whether a number differs between the corners of any span."""
+        if len(set(self.spans)) == len(self.spans) or np.ndim(n) < 3 or n.shape[2] == 1:
+            return False
+        return bool((n != n[..., self._first_corners]).any())
+
     def boundary(self) -> dict[str, Any]:
         """Bytes of what is sent from stage to stage."""
         return {"bytes": self.stages.stages[0].trace.boundary.n_bytes}
@@ -187,7 +197,7 @@ class Part:
     def stretch(self, name: str, how: Mapping[str, bool]) -> dict[str, Any]:
         """What a pass leaves, and candidates for the most it holds; by a method's name and arguments."""
         made = getattr(self.passes, name)(**how)
-        net, highs = candidates(chain(name, *made) if isinstance(made, list) else made, linear=self.linear)
+        net, highs = candidates(chain(name, *made) if isinstance(made, list) else made, self.varies)
         return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
 
     def flops(self) -> dict[str, Any]:
@@ -228,14 +238,15 @@ class Part:
         yes = np.broadcast_to(yes, self.axes.shape)
         groups = [_equal_slices(yes, axis) for axis in range(3)]
         axis = min((i for i in range(3) if len(groups[i]) > 1), key=lambda i: len(groups[i]))
-        if axis == 2 and self.linear:
-            raise NotLinear((stretch.name, np.asarray(n).ravel().tolist()))
+        if axis == 2 and self.varies(yes):
+            raise NotLinear
         parts = []
         for group in groups[axis]:
             within = [np.arange(n) for n in self.axes.shape]
             within[axis] = group
             at = tuple([where[i] for where, i in zip(self.at, within, strict=True)])
-            parts.append(replace(self, axes=self.axes.some(*within), at=at))
+            spans = tuple([self.spans[i] for i in within[2]])
+            parts.append(replace(self, axes=self.axes.some(*within), at=at, spans=spans))
         return parts
 
 
@@ -268,39 +279,32 @@ def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
 # The candidates for a maximum
 
 
-def candidates(stretch: Stretch, *, linear: bool) -> tuple[Any, list[Any]]:
+def candidates(stretch: Stretch, varies: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
     """What a stretch leaves, and numbers of which the largest is the most that it holds.
 
-    Each is linear in the numbers of blocks where its parts are. Where that is no matter one is enough.
+    Each is linear in the numbers of blocks where its parts are; `varies` tells whether a number is another at
+    each corner of a span.
     """
-    if not linear:
-        return stretch.net_bytes, [stretch.high_bytes]
     if not stretch.parts:
-        if not _varies(stretch.high_bytes):
-            return stretch.net_bytes, [stretch.high_bytes]
-        return stretch.net_bytes, list(_running(stretch))
+        varied = varies(stretch.high_bytes)
+        return stretch.net_bytes, list(_running(stretch)) if varied else [stretch.high_bytes]
     live: Any = 0
     highs: list[Any] = []
     for part in stretch.parts:
-        net, own = candidates(part, linear=True)
+        net, own = candidates(part, varies)
         highs += [live + high for high in own]
         live = live + net
     n = stretch.repeats
     if np.ndim(n) == 0 and n == 1:
         return live, highs
     some = np.asarray(n) > 0
-    if _varies(some):
+    if varies(some):
         raise NotLinear
     if not some.any():
         return 0, [0]
     if some.all():
         return n * live, [*highs, *[high + (n - 1) * live for high in highs]]
     return n * live, [*[some * high for high in highs], *[some * (high + (n - 1) * live) for high in highs]]
-
-
-def _varies(n: Any) -> bool:
-    """Whether a number differs along the axis of blocks."""
-    return np.ndim(n) == 3 and n.shape[2] > 1 and bool((n != n[..., :1]).any())
 
 
 def _running(stretch: Stretch) -> Iterator[Any]:
@@ -379,17 +383,17 @@ class Table:
             if span not in self.spans:
                 self.spans.append(span)
             self.span_of[pair] = self.spans.index(span)
-        points = [i for i, span in enumerate(self.spans) if len(span.corners) == 1]
-        groups = [[i] for i, span in enumerate(self.spans) if len(span.corners) > 1]
-        self._parts: list[tuple[list[int], list[Part]]] = []
-        for group in [*groups, points] if points else groups:
-            corners = tuple([corner for i in group for corner in self.spans[i].corners])
-            axes = Axes(tensor=cells.tensor, data=cells.data, blocks=corners)
-            at = np.arange(axes.shape[0]), np.arange(axes.shape[1]), np.arange(axes.shape[2])
-            part = Part(
-                model=model, plan=plan, ends=ends, device=device, axes=axes, at=at, linear=group is not points
-            )
-            self._parts.append((group, [part]))
+        corners = [(i, corner) for i, span in enumerate(self.spans) for corner in span.corners]
+        self.corner = [[j for j, (k, _) in enumerate(corners) if k == i] for i in range(len(self.spans))]
+        axes = Axes(
+            tensor=cells.tensor, data=cells.data, blocks=tuple([corner for _, corner in corners])
+        )
+        at = np.arange(axes.shape[0]), np.arange(axes.shape[1]), np.arange(axes.shape[2])
+        spans = tuple([i for i, _ in corners])
+        self._parts = [
+            Part(model=model, plan=plan, ends=ends, device=device, axes=axes, at=at, spans=spans)
+        ]
+        self._n_corners = len(corners)
         self._known: dict[Hashable, tuple[tuple[Any, ...], NDArray[np.int64]]] = {}
 
     def __call__(self, key: Hashable, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
@@ -403,43 +407,35 @@ class Table:
             self._known[key] = self._found(asked)
         return self._known[key]
 
-    def _found(self, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
-        names: dict[Any, None] = {}
-        made: list[dict[Any, NDArray[np.int64]]] = []
-        for group, parts in self._parts:
-            values: dict[Any, NDArray[np.int64]] = {}
-            i = 0
-            while i < len(parts):
-                try:
-                    answer = asked(parts[i])
-                except Differ as differ:
-                    parts[i : i + 1] = parts[i].split(differ.yes)
-                    continue
-                self._put(values, parts[i], answer, sum(len(self.spans[j].corners) for j in group))
-                i += 1
-            names |= dict.fromkeys(values)
-            made.append(values)
-        coefficients = np.zeros((len(names), len(self.spans), self.cells.n, 3), np.int64)
-        for (group, _), values in zip(self._parts, made, strict=True):
-            for row, name in enumerate(names):
-                if name not in values:
-                    continue
-                if len(group) == 1:
-                    coefficients[row, group[0]] = self.spans[group[0]].coefficients(values[name])
-                else:
-                    coefficients[row, group, :, 0] = values[name].T
-        return tuple(names), coefficients
+    def ends_of(self, blocks: Sequence[Blocks]) -> Iterator[Blocks]:
+        """Of numbers of blocks in the same span the first and the last."""
+        ordered = sorted(set(blocks), key=lambda pair: (self.span_of[pair], pair))
+        for _, found in groupby(ordered, self.span_of.__getitem__):
+            own = list(found)
+            yield from own[:1] + own[1:][-1:]
 
-    def _put(
-        self, values: dict[Any, NDArray[np.int64]], part: Part, answer: Mapping[Any, Any], n_corners: int
-    ) -> None:
+    def _found(self, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+        values: dict[Any, NDArray[np.int64]] = {}
+        i = 0
+        while i < len(self._parts):
+            try:
+                answer = asked(self._parts[i])
+            except Differ as differ:
+                self._parts[i : i + 1] = self._parts[i].split(differ.yes)
+                continue
+            self._put(values, self._parts[i], answer)
+            i += 1
+        found = np.stack([*values.values()]) if values else np.zeros((0, self.cells.n, self._n_corners), np.int64)
+        spans = [span.coefficients(found[..., own]) for span, own in zip(self.spans, self.corner, strict=True)]
+        return tuple(values), np.stack(spans, axis=1)
+
+    def _put(self, values: dict[Any, NDArray[np.int64]], part: Part, answer: Mapping[Any, Any]) -> None:
         """The answer of a part in its place among all cells and corners."""
         tensor, data, blocks = part.at
         rows = self.cells.at[np.ix_(tensor, data)]
         there = rows >= 0
-        rows = rows[there]
-        shape = part.axes.shape
-        flat = {name: np.broadcast_to(n, shape)[there] for name, n in answer.items()}
+        places = np.ix_(rows[there], blocks)
+        flat = {name: np.broadcast_to(n, part.axes.shape)[there] for name, n in answer.items()}
         highs = [name for name in flat if isinstance(name, str) and name.startswith("high ")]
         if len(highs) > 1:
             stack = np.stack([flat.pop(name) for name in highs])
@@ -447,8 +443,8 @@ class Table:
                 flat[f"high {i}"] = stack[kept]
         for name, n in flat.items():
             if name not in values:
-                values[name] = np.zeros((self.cells.n, n_corners), np.int64)
-            values[name][np.ix_(rows, blocks)] = n
+                values[name] = np.zeros((self.cells.n, self._n_corners), np.int64)
+            values[name][places] = n
 
 
 class Basis:

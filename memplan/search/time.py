@@ -1,8 +1,7 @@
 """How long a step of each of many plans takes, by the formulas that time one."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -14,32 +13,22 @@ from memplan.estimate import device_of, ranks_of
 from memplan.hardware import Cluster
 from memplan.many import Differ, many
 from memplan.models import Model
-from memplan.plan import SCHEDULES, Axis, Plan, Schedule
-from memplan.search.evaluate import (
-    EACH,
-    Columns,
-    Part,
-    Place,
-    RankPlaces,
-    Search,
-    Sheet,
-    distinct,
-    has_rule,
-    optimizer_sees,
-    with_values,
-)
-from memplan.search.plans import Column, Plans
+from memplan.plan import SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan, Schedule
+from memplan.search.evaluate import Evaluation, RankPlaces, alike, has_rule, mode_of
+from memplan.search.plans import Column, Grid, Plans, grids_of
+from memplan.search.stages import EACH, Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
+    Rates,
     RankWork,
     Roofline,
-    StepTime,
     Work,
     added,
     busy_s,
     forward_flops,
     links_used,
     parts_s,
+    rates_of,
     recomputed_flops,
     sent_bytes,
     update_bytes,
@@ -58,14 +47,33 @@ MOST: Final = 2.0**61
 def step_s(model: Model, plans: Plans, cluster: Cluster) -> Seconds:
     """Seconds of each plan's step, as `Estimate.step_s`; infinitely many where a rate is missing."""
     seconds = np.full(len(plans), inf)
-    timed = np.flatnonzero(_has_rates(plans, cluster))
-    if len(timed) and has_rule(plans.base):
-        search = _Times(model, plans[timed], cluster)
-        search.run()
-        seconds[timed] = search.seconds()
-        timed = timed[search.left]
-    for i in timed:
-        seconds[i] = _step_s(model, plans.plan(int(i)), cluster)
+    for some in alike(grids_of(plans)):
+        evaluation = Evaluation(model, [grid for grid, _ in some], device_of(cluster))
+        for i, (_, places) in enumerate(some):
+            seconds[places] = times(evaluation, i, cluster)[:, 0]
+    return seconds
+
+
+def times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column | None = None) -> Seconds:
+    """Seconds of each step of one of the grids, or of some of its cells; as `step_s`."""
+    grid = evaluation.grids[i]
+    chosen = np.arange(grid.shape[0]) if cells is None else cells
+    seconds = np.full((len(chosen), grid.shape[1]), inf)
+    timed = np.flatnonzero(_has_rates(grid[chosen], cluster))
+    if not len(timed):
+        return seconds
+    if has_rule(grid.base):
+        try:
+            found, left = _GridTimes(evaluation, i, cluster, chosen[timed]).found()
+        except NotLinear:
+            evaluation.by_points()
+            found, left = _GridTimes(evaluation, i, cluster, chosen[timed]).found()
+        seconds[timed] = found
+    else:
+        left = np.ones((len(timed), grid.shape[1]), np.bool_)
+    for cell, block in np.argwhere(left):
+        plan = grid.plans(chosen[timed][[cell]], np.array([block])).plan(0)
+        seconds[timed[cell], block] = _step_s(evaluation.model, plan, cluster)
     return seconds
 
 
@@ -85,15 +93,17 @@ def _work(stages: RankStages) -> RankWork:
     )
 
 
-def _has_rates(plans: Plans, cluster: Cluster) -> NDArray[np.bool_]:
-    """Whether each plan's rates are known, as `Roofline.missing` says of one."""
-    n = len(plans)
-    if Roofline().missing(with_values(plans.base, dp=1, dp_replicate=1, tp=1, pp=1, offload=False), cluster):
-        return np.zeros(n, np.bool_)
-    degrees = ("dp", "dp_replicate", "tp", "pp")
-    plan = with_values(plans.base, **{name: plans.column(name) for name in degrees})
+def _has_rates(grid: Grid, cluster: Cluster) -> NDArray[np.bool_]:
+    """Whether each cell's rates are known, as `Roofline.missing` says of one plan."""
+    none = np.zeros(grid.shape[0], np.bool_)
+    if grid.structure["offload"]:
+        return none
+    if Roofline().missing(with_values(grid.base, dp=1, dp_replicate=1, tp=1, pp=1, offload=False), cluster):
+        return none
+    degrees = {name: grid.cells[name] for name in ("dp", "dp_replicate", "tp")}
+    plan = with_values(grid.base, pp=np.full(grid.shape[0], grid.structure["pp"]), **degrees)
     within, between = links_used(plan, cluster.gpus_per_node)
-    known: NDArray[np.bool_] = plans.column("offload") == 0
+    known = ~none
     if not cluster.intra_node.bytes_per_s:
         known &= ~within
     if not cluster.inter_node.bytes_per_s:
@@ -101,196 +111,194 @@ def _has_rates(plans: Plans, cluster: Cluster) -> NDArray[np.bool_]:
     return known
 
 
-SLOTS: Final = 4
-"""Kinds of ranks in a pipeline's order: the first, those with one block more, the others, the last."""
-
-
-class _Times(Search):
-    """Plans on their way to their times; `left` are those that there is no rule for."""
-
-    def __init__(self, model: Model, plans: Plans, cluster: Cluster) -> None:
-        super().__init__(model, plans, device_of(cluster))
-        n = len(plans)
-        self.cluster = cluster
-        self.efficiency = Roofline().efficiency
-        self.left = np.zeros(n, np.bool_)
-        names = [field.name for field in fields(StepTime)]
-        self.parts = [{name: np.zeros(n) for name in names} for _ in range(SLOTS)]
-        self.piped = np.zeros(n)
-
-    def seconds(self) -> Seconds:
-        """Each plan's step: that of its slowest rank."""
-        busy = [np.asarray(busy_s(parts)) for parts in self.parts]
-        total = self._of_all_ranks(busy)
-        slowest = self.piped
-        for i, schedule in enumerate(SCHEDULES):
-            chosen = np.flatnonzero((self.of["schedule"] == i) & (slowest == 0))
-            if not len(chosen):
-                continue
-            plan = self._plan(self.of.some(chosen), schedule=schedule)
-            for parts, own, n_ranks in zip(self.parts, busy, self._n_ranks(), strict=True):
-                some = {name: column[chosen] for name, column in parts.items()}
-                some["bubble_s"] = np.asarray(waited_s(plan, total[chosen], own[chosen]))
-                found = np.where(n_ranks[chosen] > 0, added(list(some.values())), 0.0)
-                slowest[chosen] = np.maximum(slowest[chosen], found)
-        return slowest
-
-    def _n_ranks(self) -> tuple[Column, Column, Column, Column]:
-        """How many ranks of each kind there are."""
-        pp, odd = self.of["pp"], self.of["odd"]
-        several = (pp > 1).astype(np.int64)
-        longer = several * np.maximum(0, odd - 1)
-        return np.ones_like(pp), longer, several * (pp - 2 - longer), several
-
-    def _of_all_ranks(self, busy: Sequence[Seconds]) -> Seconds:
-        """The sum over a pipeline's ranks, one after the other."""
-        total = np.zeros(len(self.left))
-        for seconds, n_ranks in zip(busy, self._n_ranks(), strict=True):
-            last_first = np.argsort(-n_ranks, kind="stable")
-            most_first = n_ranks[last_first]
-            for i in range(int(most_first[0])):
-                more = last_first[: int(np.searchsorted(-most_first, -i, side="left"))]
-                total[more] += seconds[more]
-        return total
-
-    def _several_stages_each(self, of: Columns) -> None:
-        for some in of.alike("schedule", "pp", "virtual_stages", "zero", "mode"):
-            self._pipelines(some)
-
-    def _pipelines(self, of: Columns) -> None:
-        """The steps of plans whose ranks have equally many stages, in one schedule."""
-        schedule, pp = SCHEDULES[of.first("schedule")], of.first("pp")
-        plan = self._plan(of, schedule=schedule, zero=of.first("zero"))
-        ms, m = distinct(of["m"])
-        slots: dict[Any, int] = {}
-        order: list[int] = []
-        found: list[dict[str, Quantity]] = []
-        for rank in self._ranks(of):
-            rounds = _rounds(schedule, pp, of.first("virtual_stages"), plan.fsdp, rank.pp, tuple(ms.tolist()))
-            stages = list(_of_one_row(rank, rounds))
-            key = rank.own, tuple([(s.place, s.n, s.rounds.tobytes(), s.sends) for s in stages])
-            if key not in slots:
-                slots[key] = len(found)
-                some = [s._replace(rounds=_chosen(s.rounds, m)) for s in stages]
-                found.append(self._parts(of, plan, some, rank.own))
-            order.append(slots[key])
-        busy = [busy_s(parts) for parts in found]
-        total = added([busy[slot] for slot in order])
-        slowest = np.zeros(len(m))
-        for parts, own in zip(found, busy, strict=True):
-            parts["bubble_s"] = waited_s(plan, total, own)
-            slowest = np.maximum(slowest, added(list(parts.values())))
-        self.piped[of["plan"]] = slowest
-
-    def _alike(self, of: Columns, rank: Column, stages: Sequence[Place], own: Place) -> None:
-        ((ends, _),) = stages
-        longer = rank[0] == 1 and of.first("odd") > 1
-        slot = 0 if ends[0] else 3 if ends[1] else 1 if longer else 2
-        for some in of.alike("schedule", "zero", "mode"):
-            plan = self._plan(some, schedule=SCHEDULES[some.first("schedule")], zero=some.first("zero"))
-            alone = with_values(plan, pp=1 if some.first("pp") == 1 else 2)
-            rounds = rounds_of(alone, 0, 0, first=ends[0])
-            stage = _Stages(stages[0], 1, [np.asarray(n) for n in rounds], (1, 1))
-            for part, seconds in self._parts(some, plan, [stage], own).items():
-                self.parts[slot][part][some["plan"]] = np.asarray(seconds)
-
-    def _parts(self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: Place) -> dict[str, Quantity]:
-        """The parts of a rank's step, by its own formulas."""
-        forward, again = [], []
-        for stage in stages:
-            sheet, rows, grids = self._looked_up(of, "stage", stage.place)
-            m, split, *_ = stage.rounds
-            forward += [(m, *sheet("forward", Part.forward_flops, rows, grids))]
-            for field, times in (("micro_batches", m), ("split", split)):
-                if np.any(times):
-                    asked = partial(Part.again_flops, field=field)
-                    again += [(times, *sheet(("again", field), asked, rows, grids))]
-        work = Work(
-            forward_flops=self._total(of, forward),
-            recomputed_flops=self._total(of, again),
-            sent=sent_bytes(self._sent(of, plan, stages, own)),
-            moved_bytes=self._moved_bytes(of, own, plan),
-        )
-        return parts_s(work, plan, self.cluster, self.efficiency)
-
-    def _looked_up(self, of: Columns, kind: str, place: Place) -> tuple[Sheet, Column, set[int]]:
-        """The sheet of a stage, or of a rank; the plans' rows there, and the grids that these are of."""
-        sheet, rows = self.sheets[kind, place[0]], of[place[1]]
-        return sheet, rows, sheet.grids_of(rows)
-
-    def _plan(self, of: Columns, **values: Any) -> Plan:
-        """A plan with arrays for degrees and batches."""
-        names = ("dp", "dp_replicate", "tp", "pp", "micro_batch", "virtual_stages")
-        return with_values(self.base, **{name: many(of[name]) for name in names}, **values)
-
-    def _total(self, of: Columns, terms: Sequence[tuple[Any, Any]]) -> Any:
-        """The sum of products of counts; plans for which that is no 64-bit integer are left."""
-        if sum(float(np.max(times)) * float(np.max(each)) for times, each in terms) >= MOST:
-            rough = sum(np.asarray(times, np.float64) * each for times, each in terms)
-            self.left[of["plan"]] |= rough >= MOST
-        return sum([times * each for times, each in terms])
-
-    def _sent(
-        self, of: Columns, plan: Plan, stages: "Sequence[_Stages]", own: Place
-    ) -> Iterator[tuple[Axis, str, Any]]:
-        """Axes, purposes and bytes of all that a rank sends."""
-        terms: dict[Purpose, list[tuple[Any, Any]]] = {}
-        for stage in stages:
-            sheet, rows, grids = self._looked_up(of, "stage", stage.place)
-            for field, times in zip(EACH, (stage.n, *stage.rounds), strict=True):
-                for purpose in sheet.purposes(field, grids) if np.any(times) else ():
-                    if purpose[0] == "recv":
-                        continue
-                    (each,) = sheet((purpose, field), partial(_passed, purpose, field), rows, grids)
-                    n = times if purpose[1] != "pp" else of["m"] * stage.sends[purpose[2] != "activations"]
-                    terms.setdefault(purpose, []).append((n, each))
-        sheet, rows, grids = self._looked_up(of, "rank", own)
-        for purpose in sheet.purposes("after", grids):
-            if purpose[2] != "updated weights" or plan.zero == 1:
-                (each,) = sheet((purpose, "after"), partial(_passed, purpose, "after"), rows, grids)
-                terms.setdefault(purpose, []).append((1, each))
-        ranks = ranks_along(plan)
-        for (kind, axis, what), products in terms.items():
-            payload = self._total(of, products)
-            self._total(of, [(payload, np.asarray(ranks[axis]))])
-            yield axis, what, wire_bytes(kind, payload, ranks[axis])
-
-    def _moved_bytes(self, of: Columns, own: Place, plan: Plan) -> Quantity:
-        sheet, rows, grids = self._looked_up(of, "rank", own)
-        weights, grads, optimizer = sheet("moved", Part.moved, rows, grids)
-        if plan.zero == 1 and plan.ddp:
-            *_, optimizer = self._dealt(of, own)
-        share = updated_share(of.first("zero"), plan.dp)
-        return update_bytes(share * weights, share * grads, optimizer)
-
-
 class _Stages(NamedTuple):
-    """Stages of a rank that have one row: `n` of them, what their rounds add up to.
+    """Stages of a rank that are alike: `n` of them, what their rounds add up to.
 
-    How many send activations to other ranks, and how many gradients.
+    `rounds` [field of Rounds, number of micro-batches]; how many send activations to other ranks, and how
+    many gradients.
     """
 
-    place: Place
+    stage: tuple[Ends, int]
     n: int
-    rounds: Any
+    rounds: Column
     sends: tuple[int, int]
 
 
-def _of_one_row(rank: RankPlaces, rounds: Column) -> Iterator[_Stages]:
-    """A rank's stages, those that have one row together; rounds for each number of micro-batches."""
-    for place in dict.fromkeys(rank.stages):
-        (first, last), _ = place
-        local = [i for i, found in enumerate(rank.stages) if found == place]
+class _GridTimes:
+    """Cells of a grid on their way to their times; `left` are plans that there is no rule for."""
+
+    def __init__(self, evaluation: Evaluation, i: int, cluster: Cluster, cells: Column) -> None:
+        self.evaluation, self.i, self.cells = evaluation, i, cells
+        self.grid = grid = evaluation.grids[i]
+        self.left = np.zeros((len(cells), grid.shape[1]), np.bool_)
+        structure = grid.structure
+        self.schedule: Schedule = SCHEDULES[structure["schedule"]] if structure["pp"] > 1 else "1f1b"
+        columns = {name: many(column[cells])[:, None] for name, column in grid.cells.items()}
+        self.plan = with_values(
+            grid.base,
+            pp=structure["pp"],
+            virtual_stages=structure["virtual_stages"],
+            schedule=self.schedule,
+            zero=structure["zero"],
+            offload=False,
+            **columns,
+        )
+        self.rates: Rates = rates_of(self.plan, cluster)
+        ms, m = np.unique(np.asarray(self.plan.n_micro_batches).ravel(), return_inverse=True)
+        self.ms, self.m = tuple(ms.tolist()), m.ravel()
+        self.numbers: dict[tuple[Ends, int], Mapping[Any, Any]] = {}
+        self.efficiency = Roofline().efficiency
+
+    def found(self) -> tuple[Seconds, NDArray[np.bool_]]:
+        """Each plan's step: that of its slowest rank."""
+        slots: dict[Any, int] = {}
+        order: list[int] = []
+        parts: list[dict[str, Quantity]] = []
+        structure = self.grid.structure
+        for rank in self.evaluation.ranks(self.grid):
+            rounds = _rounds(
+                self.schedule,
+                structure["pp"],
+                structure["virtual_stages"],
+                mode_of(self.grid) >= 2,
+                rank.pp,
+                self.ms,
+            )
+            stages = list(_alike_stages(rank, rounds))
+            key = rank.whole, tuple([(s.stage, s.n, s.rounds.tobytes(), s.sends) for s in stages])
+            if key not in slots:
+                slots[key] = len(parts)
+                parts.append(self._parts(rank, stages))
+            order.append(slots[key])
+        busy = [busy_s(found) for found in parts]
+        total = added([busy[slot] for slot in order])
+        slowest: Any = 0.0
+        for found, own in zip(parts, busy, strict=True):
+            found["bubble_s"] = waited_s(self.plan, total, own)
+            slowest = np.maximum(slowest, added(list(found.values())))
+        return np.broadcast_to(slowest, self.left.shape), self.left
+
+    def _parts(self, rank: RankPlaces, stages: Sequence[_Stages]) -> dict[str, Quantity]:
+        """The parts of a rank's step, by its own formulas."""
+        forward, again = [], []
+        for stage in stages:
+            known, rounds = self._known(stage.stage), self._times(stage.rounds)
+            forward.append((rounds[0], known["flops"]))
+            for field, times in zip(("micro_batches", "split"), rounds, strict=False):
+                if np.any(times) and ("again", field) in known:
+                    again.append((times, known["again", field]))
+        work = Work(
+            forward_flops=self._total(forward),
+            recomputed_flops=self._total(again),
+            sent=sent_bytes(self._sent(rank, stages)),
+            moved_bytes=self._moved_bytes(rank),
+        )
+        return parts_s(work, self.plan, self.rates, self.efficiency)
+
+    def _known(self, stage: tuple[Ends, int]) -> Mapping[Any, Any]:
+        """The numbers of a stage: [cell, 1] where recomputed blocks make no difference, else [cell, blocks]."""
+        if stage not in self.numbers:
+            ends, n = stage
+            evaluation, grid = self.evaluation, self.grid
+            table, rows = evaluation.stage_table(self.i, ends)
+            splits = self.schedule in SPLITTING_SCHEDULES
+            names, coefficients = table("counted", lambda part: _counted(part, splits=splits))
+            blocks = [evaluation.blocks(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
+            rows = rows[self.cells]
+            first = at_blocks(table, coefficients, rows, list(table.ends_of(blocks)))
+            found: dict[Any, Any] = {("sent", field): [] for field in EACH}
+            varied = (first != first[:, :, :1]).any(axis=(1, 2))
+            numbers = iter(at_blocks(table, coefficients[varied], rows, blocks))
+            for name, number, varies in zip(names, first, varied.tolist(), strict=True):
+                found[name] = next(numbers) if varies else number[:, :1]
+                if isinstance(name[0], tuple):
+                    purpose, field = name
+                    found["sent", field].append(purpose)
+            self.numbers[stage] = found
+        return self.numbers[stage]
+
+    def _times(self, rounds: Column) -> list[Any]:
+        """Each field's number for each cell; one for all where the micro-batches are no matter."""
+        return [
+            field[self.m][:, None] if (field != field[0]).any() else int(field[0]) for field in rounds
+        ]
+
+    def _total(self, terms: Sequence[tuple[Any, Any]]) -> Any:
+        """The sum of products of counts; plans for which that is no 64-bit integer are left."""
+        if sum(float(np.max(times)) * float(np.max(each)) for times, each in terms) >= MOST:
+            rough = sum(np.asarray(times, np.float64) * each for times, each in terms)
+            self.left |= rough >= MOST
+        return sum([times * each for times, each in terms])
+
+    def _sent(self, rank: RankPlaces, stages: Sequence[_Stages]) -> Iterator[tuple[Axis, str, Any]]:
+        """Axes, purposes and bytes of all that a rank sends."""
+        terms: dict[Purpose, list[tuple[Any, Any]]] = {}
+        m = np.asarray(self.plan.n_micro_batches)
+        for stage in stages:
+            known = self._known(stage.stage)
+            for field, times in zip(EACH, (stage.n, *self._times(stage.rounds)), strict=True):
+                for purpose in known["sent", field] if np.any(times) else ():
+                    if purpose[0] == "recv":
+                        continue
+                    n = times if purpose[1] != "pp" else m * stage.sends[purpose[2] != "activations"]
+                    terms.setdefault(purpose, []).append((n, known[purpose, field]))
+        for purpose, each in self._after(rank).items():
+            if purpose[2] != "updated weights" or self.grid.structure["zero"] == 1:
+                terms.setdefault(purpose, []).append((1, each))
+        ranks = ranks_along(self.plan)
+        for (kind, axis, what), products in terms.items():
+            payload = self._total(products)
+            self._total([(payload, np.asarray(ranks[axis]))])
+            yield axis, what, wire_bytes(kind, payload, ranks[axis])
+
+    def _whole(self, rank: RankPlaces, key: str) -> dict[Any, Any]:
+        """Numbers of a rank as one stage."""
+        ends, n = rank.whole
+        table, rows = self.evaluation.rank_table(self.i, ends)
+        names, coefficients = table(key, _after if key == "after" else Part.moved)
+        return dict(zip(names, at_blocks(table, coefficients, rows[self.cells], [(0, n)]), strict=True))
+
+    def _after(self, rank: RankPlaces) -> dict[Purpose, Any]:
+        """What the update sends."""
+        return self._whole(rank, "after")
+
+    def _moved_bytes(self, rank: RankPlaces) -> Quantity:
+        found = self._whole(rank, "moved")
+        optimizer = found["optimizer"]
+        zero = self.grid.structure["zero"]
+        if zero == 1 and mode_of(self.grid):
+            *_, dealt = self.evaluation.dealt(self.i, rank)
+            optimizer = dealt[self.cells][:, None]
+        share = updated_share(zero, self.plan.dp)
+        return update_bytes(share * found["weights"], share * found["grads"], optimizer)
+
+
+def _counted(part: Part, *, splits: bool) -> dict[Any, Any]:
+    """FLOPs and bytes of a stage: forward, again and sent with each of a field of `Rounds`."""
+    found: dict[Any, Any] = part.flops()
+    for field in EACH:
+        if field == "split" and not splits:
+            continue
+        found |= {(purpose, field): n for purpose, n in part.sent(field).items()}
+        if field in ("micro_batches", "split"):
+            found["again", field] = part.again_flops(field)["flops"]
+    return found
+
+
+def _after(part: Part) -> Mapping[Purpose, Any]:
+    return part.sent("after")
+
+
+def _alike_stages(rank: RankPlaces, rounds: Column) -> Iterator[_Stages]:
+    """A rank's stages, those that are alike together; rounds for each number of micro-batches."""
+    for stage in rank.distinct:
+        (first, last), _ = stage
+        local = [i for i, found in enumerate(rank.stages) if found == stage]
         on, back = (
             sum(rank.indices[i] + beyond not in rank.indices for i in local) if there else 0
             for beyond, there in ((1, not last), (-1, not first))
         )
-        yield _Stages(place, len(local), rounds[local].sum(axis=0), (on, back))
-
-
-def _chosen(rounds: Column, m: Column) -> list[Any]:
-    """Each field's number for each plan's number of micro-batches; one for all where that is no matter."""
-    return [field[m] if (field != field[0]).any() else int(field[0]) for field in rounds]
+        yield _Stages(stage, len(local), rounds[local].sum(axis=0), (on, back))
 
 
 @lru_cache(maxsize=65536)
@@ -316,7 +324,3 @@ def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tupl
             chosen = np.flatnonzero(part)
             found[..., chosen] = _rounds(schedule, pp, v, fsdp, rank, tuple(ms[j] for j in chosen))
     return found
-
-
-def _passed(purpose: Purpose, field: str, part: Part) -> tuple[Any]:
-    return (part.sent(field).get(purpose, 0),)

@@ -487,12 +487,16 @@ def grouped(
 
     The first row of a unit stands alone: it follows another unit than those after it.
     """
-    left = [(segment, n) for segment, n in order if n]
-    for unit, size, times in groups:
+    left = [(segment, n) for segment, n in order if anywhere(n)]
+    all_groups = list(groups)
+    if [group.size for group in all_groups if not isinstance(group.size, Many)] == [1]:
+        yield from ((all_groups[0].unit, [(segment, 1)], n) for segment, n in left)
+        return
+    for unit, size, times in all_groups:
         first = True
         while times:
             row: list[tuple[Segment, int]] = []
-            n_rows = 1 if first or left[0][1] < size else min(times, left[0][1] // size)
+            n_rows = 1 if first else max(1, min(times, left[0][1] // size))
             needed = n_rows * size
             while needed:
                 segment, n = left.pop(0)
