@@ -105,26 +105,29 @@ class Rounds(NamedTuple):
     reductions: int
 
 
-def rounds_of(plan: Plan, pp_rank: int, local: int, *, first: bool) -> Rounds:
-    """Those of a rank's `local`-th stage, which may be the pipeline's first."""
+def rounds_of(plan: Plan, pp_rank: int, firsts: Sequence[bool]) -> list[Rounds]:
+    """Those of a rank's stages, each of which may be the pipeline's first."""
     m = plan.n_micro_batches
     if plan.pp == 1:
-        return Rounds(m, 0, m, m, m)
+        return [Rounds(m, 0, m, m, m)]
     if plan.schedule in SINGLE_STAGE_SCHEDULES:
-        return Rounds(m, 0, 1, m, 1)
-    split, once, again = 0, 1, m
-    if plan.schedule in SPLITTING_SCHEDULES and not first:
-        split = count(plan_order(plan, pp_rank), Action("backward-input", local))
-    if plan.fsdp:
-        once, again = times_unsharded(plan_order(plan, pp_rank), local)
-    return Rounds(m, split, once, again, 1)
+        return [Rounds(m, 0, 1, m, 1)]
+    splits = plan.schedule in SPLITTING_SCHEDULES
+    order = plan_order(plan, pp_rank) if splits or plan.fsdp else None
+    found = []
+    for local, first in enumerate(firsts):
+        split, once, again = 0, 1, m
+        if order is not None and splits and not first:
+            split = count(order, Action("backward-input", local))
+        if order is not None and plan.fsdp:
+            once, again = times_unsharded(order, local)
+        found.append(Rounds(m, split, once, again, 1))
+    return found
 
 
 def rounds(stages: RankStages) -> list[Rounds]:
     """Those of each stage of a rank."""
-    return [
-        rounds_of(stages.plan, stages.rank.pp, local, first=stage.first) for local, stage in enumerate(stages)
-    ]
+    return rounds_of(stages.plan, stages.rank.pp, [stage.first for stage in stages])
 
 
 def payloads_bytes(calls: Iterable[Calls]) -> dict[Purpose, int]:

@@ -4,7 +4,7 @@ A pass is known by what it leaves and by the most it holds. So an instant of the
 each pass has been before it: whatever the passes' bytes, the largest such sum is the most the step holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from math import gcd
@@ -17,7 +17,7 @@ from memplan.engines.torch import Passes, RankStages, Stage
 from memplan.engines.torch.runtime import left_behind
 from memplan.engines.torch.schedules import schedule
 from memplan.many import Differ, many
-from memplan.plan import Plan, Rank
+from memplan.plan import SINGLE_STAGE_SCHEDULES, Plan, Rank
 from memplan.search.plans import Column
 from memplan.search.stages import Ends, with_values
 from memplan.shapes import UINT8, Buffer
@@ -79,7 +79,23 @@ def programs(
 
     Of the plan count the schedule, the pipeline, and what is said of gradients and of the data axis.
     """
-    return _programs(plan, rank, tuple(places), device, tuple(ms), tuple(range(len(ms))))
+    found = []
+    for some in _likely_alike(plan, ms):
+        own = tuple([ms[i] for i in some])
+        found += _programs(plan, rank, tuple(places), device, own, tuple(some))
+    return found
+
+
+def _likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of micro-batches, by place, that probably have one program: as many go round alike."""
+    if plan.schedule in SINGLE_STAGE_SCHEDULES or plan.pp == 1:
+        yield list(range(len(ms)))
+        return
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, m in enumerate(ms):
+        n_rounds = max(1, m // plan.pp)
+        groups.setdefault((m // n_rounds, min(n_rounds, 4)), []).append(i)
+    yield from groups.values()
 
 
 @lru_cache(maxsize=4096)
@@ -283,16 +299,10 @@ def _made(program: Program, places: Column, relations: Counts, positive: NDArray
     for at in np.unique(program.at).tolist():
         own = one[program.at[one] == at]
         values = rows[own, 1:]
-        order = np.argsort(-values[:, signs].sum(axis=1), kind="stable")
-        chosen: list[int] = []
-        for i in order.tolist():
-            others = values[chosen]
-            beaten = (others[:, signs] >= values[i, signs]).all(axis=1) & (
-                others[:, ~signs] == values[i, ~signs]
-            ).all(axis=1)
-            if not beaten.any():
-                chosen.append(i)
-        kept += own[chosen].tolist()
+        some, others = values[:, signs], values[:, ~signs]
+        beaten = (some[None] >= some[:, None]).all(axis=2) & (others[None] == others[:, None]).all(axis=2)
+        np.fill_diagonal(beaten, val=False)
+        kept += own[~beaten.any(axis=1)].tolist()
     found = np.array(sorted(kept, key=lambda i: (program.at[i] < 0, rows[i].tolist())), np.int64)
     at = np.where(program.at[found] < 0, -1, places[program.at[found]])
     before, each = before[found], each[found]

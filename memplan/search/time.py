@@ -316,8 +316,9 @@ def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tupl
     )
     found = np.zeros((v, len(Rounds._fields), len(ms)), np.int64)
     try:
-        for local, index in enumerate(plan.stages_of(rank)):
-            for i, times in enumerate(rounds_of(plan, rank, local, first=index == 0)):
+        firsts = [index == 0 for index in plan.stages_of(rank)]
+        for local, rounds in enumerate(rounds_of(plan, rank, firsts)):
+            for i, times in enumerate(rounds):
                 found[local, i] = times
     except Differ as differ:
         for part in (differ.yes, ~differ.yes):

@@ -339,7 +339,7 @@ def with_last(order: Run, n_stages: int) -> Run:
 def _with_last(run: Run, local: int, put: Callable[[Action], tuple[Action, ...]]) -> Run:
     """A run with something else put for the last backward pass of a stage, taken apart around it."""
     wanted = {Action("backward", local), Action("backward-weight", local)}
-    i = max(i for i, part in enumerate(run.parts) if _has(part, wanted))
+    i = next(i for i in reversed(range(len(run.parts))) if _has(run.parts[i], wanted))
     part = run.parts[i]
     end = put(part) if isinstance(part, Action) else (_with_last(part, local, put),)
     last = Run((*run.parts[:i], *end, *run.parts[i + 1 :]))
