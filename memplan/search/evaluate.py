@@ -163,7 +163,7 @@ class Evaluation:
 
     def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
         self.model, self.grids, self.device = model, grids, device
-        self.linear = grids[0].base.fsdp_blocks == 1
+        self.linear = all(grid.base.fsdp_blocks == 1 for grid in grids)
         self._start()
 
     def _start(self) -> None:

@@ -1,10 +1,10 @@
 """`memplan.search`: what should be run on a cluster."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
 from memplan.search.best import Kept, Rows, best, front
-from memplan.search.plans import VARIED, Figures, Grid, Plans, joined
+from memplan.search.plans import VARIED, Figures, Grid, Plans
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_frame
@@ -38,11 +38,6 @@ QUESTIONS: Final = ("gpus", "seq_len")
 
 KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
-
-AT_ONCE: Final = 2**18
-"""About how many plans are evaluated together."""
-
-T = TypeVar("T")
 
 Progress = Callable[[int], None]
 """Told now and then how many plans have been seen."""
@@ -207,7 +202,7 @@ def _run(
     fit = front(*keys) if objective == "front" else best(keep, *keys)
     too_large, refused = best(keep, "over_bytes"), best(keep, "place")
     counts: dict[int, int] = {}
-    for batch in _at_once(space.grids(), lambda ruled: len(ruled.grid)):
+    for batch in space.grids():
         running = [found for found in map(_running, batch) if len(found)]
         for grid, figures in zip(running, evaluated(space.model, running, cluster), strict=True):
             columns = _columns(grid, figures, cluster)
@@ -265,45 +260,30 @@ def _columns(grid: Grid, figures: Figures, cluster: Cluster) -> dict[str, NDArra
     }
 
 
-def evaluated(model: Model, grids: Iterable[Grid], cluster: Cluster) -> Iterator[Figures]:
+def evaluated(model: Model, grids: Sequence[Grid], cluster: Cluster) -> Iterator[Figures]:
     """The figures of each grid's plans, which are plans that `check_plan` accepts.
 
-    Only the steps of plans that fit are timed; the others take infinitely long.
+    The grids are of one kind: `memplan.search.evaluate.kind_of`. Only steps of cells where a plan fits are
+    timed; the others take infinitely long, and so do plans that do not fit.
     """
-    from memplan.search.evaluate import memory  # only a search needs them
-    from memplan.search.time import step_s
+    from memplan.search.evaluate import Evaluation  # only a search needs them
+    from memplan.search.time import times
 
-    for some in _at_once(([grid] for grid in grids), len):
-        plans = joined([grid.rows() for grid in some])
-        held = memory(model, plans, device_of(cluster))
+    evaluation = Evaluation(model, grids, device_of(cluster))
+    for i, grid in enumerate(grids):
+        held = evaluation.memory(i)
         budget_bytes = cluster.budget_bytes
-        fits = np.broadcast_to(budget_bytes is None or held.peak_bytes <= budget_bytes, len(plans))
-        seconds = np.full(len(plans), inf)
-        seconds[fits] = step_s(model, plans[fits], cluster)
-        start = 0
-        for grid in some:
-            rows = slice(start, start + len(grid))
-            start = rows.stop
-            yield Figures(
-                peak_bytes=held.peak_bytes[rows].reshape(grid.shape),
-                worst_stage=held.worst_stage[rows].reshape(grid.shape),
-                rest_bytes=held.rest_bytes[rows].reshape(grid.shape),
-                step_s=seconds[rows].reshape(grid.shape),
-            )
-
-
-def _at_once(batches: Iterable[list[T]], n_plans: Callable[[T], int]) -> Iterator[list[T]]:
-    """Several batches together, until they have enough plans to be worth a call."""
-    some: list[T] = []
-    n = 0
-    for batch in batches:
-        some += batch
-        n += sum(map(n_plans, batch))
-        if n >= AT_ONCE:
-            yield some
-            some, n = [], 0
-    if some:
-        yield some
+        fits = np.broadcast_to(budget_bytes is None or held.peak_bytes <= budget_bytes, grid.shape)
+        seconds = np.full(grid.shape, inf)
+        cells = np.flatnonzero(fits.any(axis=1))
+        if len(cells):
+            seconds[cells] = np.where(fits[cells], times(evaluation, i, cluster, cells), inf)
+        yield Figures(
+            peak_bytes=held.peak_bytes,
+            worst_stage=held.worst_stage,
+            rest_bytes=held.rest_bytes,
+            step_s=seconds,
+        )
 
 
 def values_of(name: str, asked: Any) -> tuple[Any, ...]:
