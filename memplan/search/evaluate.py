@@ -424,8 +424,7 @@ class RankMemory:
         self.grid = grid = evaluation.grids[i]
         self.limits = grid.recompute_blocks.tolist()
         self.mode = mode_of(grid)
-        cells = grid.cells
-        self.m = grid.base.global_batch // (cells["dp"] * cells["dp_replicate"] * cells["micro_batch"])
+        self.m = grid.n_micro_batches
         self.reaches = list(self._reaches())
         self.known = [place for reach in self.reaches for place in reach.ends]
 

@@ -101,6 +101,12 @@ class Grid:
         """Cells, and numbers of recomputed blocks."""
         return len(self.cells["dp"]), len(self.recompute_blocks)
 
+    @property
+    def n_micro_batches(self) -> Column:
+        """Micro-batches that each replica runs in a step, in each cell."""
+        cells = self.cells
+        return self.base.global_batch // (cells["dp"] * cells["dp_replicate"] * cells["micro_batch"])
+
     def __len__(self) -> int:
         n_cells, n_blocks = self.shape
         return n_cells * n_blocks

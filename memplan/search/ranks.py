@@ -80,13 +80,13 @@ def programs(
     Of the plan count the schedule, the pipeline, and what is said of gradients and of the data axis.
     """
     found = []
-    for some in _likely_alike(plan, ms):
+    for some in likely_alike(plan, ms):
         own = tuple([ms[i] for i in some])
         found += _programs(plan, rank, tuple(places), device, own, tuple(some))
     return found
 
 
-def _likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
+def likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
     """Numbers of micro-batches, by place, that probably have one program: as many go round alike."""
     if plan.schedule in SINGLE_STAGE_SCHEDULES or plan.pp == 1:
         yield list(range(len(ms)))

@@ -16,6 +16,7 @@ from memplan.models import Model
 from memplan.plan import SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan, Schedule
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, has_rule, mode_of
 from memplan.search.plans import Column, Grid, Plans, grids_of
+from memplan.search.ranks import likely_alike
 from memplan.search.stages import EACH, Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
@@ -144,8 +145,8 @@ class _GridTimes:
             **columns,
         )
         self.rates: Rates = rates_of(self.plan, cluster)
-        ms, m = np.unique(np.asarray(self.plan.n_micro_batches).ravel(), return_inverse=True)
-        self.ms, self.m = tuple(ms.tolist()), m.ravel()
+        ms, m = np.unique(grid.n_micro_batches, return_inverse=True)  # of all cells: what follows is kept
+        self.ms, self.m = tuple(ms.tolist()), m[cells]
         self.numbers: dict[tuple[Ends, int], Mapping[Any, Any]] = {}
         self.efficiency = Roofline().efficiency
 
@@ -306,22 +307,20 @@ def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tupl
     """`Rounds` of each of a rank's stages, for each number of micro-batches."""
     n_replicas = 2 if fsdp else 1
     plan = with_values(
-        Plan(),
-        pp=pp,
-        virtual_stages=v,
-        schedule=schedule,
-        zero=3 if fsdp else 0,
-        dp=n_replicas,
-        global_batch=n_replicas * many(ms),
+        Plan(), pp=pp, virtual_stages=v, schedule=schedule, zero=3 if fsdp else 0, dp=n_replicas
     )
+    firsts = [index == 0 for index in plan.stages_of(rank)]
     found = np.zeros((v, len(Rounds._fields), len(ms)), np.int64)
-    try:
-        firsts = [index == 0 for index in plan.stages_of(rank)]
-        for local, rounds in enumerate(rounds_of(plan, rank, firsts)):
-            for i, times in enumerate(rounds):
-                found[local, i] = times
-    except Differ as differ:
-        for part in (differ.yes, ~differ.yes):
-            chosen = np.flatnonzero(part)
-            found[..., chosen] = _rounds(schedule, pp, v, fsdp, rank, tuple(ms[j] for j in chosen))
+    left = [np.array(some) for some in likely_alike(plan, ms)]
+    while left:
+        at = left.pop()
+        some = with_values(plan, global_batch=n_replicas * many([ms[i] for i in at]))
+        try:
+            rounds = rounds_of(some, rank, firsts)
+        except Differ as differ:
+            left += [at[differ.yes], at[~differ.yes]]
+            continue
+        for local, own in enumerate(rounds):
+            for i, times in enumerate(own):
+                found[local, i, at] = times
     return found

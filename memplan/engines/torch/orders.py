@@ -352,37 +352,55 @@ def _has(run: Run | Action, wanted: set[Action]) -> bool:
     return run.times > 0 and any(_has(part, wanted) for part in run.parts)
 
 
-def times_unsharded(order: Run, local: int) -> tuple[int, int]:
-    """How often a stage's weights are gathered ahead of time, and how often by a pass that finds them freed.
+def times_unsharded(order: Run) -> dict[int, tuple[int, int]]:
+    """How often each stage's weights are gathered ahead of time, and how often by a pass that finds them freed.
 
     That is a pass which follows a forward pass, where those free them.
 
-    >>> times_unsharded(with_weights(Run(turn("F0 B0"), 3), 1), 0)
-    (1, 3)
+    >>> times_unsharded(with_weights(Run(turn("F0 B0"), 3), 1))
+    {0: (1, 3)}
     """
-    return count(order, Action("unshard", local)), _after_forward(order, local)[1]
+    ahead = counts(order)
+    return {
+        local: (ahead.get(Action("unshard", local), 0), n)
+        for local, (_, n, _) in _after_forward(order).items()
+    }
 
 
 def count(run: Run, wanted: Action) -> int:
     """How often an action occurs."""
-    parts = [part == wanted if isinstance(part, Action) else count(part, wanted) for part in run.parts]
-    return run.times * sum(parts)
+    return counts(run).get(wanted, 0)
 
 
-def _after_forward(run: Run | Action, local: int) -> tuple[Kind | None, int, Kind | None]:
-    """The first and the last of a stage's actions, and between them the passes that follow a forward pass."""
-    if isinstance(run, Action):
-        kind = run.kind if run.local == local else None
-        return kind, 0, kind
-    first: Kind | None = None
-    last: Kind | None = None
-    n = 0
+def counts(run: Run) -> dict[Action, int]:
+    """How often each action occurs."""
+    found: dict[Action, int] = {}
+    for part in run.parts:
+        if isinstance(part, Action):
+            found[part] = found.get(part, 0) + 1
+        else:
+            for action, n in counts(part).items():
+                found[action] = found.get(action, 0) + n
+    return found if isinstance(run.times, int) and run.times == 1 else {a: n * run.times for a, n in found.items()}
+
+
+def _after_forward(run: Run) -> dict[int, tuple[Kind, int, Kind]]:
+    """Of each stage the first and the last action; between them the passes that follow a forward pass."""
+    found: dict[int, tuple[Kind, int, Kind]] = {}
     for part in run.parts if run.times else ():
-        begin, within, end = _after_forward(part, local)
-        if begin is not None:
-            n += within + (last == "forward" and begin != "reshard")
-            first, last = first or begin, end
-    return first, n * run.times + (run.times - 1) * (last == "forward" and first != "reshard"), last
+        own = {part.local: (part.kind, 0, part.kind)} if isinstance(part, Action) else _after_forward(part)
+        for local, (begin, within, end) in own.items():
+            if local in found:
+                first, n, last = found[local]
+                found[local] = first, n + within + (last == "forward" and begin != "reshard"), end
+            else:
+                found[local] = begin, within, end
+    if isinstance(run.times, int) and run.times == 1:
+        return found
+    return {
+        local: (first, n * run.times + (run.times - 1) * (last == "forward" and first != "reshard"), last)
+        for local, (first, n, last) in found.items()
+    }
 
 
 def in_flight(run: Run, local: int) -> int:
