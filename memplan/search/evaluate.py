@@ -454,8 +454,12 @@ class RankMemory:
         values = _Values(self, [program for _, program in found])
         high = np.zeros(self.grid.shape, np.int64)
         alike: dict[Hashable, tuple[Reduced, list[Column], list[Column]]] = {}
-        for at, program in found:
-            cells = np.flatnonzero(np.isin(m, at))
+        program_of = np.zeros(len(ms), np.int64)
+        for i, (at, _) in enumerate(found):
+            program_of[at] = i
+        programmed = program_of[m]
+        for i, (_, program) in enumerate(found):
+            cells = np.flatnonzero(programmed == i)
             units = (self.m[cells] - program.m) // program.unit
             rest[cells] += self._left(program, cells, units)
             worst = values.reduced(program)

@@ -94,11 +94,12 @@ def likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
     groups: dict[tuple[int, int], list[int]] = {}
     for i, m in enumerate(ms):
         n_rounds = max(1, m // plan.pp)
-        groups.setdefault((m // n_rounds, min(n_rounds, 4)), []).append(i)
+        key = (m // n_rounds, min(n_rounds, 4)) if n_rounds > 1 else (0, min(m, 3))
+        groups.setdefault(key, []).append(i)
     yield from groups.values()
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=None)
 def _programs(
     plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...], at: tuple[int, ...]
 ) -> list[tuple[Column, Program]]:
@@ -293,7 +294,7 @@ def reduced(program: Program, places: Column, relations: Counts, positive: NDArr
 def _made(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
     before, each = program.before @ relations, program.before_each @ relations
     rows = np.concatenate([program.at[:, None], before, before + program.most_units * each], axis=1)
-    _, one = np.unique(rows, axis=0, return_index=True)
+    one = np.array([*{row.tobytes(): i for i, row in enumerate(rows)}.values()])
     signs = np.concatenate((positive, positive))
     kept = []
     for at in np.unique(program.at).tolist():

@@ -6,9 +6,8 @@ name its micro-batch. (`looped-bfs` takes those of its backward passes in revers
 Source: torch/distributed/pipelining/schedules.py (`_calculate_single_rank_operations` of each schedule).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
 from operator import index
 from typing import Final, Literal, NamedTuple
 
@@ -159,32 +158,56 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
         return ahead(warm_up + i) + back(i)
 
     n, late = m * v - warm_up, min(rank, m * v) if split else 0
+    forward, backward, weights = 0, 0, rank
+    turns = _Turns(per_round, period)
     return Run(
         (
-            *_turns(ahead, 0, warm_up, period),
-            *_turns(both, 0, min(late, n), period),
-            *_turns(both, min(late, n), n, period),
-            *_turns(back, n, max(n, late), period),
-            *_turns(back, max(n, late), m * v, period),
-            *_turns(lambda i: turn(f"W{stage_back(i)}"), m * v - late, m * v, period),
+            *turns(ahead, 0, warm_up, forward),
+            *turns(both, 0, min(late, n), forward - warm_up, backward),
+            *turns(both, min(late, n), n, forward - warm_up, backward, weights),
+            *turns(back, n, max(n, late), backward),
+            *turns(back, max(n, late), m * v, backward, weights),
+            *turns(lambda i: turn(f"W{stage_back(i)}"), m * v - late, m * v, backward),
         )
     )
 
 
-def _turns(at: Callable[[int], tuple[Action, ...]], start: int, stop: int, period: int) -> Iterator[Run]:
-    """The turns from start to stop, which recur after `period`; equal ones that follow each other as one."""
-    whole, left = divmod(stop - start, period)
-    if whole > 1:
-        yield Run(tuple(_grouped(at, start, period)), whole)
-        start += whole * period
-    else:
-        left += whole * period
-    yield from _grouped(at, start, left)
+class _Turns(NamedTuple):
+    """Turns of a schedule that goes `per_round` times to each of a rank's stages, and recurs after `period`."""
 
+    per_round: int
+    period: int
 
-def _grouped(at: Callable[[int], tuple[Action, ...]], start: int, n: int) -> Iterator[Run]:
-    for found, times in groupby([at(start + i) for i in range(n)]):
-        yield Run(found, sum(1 for _ in times))
+    def __call__(
+        self, at: Callable[[int], tuple[Action, ...]], start: int, stop: int, *changes: int
+    ) -> Iterator[Run]:
+        """The turns from start to stop; equal ones that follow each other as one.
+
+        They differ from those before only `per_round` after one of the `changes`, and as often after that.
+        """
+        whole, left = divmod(stop - start, self.period)
+        if whole > 1:
+            yield Run(tuple(self._grouped(at, start, start + self.period, changes)), whole)
+            start += whole * self.period
+        else:
+            left += whole * self.period
+        yield from self._grouped(at, start, start + left, changes)
+
+    def _grouped(
+        self, at: Callable[[int], tuple[Action, ...]], start: int, stop: int, changes: Sequence[int]
+    ) -> Iterator[Run]:
+        before: tuple[Action, ...] | None = None
+        times = 0
+        while start < stop:
+            found = at(start)
+            ahead = [self.per_round - (start - change) % self.per_round for change in changes]
+            n = min(stop - start, *ahead)
+            if found != before and before is not None:
+                yield Run(before, times)
+                times = 0
+            before, times, start = found, times + n, start + n
+        if before is not None:
+            yield Run(before, times)
 
 
 def _zbv(pp: int, rank: int, m: int) -> Run:
