@@ -551,7 +551,7 @@ def sent_bytes(calls: Iterable[tuple[Axis, str, Any]]) -> tuple[Sent, Sent, Sent
 
 
 class Rates(NamedTuple):
-    """What a plan's work is divided by: the peak of its matrix products, the memory's rate, each axis' rate."""
+    """What a plan's work is divided by: the peak of matrix products, the rates of memory and of each axis."""
 
     flops_per_s: float
     memory_bytes_per_s: float

@@ -73,7 +73,7 @@ def _events_of_many(name: str, kept: tuple[Event, ...]) -> Stretch:
     return Stretch(name, kept, (), 1, live, high)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1024)
 def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
     live = [0, *accumulate([sign * buffer.n_bytes for sign, buffer, _ in kept])]
     return live[-1], largest(live)

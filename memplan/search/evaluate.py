@@ -1,9 +1,9 @@
 """The memory of many plans at once, by the very code that estimates one: `Many` stand where numbers did.
 
-Three levels, each worked out for what differs on it and no more. What a *stage* allocates and frees in a pass
-(`memplan.search.stages`) depends on its share of a tensor and of the batch, on the data axis and on its blocks.
-In which order a *rank* runs its passes (`memplan.search.ranks`) depends on the schedule. A *plan* puts both
-together: the largest of a few sums, each linear in the number of recomputed blocks.
+Three levels, each worked out for what differs on it and no more. What a *stage* allocates and frees in a
+pass (`memplan.search.stages`) depends on its share of a tensor and of the batch, on the data axis and on its
+blocks. In which order a *rank* runs its passes (`memplan.search.ranks`) depends on the schedule. A *plan*
+puts both together: the largest of a few sums, each linear in the number of recomputed blocks.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -170,6 +170,7 @@ class Evaluation:
         self._tables: dict[Hashable, Table] = {}
         self._groups: dict[Hashable, _Group] = {}
         self._joined: dict[Hashable, Joined] = {}
+        self._micro_batches: dict[int, tuple[tuple[int, ...], Column]] = {}
         self._bases: dict[int, Basis] = {}
 
     def memory(self, i: int) -> Memory:
@@ -215,9 +216,7 @@ class Evaluation:
         """The ranks of a grid's pipelines."""
         structure = grid.structure
         schedule = SCHEDULES[structure["schedule"]] if structure["pp"] > 1 else "1f1b"
-        return ranks_of_pipeline(
-            self.model.n_layers, schedule, structure["pp"], structure["virtual_stages"]
-        )
+        return ranks_of_pipeline(self.model.n_layers, schedule, structure["pp"], structure["virtual_stages"])
 
     def worst_ranks(self, grid: Grid) -> Iterator[RankPlaces]:
         """Those that can be the worst: where backward passes are whole the first of ranks with equal stages.
@@ -230,6 +229,13 @@ class Evaluation:
             if splits or rank.stages not in seen:
                 yield rank
             seen.add(rank.stages)
+
+    def micro_batches(self, i: int) -> tuple[tuple[int, ...], Column]:
+        """The numbers of micro-batches that there are in a grid, and which of them each cell has."""
+        if i not in self._micro_batches:
+            found, place = np.unique(self.grids[i].n_micro_batches, return_inverse=True)
+            self._micro_batches[i] = tuple(found.tolist()), place.ravel()
+        return self._micro_batches[i]
 
     # Tables
 
@@ -321,7 +327,8 @@ class Evaluation:
                         found.add((0, n))
                     continue
                 numbers = {n for own, n in rank.stages if own == ends}
-                found |= {self.blocks(grid, n, limit) for n in numbers for limit in grid.recompute_blocks.tolist()}
+                limits = grid.recompute_blocks.tolist()
+                found |= {self.blocks(grid, n, limit) for n in numbers for limit in limits}
         return found
 
     def joined(self, i: int, ends: Ends, passes: tuple[Pass, ...]) -> "Joined":
@@ -425,6 +432,7 @@ class RankMemory:
         self.limits = grid.recompute_blocks.tolist()
         self.mode = mode_of(grid)
         self.m = grid.n_micro_batches
+        self.ms, self.m_place = evaluation.micro_batches(i)
         self.reaches = list(self._reaches())
         self.known = [place for reach in self.reaches for place in reach.ends]
 
@@ -440,8 +448,10 @@ class RankMemory:
                 found.append((span, pair if len(table.spans[span].corners) == 1 else None))
             return tuple(found)
 
-        order = sorted(range(len(self.limits)), key=lambda place: (self.limits[place] == NO_LIMIT, self.limits[place]))
-        for _, found in groupby(order, spans):
+        def in_order(place: int) -> tuple[bool, int]:
+            return self.limits[place] == NO_LIMIT, self.limits[place]
+
+        for _, found in groupby(sorted(range(len(self.limits)), key=in_order), spans):
             places = tuple(found)
             yield _Reach(places, places if len(places) < 3 else (places[0], places[-1]))
 
@@ -449,15 +459,14 @@ class RankMemory:
         """Bytes at rest of each cell; the most that a step adds, of the grid's shape."""
         held = self.evaluation.held(self.i, self.rank)
         rest = held.states + self._inputs()
-        ms, m = np.unique(self.m, return_inverse=True)
-        found = programs(self._plan(), self.rank.pp, self._places(), self.evaluation.device, ms.tolist())
+        found = programs(self._plan(), self.rank.pp, self._places(), self.evaluation.device, self.ms)
         values = _Values(self, [program for _, program in found])
         high = np.zeros(self.grid.shape, np.int64)
         alike: dict[Hashable, tuple[Reduced, list[Column], list[Column]]] = {}
-        program_of = np.zeros(len(ms), np.int64)
+        program_of = np.zeros(len(self.ms), np.int64)
         for i, (at, _) in enumerate(found):
             program_of[at] = i
-        programmed = program_of[m]
+        programmed = program_of[self.m_place]
         for i, (_, program) in enumerate(found):
             cells = np.flatnonzero(programmed == i)
             units = (self.m[cells] - program.m) // program.unit
@@ -516,7 +525,8 @@ class RankMemory:
         """Bytes of what is sent to or from a stage."""
         table, rows = self.evaluation.stage_table(self.i, ends)
         _, boundary = table("boundary", Part.boundary)
-        return boundary[0, 0, rows, 0]
+        found: Column = boundary[0, 0, rows, 0]
+        return found
 
     def _between(self, found: NDArray[Any]) -> NDArray[np.int64]:
         """The largest of candidates [candidate, cell, known number of recomputed blocks], for all numbers."""

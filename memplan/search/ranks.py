@@ -5,7 +5,7 @@ each pass has been before it: whatever the passes' bytes, the largest such sum i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import count
 from math import gcd
 from typing import Any, Final, NamedTuple, cast
@@ -30,10 +30,10 @@ Counts = NDArray[np.int64]
 class Place(NamedTuple):
     """A stage of a rank, as far as the order of its passes depends on it.
 
-    `index`: stages with the same number are alike. The others say what `Passes` of that name do.
+    Stages with the same `number` are alike. The others say what `Passes` of that name do.
     """
 
-    index: int
+    number: int
     ends: Ends
     reduces: bool
     widens: bool
@@ -53,7 +53,7 @@ RECEIVED: Final = "received"
 
 
 class Program(NamedTuple):
-    """The instants of a step, for numbers of micro-batches of which the least is `m` and all are `unit`s apart.
+    """The instants of a step, for numbers of micro-batches: the least is `m`, all are `unit`s apart.
 
     `before` and `before_each` [instant, pass]: how often each of `passes` has been before it is `at` one, and
     how much more often with each unit; in the last instant the passes are over, and it is `at` -1. `left`
@@ -99,7 +99,7 @@ def likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _programs(
     plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...], at: tuple[int, ...]
 ) -> list[tuple[Column, Program]]:
@@ -121,9 +121,9 @@ def _program(
     plan = with_values(plan, micro_batch=1, global_batch=plan.n_replicas * m)
     known: dict[int, _Passes] = {}
     for place in places:
-        if place.index not in known:
-            known[place.index] = _Passes(place, plan, device)
-    own = [known[place.index] for place in places]
+        if place.number not in known:
+            known[place.number] = _Passes(place, plan, device)
+    own = [known[place.number] for place in places]
     stages = RankStages.of(*[one.stage for one in own], rank=Rank(pp=rank))
     stages.received = [(one.boundary, one.boundary) for one in own]
     step = chain("step", *schedule(stages, cast(list[Passes], own)))
@@ -180,7 +180,7 @@ class _Passes:
         self.stage.trace = cast(Any, _Boundary(self.boundary, self.boundary))
         self.reduces, self.widens, self.defers = place.reduces, place.widens, place.defers
         self.made: dict[Pass, Stretch] = {}
-        self.made_by = {RECEIVED: Pass(place.index, RECEIVED, ())}
+        self.made_by = {RECEIVED: Pass(place.number, RECEIVED, ())}
         self._made(RECEIVED, {})
 
     def __getattr__(self, name: str) -> Callable[..., Stretch]:
@@ -191,7 +191,7 @@ class _Passes:
 
     def _made(self, name: str, how: dict[str, Any]) -> Stretch:
         how = {k: (self.reduces and bool(v)) if k == "last" else bool(v) for k, v in how.items()}
-        found = Pass(self.place.index, name, tuple(how.items()))
+        found = Pass(self.place.number, name, tuple(how.items()))
         if found not in self.made:
             self.made[found] = Stretch(text_of(found), (), (), 1, 0, 0)
         return self.made[found]
@@ -268,7 +268,7 @@ def _distinct(rows: Counts) -> Counts:
 class Reduced(NamedTuple):
     """The instants of a program that may be the worst, in terms of a basis of what its passes leave.
 
-    `before` and `before_each` are [instant, basis]; the last instant is `at` -1. Equal ones have equal `key`s.
+    `before` and `before_each` are [instant, basis]; the last instant is `at` -1. Equal ones have a `key`.
     """
 
     key: bytes

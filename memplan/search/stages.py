@@ -79,7 +79,7 @@ class Span(NamedTuple):
                 return cls((blocks,))
 
     def coefficients(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """At (0, 0), and what one more block of each kind adds; of values at the corners, along the last axis.
+        """At (0, 0), and what one more block of each kind adds; corners are along the last axis of values.
 
         Raises:
             NotLinear: slopes that are no whole numbers.
@@ -236,17 +236,16 @@ class Part:
             NotLinear: it differs between the corners of a span.
         """
         yes = np.broadcast_to(yes, self.axes.shape)
-        groups = [_equal_slices(yes, axis) for axis in range(3)]
-        axis = min((i for i in range(3) if len(groups[i]) > 1), key=lambda i: len(groups[i]))
+        axis, groups = _apart(yes)
         if axis == 2 and self.varies(yes):
             raise NotLinear
         parts = []
-        for group in groups[axis]:
+        for group in groups:
             within = [np.arange(n) for n in self.axes.shape]
             within[axis] = group
-            at = tuple([where[i] for where, i in zip(self.at, within, strict=True)])
+            tensor, data, blocks = (where[i] for where, i in zip(self.at, within, strict=True))
             spans = tuple([self.spans[i] for i in within[2]])
-            parts.append(replace(self, axes=self.axes.some(*within), at=at, spans=spans))
+            parts.append(replace(self, axes=self.axes.some(*within), at=(tensor, data, blocks), spans=spans))
         return parts
 
 
@@ -265,15 +264,25 @@ def optimizer_sees(stages: RankStages) -> tuple[Any, Any, Any]:
     return weights, n_bytes_of(stages.grads), optimizer
 
 
+def _apart(yes: NDArray[np.bool_]) -> tuple[int, list[Column]]:
+    """An axis along which answers differ, and its places apart: two groups if one axis alone decides."""
+    for axis in range(3):
+        others = tuple(i for i in range(3) if i != axis)
+        some: NDArray[np.bool_] = np.asarray(yes.any(axis=others))
+        if (some == yes.all(axis=others)).all():
+            return axis, [np.flatnonzero(some), np.flatnonzero(~some)]
+    groups = [_equal_slices(yes, axis) for axis in range(3)]
+    axis = min((i for i in range(3) if len(groups[i]) > 1), key=lambda i: len(groups[i]))
+    return axis, groups[axis]
+
+
 def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
     """The places along an axis whose slices are equal, together."""
-    others = tuple(i for i in range(3) if i != axis)
-    some, every = yes.any(axis=others), yes.all(axis=others)
-    if (some == every).all():
-        return [found for found in (np.flatnonzero(some), np.flatnonzero(~some)) if len(found)]
     slices = np.moveaxis(yes, axis, 0).reshape(yes.shape[axis], -1)
-    _, group = np.unique(slices, axis=0, return_inverse=True)
-    return [np.flatnonzero(group == i) for i in range(group.max() + 1)]
+    groups: dict[bytes, list[int]] = {}
+    for i, found in enumerate(slices):
+        groups.setdefault(found.tobytes(), []).append(i)
+    return [np.array(group) for group in groups.values()]
 
 
 # The candidates for a maximum
@@ -385,14 +394,10 @@ class Table:
             self.span_of[pair] = self.spans.index(span)
         corners = [(i, corner) for i, span in enumerate(self.spans) for corner in span.corners]
         self.corner = [[j for j, (k, _) in enumerate(corners) if k == i] for i in range(len(self.spans))]
-        axes = Axes(
-            tensor=cells.tensor, data=cells.data, blocks=tuple([corner for _, corner in corners])
-        )
+        axes = Axes(tensor=cells.tensor, data=cells.data, blocks=tuple([corner for _, corner in corners]))
         at = np.arange(axes.shape[0]), np.arange(axes.shape[1]), np.arange(axes.shape[2])
         spans = tuple([i for i, _ in corners])
-        self._parts = [
-            Part(model=model, plan=plan, ends=ends, device=device, axes=axes, at=at, spans=spans)
-        ]
+        self._parts = [Part(model=model, plan=plan, ends=ends, device=device, axes=axes, at=at, spans=spans)]
         self._n_corners = len(corners)
         self._known: dict[Hashable, tuple[tuple[Any, ...], NDArray[np.int64]]] = {}
 
@@ -425,8 +430,12 @@ class Table:
                 continue
             self._put(values, self._parts[i], answer)
             i += 1
-        found = np.stack([*values.values()]) if values else np.zeros((0, self.cells.n, self._n_corners), np.int64)
-        spans = [span.coefficients(found[..., own]) for span, own in zip(self.spans, self.corner, strict=True)]
+        found = (
+            np.stack([*values.values()]) if values else np.zeros((0, self.cells.n, self._n_corners), np.int64)
+        )
+        spans = [
+            span.coefficients(found[..., own]) for span, own in zip(self.spans, self.corner, strict=True)
+        ]
         return tuple(values), np.stack(spans, axis=1)
 
     def _put(self, values: dict[Any, NDArray[np.int64]], part: Part, answer: Mapping[Any, Any]) -> None:
@@ -448,7 +457,7 @@ class Table:
 
 
 class Basis:
-    """Numbers [span, cell, coefficient] of which sums with whole coefficients are what a table's passes leave.
+    """Numbers [span, cell, coefficient]: what a table's passes leave are sums of them, so many times each.
 
     They are `positive` where possible: 0 or more in every cell.
     """
@@ -460,7 +469,7 @@ class Basis:
         self._known: dict[Hashable, tuple[int, ...]] = {}
 
     def relation(self, key: Hashable, net: NDArray[np.int64]) -> tuple[int, ...]:
-        """What a pass leaves, known by a key: how often it leaves each number, the last ones left out if 0."""
+        """What a pass leaves, known by a key: how often each number, the last ones left out if 0."""
         if key not in self._known:
             self._known[key] = self._related(net)
         return self._known[key]

@@ -20,8 +20,8 @@ from memplan.search.ranks import likely_alike
 from memplan.search.stages import EACH, Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
-    Rates,
     RankWork,
+    Rates,
     Roofline,
     Work,
     added,
@@ -145,8 +145,8 @@ class _GridTimes:
             **columns,
         )
         self.rates: Rates = rates_of(self.plan, cluster)
-        ms, m = np.unique(grid.n_micro_batches, return_inverse=True)  # of all cells: what follows is kept
-        self.ms, self.m = tuple(ms.tolist()), m[cells]
+        self.ms, m = evaluation.micro_batches(i)  # of all cells: what follows is kept
+        self.m = m[cells]
         self.numbers: dict[tuple[Ends, int], Mapping[Any, Any]] = {}
         self.efficiency = Roofline().efficiency
 
@@ -197,7 +197,7 @@ class _GridTimes:
         return parts_s(work, self.plan, self.rates, self.efficiency)
 
     def _known(self, stage: tuple[Ends, int]) -> Mapping[Any, Any]:
-        """The numbers of a stage: [cell, 1] where recomputed blocks make no difference, else [cell, blocks]."""
+        """The numbers of a stage: [cell, blocks], or [cell, 1] where it is no matter how many are recomputed."""
         if stage not in self.numbers:
             ends, n = stage
             evaluation, grid = self.evaluation, self.grid
@@ -220,9 +220,7 @@ class _GridTimes:
 
     def _times(self, rounds: Column) -> list[Any]:
         """Each field's number for each cell; one for all where the micro-batches are no matter."""
-        return [
-            field[self.m][:, None] if (field != field[0]).any() else int(field[0]) for field in rounds
-        ]
+        return [field[self.m][:, None] if (field != field[0]).any() else int(field[0]) for field in rounds]
 
     def _total(self, terms: Sequence[tuple[Any, Any]]) -> Any:
         """The sum of products of counts; plans for which that is no 64-bit integer are left."""

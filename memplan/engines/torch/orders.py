@@ -173,7 +173,7 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
 
 
 class _Turns(NamedTuple):
-    """Turns of a schedule that goes `per_round` times to each of a rank's stages, and recurs after `period`."""
+    """Turns of a schedule that goes `per_round` times to each of a rank's stages; they recur after `period`."""
 
     per_round: int
     period: int
@@ -376,7 +376,7 @@ def _has(run: Run | Action, wanted: set[Action]) -> bool:
 
 
 def times_unsharded(order: Run) -> dict[int, tuple[int, int]]:
-    """How often each stage's weights are gathered ahead of time, and how often by a pass that finds them freed.
+    """How often each stage's weights are gathered ahead of time, and how often by a pass that finds none.
 
     That is a pass which follows a forward pass, where those free them.
 
@@ -404,7 +404,9 @@ def counts(run: Run) -> dict[Action, int]:
         else:
             for action, n in counts(part).items():
                 found[action] = found.get(action, 0) + n
-    return found if isinstance(run.times, int) and run.times == 1 else {a: n * run.times for a, n in found.items()}
+    if isinstance(run.times, int) and run.times == 1:
+        return found
+    return {action: n * run.times for action, n in found.items()}
 
 
 def _after_forward(run: Run) -> dict[int, tuple[Kind, int, Kind]]:
