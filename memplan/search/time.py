@@ -197,7 +197,7 @@ class _GridTimes:
         return parts_s(work, self.plan, self.rates, self.efficiency)
 
     def _known(self, stage: tuple[Ends, int]) -> Mapping[Any, Any]:
-        """The numbers of a stage: [cell, blocks], or [cell, 1] where it is no matter how many are recomputed."""
+        """The numbers of a stage: [cell, blocks], or [cell, 1] where recomputing changes nothing."""
         if stage not in self.numbers:
             ends, n = stage
             evaluation, grid = self.evaluation, self.grid

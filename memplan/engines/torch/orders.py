@@ -173,7 +173,7 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
 
 
 class _Turns(NamedTuple):
-    """Turns of a schedule that goes `per_round` times to each of a rank's stages; they recur after `period`."""
+    """Turns of a schedule that goes `per_round` times to each of a rank's stages; they recur by `period`."""
 
     per_round: int
     period: int
