@@ -254,7 +254,8 @@ def _sharded(stages: RankStages, stage: Stage, times: Rounds) -> Iterator[Calls]
             yield from _copied(unit, n_units, gathers, times.reductions, stages)
         n = n_units * times.reductions
         yield "reduce_scatter", "dp", "reduce gradients", n, n * unit.reduce_input.n_bytes
-        if stage.plan.dp_replicate > 1:
+        if anywhere(unit.replicates):
+            n = n * unit.replicates
             yield "all_reduce", "dp_replicate", "all-reduce gradients", n, n * unit.reduced.n_bytes
 
 

@@ -131,7 +131,7 @@ def _times(kinds: Kinds) -> Iterator[int]:
 
 def _blocks(trace: Trace, kinds: Kinds) -> Iterator[tuple[Recompute, Block]]:
     for block, (recompute, n) in zip(trace.blocks, kinds, strict=True):
-        for _ in range(min(n, MOST_ALIKE + 1)):
+        for _ in range(MOST_ALIKE + 1 if n > MOST_ALIKE else index(n)):
             yield recompute, block
 
 

@@ -95,6 +95,11 @@ def mode_of(grid: Grid) -> int:
     return zero if zero >= 2 else int(grid.cells["dp"][0] > 1)
 
 
+def splits(grid: Grid) -> bool:
+    """Whether backward passes are taken apart."""
+    return grid.structure["pp"] > 1 and SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES
+
+
 def has_rule(base: Plan) -> bool:
     """Whether nothing in common asks for whole lists of numbers: of DDP's buckets, of stages' layers."""
     return base.engine == "torch" and base.ddp_comm_hook == "none" and base.layers_per_stage is None
@@ -164,6 +169,7 @@ class Evaluation:
     def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
         self.model, self.grids, self.device = model, grids, device
         self.linear = all(grid.base.fsdp_blocks == 1 for grid in grids)
+        self.splits = any(map(splits, grids))
         self._start()
 
     def _start(self) -> None:
@@ -224,9 +230,8 @@ class Evaluation:
         It warms up longest.
         """
         seen = set()
-        splits = SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES
         for rank in self.ranks(grid):
-            if splits or rank.stages not in seen:
+            if splits(grid) or rank.stages not in seen:
                 yield rank
             seen.add(rank.stages)
 
@@ -287,16 +292,15 @@ class Evaluation:
                 cells,
                 self._all_blocks(key, ends, whole=whole),
                 linear=self.linear and not whole,
-                least=3 if SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES else 2,
+                least=3 if self.splits else 2,
             )
         start = starts[i]
         return self._tables[key, ends], cells.row[start : start + grid.shape[0]]
 
-    def _group_key(self, grid: Grid, *, whole: bool) -> tuple[bool, bool, bool]:
-        splits = SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES
-        return whole, grid.structure["pp"] > 1, splits and not whole
+    def _group_key(self, grid: Grid, *, whole: bool) -> tuple[bool, bool]:
+        return whole, grid.structure["pp"] > 1
 
-    def _group(self, key: tuple[bool, bool, bool], *, whole: bool) -> _Group:
+    def _group(self, key: tuple[bool, bool], *, whole: bool) -> _Group:
         starts, n = {}, 0
         columns: list[list[Column]] = []
         for i, grid in enumerate(self.grids):
@@ -314,7 +318,7 @@ class Evaluation:
             dp = replicas = one
         return [tp, one if whole else micro_batch, dp, np.minimum(replicas, 2)]
 
-    def _all_blocks(self, key: tuple[bool, bool, bool], ends: Ends, *, whole: bool) -> set[Blocks]:
+    def _all_blocks(self, key: tuple[bool, bool], ends: Ends, *, whole: bool) -> set[Blocks]:
         """All numbers of blocks of stages, or ranks, with such ends."""
         found = set()
         for grid in self.grids:
@@ -509,7 +513,6 @@ class RankMemory:
         )
 
     def _places(self) -> list[Place]:
-        splits = SCHEDULES[self.grid.structure["schedule"]] in SPLITTING_SCHEDULES
         again = RECOMPUTES[self.grid.structure["recompute"]] != "none"
         places = []
         for found in self.rank.stages:
@@ -517,7 +520,7 @@ class RankMemory:
             table, _ = self.evaluation.stage_table(self.i, ends)
             reduces = bool(table("reduces", _reduces)[1].any())
             widens = bool(table("widens", _widens)[1].any())
-            defers = widens and splits and again and not ends[0]
+            defers = widens and splits(self.grid) and again and not ends[0]
             places.append(Place(self.rank.distinct.index(found), ends, reduces, widens, defers))
         return places
 

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from memplan.engines.torch import Passes, RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
-from memplan.many import Differ, anywhere, many
+from memplan.many import Differ, many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.search.plans import Column
 from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
 from memplan.timeline import Stretch, chain, n_bytes_of
-from memplan.traffic import Calls, Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
+from memplan.traffic import Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
 
 Mode = Literal["none", "ddp", "fsdp2", "fsdp3"]
 MODES: Final[tuple[Mode, ...]] = ("none", "ddp", "fsdp2", "fsdp3")
@@ -149,16 +149,15 @@ class Part:
     def stages(self) -> RankStages:
         """A rank that has the stage alone, and a single micro-batch to a step."""
         tp, micro_batch = (_along(0, numbers) for numbers in zip(*self.axes.tensor, strict=True))
-        recomputed, others = (_along(2, numbers) for numbers in zip(*self.axes.blocks, strict=True))
         values = {"tp": tp, "micro_batch": micro_batch}
         if self.plan.recompute != "none":
-            values["recompute_blocks"] = recomputed
+            values["recompute_blocks"] = _along(2, tuple([a for a, _ in self.axes.blocks]))
         if self.plan.fsdp:
             dp, dp_replicate = (_along(1, numbers) for numbers in zip(*self.axes.data, strict=True))
             values |= {"dp": dp, "dp_replicate": dp_replicate}
         plan = with_values(self.plan, **values)
         plan = with_values(plan, global_batch=plan.n_replicas * micro_batch)
-        kind = *self.ends, recomputed + others
+        kind = *self.ends, _along(2, tuple([a + b for a, b in self.axes.blocks]))
         return RankStages.of(Stage(self.model, plan, kind, self.device), rank=Rank())
 
     @cached_property
@@ -200,34 +199,38 @@ class Part:
         net, highs = candidates(chain(name, *made) if isinstance(made, list) else made, self.varies)
         return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
 
-    def flops(self) -> dict[str, Any]:
-        """Of a micro-batch's forward pass."""
-        return {"flops": forward_flops(self.stages)}
+    def counted(self, *, splits: bool) -> dict[Any, Any]:
+        """What a stage computes and sends with each of a field of `Rounds`, and whatever these are ("fixed").
 
-    def again_flops(self, field: str) -> dict[str, Any]:
-        """Of what is computed again with each of a field of `Rounds`."""
-        each = EACH[field]
-        found = passes_flops(self.stages, [each]) - each.micro_batches * forward_flops(self.stages)
-        return {"flops": found}
-
-    def sent(self, field: str) -> dict[Purpose, Any]:
-        """What is passed to collectives, if anything.
-
-        With each of a field of `Rounds`, beyond what is "fixed"; or "after" all passes, by the update.
+        `flops` of a forward pass; ("again", field): FLOPs of what is computed again; (purpose, field): bytes.
         """
-        found = payloads_bytes(self._calls(field))
-        if field not in ("fixed", "after"):
-            fixed = payloads_bytes(self._calls("fixed"))
-            found = {purpose: n - fixed.get(purpose, 0) for purpose, n in found.items()}
-        return {purpose: n for purpose, n in found.items() if anywhere(n)}
+        fields = [field for field in Rounds._fields if splits or field != "split"]
+        each = np.eye(len(fields) + 1, dtype=np.int64)[1:]
+        rows = dict(zip(fields, (many(row).reshape(-1, 1, 1, 1) for row in each), strict=True))
+        rounds = Rounds(*[rows.get(field, 0) for field in Rounds._fields])
+        forward = forward_flops(self.stages)
+        again = passes_flops(self.stages, [rounds]) - rounds.micro_batches * forward
+        found: dict[Any, Any] = {"flops": forward}
+        for field, n in self._by_field(fields, again):
+            found["again", field] = n
+        for purpose, n_bytes in payloads_bytes(calls_of_passes(self.stages, [rounds])).items():
+            for field, n in self._by_field(fields, n_bytes):
+                found[purpose, field] = n
+        return found
 
-    def _calls(self, field: str) -> Iterator[Calls]:
-        """Those of `sent`; where DDP reduces, the update's with all that ZeRO-1 sends."""
-        if field != "after":
-            return calls_of_passes(self.stages, [EACH[field]])
+    def _by_field(self, fields: Sequence[str], numbers: Any) -> Iterator[tuple[str, Any]]:
+        """The numbers of no field, which come with each, and what each adds; those that are not 0."""
+        fixed, *others = np.broadcast_to(numbers, (len(fields) + 1, *self.axes.shape))
+        for field, n in (("fixed", fixed), *zip(fields, others, strict=True)):
+            own = n if field == "fixed" else n - fixed
+            if own.any():
+                yield field, own
+
+    def after(self) -> dict[Purpose, Any]:
+        """Bytes that the update passes to collectives; where DDP reduces with all that ZeRO-1 sends."""
         stage = copy(self.stages.stages[0])
         stage.plan = with_values(stage.plan, zero=1 if stage.plan.ddp else stage.plan.zero)
-        return calls_of_update(RankStages.of(stage, rank=Rank()))
+        return payloads_bytes(calls_of_update(RankStages.of(stage, rank=Rank())))
 
     def split(self, yes: NDArray[np.bool_]) -> list["Part"]:
         """Parts for which an answer does not differ, at least along one more axis.
@@ -247,12 +250,6 @@ class Part:
             spans = tuple([self.spans[i] for i in within[2]])
             parts.append(replace(self, axes=self.axes.some(*within), at=(tensor, data, blocks), spans=spans))
         return parts
-
-
-EACH: Final[dict[str, Rounds]] = {
-    field: Rounds(*[int(name == field) for name in Rounds._fields]) for field in ("fixed", *Rounds._fields)
-}
-"""One of each of `Rounds`' fields, and none of any."""
 
 
 def optimizer_sees(stages: RankStages) -> tuple[Any, Any, Any]:

@@ -1,7 +1,7 @@
 """How long a step of each of many plans takes, by the formulas that time one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -13,11 +13,11 @@ from memplan.estimate import device_of, ranks_of
 from memplan.hardware import Cluster
 from memplan.many import Differ, many
 from memplan.models import Model
-from memplan.plan import SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan, Schedule
+from memplan.plan import SCHEDULES, Axis, Plan, Schedule
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, has_rule, mode_of
 from memplan.search.plans import Column, Grid, Plans, grids_of
 from memplan.search.ranks import likely_alike
-from memplan.search.stages import EACH, Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
+from memplan.search.stages import Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
     RankWork,
@@ -40,6 +40,9 @@ from memplan.timeline import Bytes
 from memplan.traffic import Purpose, Rounds, collectives, ranks_along, rounds_of, wire_bytes
 
 Seconds = NDArray[np.float64]
+
+FIELDS: Final = ("fixed", *Rounds._fields)
+"""What a stage computes and sends goes with."""
 
 MOST: Final = 2.0**61
 """What a count must stay below for thrice it to be a 64-bit integer."""
@@ -202,12 +205,11 @@ class _GridTimes:
             ends, n = stage
             evaluation, grid = self.evaluation, self.grid
             table, rows = evaluation.stage_table(self.i, ends)
-            splits = self.schedule in SPLITTING_SCHEDULES
-            names, coefficients = table("counted", lambda part: _counted(part, splits=splits))
+            names, coefficients = table("counted", partial(Part.counted, splits=evaluation.splits))
             blocks = [evaluation.blocks(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
             rows = rows[self.cells]
             first = at_blocks(table, coefficients, rows, list(table.ends_of(blocks)))
-            found: dict[Any, Any] = {("sent", field): [] for field in EACH}
+            found: dict[Any, Any] = {("sent", field): [] for field in FIELDS}
             varied = (first != first[:, :, :1]).any(axis=(1, 2))
             numbers = iter(at_blocks(table, coefficients[varied], rows, blocks))
             for name, number, varies in zip(names, first, varied.tolist(), strict=True):
@@ -235,7 +237,7 @@ class _GridTimes:
         m = np.asarray(self.plan.n_micro_batches)
         for stage in stages:
             known = self._known(stage.stage)
-            for field, times in zip(EACH, (stage.n, *self._times(stage.rounds)), strict=True):
+            for field, times in zip(FIELDS, (stage.n, *self._times(stage.rounds)), strict=True):
                 for purpose in known["sent", field] if np.any(times) else ():
                     if purpose[0] == "recv":
                         continue
@@ -254,7 +256,7 @@ class _GridTimes:
         """Numbers of a rank as one stage."""
         ends, n = rank.whole
         table, rows = self.evaluation.rank_table(self.i, ends)
-        names, coefficients = table(key, _after if key == "after" else Part.moved)
+        names, coefficients = table(key, Part.after if key == "after" else Part.moved)
         return dict(zip(names, at_blocks(table, coefficients, rows[self.cells], [(0, n)]), strict=True))
 
     def _after(self, rank: RankPlaces) -> dict[Purpose, Any]:
@@ -270,22 +272,6 @@ class _GridTimes:
             optimizer = dealt[self.cells][:, None]
         share = updated_share(zero, self.plan.dp)
         return update_bytes(share * found["weights"], share * found["grads"], optimizer)
-
-
-def _counted(part: Part, *, splits: bool) -> dict[Any, Any]:
-    """FLOPs and bytes of a stage: forward, again and sent with each of a field of `Rounds`."""
-    found: dict[Any, Any] = part.flops()
-    for field in EACH:
-        if field == "split" and not splits:
-            continue
-        found |= {(purpose, field): n for purpose, n in part.sent(field).items()}
-        if field in ("micro_batches", "split"):
-            found["again", field] = part.again_flops(field)["flops"]
-    return found
-
-
-def _after(part: Part) -> Mapping[Purpose, Any]:
-    return part.sent("after")
 
 
 def _alike_stages(rank: RankPlaces, rounds: Column) -> Iterator[_Stages]:

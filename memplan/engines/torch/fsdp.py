@@ -4,7 +4,6 @@ Source: torch/distributed/fsdp/_fully_shard.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import index
 from typing import NamedTuple
 
 from memplan.engines.torch.passes import Passes, backward_order, forward_order, from_outside, gradients
@@ -302,7 +301,7 @@ class ShardedPasses(Passes):
     @property
     def n_recomputed(self) -> int:
         """How many of the stage's blocks are run again: the first ones."""
-        return sum([index(n) for recompute, n in self.stage.kinds if recompute != "none"])
+        return sum([n for recompute, n in self.stage.kinds if recompute != "none"])
 
     def _rows(
         self, order: Iterable[tuple[Segment, int]], *, late: bool
