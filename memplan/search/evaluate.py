@@ -45,6 +45,10 @@ EXACT: Final = 2.0**53
 """Up to here every whole number is a float."""
 
 
+LARGEST: Final = 2.0**62
+"""Sums of bytes stay below: 64-bit integers."""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -175,20 +179,31 @@ class Evaluation:
     def _start(self) -> None:
         self._tables: dict[Hashable, Table] = {}
         self._groups: dict[Hashable, _Group] = {}
-        self._joined: dict[Hashable, Joined] = {}
+        self._joined: dict[int, Joined] = {}
         self._micro_batches: dict[int, tuple[tuple[int, ...], Column]] = {}
         self._bases: dict[int, Basis] = {}
 
     def memory(self, i: int) -> Memory:
         """The memory of one of the grids; arrays of its shape."""
         grid = self.grids[i]
-        if not has_rule(grid.base):
+        if not self.has_rule(grid):
             return self._one_by_one(grid)
         try:
             return self._memory(i)
         except NotLinear:
             self.by_points()
             return self._memory(i)
+
+    def has_rule(self, grid: Grid) -> bool:
+        """Whether many plans can be worked out at once: nothing asks for lists, and no sum is too large.
+
+        What is compared with `LARGEST` is more bytes than tensors of all micro-batches take together.
+        """
+        model, base = self.model, grid.base
+        a_block = 64 * (model.d_model + model.d_ff) + 16 * model.n_heads * base.seq_len
+        a_token = (model.n_layers + 2) * a_block + 64 * model.vocab_size
+        replicas = int((grid.cells["dp"] * grid.cells["dp_replicate"]).min())
+        return has_rule(base) and base.global_batch / replicas * base.seq_len * a_token < LARGEST
 
     def by_points(self) -> None:
         """Work out every number of blocks on its own."""
@@ -335,27 +350,33 @@ class Evaluation:
                 found |= {self.blocks(grid, n, limit) for n in numbers for limit in limits}
         return found
 
-    def joined(self, i: int, ends: Ends, passes: tuple[Pass, ...]) -> "Joined":
-        """Numbers that tell what passes of stages with such ends leave, and the most that they hold."""
+    def joined(self, i: int, ends: Ends, passes: Sequence[Pass]) -> "Joined":
+        """Numbers that tell what these passes of stages with such ends leave, and the most that they hold."""
         table, _ = self.stage_table(i, ends)
         basis = self._bases.setdefault(id(table), Basis(table))
-        key = id(table), tuple([found[1:] for found in passes])
-        if key not in self._joined:
-            relations, highs = [], []
-            for found in passes:
-                names, coefficients = table(found[1:], partial(_asked, found))
-                relations.append(basis.relation(found[1:], coefficients[names.index("net")]))
-                highs.append([row for row, name in zip(coefficients, names, strict=True) if name != "net"])
-            n = len(basis.numbers)
-            numbers = np.stack([*basis.numbers, *[row for own in highs for row in own]]).astype(np.float64)
-            places = np.cumsum([n, *map(len, highs)])
-            self._joined[key] = Joined(
-                numbers,
-                np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64),
-                np.array(basis.positive, np.bool_),
-                tuple([tuple(range(start, stop)) for start, stop in pairwise(places.tolist())]),
-            )
-        return self._joined[key]
+        known = self._joined.get(id(table))
+        keys = tuple([found[1:] for found in passes])
+        if known is not None and known.places.keys() >= set(keys):
+            return known
+        keys = tuple(dict.fromkeys((*(known.places if known is not None else ()), *keys)))
+        relations, highs = [], []
+        for key in keys:
+            names, coefficients = table(key, partial(_asked, *key))
+            relations.append(basis.relation(key, coefficients[names.index("net")]))
+            highs.append([row for row, name in zip(coefficients, names, strict=True) if name != "net"])
+        n = len(basis.numbers)
+        numbers = np.stack([*basis.numbers, *[row for own in highs for row in own]])
+        if float(np.abs(numbers).max()) < EXACT:
+            numbers = numbers.astype(np.float64)
+        ends_of_highs = np.cumsum([0, *map(len, highs)]).tolist()
+        self._joined[id(table)] = Joined(
+            {key: place for place, key in enumerate(keys)},
+            numbers,
+            np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64),
+            np.array(basis.positive, np.bool_),
+            [tuple(range(start, stop)) for start, stop in pairwise(ends_of_highs)],
+        )
+        return self._joined[id(table)]
 
     def held(self, i: int, rank: RankPlaces) -> Held:
         """States of a rank, and their update: a rank's stages have those of one stage with all blocks."""
@@ -398,23 +419,22 @@ def block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return found
 
 
-def _asked(found: Pass, part: Part) -> Mapping[str, Any]:
-    if found.name == RECEIVED:
-        return {"net": part.boundary()["bytes"]}
-    return part.stretch(found.name, dict(found.how))
+def _asked(name: str, how: tuple[tuple[str, bool], ...], part: Part) -> Mapping[str, Any]:
+    return {"net": part.boundary()["bytes"]} if name == RECEIVED else part.stretch(name, dict(how))
 
 
 class Joined(NamedTuple):
-    """Coefficients of numbers: a basis of what passes leave, then candidates for the most that each holds.
+    """Coefficients of a table's numbers: a basis of what passes leave, then candidates for what they hold.
 
-    `relations` [pass, basis] and `positive` as `memplan.search.ranks.reduced` asks; of each pass the places
-    of its candidates.
+    By method and arguments the `places` of passes: in `relations` [pass, basis], what with `positive`
+    `memplan.search.ranks.reduced` asks for, and in `highs`, each pass's candidates among all.
     """
 
-    numbers: NDArray[np.float64]
+    places: dict[tuple[Any, ...], int]
+    numbers: NDArray[Any]
     relations: NDArray[np.int64]
     positive: NDArray[np.bool_]
-    highs: tuple[tuple[int, ...], ...]
+    highs: list[tuple[int, ...]]
 
 
 class _Reach(NamedTuple):
@@ -489,7 +509,7 @@ class RankMemory:
         found = np.zeros(len(cells), np.int64)
         for (ends, _), n, each in zip(self.rank.distinct, program.left, program.left_each, strict=True):
             if n or each:
-                found += (n + each * units) * self.boundary(ends)[cells]
+                found += (int(n) + int(each) * units) * self.boundary(ends)[cells]
         return found
 
     def _plan(self) -> Plan:
@@ -577,24 +597,23 @@ class _Values:
 
     def __init__(self, memory: RankMemory, found: Sequence[Program]) -> None:
         evaluation, i = memory.evaluation, memory.i
-        passes = dict.fromkeys(one for program in found for one in program.passes)
+        passes = list(dict.fromkeys(one for program in found for one in program.passes))
         known = [memory.limits[place] for place in memory.known]
         self.place: dict[Pass, int] = {}
         self.highs: list[tuple[int, ...]] = []
         joined, basis, highs, n_highs = [], [], [], 0
         for place, (ends, n) in enumerate(memory.rank.distinct):
-            own = tuple([one for one in passes if one.place == place])
+            own = [one for one in passes if one.place == place]
             numbers = evaluation.joined(i, ends, own)
             table, rows = evaluation.stage_table(i, ends)
             blocks = [evaluation.blocks(memory.grid, n, limit) for limit in known]
             values = at_blocks(table, numbers.numbers, rows, blocks)
+            self.place |= {one: len(self.highs) + numbers.places[one[1:]] for one in own}
+            self.highs += [tuple([n_highs + high for high in own_highs]) for own_highs in numbers.highs]
             n_basis = len(numbers.positive)
-            for one, own_highs in zip(own, numbers.highs, strict=True):
-                self.place[one] = len(self.place)
-                self.highs.append(tuple([n_highs + high - n_basis for high in own_highs]))
             basis.append(values[:n_basis])
             highs.append(values[n_basis:])
-            n_highs += len(values) - n_basis
+            n_highs += len(highs[-1])
             joined.append(numbers)
         self.relations = block_diagonal([numbers.relations for numbers in joined])
         self.positive = np.concatenate([numbers.positive for numbers in joined])

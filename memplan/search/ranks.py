@@ -66,10 +66,10 @@ class Program(NamedTuple):
     most_units: int
     passes: tuple[Pass, ...]
     at: Column
-    before: Counts
-    before_each: Counts
-    left: Counts
-    left_each: Counts
+    before: NDArray[Any]
+    before_each: NDArray[Any]
+    left: NDArray[Any]
+    left_each: NDArray[Any]
 
 
 def programs(
@@ -146,16 +146,22 @@ KEYS: Final = count()
 """Numbers that tell programs apart."""
 
 
-def _linear(counts: Counts, units: Column) -> tuple[Counts, Counts]:
+def _linear(counts: Counts, units: Column) -> tuple[NDArray[Any], NDArray[Any]]:
     """Counts [..., number of micro-batches] of the least number, and what each unit more adds."""
     start = counts[..., 0]
     if len(units) == 1:
-        return start, np.zeros_like(start)
+        return _small(start), _small(np.zeros_like(start))
     each = (counts[..., 1] - start) // units[1]
     alike = (counts == start[..., None] + each[..., None] * units).reshape(-1, len(units)).all(axis=0)
     if not alike.all():
         raise Differ(alike)
-    return start, each
+    return _small(start), _small(each)
+
+
+def _small(counts: Counts) -> NDArray[Any]:
+    """The same in as few bytes as they need: there are many programs."""
+    least, most = counts.min(initial=0), counts.max(initial=0)
+    return counts.astype(np.result_type(np.min_scalar_type(least), np.min_scalar_type(most)))
 
 
 def text_of(found: Pass) -> str:
@@ -214,7 +220,7 @@ class _Walk:
         end, found = self._walked(step)
         end[:, -1] = -1
         found = _distinct(np.concatenate((found, end[None])))
-        return found[:, 0, -1], np.moveaxis(found[:, :, :-1], 1, 2)
+        return found[:, 0, -1].copy(), np.moveaxis(found[:, :, :-1], 1, 2)
 
     def _walked(self, stretch: Stretch) -> tuple[Counts, Counts]:
         if id(stretch) not in self.known:
@@ -292,7 +298,8 @@ def reduced(program: Program, places: Column, relations: Counts, positive: NDArr
 
 
 def _made(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
-    before, each = program.before @ relations, program.before_each @ relations
+    before = program.before.astype(np.int64) @ relations
+    each = program.before_each.astype(np.int64) @ relations
     rows = np.concatenate([program.at[:, None], before, before + program.most_units * each], axis=1)
     one = np.array([*{row.tobytes(): i for i, row in enumerate(rows)}.values()])
     signs = np.concatenate((positive, positive))

@@ -381,7 +381,8 @@ class Table:
         least: int = 3,
     ) -> None:
         self.cells = cells
-        most = model.n_layers + 1
+        blocks = list(blocks)
+        most = max(map(sum, blocks)) + 1
         self.spans: list[Span] = []
         self.span_of: dict[Blocks, int] = {}
         for pair in sorted(set(blocks)):

@@ -14,7 +14,7 @@ from memplan.hardware import Cluster
 from memplan.many import Differ, many
 from memplan.models import Model
 from memplan.plan import SCHEDULES, Axis, Plan, Schedule
-from memplan.search.evaluate import Evaluation, RankPlaces, alike, has_rule, mode_of
+from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of
 from memplan.search.plans import Column, Grid, Plans, grids_of
 from memplan.search.ranks import likely_alike
 from memplan.search.stages import Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
@@ -66,7 +66,7 @@ def times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column | None
     timed = np.flatnonzero(_has_rates(grid[chosen], cluster))
     if not len(timed):
         return seconds
-    if has_rule(grid.base):
+    if evaluation.has_rule(grid):
         try:
             found, left = _GridTimes(evaluation, i, cluster, chosen[timed]).found()
         except NotLinear:

@@ -90,7 +90,7 @@ def plan_order(plan: Plan, rank: int) -> Run:
     return ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, m, data_axis)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _ordered(schedule: Schedule, pp: int, rank: int, v: int, m: int, data_axis: DataAxis) -> Run:
     order = order_of(schedule, pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
     if data_axis == "fsdp":
