@@ -8,17 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan import Plan, preset
+from memplan import Gpt, Llama, Plan, preset
 from memplan.errors import MemplanError
 from memplan.estimate import estimate_on, estimate_plan
 from memplan.hardware import cluster
 from memplan.plan import SCHEDULES
-from memplan.search.evaluate import memory
+from memplan.search.evaluate import Evaluation, memory
 from memplan.search.plans import VARIED, Plans, number_of
+from memplan.search.rules import RUNS
 from memplan.search.space import Space
-from memplan.search.time import step_s
+from memplan.search.time import step_s, times
 from tests.grids import running
 from tests.test_laws import cases, laws, runs
+
+LLAMA = Llama(
+    name="long llama",
+    n_layers=13,
+    d_model=64,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=160,
+    vocab_size=320,
+    max_seq_len=128,
+)
+GPT = Gpt(name="long gpt", n_layers=12, d_model=64, n_heads=4, d_ff=128, vocab_size=256, max_seq_len=64)
 
 
 @st.composite
@@ -110,3 +123,32 @@ def test_many_plans_at_once_take_each_as_long_as_estimated(search, gpus_per_node
         where = replace(where, gpu=gpu, n_gpus=n_gpus, gpus_per_node=gcd(n_gpus, gpus_per_node))
         found = step_s(model, plans[sizes == n_gpus], where).tolist()
         assert found == [timed(model, plan, where) for plan in single if plan.world_size == n_gpus]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fsdp_blocks": 2, "zero": 3}, {"fsdp_units": "model", "zero": 2}, {"optimizer": "sgd"}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=lambda model: model.name)
+def test_plans_of_a_grid_are_each_as_estimated(model, options):
+    """With every number of recomputed blocks, of which most are worked out from the first and the last."""
+    where = cluster("4xh100-sxm")
+    ranges = {"recompute_blocks": tuple(range(1, model.n_layers + 1)), "virtual_stages": (1, 2)}
+    pinned = {"zero": (options["zero"],)} if "zero" in options else {}
+    base = replace(Plan(global_batch=12, seq_len=32, dp=2), **options)
+    space = Space(model=model, n_gpus=4, base=base, ranges=ranges | pinned)
+    rng = np.random.default_rng(0)
+    for batch in space.grids():
+        grids = [found.grid[found.rule == RUNS] for found in batch if (found.rule == RUNS).any()]
+        evaluation = Evaluation(model, grids, "cuda")
+        for i in rng.choice(len(grids), min(len(grids), 12), replace=False):
+            found, seconds = evaluation.memory(i), times(evaluation, i, where)
+            chosen = tuple(rng.integers(0, n, 6) for n in grids[i].shape)
+            plans = grids[i].plans(*chosen)
+            for j, place in enumerate(zip(*chosen, strict=True)):
+                estimated = estimate_plan(model, plans.plan(j), where)
+                assert found.peak_bytes[place] == estimated.worst.peak_bytes
+                assert found.worst_stage[place] == estimated.worst.stage
+                assert found.rest_bytes[place] == estimated.worst.rest_bytes
+                assert seconds[place] == (inf if estimated.step_s is None else estimated.step_s)

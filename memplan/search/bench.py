@@ -1,83 +1,125 @@
 """How fast plans are worked out: `python -m memplan.search.bench`, seconds of one core.
 
-All plans of llama-3.1-405b on 16,384 GPUs, without offload, in the schedules with one stage a rank and in
-interleaved 1F1B, from which so many are drawn at random; the first call makes what later ones share.
+All plans of llama-3.1-405b on 16,384 GPUs and of GPT-3 175B on 512, of batches with more and more divisors
+and with every number of recomputed blocks: enumerated, ruled out or worked out (memory of all stages,
+traffic, time of those that fit), the best kept. Each search has a process of its own, which knows nothing.
 """
 
+import resource
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Final
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any, Final, NamedTuple
 
 import click
 import numpy as np
 
-from memplan.estimate import device_of, estimate_plan
-from memplan.hardware import cluster
+from memplan.estimate import estimate_plan
+from memplan.hardware import resolve_cluster
 from memplan.layout import text_table
-from memplan.models import resolve
-from memplan.search.evaluate import memory
-from memplan.search.plans import Plans, joined
+from memplan.models import Model, resolve
+from memplan.search.plans import joined
 from memplan.search.rules import RUNS
-from memplan.search.search import common
+from memplan.search.search import common, searched, values_of
 from memplan.search.space import Space
-from memplan.search.time import step_s
+from memplan.units import MiB
 
-MODEL: Final = "llama-3.1-405b"
-CLUSTER: Final = "16384xh100-sxm"
-RANGES: Final = {"schedule": ("gpipe", "1f1b", "interleaved-1f1b"), "offload": (False,)}
-AT_ONCE: Final = 2**18
 ONE_BY_ONE: Final = 20
+"""Plans of which one estimate each is timed."""
+
+LLAMA: Final = {
+    "cluster": "16384xh100-sxm",
+    "seq_len": 8192,
+    "offload": False,
+    "schedule": ("gpipe", "1f1b", "interleaved-1f1b"),
+}
+
+GPT3: Final = {
+    "cluster": "512xa100-80-sxm",
+    "seq_len": 2048,
+    "schedule": ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"),
+}
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Processor seconds."""
+class Job(NamedTuple):
+    """A search: about how many plans it has, the preset, its options."""
+
+    n_plans: int
+    model: str
+    options: dict[str, Any]
+
+
+JOBS: Final = (
+    Job(12_000, "llama-3.1-405b", LLAMA | {"global_batch": 512}),
+    Job(240_000, "llama-3.1-405b", LLAMA | {"global_batch": 2048, "recompute_blocks": range(1, 127)}),
+    Job(1_900_000, "llama-3.1-405b", LLAMA | {"global_batch": 215_040, "recompute_blocks": range(1, 127)}),
+    Job(6_600_000, "gpt3-175b", GPT3 | {"global_batch": 15_360, "recompute_blocks": range(1, 97)}),
+    Job(10_000_000, "llama-3.1-405b", LLAMA | {"global_batch": 6_881_280, "recompute_blocks": range(1, 127)}),
+)
+
+
+class Measured(NamedTuple):
+    """Plans, processor seconds, and the most memory that the process has had."""
+
+    n_plans: int
+    seconds: float
+    peak_bytes: int
+
+
+def model_of(name: str) -> Model:
+    """A preset; tensor parallelism wants GPT-3's head untied and its vocabulary a round number."""
+    found = resolve(name)
+    return replace(found, tied_head=False, vocab_size=51_200) if name.startswith("gpt3") else found
+
+
+def one_search(job: Job) -> Measured:
+    """Search through all plans of a job."""
     start = time.process_time()
-    work()
-    return time.process_time() - start
+    found = searched(model_of(job.model), keep=10, **job.options)
+    seconds = time.process_time() - start
+    return Measured(found.n_plans, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def measured(n_plans: list[int]) -> Iterator[tuple[str, ...]]:
-    """A line each for one plan per call, for the whole space, and for so many plans of it."""
-    model, where = resolve(MODEL), cluster(CLUSTER)
-    space = Space(
-        model=model,
-        n_gpus=where.n_gpus,
-        base=common(global_batch=2048, seq_len=8192),
-        ranges=RANGES,
-    )
+def one_by_one(job: Job) -> Measured:
+    """One estimate, with the time of a step, of each of a few of a job's plans."""
+    where, model = resolve_cluster(job.options["cluster"]), model_of(job.model)
+    ranges = {name: values_of(name, job.options[name]) for name in ("schedule", "offload")}
+    base = common(global_batch=job.options["global_batch"], seq_len=job.options["seq_len"])
+    n_gpus = 0 if where is None else where.n_gpus
+    space = Space(model=model, n_gpus=n_gpus, base=base, ranges=ranges)
     grids = [ruled.grid[ruled.rule == RUNS] for batch in space.grids() for ruled in batch]
     plans = joined([grid.rows() for grid in grids])
-    parts = [plans[i : i + AT_ONCE] for i in range(0, len(plans), AT_ONCE)]
-    rng = np.random.default_rng(0)
-
-    def one_by_one() -> None:
-        for i in rng.integers(0, len(plans), ONE_BY_ONE):
-            _ = estimate_plan(model, plans.plan(int(i)), where).step_s
-
-    def many(some: list[Plans]) -> None:
-        for part in some:
-            memory(model, part, device_of(where))
-            step_s(model, part, where)
-
-    one_by_one()
-    yield _line("one estimate per call", ONE_BY_ONE, seconds_of(one_by_one))
-    yield _line("the whole space, first call", len(plans), seconds_of(partial(many, parts)))
-    for n in n_plans:
-        drawn = [plans[rng.integers(0, len(plans), min(AT_ONCE, n - i))] for i in range(0, n, AT_ONCE)]
-        yield _line("drawn from it", n, seconds_of(partial(many, drawn)))
+    chosen = [plans.plan(int(i)) for i in np.random.default_rng(0).integers(0, len(plans), ONE_BY_ONE)]
+    start = time.process_time()
+    for plan in chosen:
+        _ = estimate_plan(model, plan, where).step_s
+    seconds = time.process_time() - start
+    return Measured(ONE_BY_ONE, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def _line(what: str, n: int, seconds: float) -> tuple[str, ...]:
-    return what, f"{n:,}", f"{seconds:.2f}", f"{n / seconds:,.0f}"
+def lines(most: int) -> Iterator[tuple[str, ...]]:
+    """A line for one plan per call, and for each search of at most so many plans."""
+    for how, job in ((one_by_one, JOBS[0]), *[(one_search, job) for job in JOBS if job.n_plans <= most]):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            found = alone.submit(how, job).result()
+        what = "one estimate per call" if how is one_by_one else f"batch of {job.options['global_batch']:,}"
+        yield (
+            f"{job.model}, {what}",
+            f"{found.n_plans:,}",
+            f"{found.seconds:.1f}",
+            f"{found.n_plans / found.seconds:,.0f}",
+            f"{found.peak_bytes / MiB:,.0f}",
+        )
 
 
 @click.command()
-@click.option("--plans", "n_plans", type=int, multiple=True, default=(10**4, 10**5, 10**6), show_default=True)
-def main(n_plans: tuple[int, ...]) -> None:
-    """Memory and step time of many plans at once, beside one estimate per call."""
-    click.echo(f"{MODEL} on {CLUSTER}: peak memory and step time")
-    click.echo(text_table([("", "plans", "s", "plans/s"), *measured(list(n_plans))], "<>>>"))
+@click.option("--most", default=10**7, show_default=True, help="Leave out searches of more plans.")
+def main(most: int) -> None:
+    """All plans of large clusters, searched to the best, beside one estimate per call."""
+    head = ("", "plans", "s", "plans/s", "peak MiB")
+    click.echo(text_table([head, *lines(most)], "<>>>>"))
 
 
 if __name__ == "__main__":
