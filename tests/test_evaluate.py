@@ -127,7 +127,7 @@ def test_many_plans_at_once_take_each_as_long_as_estimated(search, gpus_per_node
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fsdp_blocks": 2, "zero": 3}, {"fsdp_units": "model", "zero": 2}, {"optimizer": "sgd"}],
+    [{}, {"fsdp_blocks": 2, "zero": 3}, {"fsdp_units": "model", "zero": 2}],
     ids=lambda options: " ".join(options) or "plain",
 )
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=lambda model: model.name)
