@@ -5,6 +5,7 @@ and with every number of recomputed blocks: enumerated, ruled out or worked out 
 traffic, time of those that fit), the best kept. Each search has a process of its own, which knows nothing.
 """
 
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -118,6 +119,7 @@ def lines(most: int) -> Iterator[tuple[str, ...]]:
 @click.option("--most", default=10**7, show_default=True, help="Leave out searches of more plans.")
 def main(most: int) -> None:
     """All plans of large clusters, searched to the best, beside one estimate per call."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # what the processes multiply with
     head = ("", "plans", "s", "plans/s", "peak MiB")
     click.echo(text_table([head, *lines(most)], "<>>>>"))
 
