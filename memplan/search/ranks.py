@@ -5,8 +5,7 @@ each pass has been before it: whatever the passes' bytes, the largest such sum i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from itertools import count
+from functools import lru_cache
 from math import gcd
 from typing import Any, Final, NamedTuple, cast
 
@@ -57,10 +56,10 @@ class Program(NamedTuple):
 
     `before` and `before_each` [instant, pass]: how often each of `passes` has been before it is `at` one, and
     how much more often with each unit; in the last instant the passes are over, and it is `at` -1. `left`
-    [place]: what the step leaves of each place's `RECEIVED`, and with each unit. `key` tells programs apart.
+    [place]: what the step leaves of each place's `RECEIVED`, and with each unit. `known`: what `reduced` has
+    found.
     """
 
-    key: int
     m: int
     unit: int
     most_units: int
@@ -70,6 +69,7 @@ class Program(NamedTuple):
     before_each: NDArray[Any]
     left: NDArray[Any]
     left_each: NDArray[Any]
+    known: dict[tuple[bytes, ...], "Reduced"]
 
 
 def programs(
@@ -99,7 +99,7 @@ def likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-@cache
+@lru_cache(maxsize=8192)
 def _programs(
     plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...], at: tuple[int, ...]
 ) -> list[tuple[Column, Program]]:
@@ -138,12 +138,8 @@ def _program(
     unit = gcd(*[n - ms[0] for n in ms]) or 1
     units = (np.array(ms) - ms[0]) // unit
     return Program(
-        next(KEYS), ms[0], unit, int(units[-1]), passes, at, *_linear(before, units), *_linear(left, units)
+        ms[0], unit, int(units[-1]), passes, at, *_linear(before, units), *_linear(left, units), {}
     )
-
-
-KEYS: Final = count()
-"""Numbers that tell programs apart."""
 
 
 def _linear(counts: Counts, units: Column) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -283,18 +279,15 @@ class Reduced(NamedTuple):
     before_each: Counts
 
 
-_REDUCED: Final[dict[tuple[int, bytes, bytes, bytes], Reduced]] = {}
-
-
 def reduced(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
     """A program whose passes have such `places` and leave sums [pass, basis] of numbers, some `positive`.
 
     Of two instants at the same pass one is left out that has the same of the others and no more of these.
     """
-    key = program.key, places.tobytes(), relations.tobytes(), positive.tobytes()
-    if key not in _REDUCED:
-        _REDUCED[key] = _made(program, places, relations, positive)
-    return _REDUCED[key]
+    key = places.tobytes(), relations.tobytes(), positive.tobytes()
+    if key not in program.known:
+        program.known[key] = _made(program, places, relations, positive)
+    return program.known[key]
 
 
 def _made(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
