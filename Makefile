@@ -54,7 +54,7 @@ bench: $(READY)
 	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED)"
 	@echo "with every stage's peak, instants and collectives"
 	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED).to_dict()"
-	@$(BIN)/python -m memplan.search.bench
+	@OMP_NUM_THREADS=1 $(BIN)/python -m memplan.search.bench
 
 notebooks: $(READY)
 	for notebook in notebooks/*.ipynb; do \

@@ -1,11 +1,10 @@
-"""How fast plans are worked out: `python -m memplan.search.bench`, seconds of one core.
+"""How fast plans are worked out: `OMP_NUM_THREADS=1 python -m memplan.search.bench`, seconds of one core.
 
 All plans of llama-3.1-405b on 16,384 GPUs and of GPT-3 175B on 512, of batches with more and more divisors
 and with every number of recomputed blocks: enumerated, ruled out or worked out (memory of all stages,
 traffic, time of those that fit), the best kept. Each search has a process of its own, which knows nothing.
 """
 
-import os
 import resource
 import time
 from collections.abc import Iterator
@@ -119,7 +118,6 @@ def lines(most: int) -> Iterator[tuple[str, ...]]:
 @click.option("--most", default=10**7, show_default=True, help="Leave out searches of more plans.")
 def main(most: int) -> None:
     """All plans of large clusters, searched to the best, beside one estimate per call."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # what the processes multiply with
     head = ("", "plans", "s", "plans/s", "peak MiB")
     click.echo(text_table([head, *lines(most)], "<>>>>"))
 
