@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan import Gpt, Llama, Plan, preset
+from memplan import Plan, preset
 from memplan.errors import MemplanError
 from memplan.estimate import estimate_on, estimate_plan
 from memplan.hardware import cluster
@@ -18,20 +18,12 @@ from memplan.search.plans import VARIED, Plans, number_of
 from memplan.search.rules import RUNS
 from memplan.search.space import Space
 from memplan.search.time import step_s, times
+from tests import test_search
 from tests.grids import running
 from tests.test_laws import cases, laws, runs
 
-LLAMA = Llama(
-    name="long llama",
-    n_layers=13,
-    d_model=64,
-    n_heads=4,
-    n_kv_heads=2,
-    d_ff=160,
-    vocab_size=320,
-    max_seq_len=128,
-)
-GPT = Gpt(name="long gpt", n_layers=12, d_model=64, n_heads=4, d_ff=128, vocab_size=256, max_seq_len=64)
+LLAMA = replace(test_search.LLAMA, name="long llama", n_layers=13)
+GPT = replace(test_search.GPT, name="long gpt", n_layers=12)
 
 
 @st.composite
@@ -140,7 +132,7 @@ def test_plans_of_a_grid_are_each_as_estimated(model, options):
     space = Space(model=model, n_gpus=4, base=base, ranges=ranges | pinned)
     rng = np.random.default_rng(0)
     for batch in space.grids():
-        grids = [found.grid[found.rule == RUNS] for found in batch if (found.rule == RUNS).any()]
+        grids = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
         evaluation = Evaluation(model, grids, "cuda")
         for i in rng.choice(len(grids), min(len(grids), 12), replace=False):
             found, seconds = evaluation.memory(i), times(evaluation, i, where)

@@ -7,7 +7,7 @@ traffic, time of those that fit), the best kept. Each search has a process of it
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -17,14 +17,12 @@ import click
 import numpy as np
 
 from memplan.estimate import estimate_plan
-from memplan.hardware import resolve_cluster
 from memplan.layout import text_table
 from memplan.models import Model, resolve
 from memplan.search.plans import joined
-from memplan.search.rules import RUNS
-from memplan.search.search import common, searched, values_of
+from memplan.search.search import cluster_of, common, searched, values_of
 from memplan.search.space import Space
-from memplan.units import MiB
+from memplan.units import KiB, MiB
 
 ONE_BY_ONE: Final = 20
 """Plans of which one estimate each is timed."""
@@ -76,27 +74,32 @@ def model_of(name: str) -> Model:
 
 def one_search(job: Job) -> Measured:
     """Search through all plans of a job."""
-    start = time.process_time()
-    found = searched(model_of(job.model), keep=10, **job.options)
-    seconds = time.process_time() - start
-    return Measured(found.n_plans, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return measured(lambda: searched(model_of(job.model), keep=10, **job.options).n_plans)
 
 
 def one_by_one(job: Job) -> Measured:
     """One estimate, with the time of a step, of each of a few of a job's plans."""
-    where, model = resolve_cluster(job.options["cluster"]), model_of(job.model)
+    where, model = cluster_of(job.options["cluster"]), model_of(job.model)
     ranges = {name: values_of(name, job.options[name]) for name in ("schedule", "offload")}
     base = common(global_batch=job.options["global_batch"], seq_len=job.options["seq_len"])
-    n_gpus = 0 if where is None else where.n_gpus
-    space = Space(model=model, n_gpus=n_gpus, base=base, ranges=ranges)
-    grids = [ruled.grid[ruled.rule == RUNS] for batch in space.grids() for ruled in batch]
-    plans = joined([grid.rows() for grid in grids])
+    space = Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges)
+    plans = joined([ruled.running.rows() for batch in space.grids() for ruled in batch])
     chosen = [plans.plan(int(i)) for i in np.random.default_rng(0).integers(0, len(plans), ONE_BY_ONE)]
+
+    def work() -> int:
+        for plan in chosen:
+            _ = estimate_plan(model, plan, where).step_s
+        return len(chosen)
+
+    return measured(work)
+
+
+def measured(work: Callable[[], int]) -> Measured:
+    """What some work on plans, which says how many, has taken of this process."""
     start = time.process_time()
-    for plan in chosen:
-        _ = estimate_plan(model, plan, where).step_s
+    n_plans = work()
     seconds = time.process_time() - start
-    return Measured(ONE_BY_ONE, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return Measured(n_plans, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB)
 
 
 def lines(most: int) -> Iterator[tuple[str, ...]]:

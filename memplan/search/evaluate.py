@@ -6,11 +6,11 @@ blocks. In which order a *rank* runs its passes (`memplan.search.ranks`) depends
 puts both together: the largest of a few sums, each linear in the number of recomputed blocks.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,11 @@ from memplan.engines.torch.step import kept_grads, updates
 from memplan.estimate import estimate_on
 from memplan.many import many
 from memplan.models import Model
-from memplan.plan import RECOMPUTES, SCHEDULES, SPLITTING_SCHEDULES, Plan, Rank
+from memplan.plan import RECOMPUTES, SPLITTING_SCHEDULES, Plan, Rank
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import RECEIVED, Pass, Place, Program, Reduced, programs, reduced
 from memplan.search.stages import (
+    Asked,
     Basis,
     Blocks,
     Cells,
@@ -40,6 +41,8 @@ from memplan.search.stages import (
 from memplan.shapes import UINT8, Buffer
 from memplan.tape import Device
 from memplan.timeline import chain, n_bytes_of
+
+T = TypeVar("T")
 
 EXACT: Final = 2.0**53
 """Up to here every whole number is a float."""
@@ -101,7 +104,7 @@ def mode_of(grid: Grid) -> int:
 
 def splits(grid: Grid) -> bool:
     """Whether backward passes are taken apart."""
-    return grid.structure["pp"] > 1 and SCHEDULES[grid.structure["schedule"]] in SPLITTING_SCHEDULES
+    return grid.schedule in SPLITTING_SCHEDULES
 
 
 def has_rule(base: Plan) -> bool:
@@ -174,25 +177,29 @@ class Evaluation:
         self.model, self.grids, self.device = model, grids, device
         self.linear = all(grid.base.fsdp_blocks == 1 for grid in grids)
         self.splits = any(map(splits, grids))
+        self._groups: dict[Hashable, _Group] = {}
+        self._micro_batches: dict[int, tuple[tuple[int, ...], Column]] = {}
         self._start()
 
     def _start(self) -> None:
         self._tables: dict[Hashable, Table] = {}
-        self._groups: dict[Hashable, _Group] = {}
-        self._joined: dict[int, Joined] = {}
-        self._micro_batches: dict[int, tuple[tuple[int, ...], Column]] = {}
-        self._bases: dict[int, Basis] = {}
+        self._joined: dict[Table, Joined] = {}
 
     def memory(self, i: int) -> Memory:
         """The memory of one of the grids; arrays of its shape."""
         grid = self.grids[i]
         if not self.has_rule(grid):
             return self._one_by_one(grid)
+        return self.worked_out(lambda: self._memory(i))
+
+    def worked_out(self, work: Callable[[], T]) -> T:
+        """What some work on the tables says; if not linear, with every number of blocks on its own."""
         try:
-            return self._memory(i)
+            return work()
         except NotLinear:
-            self.by_points()
-            return self._memory(i)
+            self.linear = False
+            self._start()
+            return work()
 
     def has_rule(self, grid: Grid) -> bool:
         """Whether many plans can be worked out at once: nothing asks for lists, and no sum is too large.
@@ -204,11 +211,6 @@ class Evaluation:
         a_token = (model.n_layers + 2) * a_block + 64 * model.vocab_size
         replicas = int((grid.cells["dp"] * grid.cells["dp_replicate"]).min())
         return has_rule(base) and base.global_batch / replicas * base.seq_len * a_token < LARGEST
-
-    def by_points(self) -> None:
-        """Work out every number of blocks on its own."""
-        self.linear = False
-        self._start()
 
     def _one_by_one(self, grid: Grid) -> Memory:
         peak, worst, rest = np.zeros((3, *grid.shape), np.int64)
@@ -235,9 +237,8 @@ class Evaluation:
 
     def ranks(self, grid: Grid) -> tuple[RankPlaces, ...]:
         """The ranks of a grid's pipelines."""
-        structure = grid.structure
-        schedule = SCHEDULES[structure["schedule"]] if structure["pp"] > 1 else "1f1b"
-        return ranks_of_pipeline(self.model.n_layers, schedule, structure["pp"], structure["virtual_stages"])
+        pp, virtual_stages = grid.structure["pp"], grid.structure["virtual_stages"]
+        return ranks_of_pipeline(self.model.n_layers, grid.schedule, pp, virtual_stages)
 
     def worst_ranks(self, grid: Grid) -> Iterator[RankPlaces]:
         """Those that can be the worst: where backward passes are whole the first of ranks with equal stages.
@@ -293,9 +294,9 @@ class Evaluation:
 
     def _table(self, i: int, ends: Ends, *, whole: bool) -> tuple[Table, Column]:
         grid = self.grids[i]
-        key = self._group_key(grid, whole=whole)
+        key = whole, grid.structure["pp"] > 1
         if key not in self._groups:
-            self._groups[key] = self._group(key, whole=whole)
+            self._groups[key] = self._group(*key)
         cells, starts = self._groups[key]
         if (key, ends) not in self._tables:
             plan = self.plan(grid)
@@ -305,21 +306,18 @@ class Evaluation:
                 ends,
                 self.device,
                 cells,
-                self._all_blocks(key, ends, whole=whole),
+                self._all_blocks(*key, ends),
                 linear=self.linear and not whole,
                 least=3 if self.splits else 2,
             )
         start = starts[i]
         return self._tables[key, ends], cells.row[start : start + grid.shape[0]]
 
-    def _group_key(self, grid: Grid, *, whole: bool) -> tuple[bool, bool]:
-        return whole, grid.structure["pp"] > 1
-
-    def _group(self, key: tuple[bool, bool], *, whole: bool) -> _Group:
+    def _group(self, whole: bool, piped: bool) -> _Group:
         starts, n = {}, 0
         columns: list[list[Column]] = []
         for i, grid in enumerate(self.grids):
-            if self._group_key(grid, whole=whole) == key:
+            if (grid.structure["pp"] > 1) == piped:
                 starts[i], n = n, n + grid.shape[0]
                 columns.append(self._cells(grid, whole=whole))
         return _Group(Cells(*[np.concatenate(found) for found in zip(*columns, strict=True)]), starts)
@@ -333,11 +331,11 @@ class Evaluation:
             dp = replicas = one
         return [tp, one if whole else micro_batch, dp, np.minimum(replicas, 2)]
 
-    def _all_blocks(self, key: tuple[bool, bool], ends: Ends, *, whole: bool) -> set[Blocks]:
+    def _all_blocks(self, whole: bool, piped: bool, ends: Ends) -> set[Blocks]:
         """All numbers of blocks of stages, or ranks, with such ends."""
         found = set()
         for grid in self.grids:
-            if self._group_key(grid, whole=whole) != key:
+            if (grid.structure["pp"] > 1) != piped:
                 continue
             for rank in self.ranks(grid):
                 if whole:
@@ -353,12 +351,12 @@ class Evaluation:
     def joined(self, i: int, ends: Ends, passes: Sequence[Pass]) -> "Joined":
         """Numbers that tell what these passes of stages with such ends leave, and the most that they hold."""
         table, _ = self.stage_table(i, ends)
-        basis = self._bases.setdefault(id(table), Basis(table))
-        known = self._joined.get(id(table))
+        known = self._joined.get(table)
         keys = tuple([found[1:] for found in passes])
         if known is not None and known.places.keys() >= set(keys):
             return known
-        keys = tuple(dict.fromkeys((*(known.places if known is not None else ()), *keys)))
+        basis, before = (Basis(table), ()) if known is None else (known.basis, tuple(known.places))
+        keys = tuple(dict.fromkeys((*before, *keys)))
         relations, highs = [], []
         for key in keys:
             names, coefficients = table(key, partial(_asked, *key))
@@ -369,27 +367,30 @@ class Evaluation:
         if float(np.abs(numbers).max()) < EXACT:
             numbers = numbers.astype(np.float64)
         ends_of_highs = np.cumsum([0, *map(len, highs)]).tolist()
-        self._joined[id(table)] = Joined(
+        self._joined[table] = Joined(
+            basis,
             {key: place for place, key in enumerate(keys)},
             numbers,
             np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64),
             np.array(basis.positive, np.bool_),
             [tuple(range(start, stop)) for start, stop in pairwise(ends_of_highs)],
         )
-        return self._joined[id(table)]
+        return self._joined[table]
 
     def held(self, i: int, rank: RankPlaces) -> Held:
         """States of a rank, and their update: a rank's stages have those of one stage with all blocks."""
-        grid = self.grids[i]
-        ends, n = rank.whole
-        table, rows = self.rank_table(i, ends)
-        (_, states), (names, update) = table("states", Part.states), table("update", Part.update)
-        (states,) = at_blocks(table, states, rows, [(0, n)])
-        found = dict(zip(names, at_blocks(table, update, rows, [(0, n)])[..., 0], strict=True))
-        if grid.structure["zero"] == 1:
+        if self.grids[i].structure["zero"] == 1:
             states, net, high, _ = self.dealt(i, rank)
             return Held(states, net, high)
-        return Held(states[:, 0], found["net"], found["high"])
+        update = self.of_rank(i, rank, Part.update)
+        return Held(self.of_rank(i, rank, Part.states)["bytes"], update["net"], update["high"])
+
+    def of_rank(self, i: int, rank: RankPlaces, asked: Asked) -> dict[Any, Column]:
+        """What is asked of a rank's stages as one, by name: a number for each cell."""
+        ends, n = rank.whole
+        table, rows = self.rank_table(i, ends)
+        names, coefficients = table(asked, asked)
+        return dict(zip(names, at_blocks(table, coefficients, rows, [(0, n)])[..., 0], strict=True))
 
     def dealt(self, i: int, rank: RankPlaces) -> NDArray[np.int64]:
         """What `dealt` says of a rank in each cell."""
@@ -430,6 +431,7 @@ class Joined(NamedTuple):
     `memplan.search.ranks.reduced` asks for, and in `highs`, each pass's candidates among all.
     """
 
+    basis: Basis
     places: dict[tuple[Any, ...], int]
     numbers: NDArray[Any]
     relations: NDArray[np.int64]
@@ -523,7 +525,7 @@ class RankMemory:
             zero=self.mode if self.mode >= 2 else 0,
             pp=structure["pp"],
             virtual_stages=structure["virtual_stages"],
-            schedule=SCHEDULES[structure["schedule"]],
+            schedule=self.grid.schedule,
             sequence_parallel=False,
             recompute="none",
             recompute_blocks=None,
@@ -577,13 +579,13 @@ class RankMemory:
         micro_batch, dp = many(cells["micro_batch"]), 2 if self.mode else 1
         plan = with_values(self._plan(), micro_batch=micro_batch, seq_len=grid.base.seq_len)
         plan = with_values(plan, global_batch=many(self.m) * (dp * micro_batch))
-        stages, received = [], []
-        for ends, _ in self.rank.stages:
+        made = {}
+        for ends in dict.fromkeys(ends for ends, _ in self.rank.stages):
             buffer = Buffer(RECEIVED, (), UINT8, many(self.boundary(ends)), "activations")
-            stages.append(Stage(evaluation.model, plan, (*ends, 0), evaluation.device))
-            received.append((buffer, buffer))
+            made[ends] = Stage(evaluation.model, plan, (*ends, 0), evaluation.device), (buffer, buffer)
+        stages, received = zip(*[made[ends] for ends, _ in self.rank.stages], strict=True)
         rank = RankStages.of(*stages, rank=Rank(pp=self.rank.pp))
-        rank.received = received
+        rank.received = list(received)
         world = grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
         found = n_bytes_of(rank.inputs) + mesh_bytes(many(world), evaluation.device)
         return np.asarray(found)

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.plan import RECOMPUTES, SCHEDULES, Plan
+from memplan.plan import RECOMPUTES, SCHEDULES, Plan, Schedule
 
 Column = NDArray[np.int64]
 
@@ -100,6 +100,11 @@ class Grid:
     def shape(self) -> tuple[int, int]:
         """Cells, and numbers of recomputed blocks."""
         return len(self.cells["dp"]), len(self.recompute_blocks)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the pipelines; a single rank has none, and it is no matter which."""
+        return SCHEDULES[self.structure["schedule"]] if self.structure["pp"] > 1 else "1f1b"
 
     @property
     def n_micro_batches(self) -> Column:

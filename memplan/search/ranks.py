@@ -7,7 +7,7 @@ each pass has been before it: whatever the passes' bytes, the largest such sum i
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from memplan.tape import Device
 from memplan.timeline import Stretch, chain
 
 Counts = NDArray[np.int64]
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -79,15 +81,34 @@ def programs(
 
     Of the plan count the schedule, the pipeline, and what is said of gradients and of the data axis.
     """
-    found = []
-    for some in likely_alike(plan, ms):
-        own = tuple([ms[i] for i in some])
-        found += _programs(plan, rank, tuple(places), device, own, tuple(some))
+    return _programs(plan, rank, tuple(places), device, tuple(ms))
+
+
+@lru_cache(maxsize=8192)
+def _programs(
+    plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...]
+) -> list[tuple[Column, Program]]:
+    return taken_apart(plan, ms, lambda some: _program(plan, rank, places, device, some))
+
+
+def taken_apart(
+    plan: Plan, ms: Sequence[int], work: Callable[[tuple[int, ...]], T]
+) -> list[tuple[Column, T]]:
+    """What some work says of numbers of micro-batches, and of which by place: of all at once if it can."""
+    found: list[tuple[Column, T]] = []
+    left = [np.array(some) for some in _likely_alike(plan, ms)]
+    while left:
+        at = left.pop()
+        try:
+            found.append((at, work(tuple([ms[i] for i in at]))))
+        except Differ as differ:
+            yes = differ.yes.ravel()
+            left += [at[yes], at[~yes]]
     return found
 
 
-def likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of micro-batches, by place, that probably have one program: as many go round alike."""
+def _likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of micro-batches, by place, of which probably the same can be said: as many go round alike."""
     if plan.schedule in SINGLE_STAGE_SCHEDULES or plan.pp == 1:
         yield list(range(len(ms)))
         return
@@ -100,20 +121,6 @@ def likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
 
 
 @lru_cache(maxsize=8192)
-def _programs(
-    plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...], at: tuple[int, ...]
-) -> list[tuple[Column, Program]]:
-    try:
-        return [(np.array(at), _program(plan, rank, places, device, ms))]
-    except Differ as differ:
-        found = []
-        for part in (differ.yes.ravel(), ~differ.yes.ravel()):
-            chosen = np.flatnonzero(part)
-            some = tuple(ms[i] for i in chosen)
-            found += _programs(plan, rank, places, device, some, tuple(at[i] for i in chosen))
-        return found
-
-
 def _program(
     plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...]
 ) -> Program:
@@ -129,12 +136,15 @@ def _program(
     step = chain("step", *schedule(stages, cast(list[Passes], own)))
     passes = tuple(found for one in known.values() for found in one.made)
     names = {text_of(found): i for i, found in enumerate(passes)}
-    boundaries = {id(one.boundary): names[text_of(one.made_by[RECEIVED])] for one in known.values()}
+    boundaries = {
+        id(one.boundary): names[text_of(Pass(number, RECEIVED, ()))] for number, one in known.items()
+    }
     walk = _Walk(names, boundaries, len(ms))
     at, before = walk.instants(step)
     left = np.zeros((len(known), len(ms)), np.int64)
-    for buffer, n in left_behind(stages).items():
-        left[[id(one.boundary) for one in known.values()].index(id(buffer))] = n
+    behind = left_behind(stages)
+    for i, one in enumerate(known.values()):
+        left[i] = behind[one.boundary]
     unit = gcd(*[n - ms[0] for n in ms]) or 1
     units = (np.array(ms) - ms[0]) // unit
     return Program(
@@ -182,7 +192,6 @@ class _Passes:
         self.stage.trace = cast(Any, _Boundary(self.boundary, self.boundary))
         self.reduces, self.widens, self.defers = place.reduces, place.widens, place.defers
         self.made: dict[Pass, Stretch] = {}
-        self.made_by = {RECEIVED: Pass(place.number, RECEIVED, ())}
         self._made(RECEIVED, {})
 
     def __getattr__(self, name: str) -> Callable[..., Stretch]:

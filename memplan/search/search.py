@@ -203,7 +203,7 @@ def _run(
     too_large, refused = best(keep, "over_bytes"), best(keep, "place")
     counts: dict[int, int] = {}
     for batch in space.grids():
-        running = [found for found in map(_running, batch) if len(found)]
+        running = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
         for grid, figures in zip(running, evaluated(space.model, running, cluster), strict=True):
             columns = _columns(grid, figures, cluster)
             fits = np.broadcast_to(columns["over_bytes"] == 0, grid.shape)
@@ -226,11 +226,6 @@ def _run(
         n_refused=refused.n_seen,
         refused_by={texts[rule]: n for rule, n in sorted(counts.items(), key=lambda item: -item[1])},
     )
-
-
-def _running(ruled: Ruled) -> Grid:
-    runs = ruled.rule == RUNS
-    return ruled.grid if runs.all() else ruled.grid[runs]
 
 
 def _count_refused(ruled: Ruled, refused: Kept, counts: dict[int, int]) -> None:

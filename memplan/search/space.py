@@ -60,6 +60,12 @@ class Ruled(NamedTuple):
     rule: Column
     place: Column
 
+    @property
+    def running(self) -> Grid:
+        """The cells that no rule refuses."""
+        runs = self.rule == RUNS
+        return self.grid if runs.all() else self.grid[runs]
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

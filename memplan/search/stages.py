@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, groupby
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,6 @@ from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
 from memplan.timeline import Stretch, chain, n_bytes_of
 from memplan.traffic import Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
-
-Mode = Literal["none", "ddp", "fsdp2", "fsdp3"]
-MODES: Final[tuple[Mode, ...]] = ("none", "ddp", "fsdp2", "fsdp3")
-"""What the data axis does."""
 
 Ends = tuple[bool, bool]
 """Whether a stage is the pipeline's first, and whether it is the last."""

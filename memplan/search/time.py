@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from memplan.engines.torch import RankStages
 from memplan.estimate import device_of, ranks_of
 from memplan.hardware import Cluster
-from memplan.many import Differ, many
+from memplan.many import many
 from memplan.models import Model
-from memplan.plan import SCHEDULES, Axis, Plan, Schedule
+from memplan.plan import Axis, Plan, Schedule
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of
 from memplan.search.plans import Column, Grid, Plans, grids_of
-from memplan.search.ranks import likely_alike
-from memplan.search.stages import Ends, NotLinear, Part, at_blocks, optimizer_sees, with_values
+from memplan.search.ranks import taken_apart
+from memplan.search.stages import Asked, Ends, Part, at_blocks, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
     RankWork,
@@ -67,12 +67,9 @@ def times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column | None
     if not len(timed):
         return seconds
     if evaluation.has_rule(grid):
-        try:
-            found, left = _GridTimes(evaluation, i, cluster, chosen[timed]).found()
-        except NotLinear:
-            evaluation.by_points()
-            found, left = _GridTimes(evaluation, i, cluster, chosen[timed]).found()
-        seconds[timed] = found
+        seconds[timed], left = evaluation.worked_out(
+            lambda: _GridTimes(evaluation, i, cluster, chosen[timed]).found()
+        )
     else:
         left = np.ones((len(timed), grid.shape[1]), np.bool_)
     for cell, block in np.argwhere(left):
@@ -136,13 +133,12 @@ class _GridTimes:
         self.grid = grid = evaluation.grids[i]
         self.left = np.zeros((len(cells), grid.shape[1]), np.bool_)
         structure = grid.structure
-        self.schedule: Schedule = SCHEDULES[structure["schedule"]] if structure["pp"] > 1 else "1f1b"
         columns = {name: many(column[cells])[:, None] for name, column in grid.cells.items()}
         self.plan = with_values(
             grid.base,
             pp=structure["pp"],
             virtual_stages=structure["virtual_stages"],
-            schedule=self.schedule,
+            schedule=grid.schedule,
             zero=structure["zero"],
             offload=False,
             **columns,
@@ -161,7 +157,7 @@ class _GridTimes:
         structure = self.grid.structure
         for rank in self.evaluation.ranks(self.grid):
             rounds = _rounds(
-                self.schedule,
+                self.grid.schedule,
                 structure["pp"],
                 structure["virtual_stages"],
                 mode_of(self.grid) >= 2,
@@ -243,7 +239,7 @@ class _GridTimes:
                         continue
                     n = times if purpose[1] != "pp" else m * stage.sends[purpose[2] != "activations"]
                     terms.setdefault(purpose, []).append((n, known[purpose, field]))
-        for purpose, each in self._after(rank).items():
+        for purpose, each in self._of_rank(rank, Part.after).items():
             if purpose[2] != "updated weights" or self.grid.structure["zero"] == 1:
                 terms.setdefault(purpose, []).append((1, each))
         ranks = ranks_along(self.plan)
@@ -252,19 +248,13 @@ class _GridTimes:
             self._total([(payload, np.asarray(ranks[axis]))])
             yield axis, what, wire_bytes(kind, payload, ranks[axis])
 
-    def _whole(self, rank: RankPlaces, key: str) -> dict[Any, Any]:
-        """Numbers of a rank as one stage."""
-        ends, n = rank.whole
-        table, rows = self.evaluation.rank_table(self.i, ends)
-        names, coefficients = table(key, Part.after if key == "after" else Part.moved)
-        return dict(zip(names, at_blocks(table, coefficients, rows[self.cells], [(0, n)]), strict=True))
-
-    def _after(self, rank: RankPlaces) -> dict[Purpose, Any]:
-        """What the update sends."""
-        return self._whole(rank, "after")
+    def _of_rank(self, rank: RankPlaces, asked: Asked) -> dict[Any, Any]:
+        """Numbers of a rank's stages as one, [cell, 1]."""
+        found = self.evaluation.of_rank(self.i, rank, asked)
+        return {name: column[self.cells, None] for name, column in found.items()}
 
     def _moved_bytes(self, rank: RankPlaces) -> Quantity:
-        found = self._whole(rank, "moved")
+        found = self._of_rank(rank, Part.moved)
         optimizer = found["optimizer"]
         zero = self.grid.structure["zero"]
         if zero == 1 and mode_of(self.grid):
@@ -294,16 +284,12 @@ def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tupl
         Plan(), pp=pp, virtual_stages=v, schedule=schedule, zero=3 if fsdp else 0, dp=n_replicas
     )
     firsts = [index == 0 for index in plan.stages_of(rank)]
+
+    def work(some: tuple[int, ...]) -> list[Rounds]:
+        return rounds_of(with_values(plan, global_batch=n_replicas * many(some)), rank, firsts)
+
     found = np.zeros((v, len(Rounds._fields), len(ms)), np.int64)
-    left = [np.array(some) for some in likely_alike(plan, ms)]
-    while left:
-        at = left.pop()
-        some = with_values(plan, global_batch=n_replicas * many([ms[i] for i in at]))
-        try:
-            rounds = rounds_of(some, rank, firsts)
-        except Differ as differ:
-            left += [at[differ.yes], at[~differ.yes]]
-            continue
+    for at, rounds in taken_apart(plan, ms, work):
         for local, own in enumerate(rounds):
             for i, times in enumerate(own):
                 found[local, i, at] = times

@@ -484,13 +484,15 @@ def grouped(
 ) -> Iterator[tuple[Unit | None, list[tuple[Segment, int]], int]]:
     """The blocks' passes in order, divided into rows: each row's unit and passes, and how often it comes.
 
-    The first row of a unit stands alone: it follows another unit than those after it.
+    The first row of a unit stands alone: it follows another unit than those after it. Rows of one block come
+    as the passes do, which put the first block on its own.
     """
     left = [(segment, n) for segment, n in order if anywhere(n)]
     all_groups = list(groups)
-    if [group.size for group in all_groups if not isinstance(group.size, Many)] == [1]:
-        yield from ((all_groups[0].unit, [(segment, 1)], n) for segment, n in left)
-        return
+    match all_groups:
+        case [Group(unit=unit, size=int(size))] if size == 1:
+            yield from ((unit, [(segment, 1)], n) for segment, n in left)
+            return
     for unit, size, times in all_groups:
         first = True
         while times:
