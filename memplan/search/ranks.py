@@ -25,6 +25,9 @@ from memplan.timeline import Stretch, chain
 
 Counts = NDArray[np.int64]
 
+ROUNDS: Final = frozenset({"interleaved-1f1b", "zero-bubble"})
+"""Schedules that take micro-batches in rounds."""
+
 T = TypeVar("T")
 
 
@@ -108,14 +111,17 @@ def taken_apart(
 
 
 def _likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of micro-batches, by place, of which probably the same can be said: as many go round alike."""
+    """Numbers of micro-batches, by place, of which probably the same can be said.
+
+    Where they go in rounds: as many of them, or rounds as long that are many.
+    """
     if plan.schedule in SINGLE_STAGE_SCHEDULES or plan.pp == 1:
         yield list(range(len(ms)))
         return
     groups: dict[tuple[int, int], list[int]] = {}
     for i, m in enumerate(ms):
-        n_rounds = max(1, m // plan.pp)
-        key = (m // n_rounds, min(n_rounds, 4)) if n_rounds > 1 else (0, min(m, 3))
+        n_rounds = max(1, m // plan.pp) if plan.schedule in ROUNDS else 1
+        key = (n_rounds, min(m, 3)) if n_rounds < 4 else (4, m // n_rounds)
         groups.setdefault(key, []).append(i)
     yield from groups.values()
 
@@ -139,29 +145,27 @@ def _program(
     boundaries = {
         id(one.boundary): names[text_of(Pass(number, RECEIVED, ()))] for number, one in known.items()
     }
-    walk = _Walk(names, boundaries, len(ms))
-    at, before = walk.instants(step)
     left = np.zeros((len(known), len(ms)), np.int64)
     behind = left_behind(stages)
     for i, one in enumerate(known.values()):
         left[i] = behind[one.boundary]
     unit = gcd(*[n - ms[0] for n in ms]) or 1
     units = (np.array(ms) - ms[0]) // unit
-    return Program(
-        ms[0], unit, int(units[-1]), passes, at, *_linear(before, units), *_linear(left, units), {}
-    )
+    instants = _Walk(names, boundaries).instants(step, units)
+    left_and_each = [_small(counts) for counts in _linear(left, units)]
+    return Program(ms[0], unit, int(units[-1]), passes, *instants, *left_and_each, {})
 
 
-def _linear(counts: Counts, units: Column) -> tuple[NDArray[Any], NDArray[Any]]:
+def _linear(counts: Counts, units: Column) -> tuple[Counts, Counts]:
     """Counts [..., number of micro-batches] of the least number, and what each unit more adds."""
     start = counts[..., 0]
     if len(units) == 1:
-        return _small(start), _small(np.zeros_like(start))
+        return start, np.zeros_like(start)
     each = (counts[..., 1] - start) // units[1]
     alike = (counts == start[..., None] + each[..., None] * units).reshape(-1, len(units)).all(axis=0)
     if not alike.all():
         raise Differ(alike)
-    return _small(start), _small(each)
+    return start, each
 
 
 def _small(counts: Counts) -> NDArray[Any]:
@@ -209,71 +213,79 @@ class _Passes:
 
 
 class _Walk:
-    """From a step put together of named passes to its instants, each stretch once.
+    """A step put together of named passes as one list: of numbers, each a pass or, after these, a jump.
 
-    An instant is a row of counts [number of micro-batches, pass], and in a last column the pass it is at.
+    What is repeated is there twice, as it begins and as it ends. What the others leave is a jump of counts
+    [pass, number of micro-batches], or [pass, 1] if the same for all; so is what comes and goes with no pass.
     """
 
-    def __init__(self, names: dict[str, int], boundaries: dict[int, int], n_ms: int) -> None:
+    def __init__(self, names: dict[str, int], boundaries: dict[int, int]) -> None:
         self.names = names
         self.boundaries = boundaries
-        self.shape = n_ms, len(names) + 1
-        self.known: dict[int, tuple[Counts, Counts]] = {}
+        self.jumps: list[Counts] = []
+        self.known: dict[int, list[int]] = {}
 
-    def instants(self, step: Stretch) -> tuple[Column, Counts]:
-        """Passes, and counts [instant, pass, number of micro-batches]."""
-        end, found = self._walked(step)
-        end[:, -1] = -1
-        found = _distinct(np.concatenate((found, end[None])))
-        return found[:, 0, -1].copy(), np.moveaxis(found[:, :, :-1], 1, 2)
+    def instants(self, step: Stretch, units: Column) -> tuple[Column, NDArray[Any], NDArray[Any]]:
+        """The pass that the step is at, how often each has been before, and with each unit more; each once."""
+        n = len(self.names)
+        flat = np.array([*self.flat(step), 0])
+        jumps = np.zeros((len(self.jumps), n, len(units)), np.int64)
+        for i, jump in enumerate(self.jumps):
+            jumps[i] = jump
+        added = np.zeros((n + len(jumps), 2, n), np.int64)
+        added[:n, 0] = np.eye(n)
+        added[n:, 0], added[n:, 1] = _linear(jumps, units)
+        before = added[flat].cumsum(axis=0) - added[flat]
+        at = flat[flat < n]
+        at[-1] = -1
+        before = before[flat < n]
+        once = _last_of_each(np.concatenate((at[:, None], before[:, 0], before[:, 1]), axis=1))
+        return at[once], _small(before[once, 0]), _small(before[once, 1])
 
-    def _walked(self, stretch: Stretch) -> tuple[Counts, Counts]:
-        if id(stretch) not in self.known:
-            self.known[id(stretch)] = self._of_all_repeats(stretch)
-        return self.known[id(stretch)]
+    def flat(self, stretch: Stretch) -> list[int]:
+        """All repetitions of a stretch."""
+        found = self.known.get(id(stretch))
+        if found is None:
+            found = self._single(stretch)
+            n = stretch.repeats
+            if type(n) is not int or n != 1:
+                found = [*found, self._jump((np.asarray(n) - 2) * self._net(found)), *found] if n > 0 else []
+            self.known[id(stretch)] = found
+        return found
 
-    def _of_all_repeats(self, stretch: Stretch) -> tuple[Counts, Counts]:
-        n = stretch.repeats
-        some = np.asarray(n) > 0
-        if not some.all():
-            if some.any():
-                raise Differ(some)
-            return np.zeros(self.shape, np.int64), np.zeros((0, *self.shape), np.int64)
-        net, found = self._once(stretch)
-        if np.ndim(n) == 0 and n == 1:
-            return net, found
-        times = np.asarray(n).reshape(-1, 1)
-        again = (times - 1) * net
-        return times * net, np.concatenate((found, found + again)) if again.any() else found
-
-    def _once(self, stretch: Stretch) -> tuple[Counts, Counts]:
-        if not stretch.parts:
-            return self._single(stretch)
-        walked = [self._walked(part) for part in stretch.parts]
-        if len(walked) == 1:
-            return walked[0]
-        after = np.cumsum([net for net, _ in walked], axis=0)
-        before = np.concatenate((np.zeros((1, *self.shape), np.int64), after[:-1]))
-        found = np.concatenate([rows for _, rows in walked])
-        return after[-1], found + np.repeat(before, [len(rows) for _, rows in walked], axis=0)
-
-    def _single(self, stretch: Stretch) -> tuple[Counts, Counts]:
-        net = np.zeros(self.shape, np.int64)
-        at = self.names.get(stretch.name)
-        if at is not None:
-            found = np.zeros((1, *self.shape), np.int64)
-            found[..., -1] = at
-            net[:, at] = 1
-            return net, found
+    def _single(self, stretch: Stretch) -> list[int]:
+        if stretch.parts:
+            return [i for part in stretch.parts for i in self.flat(part)]
+        if stretch.name in self.names:
+            return [self.names[stretch.name]]
+        left = np.zeros((len(self.names), 1), np.int64)
         for event in stretch.events:
-            net[:, self.boundaries[id(event.buffer)]] += event.sign
-        return net, np.zeros((0, *self.shape), np.int64)
+            left[self.boundaries[id(event.buffer)]] += event.sign
+        return [self._jump(left)] if stretch.events else []
+
+    def _jump(self, counts: Counts) -> int:
+        self.jumps.append(counts)
+        return len(self.names) + len(self.jumps) - 1
+
+    def _net(self, flat: list[int]) -> Counts:
+        n = len(self.names)
+        net: Counts = np.bincount([i for i in flat if i < n], minlength=n)[:, None]
+        for i in flat:
+            if i >= n:
+                net = net + self.jumps[i - n]
+        return net
 
 
-def _distinct(rows: Counts) -> Counts:
-    """Each row once, in the order of their last."""
-    seen = {row.tobytes(): i for i, row in enumerate(np.ascontiguousarray(rows))}
-    return rows[sorted(seen.values())]
+def _last_of_each(rows: Counts) -> list[int]:
+    """Where each row is, the last time if it is there several times; in order."""
+    return sorted({text: i for i, text in enumerate(_texts(rows))}.values())
+
+
+def _texts(rows: NDArray[Any]) -> list[bytes]:
+    """The bytes of each row."""
+    rows = np.ascontiguousarray(rows)
+    texts: list[bytes] = rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel().tolist()
+    return texts
 
 
 class Reduced(NamedTuple):
@@ -300,20 +312,39 @@ def reduced(program: Program, places: Column, relations: Counts, positive: NDArr
 
 
 def _made(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
-    before = program.before.astype(np.int64) @ relations
-    each = program.before_each.astype(np.int64) @ relations
-    rows = np.concatenate([program.at[:, None], before, before + program.most_units * each], axis=1)
-    one = np.array([*{row.tobytes(): i for i, row in enumerate(rows)}.values()])
-    signs = np.concatenate((positive, positive))
-    kept = []
-    for at in np.unique(program.at).tolist():
-        own = one[program.at[one] == at]
-        values = rows[own, 1:]
-        some, others = values[:, signs], values[:, ~signs]
-        beaten = (some[None] >= some[:, None]).all(axis=2) & (others[None] == others[:, None]).all(axis=2)
-        np.fill_diagonal(beaten, val=False)
-        kept += own[~beaten.any(axis=1)].tolist()
-    found = np.array(sorted(kept, key=lambda i: (program.at[i] < 0, rows[i].tolist())), np.int64)
-    at = np.where(program.at[found] < 0, -1, places[program.at[found]])
-    before, each = before[found], each[found]
-    return Reduced(b"".join(part.tobytes() for part in (at, before, each)), at, before, each)
+    weights = relations.astype(np.float64)  # BLAS multiplies these, exactly: they are small whole numbers
+    before, each = program.before @ weights, program.before_each @ weights
+    ends = [before, before + program.most_units * each] if each.any() else [before]
+    same = [-end[:, ~positive] for end in ends]
+    found = _undominated(np.concatenate((program.at[:, None] % (len(places) + 1), *ends, *same), axis=1))
+    at = program.at[found]
+    at[:-1] = places[at[:-1]]
+    before, each = before[found].astype(np.int64), each[found].astype(np.int64)
+    return Reduced(b"".join([at.tobytes(), before.tobytes(), each.tobytes()]), at, before, each)
+
+
+def _undominated(rows: NDArray[np.float64]) -> list[int]:
+    """Where those rows are that, of the rows with the same first number, none is nowhere less than; in order.
+
+    A row is taken for one whole number, with a bit before each of its own: the difference of two rows keeps
+    it where the first is not less.
+    """
+    rows = rows - rows.min(axis=0)
+    kind = np.min_scalar_type(2 * int(rows.max()) + 1).newbyteorder(">")
+    texts = _texts(rows.astype(kind))
+    bits = int.from_bytes((b"\x80" + bytes(kind.itemsize - 1)) * rows.shape[1])
+    place = dict(zip(texts, range(len(texts)), strict=True))
+    found: list[int] = []
+    kept: list[int] = []
+    first = b""
+    for text in sorted(place, reverse=True):
+        if text[: kind.itemsize] != first:
+            first, kept = text[: kind.itemsize], []
+        own = int.from_bytes(text)
+        for other in kept:
+            if (other - own) & bits == bits:
+                break
+        else:
+            kept.insert(0, own | bits)
+            found.append(place[text])
+    return found[::-1]
