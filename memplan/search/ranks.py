@@ -151,9 +151,10 @@ def _program(
         left[i] = behind[one.boundary]
     unit = gcd(*[n - ms[0] for n in ms]) or 1
     units = (np.array(ms) - ms[0]) // unit
-    instants = _Walk(names, boundaries).instants(step, units)
-    left_and_each = [_small(counts) for counts in _linear(left, units)]
-    return Program(ms[0], unit, int(units[-1]), passes, *instants, *left_and_each, {})
+    at, before, before_each = _Walk(names, boundaries).instants(step, units)
+    left, left_each = map(_small, _linear(left, units))
+    most_units = int(units[-1])
+    return Program(ms[0], unit, most_units, passes, at, before, before_each, left, left_each, {})
 
 
 def _linear(counts: Counts, units: Column) -> tuple[Counts, Counts]:
@@ -226,7 +227,7 @@ class _Walk:
         self.known: dict[int, list[int]] = {}
 
     def instants(self, step: Stretch, units: Column) -> tuple[Column, NDArray[Any], NDArray[Any]]:
-        """The pass that the step is at, how often each has been before, and with each unit more; each once."""
+        """The pass that a step is at, how often each has been before, and with each unit more: once each."""
         n = len(self.names)
         flat = np.array([*self.flat(step), 0])
         jumps = np.zeros((len(self.jumps), n, len(units)), np.int64)
@@ -319,8 +320,8 @@ def _made(program: Program, places: Column, relations: Counts, positive: NDArray
     found = _undominated(np.concatenate((program.at[:, None] % (len(places) + 1), *ends, *same), axis=1))
     at = program.at[found]
     at[:-1] = places[at[:-1]]
-    before, each = before[found].astype(np.int64), each[found].astype(np.int64)
-    return Reduced(b"".join([at.tobytes(), before.tobytes(), each.tobytes()]), at, before, each)
+    parts = at, before[found].astype(np.int64), each[found].astype(np.int64)
+    return Reduced(b"".join([part.tobytes() for part in parts]), *parts)
 
 
 def _undominated(rows: NDArray[np.float64]) -> list[int]:
