@@ -6,7 +6,7 @@ all; where it is not, `Differ` says for which it is, and whoever put the numbers
 """
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,20 @@ class Many(np.ndarray[Any, np.dtype[Any]]):
 def many(numbers: Any) -> Any:
     """Numbers in the place of one: typed as whatever the place wants."""
     return np.asarray(numbers, dtype=np.int64).view(Many)
+
+
+def one_of_equal(n: int) -> int:
+    """The same number; of `Many` that are equal always the same one, for what is known by its arguments.
+
+    >>> one_of_equal(many([1, 2])) is one_of_equal(many([1, 2]))
+    True
+    """
+    return _one_of_equal(n.shape, n.astype(np.int64).tobytes()) if isinstance(n, Many) else n
+
+
+@lru_cache(maxsize=4096)
+def _one_of_equal(shape: tuple[int, ...], numbers: bytes) -> Any:
+    return many(np.frombuffer(numbers, np.int64).reshape(shape))
 
 
 def anywhere(n: int) -> bool:

@@ -256,7 +256,10 @@ class _Walk:
 
     def _single(self, stretch: Stretch) -> list[int]:
         if stretch.parts:
-            return [i for part in stretch.parts for i in self.flat(part)]
+            found: list[int] = []
+            for part in stretch.parts:
+                found += self.known.get(id(part)) or self.flat(part)
+            return found
         if stretch.name in self.names:
             return [self.names[stretch.name]]
         left = np.zeros((len(self.names), 1), np.int64)

@@ -6,12 +6,12 @@ name its micro-batch. (`looped-bfs` takes those of its backward passes in revers
 Source: torch/distributed/pipelining/schedules.py (`_calculate_single_rank_operations` of each schedule).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from operator import index
 from typing import Final, Literal, NamedTuple
 
-from memplan.many import Many
+from memplan.many import one_of_equal
 from memplan.plan import Plan, Schedule
 
 Kind = Literal[
@@ -50,6 +50,26 @@ class Run(NamedTuple):
     parts: "tuple[Action | Run, ...]"
     times: int = 1
 
+    @property
+    def once(self) -> bool:
+        """Whether it is known to be there a single time."""
+        return type(self.times) is int and self.times == 1
+
+
+def run_of(parts: "Iterable[Action | Run]") -> Run:
+    """Parts in order; those of a run that is there once are as good as it.
+
+    >>> run_of([Run(turn("F0 B0")), Run(turn("F0"), 2)]) == Run((*turn("F0 B0"), Run(turn("F0"), 2)))
+    True
+    """
+    found: list[Action | Run] = []
+    for part in parts:
+        if isinstance(part, Run) and part.once:
+            found += part.parts
+        else:
+            found.append(part)
+    return Run(tuple(found))
+
 
 LETTERS: Final[dict[str, Kind]] = {
     "F": "forward",
@@ -59,6 +79,7 @@ LETTERS: Final[dict[str, Kind]] = {
 }
 
 
+@lru_cache(maxsize=1024)
 def turn(text: str) -> tuple[Action, ...]:
     """Actions by their letter and the rank's stage, as the papers draw them.
 
@@ -85,17 +106,16 @@ def actions(run: Run) -> Iterator[Action]:
 def plan_order(plan: Plan, rank: int) -> Run:
     """All that one rank of the pipeline does in a step, with what the data axis does in between."""
     data_axis: DataAxis = "fsdp" if plan.fsdp else "ddp" if plan.ddp else "none"
-    m = plan.n_micro_batches
-    ordered = _ordered.__wrapped__ if isinstance(m, Many) else _ordered
-    return ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, m, data_axis)
+    m = one_of_equal(plan.n_micro_batches)
+    return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, m, data_axis)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _ordered(schedule: Schedule, pp: int, rank: int, v: int, m: int, data_axis: DataAxis) -> Run:
-    order = order_of(schedule, pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
-    if data_axis == "fsdp":
-        return with_weights(order, v)
-    return with_last(order, v) if data_axis == "ddp" else order
+    if data_axis == "none":
+        return order_of(schedule, pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+    order = _ordered(schedule, pp, rank, v, m, "none")
+    return with_weights(order, v) if data_axis == "fsdp" else with_last(order, v)
 
 
 def order_of(schedule: Schedule, *, pp: int, rank: int, virtual_stages: int, n_micro_batches: int) -> Run:
@@ -160,7 +180,7 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
     n, late = m * v - warm_up, min(rank, m * v) if split else 0
     forward, backward, weights = 0, 0, rank
     turns = _Turns(per_round, period)
-    return Run(
+    return run_of(
         (
             *turns(ahead, 0, warm_up, forward),
             *turns(both, 0, min(late, n), forward - warm_up, backward),
@@ -295,9 +315,8 @@ def with_weights(order: Run, n_stages: int) -> Run:
     Source: torch/distributed/pipelining/schedules.py (`_add_unshard_reshard`, `_add_reduce_grad`).
     """
     order, active = _gathering(order, (), ())
-    for local in range(n_stages):
-        order = _with_last(order, local, lambda last: (last, Action("reduce", last.local)))
-    return Run((order, *[Action("reshard", local) for local in active]))
+    order = _with_last(order, set(range(n_stages)), lambda last: (last, Action("reduce", last.local)))
+    return run_of((order, *[Action("reshard", local) for local in active]))
 
 
 Stages = tuple[int, ...]
@@ -312,40 +331,38 @@ def _gathering(run: Run, active: Stages, ahead: Stages) -> tuple[Run, Stages]:
     left = run.times
     while left:
         before = active
-        turns, active = _gathering_once(run.parts, active, ahead if left == 1 else _next(run.parts, ahead))
+        turn, active = _gathering_once(run.parts, active, ahead if left == 1 else _next(run, ahead))
         times = left - 1 if left > 1 and active == before else 1
-        parts.append(Run(turns, times))
+        parts.append(Run(turn.parts, times))
         left -= times
-    return (parts[0] if len(parts) == 1 else Run(tuple(parts))), active
+    return (parts[0] if len(parts) == 1 else run_of(parts)), active
 
 
-def _gathering_once(
-    parts: tuple[Action | Run, ...], active: Stages, ahead: Stages
-) -> tuple[tuple[Action | Run, ...], Stages]:
+def _gathering_once(parts: tuple[Action | Run, ...], active: Stages, ahead: Stages) -> tuple[Run, Stages]:
+    wanted = [ahead]
+    for part in reversed(parts):
+        wanted.append(_next(part, wanted[-1]))
     found: list[Action | Run] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, Run):
-            part, active = _gathering(part, active, _next(parts[i + 1 :], ahead))
-        else:
-            wanted = _next(parts[i:], ahead)
-            found += [Action("reshard", local) for local in active if local not in wanted]
-            found += [Action("unshard", local) for local in wanted if local not in active]
-            active = tuple(sorted(wanted))
-        found.append(part)
-    return tuple(found), active
-
-
-def _next(parts: tuple[Action | Run, ...], ahead: Stages) -> Stages:
-    """The first stages, each once, of these parts and of what comes after."""
-    found: dict[int, None] = {}
     for part in parts:
-        if isinstance(part, Action):
-            found[part.local] = None
-        elif part.times:
-            found.update(dict.fromkeys(_next(part.parts, ())))
-        if len(found) >= MOST_ACTIVE_STAGES:
-            break
-    return tuple(dict.fromkeys((*found, *ahead)))[:MOST_ACTIVE_STAGES]
+        now = wanted.pop()
+        if isinstance(part, Run):
+            part, active = _gathering(part, active, wanted[-1])
+        else:
+            found += [Action("reshard", local) for local in active if local not in now]
+            found += [Action("unshard", local) for local in now if local not in active]
+            active = tuple(sorted(now))
+        found.append(part)
+    return run_of(found), active
+
+
+def _next(part: Action | Run, ahead: Stages) -> Stages:
+    """The first stages, each once, of a part and of what comes after."""
+    if isinstance(part, Action):
+        return (part.local, *[local for local in ahead if local != part.local])[:MOST_ACTIVE_STAGES]
+    if part.times:
+        for inner in reversed(part.parts):
+            ahead = _next(inner, ahead)
+    return ahead
 
 
 def with_last(order: Run, n_stages: int) -> Run:
@@ -354,25 +371,33 @@ def with_last(order: Run, n_stages: int) -> Run:
     >>> [action.kind for action in actions(with_last(Run(turn("F0 B0"), 2), 1))]
     ['forward', 'backward', 'forward', 'last-backward']
     """
-    for local in range(n_stages):
-        order = _with_last(order, local, lambda last: (Action("last-backward", last.local),))
-    return order
+    return _with_last(order, set(range(n_stages)), lambda last: (Action("last-backward", last.local),))
 
 
-def _with_last(run: Run, local: int, put: Callable[[Action], tuple[Action, ...]]) -> Run:
-    """A run with something else put for the last backward pass of a stage, taken apart around it."""
-    wanted = {Action("backward", local), Action("backward-weight", local)}
-    i = next(i for i in reversed(range(len(run.parts))) if _has(run.parts[i], wanted))
-    part = run.parts[i]
-    end = put(part) if isinstance(part, Action) else (_with_last(part, local, put),)
-    last = Run((*run.parts[:i], *end, *run.parts[i + 1 :]))
-    return last if run.times == 1 else Run((Run(run.parts, run.times - 1), last))
+def _with_last(run: Run, left: set[int], put: Callable[[Action], tuple[Action, ...]]) -> Run:
+    """A run with something else put for the last backward pass of stages, taken apart around it.
+
+    Those are the stages that are still `left` of what comes after, and they are no longer.
+    """
+    parts = list(run.parts)
+    for i in reversed(range(len(parts))):
+        part = parts[i]
+        if not _has(part, left):
+            continue
+        if isinstance(part, Run):
+            parts[i] = _with_last(part, left, put)
+        else:
+            left.remove(part.local)
+            parts[i : i + 1] = put(part)
+    last = run_of(parts)
+    return last if run.times == 1 else run_of((Run(run.parts, run.times - 1), last))
 
 
-def _has(run: Run | Action, wanted: set[Action]) -> bool:
-    if isinstance(run, Action):
-        return run in wanted
-    return run.times > 0 and any(_has(part, wanted) for part in run.parts)
+def _has(part: Action | Run, stages: set[int]) -> bool:
+    """Whether a backward pass of one of some stages is in a part, the end of it if that is in two."""
+    if isinstance(part, Action):
+        return part.local in stages and part.kind in ("backward", "backward-weight")
+    return any(_has(inner, stages) for inner in part.parts) and part.times > 0
 
 
 def times_unsharded(order: Run) -> dict[int, tuple[int, int]]:
@@ -404,7 +429,7 @@ def counts(run: Run) -> dict[Action, int]:
         else:
             for action, n in counts(part).items():
                 found[action] = found.get(action, 0) + n
-    if isinstance(run.times, int) and run.times == 1:
+    if run.once:
         return found
     return {action: n * run.times for action, n in found.items()}
 
@@ -420,7 +445,7 @@ def _after_forward(run: Run) -> dict[int, tuple[Kind, int, Kind]]:
                 found[local] = first, n + within + (last == "forward" and begin != "reshard"), end
             else:
                 found[local] = begin, within, end
-    if isinstance(run.times, int) and run.times == 1:
+    if run.once:
         return found
     return {
         local: (first, n * run.times + (run.times - 1) * (last == "forward" and first != "reshard"), last)

@@ -73,7 +73,6 @@ class _Runtime:
         self.keeps_sent = stages.backend == "gloo"
         self.reshards = plan.zero == 3
         self.order = plan_order(plan, stages.rank.pp)
-        self.made: dict[tuple[int, tuple[Progress, ...]], tuple[Stretch, tuple[Progress, ...]]] = {}
         self.done: dict[tuple[Kind, Passes | int, Progress], tuple[Stretch, Progress]] = {}
         self.alike: list[Passes | int] = [
             local if self._next_is_here(local) or self._previous_is_here(local) else one
@@ -87,42 +86,38 @@ class _Runtime:
 
     def run(self) -> Stretch:
         """All actions."""
-        return self._run(self.order, tuple(Progress() for _ in self.passes))[0]
+        return self._run(self.order, [Progress() for _ in self.passes])
 
-    def _run(self, run: Run, states: tuple[Progress, ...]) -> tuple[Stretch, tuple[Progress, ...]]:
-        """A run from these states on; its repetitions are alike once one leaves the states as they were."""
-        parts: list[Stretch] = []
+    def _run(self, run: Run, states: list[Progress]) -> Stretch:
+        """A run from these states on, which it changes; repetitions are alike once one leaves them alone."""
+        if run.once:
+            return self._once(run, states)
         n_left = run.times
+        parts: list[Stretch] = []
         while n_left > 0:
-            before = states
-            turn, states = self._once(run, states)
+            before = states.copy()
+            turn = self._once(run, states)
             if states == before:
                 parts.append(repeated(turn, n_left))
                 break
             parts.append(turn)
             n_left -= 1
-        return (parts[0] if len(parts) == 1 else chain("actions", *parts)), states
+        return parts[0] if len(parts) == 1 else chain("actions", *parts)
 
-    def _once(self, run: Run, states: tuple[Progress, ...]) -> tuple[Stretch, tuple[Progress, ...]]:
-        key = id(run), states
-        if key not in self.made:
-            parts = []
-            for part in run.parts:
-                if isinstance(part, Action):
-                    local = part.local
-                    done, after = self._act(part, states[local])
-                    states = (*states[:local], after, *states[local + 1 :])
-                else:
-                    done, states = self._run(part, states)
-                parts.append(done)
-            self.made[key] = (parts[0] if len(parts) == 1 else chain("actions", *parts)), states
-        return self.made[key]
+    def _once(self, run: Run, states: list[Progress]) -> Stretch:
+        parts = [
+            self._act(part, states) if isinstance(part, Action) else self._run(part, states)
+            for part in run.parts
+        ]
+        return parts[0] if len(parts) == 1 else chain("actions", *parts)
 
-    def _act(self, action: Action, state: Progress) -> tuple[Stretch, Progress]:
+    def _act(self, action: Action, states: list[Progress]) -> Stretch:
+        state = states[action.local]
         key = action.kind, self.alike[action.local], state
         if key not in self.done:
             self.done[key] = self._acted(action, state)
-        return self.done[key]
+        done, states[action.local] = self.done[key]
+        return done
 
     def _acted(self, action: Action, state: Progress) -> tuple[Stretch, Progress]:
         local = action.local
