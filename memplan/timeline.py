@@ -92,6 +92,8 @@ def repeated(part: Stretch, n: int) -> Stretch:
     """A stretch n times over; nothing if n is 0."""
     net, high = part.net_bytes, part.high_bytes
     if isinstance(n, Many):
+        if type(net) is type(high) is int and net == high == 0:
+            return Stretch(part.name, (), (part,), n, 0, 0)
         return Stretch(part.name, (), (part,), n, n * net, (n > 0) * larger(high, (n - 1) * net + high))
     if n <= 0:
         return Stretch(part.name, (), (), 0, 0, 0)

@@ -140,11 +140,9 @@ def _program(
     stages = RankStages.of(*[one.stage for one in own], rank=Rank(pp=rank))
     stages.received = [(one.boundary, one.boundary) for one in own]
     step = chain("step", *schedule(stages, cast(list[Passes], own)))
-    passes = tuple(found for one in known.values() for found in one.made)
-    names = {text_of(found): i for i, found in enumerate(passes)}
-    boundaries = {
-        id(one.boundary): names[text_of(Pass(number, RECEIVED, ()))] for number, one in known.items()
-    }
+    made = {found: stretch.name for one in known.values() for found, stretch in one.made.items()}
+    passes, names = tuple(made), {name: i for i, name in enumerate(made.values())}
+    boundaries = {id(one.boundary): passes.index(Pass(number, RECEIVED, ())) for number, one in known.items()}
     left = np.zeros((len(known), len(ms)), np.int64)
     behind = left_behind(stages)
     for i, one in enumerate(known.values()):
@@ -175,11 +173,6 @@ def _small(counts: Counts) -> NDArray[Any]:
     return counts.astype(np.result_type(np.min_scalar_type(least), np.min_scalar_type(most)))
 
 
-def text_of(found: Pass) -> str:
-    """A pass's name among stretches."""
-    return f"{found.place} {found.name} {found.how}"
-
-
 class _Boundary(NamedTuple):
     """What a schedule asks a trace for."""
 
@@ -206,42 +199,56 @@ class _Passes:
         return [self._made("reduced", how)]
 
     def _made(self, name: str, how: dict[str, Any]) -> Stretch:
-        how = {k: (self.reduces and bool(v)) if k == "last" else bool(v) for k, v in how.items()}
-        found = Pass(self.place.number, name, tuple(how.items()))
-        if found not in self.made:
-            self.made[found] = Stretch(text_of(found), (), (), 1, 0, 0)
-        return self.made[found]
+        found, stretch = _named(self.place.number, self.reduces, name, tuple(how.items()))
+        self.made[found] = stretch
+        return stretch
+
+
+@lru_cache(maxsize=4096)
+def _named(number: int, reduces: bool, name: str, how: tuple[tuple[str, Any], ...]) -> tuple[Pass, Stretch]:
+    """A pass of such places, and a stretch of its name."""
+    said = tuple([(key, (reduces or key != "last") and bool(value)) for key, value in how])
+    return Pass(number, name, said), Stretch(f"{number} {name} {said}", (), (), 1, 0, 0)
 
 
 class _Walk:
     """A step put together of named passes as one list: of numbers, each a pass or, after these, a jump.
 
-    What is repeated is there twice, as it begins and as it ends. What the others leave is a jump of counts
-    [pass, number of micro-batches], or [pass, 1] if the same for all; so is what comes and goes with no pass.
+    What is repeated is there twice, as it begins and as it ends. A jump is what is left out, a list and how
+    often: the other repetitions, and what comes and goes with no pass.
     """
 
     def __init__(self, names: dict[str, int], boundaries: dict[int, int]) -> None:
         self.names = names
         self.boundaries = boundaries
-        self.jumps: list[Counts] = []
+        self.jumps: list[tuple[list[int], int]] = []
         self.known: dict[int, list[int]] = {}
 
     def instants(self, step: Stretch, units: Column) -> tuple[Column, NDArray[Any], NDArray[Any]]:
         """The pass that a step is at, how often each has been before, and with each unit more: once each."""
         n = len(self.names)
         flat = np.array([*self.flat(step), 0])
-        jumps = np.zeros((len(self.jumps), n, len(units)), np.int64)
-        for i, jump in enumerate(self.jumps):
-            jumps[i] = jump
-        added = np.zeros((n + len(jumps), 2, n), np.int64)
+        added = np.zeros((n + len(self.jumps), 2, n), np.int64)
         added[:n, 0] = np.eye(n)
-        added[n:, 0], added[n:, 1] = _linear(jumps, units)
-        before = added[flat].cumsum(axis=0) - added[flat]
+        added[n:, 0], added[n:, 1] = _linear(self._counts(len(units)), units)
+        own = added[flat]
+        before = (own.cumsum(axis=0) - own)[flat < n]
         at = flat[flat < n]
         at[-1] = -1
-        before = before[flat < n]
         once = _last_of_each(np.concatenate((at[:, None], before[:, 0], before[:, 1]), axis=1))
         return at[once], _small(before[once, 0]), _small(before[once, 1])
+
+    def _counts(self, n_ms: int) -> Counts:
+        """How often each pass is in each jump [jump, pass, number of micro-batches]."""
+        n, n_jumps = len(self.names), len(self.jumps)
+        found = np.zeros((n_jumps, n, n_ms), np.int64)
+        for i, (flat, times) in enumerate(self.jumps):
+            within = np.bincount(flat, minlength=n + n_jumps)
+            found[i] = within[:n, None]
+            for j in np.flatnonzero(within[n:]):
+                found[i] += within[n + j] * found[j]
+            found[i] *= np.asarray(times)
+        return found
 
     def flat(self, stretch: Stretch) -> list[int]:
         """All repetitions of a stretch."""
@@ -250,7 +257,7 @@ class _Walk:
             found = self._single(stretch)
             n = stretch.repeats
             if type(n) is not int or n != 1:
-                found = [*found, self._jump((np.asarray(n) - 2) * self._net(found)), *found] if n > 0 else []
+                found = [*found, self._jump(found, n - 2), *found] if n > 0 else []
             self.known[id(stretch)] = found
         return found
 
@@ -262,22 +269,11 @@ class _Walk:
             return found
         if stretch.name in self.names:
             return [self.names[stretch.name]]
-        left = np.zeros((len(self.names), 1), np.int64)
-        for event in stretch.events:
-            left[self.boundaries[id(event.buffer)]] += event.sign
-        return [self._jump(left)] if stretch.events else []
+        return [self._jump([self.boundaries[id(buffer)]], sign) for sign, buffer, _ in stretch.events]
 
-    def _jump(self, counts: Counts) -> int:
-        self.jumps.append(counts)
+    def _jump(self, flat: list[int], times: int) -> int:
+        self.jumps.append((flat, times))
         return len(self.names) + len(self.jumps) - 1
-
-    def _net(self, flat: list[int]) -> Counts:
-        n = len(self.names)
-        net: Counts = np.bincount([i for i in flat if i < n], minlength=n)[:, None]
-        for i in flat:
-            if i >= n:
-                net = net + self.jumps[i - n]
-        return net
 
 
 def _last_of_each(rows: Counts) -> list[int]:

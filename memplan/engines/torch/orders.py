@@ -330,9 +330,9 @@ def _gathering(run: Run, active: Stages, ahead: Stages) -> tuple[Run, Stages]:
     parts: list[Run] = []
     left = run.times
     while left:
-        before = active
-        turn, active = _gathering_once(run.parts, active, ahead if left == 1 else _next(run, ahead))
-        times = left - 1 if left > 1 and active == before else 1
+        before, last = active, bool(left == 1)
+        turn, active = _gathering_once(run.parts, active, ahead if last else _next(run, ahead))
+        times = left - 1 if active == before and not last else 1
         parts.append(Run(turn.parts, times))
         left -= times
     return (parts[0] if len(parts) == 1 else run_of(parts)), active

@@ -68,6 +68,7 @@ class _Runtime:
     def __init__(self, stages: RankStages, passes: Sequence[Passes]) -> None:
         plan = stages.plan
         self.stages = stages
+        self.indices = stages.indices
         self.passes = passes
         self.sharded = cast(Sequence[ShardedPasses], passes if plan.fsdp else ())
         self.keeps_sent = stages.backend == "gloo"
@@ -198,13 +199,13 @@ class _Runtime:
 
     def _received(self, local: int, beyond: int) -> tuple[Buffer, Buffer]:
         """What a neighbour of a stage, that this rank has too, still holds of the last step's micro-batch."""
-        return self.stages.received[self.stages.indices.index(self.stages.indices[local] + beyond)]
+        return self.stages.received[self.indices.index(self.indices[local] + beyond)]
 
     def _next_is_here(self, local: int) -> bool:
-        return self.stages.indices[local] + 1 in self.stages.indices
+        return self.indices[local] + 1 in self.indices
 
     def _previous_is_here(self, local: int) -> bool:
-        return self.stages.indices[local] - 1 in self.stages.indices
+        return self.indices[local] - 1 in self.indices
 
     def end(self) -> Iterator[Stretch]:
         """What the schedule drops when it returns."""
