@@ -13,7 +13,8 @@ from memplan.errors import MemplanError
 from memplan.estimate import estimate_on, estimate_plan
 from memplan.hardware import cluster
 from memplan.plan import SCHEDULES
-from memplan.search.evaluate import Evaluation, memory
+from memplan.search.evaluate import Evaluation
+from memplan.search.memory import held, memory
 from memplan.search.plans import VARIED, Plans, number_of
 from memplan.search.rules import RUNS
 from memplan.search.space import Space
@@ -135,7 +136,7 @@ def test_plans_of_a_grid_are_each_as_estimated(model, options):
         grids = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
         evaluation = Evaluation(model, grids, "cuda")
         for i in rng.choice(len(grids), min(len(grids), 12), replace=False):
-            found, seconds = evaluation.memory(i), times(evaluation, i, where)
+            found, seconds = held(evaluation, i), times(evaluation, i, where)
             chosen = tuple(rng.integers(0, n, 6) for n in grids[i].shape)
             plans = grids[i].plans(*chosen)
             for j, place in enumerate(zip(*chosen, strict=True)):

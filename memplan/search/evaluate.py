@@ -1,29 +1,26 @@
-"""The memory of many plans at once, by the very code that estimates one: `Many` stand where numbers did.
+"""What is known of many plans at once, by the very code that estimates one: `Many` stand where numbers did.
 
 Three levels, each worked out for what differs on it and no more. What a *stage* allocates and frees in a
 pass (`memplan.search.stages`) depends on its share of a tensor and of the batch, on the data axis and on its
 blocks. In which order a *rank* runs its passes (`memplan.search.ranks`) depends on the schedule. A *plan*
-puts both together: the largest of a few sums, each linear in the number of recomputed blocks.
+puts both together: its memory (`memplan.search.memory`) is the largest of a few sums, its time
+(`memplan.search.time`) a sum.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import groupby, pairwise
-from typing import Any, Final, NamedTuple, TypeVar, final
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memplan.engines.torch import RankStages, Stage, passes_of
-from memplan.engines.torch.stage import mesh_bytes
 from memplan.engines.torch.step import kept_grads, updates
-from memplan.estimate import estimate_on
-from memplan.many import many
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SPLITTING_SCHEDULES, Plan, Rank
-from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
-from memplan.search.ranks import RECEIVED, Pass, Place, Program, Reduced, programs, reduced
+from memplan.search.plans import NO_LIMIT, Column, Grid
+from memplan.search.ranks import RECEIVED, Place, Program, programs
 from memplan.search.stages import (
     Asked,
     Basis,
@@ -32,53 +29,20 @@ from memplan.search.stages import (
     Ends,
     NotLinear,
     Part,
+    Rows,
     Table,
     at_blocks,
+    at_cells,
     optimizer_sees,
-    undominated,
     with_values,
 )
-from memplan.shapes import UINT8, Buffer
 from memplan.tape import Device
 from memplan.timeline import chain, n_bytes_of
 
 T = TypeVar("T")
 
-EXACT: Final = 2.0**53
-"""Up to here every whole number is a float."""
-
-
 LARGEST: Final = 2.0**62
 """Sums of bytes stay below: 64-bit integers."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What each of many plans asks of a GPU.
-
-    Bytes at the worst instant of its worst stage, which stage that is (the first of those that hold most),
-    and bytes that this stage holds between steps.
-    """
-
-    peak_bytes: NDArray[np.int64]
-    worst_stage: NDArray[np.int64]
-    rest_bytes: NDArray[np.int64]
-
-
-def memory(model: Model, plans: Plans, device: Device) -> Memory:
-    """The memory of each plan; they are plans that `check_plan` accepts."""
-    peak, worst, rest = np.zeros((3, len(plans)), np.int64)
-    for some in alike(grids_of(plans)):
-        evaluation = Evaluation(model, [grid for grid, _ in some], device)
-        for i, (_, places) in enumerate(some):
-            found = evaluation.memory(i)
-            peak[places], worst[places], rest[places] = (
-                found.peak_bytes[:, 0],
-                found.worst_stage[:, 0],
-                found.rest_bytes[:, 0],
-            )
-    return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
 
 
 def alike(found: Iterator[tuple[Grid, Column]]) -> list[list[tuple[Grid, Column]]]:
@@ -170,30 +134,41 @@ class _Group(NamedTuple):
     starts: Mapping[int, int]
 
 
+class Numbers(NamedTuple):
+    """Coefficients of a table's numbers: a basis of what passes leave, then candidates for what they hold.
+
+    By method and arguments the `places` of passes: in `relations` [pass, basis], what with `positive`
+    `memplan.search.ranks.reduced` asks for, and in `highs`, the first of each pass's candidates.
+    """
+
+    places: Mapping[tuple[Any, ...], int]
+    coefficients: NDArray[np.int64]
+    relations: NDArray[np.int64]
+    positive: NDArray[np.bool_]
+    highs: Sequence[int]
+
+
 class Evaluation:
-    """Grids of one `kind_of`, and all that is known of their stages."""
+    """Grids of one `kind_of`, and all that is known of their stages and ranks."""
 
     def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
         self.model, self.grids, self.device = model, grids, device
-        self.linear = all(grid.base.fsdp_blocks == 1 for grid in grids)
+        self.linear = True
         self.splits = any(map(splits, grids))
-        self._groups: dict[Hashable, _Group] = {}
-        self._micro_batches: dict[int, tuple[tuple[int, ...], Column]] = {}
         self._start()
 
     def _start(self) -> None:
-        self._tables: dict[Hashable, Table] = {}
-        self._joined: dict[Table, Joined] = {}
+        self._known: dict[Hashable, Any] = {}
 
-    def memory(self, i: int) -> Memory:
-        """The memory of one of the grids; arrays of its shape."""
-        grid = self.grids[i]
-        if not self.has_rule(grid):
-            return self._one_by_one(grid)
-        return self.worked_out(lambda: self._memory(i))
+    def known(self, key: Hashable, work: Callable[[], T]) -> T:
+        """What some work says, done once."""
+        if key not in self._known:
+            self._known[key] = work()
+        found: T = self._known[key]
+        return found
 
     def worked_out(self, work: Callable[[], T]) -> T:
-        """What some work on the tables says; if not linear, with every number of blocks on its own."""
+        """What some work says; if something is not linear, with every number on its own."""
         try:
             return work()
         except NotLinear:
@@ -201,39 +176,28 @@ class Evaluation:
             self._start()
             return work()
 
-    def has_rule(self, grid: Grid) -> bool:
-        """Whether many plans can be worked out at once: nothing asks for lists, and no sum is too large.
+    def has_rule(self, i: int) -> bool:
+        """Whether plans of a grid can be worked out at once: nothing asks for lists, and no sum is too large.
 
         What is compared with `LARGEST` is more bytes than tensors of all micro-batches take together.
         """
-        model, base = self.model, grid.base
+        model, grid = self.model, self.grids[i]
+        base = grid.base
         a_block = 64 * (model.d_model + model.d_ff) + 16 * model.n_heads * base.seq_len
         a_token = (model.n_layers + 2) * a_block + 64 * model.vocab_size
         replicas = int((grid.cells["dp"] * grid.cells["dp_replicate"]).min())
         return has_rule(base) and base.global_batch / replicas * base.seq_len * a_token < LARGEST
 
-    def _one_by_one(self, grid: Grid) -> Memory:
-        peak, worst, rest = np.zeros((3, *grid.shape), np.int64)
-        for cell, block in np.ndindex(grid.shape):
-            plan = grid.plans(np.array([cell]), np.array([block])).plan(0)
-            found = estimate_on(self.model, plan, self.device).worst
-            peak[cell, block], worst[cell, block] = found.peak_bytes, found.stage
-            rest[cell, block] = found.rest_bytes
-        return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+    def micro_batches(self, i: int) -> tuple[tuple[int, ...], Column]:
+        """The numbers of micro-batches that there are in a grid, and which of them each cell has."""
 
-    def _memory(self, i: int) -> Memory:
-        grid = self.grids[i]
-        peak = np.full(grid.shape, -1)
-        worst, rest = np.zeros(grid.shape, np.int64), np.zeros(grid.shape, np.int64)
-        for rank in self.worst_ranks(grid):
-            own_rest, high = RankMemory(self, i, rank).found()
-            total = own_rest[:, None] + high
-            more = total > peak
-            if more.any():
-                np.copyto(peak, total, where=more)
-                np.copyto(rest, own_rest[:, None], where=more)
-                worst[more] = rank.pp
-        return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+        def work() -> tuple[tuple[int, ...], Column]:
+            found, place = np.unique(self.grids[i].n_micro_batches, return_inverse=True)
+            return tuple(found.tolist()), place.ravel()
+
+        return self.known(("micro-batches", i), work)
+
+    # Ranks
 
     def ranks(self, grid: Grid) -> tuple[RankPlaces, ...]:
         """The ranks of a grid's pipelines."""
@@ -251,14 +215,78 @@ class Evaluation:
                 yield rank
             seen.add(rank.stages)
 
-    def micro_batches(self, i: int) -> tuple[tuple[int, ...], Column]:
-        """The numbers of micro-batches that there are in a grid, and which of them each cell has."""
-        if i not in self._micro_batches:
-            found, place = np.unique(self.grids[i].n_micro_batches, return_inverse=True)
-            self._micro_batches[i] = tuple(found.tolist()), place.ravel()
-        return self._micro_batches[i]
+    def programs(self, i: int, rank: RankPlaces) -> list[tuple[Column, Program]]:
+        """What a rank runs in a step: which numbers of micro-batches go with each program."""
+
+        def work() -> list[tuple[Column, Program]]:
+            plan = self.known(("order", i), lambda: self._order_plan(i))
+            return programs(plan, rank.pp, self._places(i, rank), self.device, self.micro_batches(i)[0])
+
+        return self.known(("programs", i, rank.pp), work)
+
+    def _order_plan(self, i: int) -> Plan:
+        """What the order of passes depends on."""
+        grid = self.grids[i]
+        structure, mode = grid.structure, mode_of(grid)
+        return with_values(
+            grid.base,
+            dp=2 if mode else 1,
+            dp_replicate=1,
+            tp=1,
+            zero=mode if mode >= 2 else 0,
+            pp=structure["pp"],
+            virtual_stages=structure["virtual_stages"],
+            schedule=grid.schedule,
+            sequence_parallel=False,
+            recompute="none",
+            recompute_blocks=None,
+            offload=False,
+            seq_len=1,
+            global_batch=0,
+        )
+
+    def _places(self, i: int, rank: RankPlaces) -> list[Place]:
+        grid = self.grids[i]
+        defers = splits(grid) and RECOMPUTES[grid.structure["recompute"]] != "none"
+        numbers = {found: number for number, found in enumerate(rank.distinct)}
+        places = []
+        for found in rank.stages:
+            ends, _ = found
+            reduces, widens = self._does(self.stage_table(i, ends)[0])
+            places.append(Place(numbers[found], ends, reduces, widens, defers and widens and not ends[0]))
+        return places
+
+    def _does(self, table: Table) -> tuple[bool, bool]:
+        """Whether passes of a table's stages reduce gradients, and whether they widen them."""
+        return self.known(
+            ("does", table),
+            lambda: (bool(table("reduces", _reduces)[1].any()), bool(table("widens", _widens)[1].any())),
+        )
+
+    def numbers(self, table: Table) -> Numbers:
+        """Numbers that tell what all passes of a table's stages leave, and the most that they hold."""
+        return self.known(("numbers", table), lambda: _numbers(table, self._passes()[table]))
+
+    def _passes(self) -> dict[Table, dict[tuple[Any, ...], None]]:
+        """The passes of each table's stages, in all programs of all grids."""
+
+        def work() -> dict[Table, dict[tuple[Any, ...], None]]:
+            found: dict[Table, dict[tuple[Any, ...], None]] = {}
+            for i, grid in enumerate(self.grids):
+                for rank in self.worst_ranks(grid) if self.has_rule(i) else ():
+                    own = [found.setdefault(table, {}) for table in self.tables(i, rank)]
+                    programs = self.programs(i, rank)
+                    for one in dict.fromkeys(one for _, program in programs for one in program.passes):
+                        own[one.place][one[1:]] = None
+            return found
+
+        return self.known("passes", work)
 
     # Tables
+
+    def tables(self, i: int, rank: RankPlaces) -> tuple[Table, ...]:
+        """The tables of a rank's distinct stages."""
+        return tuple([self.stage_table(i, ends)[0] for ends, _ in rank.distinct])
 
     def blocks(self, grid: Grid, n: int, limit: int) -> Blocks:
         """How many of a stage's blocks are recomputed, and how many not."""
@@ -266,7 +294,7 @@ class Evaluation:
             return 0, n
         return (n, 0) if limit == NO_LIMIT or limit >= n else (limit, n - limit)
 
-    def plan(self, grid: Grid) -> Plan:
+    def _plan(self, grid: Grid) -> Plan:
         """A plan of a grid's structure: what is along no axis decides what its stages are made of."""
         mode, structure = mode_of(grid), grid.structure
         return with_values(
@@ -284,43 +312,50 @@ class Evaluation:
             offload=bool(structure["offload"]),
         )
 
-    def stage_table(self, i: int, ends: Ends) -> tuple[Table, Column]:
+    def stage_table(self, i: int, ends: Ends) -> tuple[Table, Rows]:
         """The table of stages with such ends, and each cell's row there."""
         return self._table(i, ends, whole=False)
 
-    def rank_table(self, i: int, ends: Ends) -> tuple[Table, Column]:
+    def rank_table(self, i: int, ends: Ends) -> tuple[Table, Rows]:
         """The table of whole ranks, which no micro-batch and no recomputed block matter to."""
         return self._table(i, ends, whole=True)
 
-    def _table(self, i: int, ends: Ends, *, whole: bool) -> tuple[Table, Column]:
+    def _table(self, i: int, ends: Ends, *, whole: bool) -> tuple[Table, Rows]:
+        return self.known(("table", i, ends, whole), lambda: self._table_and_rows(i, ends, whole))
+
+    def _table_and_rows(self, i: int, ends: Ends, whole: bool) -> tuple[Table, Rows]:
         grid = self.grids[i]
-        key = whole, grid.structure["pp"] > 1
-        if key not in self._groups:
-            self._groups[key] = self._group(*key)
-        cells, starts = self._groups[key]
-        if (key, ends) not in self._tables:
-            plan = self.plan(grid)
-            self._tables[key, ends] = Table(
+        piped = grid.structure["pp"] > 1
+        cells, starts = self.known(("group", whole, piped), lambda: self._group(whole, piped))
+
+        def table() -> Table:
+            plan = self._plan(grid)
+            return Table(
                 self.model,
                 with_values(plan, recompute="none") if whole else plan,
                 ends,
                 self.device,
                 cells,
-                self._all_blocks(*key, ends),
-                linear=self.linear and not whole,
+                self._all_blocks(whole, piped, ends),
+                linear=self.linear and grid.base.fsdp_blocks == 1 and not whole,
                 least=3 if self.splits else 2,
             )
+
         start = starts[i]
-        return self._tables[key, ends], cells.row[start : start + grid.shape[0]]
+        return (
+            self.known(("table", whole, piped, ends), table),
+            cells.rows[start : start + grid.shape[0]],
+        )
 
     def _group(self, whole: bool, piped: bool) -> _Group:
         starts, n = {}, 0
         columns: list[list[Column]] = []
         for i, grid in enumerate(self.grids):
-            if (grid.structure["pp"] > 1) == piped:
+            if (grid.structure["pp"] > 1) == piped and self.has_rule(i):
                 starts[i], n = n, n + grid.shape[0]
                 columns.append(self._cells(grid, whole=whole))
-        return _Group(Cells(*[np.concatenate(found) for found in zip(*columns, strict=True)]), starts)
+        joined = [np.concatenate(found) for found in zip(*columns, strict=True)]
+        return _Group(Cells(*joined, linear=self.linear), starts)
 
     def _cells(self, grid: Grid, *, whole: bool) -> list[Column]:
         tp, micro_batch, dp, replicas = (
@@ -334,8 +369,8 @@ class Evaluation:
     def _all_blocks(self, whole: bool, piped: bool, ends: Ends) -> set[Blocks]:
         """All numbers of blocks of stages, or ranks, with such ends."""
         found = set()
-        for grid in self.grids:
-            if (grid.structure["pp"] > 1) != piped:
+        for i, grid in enumerate(self.grids):
+            if (grid.structure["pp"] > 1) != piped or not self.has_rule(i):
                 continue
             for rank in self.ranks(grid):
                 if whole:
@@ -348,34 +383,18 @@ class Evaluation:
                 found |= {self.blocks(grid, n, limit) for n in numbers for limit in limits}
         return found
 
-    def joined(self, i: int, ends: Ends, passes: Sequence[Pass]) -> "Joined":
-        """Numbers that tell what these passes of stages with such ends leave, and the most that they hold."""
-        table, _ = self.stage_table(i, ends)
-        known = self._joined.get(table)
-        keys = tuple([found[1:] for found in passes])
-        if known is not None and known.places.keys() >= set(keys):
-            return known
-        basis, before = (Basis(table), ()) if known is None else (known.basis, tuple(known.places))
-        keys = tuple(dict.fromkeys((*before, *keys)))
-        relations, highs = [], []
-        for key in keys:
-            names, coefficients = table(key, partial(_asked, *key))
-            relations.append(basis.relation(key, coefficients[names.index("net")]))
-            highs.append([row for row, name in zip(coefficients, names, strict=True) if name != "net"])
-        n = len(basis.numbers)
-        numbers = np.stack([*basis.numbers, *[row for own in highs for row in own]])
-        if float(np.abs(numbers).max()) < EXACT:
-            numbers = numbers.astype(np.float64)
-        ends_of_highs = np.cumsum([0, *map(len, highs)]).tolist()
-        self._joined[table] = Joined(
-            basis,
-            {key: place for place, key in enumerate(keys)},
-            numbers,
-            np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64),
-            np.array(basis.positive, np.bool_),
-            [tuple(range(start, stop)) for start, stop in pairwise(ends_of_highs)],
-        )
-        return self._joined[table]
+    # Numbers of each cell
+
+    def boundary(self, i: int, ends: Ends) -> Column:
+        """Bytes of what is sent to or from a stage."""
+
+        def work() -> Column:
+            table, rows = self.stage_table(i, ends)
+            _, coefficients = table("boundary", Part.boundary)
+            found: Column = at_cells(coefficients[..., :1], rows)[0, :, 0]
+            return found
+
+        return self.known(("boundary", i, ends), work)
 
     def held(self, i: int, rank: RankPlaces) -> Held:
         """States of a rank, and their update: a rank's stages have those of one stage with all blocks."""
@@ -389,264 +408,54 @@ class Evaluation:
         """What is asked of a rank's stages as one, by name: a number for each cell."""
         ends, n = rank.whole
         table, rows = self.rank_table(i, ends)
-        names, coefficients = table(asked, asked)
-        return dict(zip(names, at_blocks(table, coefficients, rows, [(0, n)])[..., 0], strict=True))
+
+        def work() -> dict[Any, Column]:
+            names, coefficients = table(asked, asked)
+            n_rows = coefficients.shape[2]
+            every = Rows(np.arange(n_rows), np.ones(n_rows, np.int64))
+            return dict(zip(names, at_blocks(table, coefficients, every, [(0, n)])[..., 0], strict=True))
+
+        return {name: found[rows.row] for name, found in self.known((asked, table, n), work).items()}
 
     def dealt(self, i: int, rank: RankPlaces) -> NDArray[np.int64]:
         """What `dealt` says of a rank in each cell."""
         grid = self.grids[i]
+        plan = self.known(("dealt", i), lambda: with_values(self._plan(grid), zero=1, recompute="none"))
+        tp, dp = grid.cells["tp"], grid.cells["dp"]
+        key, place = np.unique(tp << 32 | dp, return_inverse=True)
         ends, n = rank.whole
-        pairs, place = np.unique(np.stack([grid.cells["tp"], grid.cells["dp"]]), axis=1, return_inverse=True)
-        plan = with_values(self.plan(grid), zero=1, recompute="none")
+
+        def work(tp: int, dp: int) -> tuple[int, ...]:
+            return dealt(self.model, with_values(plan, tp=tp, dp=dp), (*ends, n), self.device)
+
+        piped = plan.pp
         found = [
-            dealt(self.model, with_values(plan, tp=int(tp), dp=int(dp)), (*ends, n), self.device)
-            for tp, dp in pairs.T
+            self.known(("dealt", piped, rank.whole, both), partial(work, both >> 32, both & (1 << 32) - 1))
+            for both in key.tolist()
         ]
-        return np.array(found, np.int64)[place.ravel()].T
+        return np.array(found, np.int64)[place].T
 
 
-def block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The blocks along the diagonal, zeros elsewhere.
-
-    >>> block_diagonal([np.array([[1, 2]]), np.array([[3], [4]])]).tolist()
-    [[1, 2, 0], [0, 0, 3], [0, 0, 4]]
-    """
-    found = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
-    row = column = 0
-    for block in blocks:
-        n_rows, n_columns = block.shape
-        found[row : row + n_rows, column : column + n_columns] = block
-        row, column = row + n_rows, column + n_columns
-    return found
+def _numbers(table: Table, keys: Mapping[tuple[Any, ...], None]) -> Numbers:
+    basis = Basis(table)
+    relations, highs = [], []
+    for key in keys:
+        names, coefficients = table(key, partial(_asked, *key))
+        relations.append(basis.relation(coefficients[names.index("net")]))
+        own = [row for row, name in zip(coefficients, names, strict=True) if name != "net"]
+        highs.append(own or [np.zeros_like(coefficients[0])])
+    n = len(basis.numbers)
+    return Numbers(
+        {key: place for place, key in enumerate(keys)},
+        np.stack([*basis.numbers, *[row for own in highs for row in own]]),
+        np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64).reshape(-1, n),
+        np.array(basis.positive, np.bool_),
+        list(accumulate(map(len, highs[:-1]), initial=0)),
+    )
 
 
 def _asked(name: str, how: tuple[tuple[str, bool], ...], part: Part) -> Mapping[str, Any]:
     return {"net": part.boundary()["bytes"]} if name == RECEIVED else part.stretch(name, dict(how))
-
-
-class Joined(NamedTuple):
-    """Coefficients of a table's numbers: a basis of what passes leave, then candidates for what they hold.
-
-    By method and arguments the `places` of passes: in `relations` [pass, basis], what with `positive`
-    `memplan.search.ranks.reduced` asks for, and in `highs`, each pass's candidates among all.
-    """
-
-    basis: Basis
-    places: dict[tuple[Any, ...], int]
-    numbers: NDArray[Any]
-    relations: NDArray[np.int64]
-    positive: NDArray[np.bool_]
-    highs: list[tuple[int, ...]]
-
-
-class _Reach(NamedTuple):
-    """Numbers of recomputed blocks, by their places in a grid, between which all is linear: known at `ends`.
-
-    The ends are the first and the last; where that is no use, all of them.
-    """
-
-    places: tuple[int, ...]
-    ends: tuple[int, ...]
-
-
-class RankMemory:
-    """One rank of a grid's plans: what it holds between steps, and the most that a step adds."""
-
-    def __init__(self, evaluation: Evaluation, i: int, rank: RankPlaces) -> None:
-        self.evaluation, self.i, self.rank = evaluation, i, rank
-        self.grid = grid = evaluation.grids[i]
-        self.limits = grid.recompute_blocks.tolist()
-        self.mode = mode_of(grid)
-        self.m = grid.n_micro_batches
-        self.ms, self.m_place = evaluation.micro_batches(i)
-        self.reaches = list(self._reaches())
-        self.known = [place for reach in self.reaches for place in reach.ends]
-
-    def _reaches(self) -> Iterator[_Reach]:
-        """The numbers of recomputed blocks, those together between which all stages are linear."""
-        tables = [(self.evaluation.stage_table(self.i, ends)[0], n) for ends, n in self.rank.distinct]
-
-        def spans(place: int) -> tuple[Any, ...]:
-            found = []
-            for table, n in tables:
-                pair = self.evaluation.blocks(self.grid, n, self.limits[place])
-                span = table.span_of[pair]
-                found.append((span, pair if len(table.spans[span].corners) == 1 else None))
-            return tuple(found)
-
-        def in_order(place: int) -> tuple[bool, int]:
-            return self.limits[place] == NO_LIMIT, self.limits[place]
-
-        for _, found in groupby(sorted(range(len(self.limits)), key=in_order), spans):
-            places = tuple(found)
-            yield _Reach(places, places if len(places) < 3 else (places[0], places[-1]))
-
-    def found(self) -> tuple[Column, NDArray[np.int64]]:
-        """Bytes at rest of each cell; the most that a step adds, of the grid's shape."""
-        held = self.evaluation.held(self.i, self.rank)
-        rest = held.states + self._inputs()
-        found = programs(self._plan(), self.rank.pp, self._places(), self.evaluation.device, self.ms)
-        values = _Values(self, [program for _, program in found])
-        high = np.zeros(self.grid.shape, np.int64)
-        alike: dict[Hashable, tuple[Reduced, list[Column], list[Column]]] = {}
-        program_of = np.zeros(len(self.ms), np.int64)
-        for i, (at, _) in enumerate(found):
-            program_of[at] = i
-        programmed = program_of[self.m_place]
-        for i, (_, program) in enumerate(found):
-            cells = np.flatnonzero(programmed == i)
-            units = (self.m[cells] - program.m) // program.unit
-            rest[cells] += self._left(program, cells, units)
-            worst = values.reduced(program)
-            _, all_cells, all_units = alike.setdefault(worst.key, (worst, [], []))
-            all_cells.append(cells)
-            all_units.append(units)
-        for worst, all_cells, all_units in alike.values():
-            cells = np.concatenate(all_cells)
-            high[cells] = self._between(values.most(worst, cells, np.concatenate(all_units), held))
-        return rest, high
-
-    def _left(self, program: Program, cells: Column, units: Column) -> Column:
-        """What a schedule leaves in some cells until the next step."""
-        found = np.zeros(len(cells), np.int64)
-        for (ends, _), n, each in zip(self.rank.distinct, program.left, program.left_each, strict=True):
-            if n or each:
-                found += (int(n) + int(each) * units) * self.boundary(ends)[cells]
-        return found
-
-    def _plan(self) -> Plan:
-        """What the order of passes depends on."""
-        structure = self.grid.structure
-        return with_values(
-            self.grid.base,
-            dp=2 if self.mode else 1,
-            dp_replicate=1,
-            tp=1,
-            zero=self.mode if self.mode >= 2 else 0,
-            pp=structure["pp"],
-            virtual_stages=structure["virtual_stages"],
-            schedule=self.grid.schedule,
-            sequence_parallel=False,
-            recompute="none",
-            recompute_blocks=None,
-            offload=False,
-            seq_len=1,
-            global_batch=0,
-        )
-
-    def _places(self) -> list[Place]:
-        again = RECOMPUTES[self.grid.structure["recompute"]] != "none"
-        places = []
-        for found in self.rank.stages:
-            ends, _ = found
-            table, _ = self.evaluation.stage_table(self.i, ends)
-            reduces = bool(table("reduces", _reduces)[1].any())
-            widens = bool(table("widens", _widens)[1].any())
-            defers = widens and splits(self.grid) and again and not ends[0]
-            places.append(Place(self.rank.distinct.index(found), ends, reduces, widens, defers))
-        return places
-
-    def boundary(self, ends: Ends) -> Column:
-        """Bytes of what is sent to or from a stage."""
-        table, rows = self.evaluation.stage_table(self.i, ends)
-        _, boundary = table("boundary", Part.boundary)
-        found: Column = boundary[0, 0, rows, 0]
-        return found
-
-    def _between(self, found: NDArray[Any]) -> NDArray[np.int64]:
-        """The largest of candidates [candidate, cell, known number of recomputed blocks], for all numbers."""
-        high = np.empty((found.shape[1], len(self.limits)), np.int64)
-        start = 0
-        for places, ends in self.reaches:
-            own = found[:, :, start : start + len(ends)]
-            start += len(ends)
-            if len(places) == len(ends):
-                high[:, list(places)] = own.max(axis=0)
-                continue
-            own = own[undominated(own.reshape(len(own), -1))]
-            limits = [self.limits[place] for place in places]
-            each = (own[:, :, 1] - own[:, :, 0]) / (limits[-1] - limits[0])
-            after = np.array(limits, each.dtype) - limits[0]
-            most = own[0, :, 0, None] + each[0, :, None] * after
-            for low, slope in zip(own[1:, :, 0], each[1:], strict=True):
-                np.maximum(most, low[:, None] + slope[:, None] * after, out=most)
-            high[:, list(places)] = most
-        return high
-
-    def _inputs(self) -> Column:
-        """What goes into a step, and the ranks' numbers on the mesh."""
-        grid, cells, evaluation = self.grid, self.grid.cells, self.evaluation
-        micro_batch, dp = many(cells["micro_batch"]), 2 if self.mode else 1
-        plan = with_values(self._plan(), micro_batch=micro_batch, seq_len=grid.base.seq_len)
-        plan = with_values(plan, global_batch=many(self.m) * (dp * micro_batch))
-        made = {}
-        for ends in dict.fromkeys(ends for ends, _ in self.rank.stages):
-            buffer = Buffer(RECEIVED, (), UINT8, many(self.boundary(ends)), "activations")
-            made[ends] = Stage(evaluation.model, plan, (*ends, 0), evaluation.device), (buffer, buffer)
-        stages, received = zip(*[made[ends] for ends, _ in self.rank.stages], strict=True)
-        rank = RankStages.of(*stages, rank=Rank(pp=self.rank.pp))
-        rank.received = list(received)
-        world = grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
-        found = n_bytes_of(rank.inputs) + mesh_bytes(many(world), evaluation.device)
-        return np.asarray(found)
-
-
-class _Values:
-    """The numbers of a rank's passes in all cells of a grid, for the known numbers of recomputed blocks.
-
-    A basis of what the passes leave, of all places one after the other, and candidates for what they hold.
-    """
-
-    def __init__(self, memory: RankMemory, found: Sequence[Program]) -> None:
-        evaluation, i = memory.evaluation, memory.i
-        passes = list(dict.fromkeys(one for program in found for one in program.passes))
-        known = [memory.limits[place] for place in memory.known]
-        self.place: dict[Pass, int] = {}
-        self.highs: list[tuple[int, ...]] = []
-        joined, basis, highs, n_highs = [], [], [], 0
-        for place, (ends, n) in enumerate(memory.rank.distinct):
-            own = [one for one in passes if one.place == place]
-            numbers = evaluation.joined(i, ends, own)
-            table, rows = evaluation.stage_table(i, ends)
-            blocks = [evaluation.blocks(memory.grid, n, limit) for limit in known]
-            values = at_blocks(table, numbers.numbers, rows, blocks)
-            self.place |= {one: len(self.highs) + numbers.places[one[1:]] for one in own}
-            self.highs += [tuple([n_highs + high for high in own_highs]) for own_highs in numbers.highs]
-            n_basis = len(numbers.positive)
-            basis.append(values[:n_basis])
-            highs.append(values[n_basis:])
-            n_highs += len(highs[-1])
-            joined.append(numbers)
-        self.relations = block_diagonal([numbers.relations for numbers in joined])
-        self.positive = np.concatenate([numbers.positive for numbers in joined])
-        self.basis, self.high = np.concatenate(basis), np.concatenate(highs)
-
-    def reduced(self, program: Program) -> Reduced:
-        """The instants of a program that may be the worst, in terms of the basis."""
-        places = np.array([self.place[one] for one in program.passes])
-        return reduced(program, places, self.relations[places], self.positive)
-
-    def most(self, worst: Reduced, cells: Column, units: Column, held: "Held") -> NDArray[Any]:
-        """Candidates for what a step holds [candidate, cell, known number of recomputed blocks]."""
-        net, high = self.basis[:, cells], self.high[:, cells]
-        before = _before(worst, net, units)
-        pairs = [(i, row) for i, at in enumerate(worst.at[:-1].tolist()) for row in self.highs[at]]
-        by, most = np.array(pairs, np.int64).T
-        end = before[-1:] + held.high[cells].astype(before.dtype)[:, None]
-        return np.concatenate((before[by] + high[most], end))
-
-
-def _before(worst: Reduced, net: NDArray[Any], units: Column) -> NDArray[Any]:
-    """What is alive at each instant [instant, cell, known number of recomputed blocks]."""
-    flat = net.reshape(len(net), -1)
-    counts = np.abs(worst.before) + np.abs(worst.before_each) * units.max()
-    if float(counts.sum(axis=1).max()) * float(np.abs(flat).max(initial=0)) >= EXACT:
-        flat = flat.astype(np.int64)
-    found: NDArray[Any] = (worst.before.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
-    if worst.before_each.any():
-        each = (worst.before_each.astype(flat.dtype) @ flat).reshape(-1, *net.shape[1:])
-        found = found + each * units[:, None]
-    return found
 
 
 def _reduces(part: Part) -> dict[str, int]:

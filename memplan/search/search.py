@@ -262,21 +262,22 @@ def evaluated(model: Model, grids: Sequence[Grid], cluster: Cluster) -> Iterator
     timed; the others take infinitely long, and so do plans that do not fit.
     """
     from memplan.search.evaluate import Evaluation  # only a search needs them
+    from memplan.search.memory import held
     from memplan.search.time import times
 
     evaluation = Evaluation(model, grids, device_of(cluster))
     for i, grid in enumerate(grids):
-        held = evaluation.memory(i)
+        memory = held(evaluation, i)
         budget_bytes = cluster.budget_bytes
-        fits = np.broadcast_to(budget_bytes is None or held.peak_bytes <= budget_bytes, grid.shape)
+        fits = np.broadcast_to(budget_bytes is None or memory.peak_bytes <= budget_bytes, grid.shape)
         seconds = np.full(grid.shape, inf)
         cells = np.flatnonzero(fits.any(axis=1))
         if len(cells):
             seconds[cells] = np.where(fits[cells], times(evaluation, i, cluster, cells), inf)
         yield Figures(
-            peak_bytes=held.peak_bytes,
-            worst_stage=held.worst_stage,
-            rest_bytes=held.rest_bytes,
+            peak_bytes=memory.peak_bytes,
+            worst_stage=memory.worst_stage,
+            rest_bytes=memory.rest_bytes,
             step_s=seconds,
         )
 

@@ -15,7 +15,7 @@ from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDU
 from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
 from memplan.search.rules import RUNS, Axis, Rules
 
-MOST_CELLS: Final = 2**15
+MOST_CELLS: Final = 2**17
 """About how many cells of grids are held at a time."""
 
 DATA: Final = {

@@ -1,9 +1,9 @@
 """What pipeline stages do in a pass, worked out once for all their sizes, by the very code of one estimate.
 
 A stage's share of a tensor and of the batch and the data axis are arrays (`Many`) that this code takes for
-numbers. In its numbers of blocks, so many recomputed and so many not, all that it adds up is linear where no
-number passes a bound: two or three corners tell the whole of such a `Span`. Of a maximum every candidate is
-kept that is the largest anywhere, so that it is known between the corners as well.
+numbers. In the micro-batch, and in the numbers of blocks, so many recomputed and so many not, all that it
+adds up is linear where no number passes a bound: a few corners tell the whole of such a `Range` or `Span`. Of
+a maximum every candidate is kept that is the largest anywhere, so that it is known between the corners too.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, groupby
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,11 @@ Blocks = tuple[int, int]
 """How many of a stage's blocks are recomputed, and how many are not."""
 
 
+T = TypeVar("T")
+
+
 class NotLinear(Exception):
-    """What was taken for linear in the numbers of blocks is not: each of them has to be worked out."""
+    """What was taken for linear in blocks or micro-batches is not: each of them has to be worked out."""
 
 
 def with_values(plan: Plan, **values: Any) -> Plan:
@@ -45,6 +48,26 @@ def with_values(plan: Plan, **values: Any) -> Plan:
     for name, value in values.items():
         object.__setattr__(other, name, value)
     return other
+
+
+class Range(NamedTuple):
+    """Micro-batches between which everything is linear: a single one, or the least, one between, the most."""
+
+    corners: tuple[int, ...]
+
+    def coefficients(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """At 0, and what each sequence adds; corners are along the last axis of values.
+
+        Raises:
+            NotLinear: the corners are on no line.
+        """
+        if len(self.corners) == 1:
+            return np.stack([values[..., 0], np.zeros_like(values[..., 0])], axis=-1)
+        least, between, most = self.corners
+        each, rest = np.divmod(values[..., 2] - values[..., 0], most - least)
+        if rest.any() or (values[..., 0] + each * (between - least) != values[..., 1]).any():
+            raise NotLinear
+        return np.stack([values[..., 0] - each * least, each], axis=-1)
 
 
 class Span(NamedTuple):
@@ -103,35 +126,90 @@ def _along(axis: int, numbers: tuple[int, ...]) -> Any:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Axes:
-    """(tp, micro_batch), (dp, dp_replicate), and blocks."""
+    """(tp, micro_batch), (dp, dp_replicate), and blocks: corners of ranges and spans, where there are such.
+
+    `spans` tells of each place along an axis what it is a corner of.
+    """
 
     tensor: tuple[tuple[int, int], ...]
     data: tuple[tuple[int, int], ...]
     blocks: tuple[Blocks, ...]
+    spans: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Places along each."""
         return len(self.tensor), len(self.data), len(self.blocks)
 
-    def some(self, tensor: Column, data: Column, blocks: Column) -> "Axes":
-        """Some of each."""
+    def some(self, axis: int, chosen: Column) -> "Axes":
+        """Some places along one axis."""
+
+        def of(values: tuple[T, ...], own: int) -> tuple[T, ...]:
+            return tuple([values[i] for i in chosen]) if own == axis else values
+
+        first, second, third = self.spans
         return Axes(
-            tensor=tuple([self.tensor[i] for i in tensor]),
-            data=tuple([self.data[i] for i in data]),
-            blocks=tuple([self.blocks[i] for i in blocks]),
+            tensor=of(self.tensor, 0),
+            data=of(self.data, 1),
+            blocks=of(self.blocks, 2),
+            spans=(of(first, 0), of(second, 1), of(third, 2)),
         )
+
+    def varies(self, n: Any) -> bool:
+        """Whether a number differs between the corners of any span, or of any range."""
+        if np.ndim(n) < 3:
+            return False
+        return any(
+            n.shape[axis] > 1 and len(first) and bool((n != n.take(first, axis)).any())
+            for axis, first in self._first_corners
+        )
+
+    def largest(self, numbers: Sequence[Any]) -> list[NDArray[np.int64]]:
+        """As few numbers as can be of which the largest is as large as that of these, between corners too.
+
+        In each range and span they are some of these, not the same ones everywhere, none beaten by another.
+        """
+        rows = np.stack(np.broadcast_arrays(*numbers))
+        rows = rows.reshape(len(rows), *[1] * (4 - rows.ndim), *rows.shape[1:])
+        starts = [
+            np.flatnonzero(np.diff(spans, prepend=-1)) if n > 1 else np.zeros(1, np.int64)
+            for n, spans in zip(rows.shape[1:], self.spans, strict=True)
+        ]
+        of_place = np.ix_(*[
+            np.repeat(np.arange(len(own)), np.diff(own, append=n))
+            for own, n in zip(starts, rows.shape[1:], strict=True)
+        ])  # fmt: skip
+        totals = np.add.reduceat(np.add.reduceat(rows, starts[0], 1), starts[2], 3).astype(np.float64)
+        found = []
+        while True:
+            pick = totals.argmax(axis=0)
+            best = np.take_along_axis(rows, pick[of_place][None], axis=0)
+            found.append(best[0])
+            beaten = np.logical_and.reduceat(
+                np.logical_and.reduceat(rows <= best, starts[0], 1), starts[2], 3
+            )
+            totals[beaten] = -np.inf
+            left = (totals > -np.inf).any(axis=(1, 2, 3))
+            if not left.any():
+                return found
+            rows, totals = rows[left], totals[left]
+
+    @cached_property
+    def _first_corners(self) -> list[tuple[int, Column]]:
+        """Along each axis where some are corners of the same, of each the first."""
+        return [
+            (axis, np.array([spans.index(span) for span in spans]))
+            for axis, spans in enumerate(self.spans)
+            if len(set(spans)) < len(spans)
+        ]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A stage at every combination along the axes; `at` are its places in a whole of which it is a part.
-
-    The blocks are the corners of spans: `spans` tells which of each.
-    """
+    """A stage at every combination along the axes; `at` are its places in a whole of which it is a part."""
 
     model: Model
     plan: Plan
@@ -139,7 +217,6 @@ class Part:
     device: Device
     axes: Axes
     at: tuple[Column, Column, Column]
-    spans: tuple[int, ...]
 
     @cached_property
     def stages(self) -> RankStages:
@@ -160,16 +237,6 @@ class Part:
     def passes(self) -> Passes:
         """Those of the stage."""
         return passes_of(*self.stages)
-
-    @cached_property
-    def _first_corners(self) -> Column:
-        return np.array([self.spans.index(span) for span in self.spans])
-
-    def varies(self, n: Any) -> bool:
-        """Whether a number differs between the corners of any span."""
-        if len(set(self.spans)) == len(self.spans) or np.ndim(n) < 3 or n.shape[2] == 1:
-            return False
-        return bool((n != n[..., self._first_corners]).any())
 
     def boundary(self) -> dict[str, Any]:
         """Bytes of what is sent from stage to stage."""
@@ -192,7 +259,8 @@ class Part:
     def stretch(self, name: str, how: Mapping[str, bool]) -> dict[str, Any]:
         """What a pass leaves, and candidates for the most it holds; by a method's name and arguments."""
         made = getattr(self.passes, name)(**how)
-        net, highs = candidates(chain(name, *made) if isinstance(made, list) else made, self.varies)
+        net, found = candidates(chain(name, *made) if isinstance(made, list) else made, self.axes)
+        highs = self.axes.largest(found) if len(found) > 1 else found
         return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
 
     def counted(self, *, splits: bool) -> dict[Any, Any]:
@@ -232,19 +300,16 @@ class Part:
         """Parts for which an answer does not differ, at least along one more axis.
 
         Raises:
-            NotLinear: it differs between the corners of a span.
+            NotLinear: it differs between the corners of a span, or of a range.
         """
-        yes = np.broadcast_to(yes, self.axes.shape)
-        axis, groups = _apart(yes)
-        if axis == 2 and self.varies(yes):
+        axis, groups = _apart(np.broadcast_to(yes, self.axes.shape))
+        spans = self.axes.spans[axis]
+        if sum([len({spans[i] for i in group}) for group in groups]) > len(set(spans)):
             raise NotLinear
         parts = []
         for group in groups:
-            within = [np.arange(n) for n in self.axes.shape]
-            within[axis] = group
-            tensor, data, blocks = (where[i] for where, i in zip(self.at, within, strict=True))
-            spans = tuple([self.spans[i] for i in within[2]])
-            parts.append(replace(self, axes=self.axes.some(*within), at=(tensor, data, blocks), spans=spans))
+            tensor, data, blocks = [own[group] if i == axis else own for i, own in enumerate(self.at)]
+            parts.append(replace(self, axes=self.axes.some(axis, group), at=(tensor, data, blocks)))
         return parts
 
 
@@ -281,26 +346,25 @@ def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
 # The candidates for a maximum
 
 
-def candidates(stretch: Stretch, varies: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+def candidates(stretch: Stretch, axes: Axes) -> tuple[Any, list[Any]]:
     """What a stretch leaves, and numbers of which the largest is the most that it holds.
 
-    Each is linear in the numbers of blocks where its parts are; `varies` tells whether a number is another at
-    each corner of a span.
+    Each is linear between corners where its parts are.
     """
     if not stretch.parts:
-        varied = varies(stretch.high_bytes)
-        return stretch.net_bytes, list(_running(stretch)) if varied else [stretch.high_bytes]
+        varies = axes.varies(stretch.high_bytes)
+        return stretch.net_bytes, _largest(stretch, axes) if varies else [stretch.high_bytes]
     live: Any = 0
     highs: list[Any] = []
     for part in stretch.parts:
-        net, own = candidates(part, varies)
+        net, own = candidates(part, axes)
         highs += [live + high for high in own]
         live = live + net
     n = stretch.repeats
     if np.ndim(n) == 0 and n == 1:
         return live, highs
     some = np.asarray(n) > 0
-    if varies(some):
+    if axes.varies(some):
         raise NotLinear
     if not some.any():
         return 0, [0]
@@ -309,49 +373,70 @@ def candidates(stretch: Stretch, varies: Callable[[Any], bool]) -> tuple[Any, li
     return n * live, [*[some * high for high in highs], *[some * (high + (n - 1) * live) for high in highs]]
 
 
-def _running(stretch: Stretch) -> Iterator[Any]:
+def _largest(stretch: Stretch, axes: Axes) -> list[Any]:
+    """What is alive after events of a stretch, where it may be the most."""
     live: Any = 0
-    for event in stretch.events:
-        live = live + event.sign * event.buffer.n_bytes
-        if event.sign > 0:
-            yield live
-
-
-def undominated(rows: NDArray[Any]) -> Column:
-    """The rows that may be the largest at some place, or between places: no single other is as large at all.
-
-    >>> undominated(np.array([[1, 1], [3, 0], [0, 3], [2, 2], [3, 0]])).tolist()
-    [1, 2, 3]
-    """
-    if len(rows) == 1:
-        return np.zeros(1, np.int64)
-    kept: list[int] = []
-    largest_first = np.argsort(-rows.sum(axis=1, dtype=np.float64), kind="stable")
-    for i in largest_first.tolist():
-        row = rows[i]
-        if not any((row <= rows[other]).all() for other in kept):
-            kept.append(i)
-    return np.sort(np.array(kept))
+    found = []
+    for sign, buffer, _ in stretch.events:
+        live = live + sign * buffer.n_bytes
+        if sign > 0:
+            found.append(live)
+    most = max(found, key=lambda n: int(np.asarray(n).flat[-1]))
+    return [most] if np.all(most == stretch.high_bytes) else list(map(many, axes.largest(found)))
 
 
 # Tables
 
 
-class Cells:
-    """Combinations of (tp, micro_batch) and (dp, dp_replicate): those there are, each once."""
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of each of some cells its row in the tables of its group, and its micro-batch."""
 
-    def __init__(self, tp: Column, micro_batch: Column, dp: Column, dp_replicate: Column) -> None:
-        columns = np.stack([tp, micro_batch, dp, dp_replicate])
-        found, self.row = np.unique(columns, axis=1, return_inverse=True)
-        self.row = self.row.ravel()
-        """Of each combination that was given, its place among those that there are."""
-        tensor, t = np.unique(found[:2], axis=1, return_inverse=True)
-        data, d = np.unique(found[2:], axis=1, return_inverse=True)
-        self.tensor = tuple([(int(a), int(b)) for a, b in tensor.T])
+    row: Column
+    micro_batch: Column
+
+    def __getitem__(self, chosen: "slice | Column") -> "Rows":
+        """Those of some of the cells."""
+        return Rows(self.row[chosen], self.micro_batch[chosen])
+
+
+class Cells:
+    """Combinations of tp, (dp, dp_replicate) and a range of micro-batches: those there are, each a row."""
+
+    def __init__(
+        self, tp: Column, micro_batch: Column, dp: Column, dp_replicate: Column, *, linear: bool
+    ) -> None:
+        self.ranges = _ranges(np.unique(micro_batch).tolist(), linear=linear)
+        found, pair = np.unique(np.stack([tp, dp, dp_replicate]), axis=1, return_inverse=True)
+        tps, t = np.unique(found[0], return_inverse=True)
+        data, d = np.unique(found[1:], axis=1, return_inverse=True)
+        corners = [(i, corner) for i, own in enumerate(self.ranges) for corner in own.corners]
+        self.range_of_corner = np.array([i for i, _ in corners])
+        self.tensor = tuple([(tp, corner) for tp in tps.tolist() for _, corner in corners])
         self.data = tuple([(int(a), int(b)) for a, b in data.T])
+        n_ranges = len(self.ranges)
+        number = np.searchsorted([own.corners[-1] for own in self.ranges], micro_batch)
+        self.spans = tuple([i * n_ranges + own for i in range(len(tps)) for own, _ in corners])
+        """Of each of `tensor` the range that it is a corner of, each with each tp counted on its own."""
         self.n = found.shape[1]
-        self.at = np.full((len(self.tensor), len(self.data)), -1)
-        self.at[t.ravel(), d.ravel()] = np.arange(self.n)
+        at = np.full((len(tps), len(self.data)), -1)
+        at[t.ravel(), d.ravel()] = np.arange(self.n)
+        corner = np.arange(len(corners))
+        self.at = np.where(at[:, None] < 0, -1, at[:, None] * len(corners) + corner[:, None])
+        self.at = self.at.reshape(len(self.tensor), len(self.data))
+        """Of `tensor` by `data` the place among the corners of all combinations; -1: there is none."""
+        self.rows = Rows(pair.ravel() * n_ranges + number, micro_batch)
+        """Of each cell that was given."""
+
+
+def _ranges(numbers: Sequence[int], *, linear: bool) -> list[Range]:
+    """Those that micro-batches, in order, are in: a single sequence is like no other number of them."""
+    several = [n for n in numbers if n > 1]
+    if not linear or len(several) < 4:
+        return [Range((n,)) for n in numbers]
+    line = Range((several[0], several[len(several) // 2], several[-1]))
+    return [Range((1,)), line] if numbers[0] == 1 else [line]
 
 
 Asked = Callable[[Part], Mapping[Any, Any]]
@@ -388,17 +473,21 @@ class Table:
             self.span_of[pair] = self.spans.index(span)
         corners = [(i, corner) for i, span in enumerate(self.spans) for corner in span.corners]
         self.corner = [[j for j, (k, _) in enumerate(corners) if k == i] for i in range(len(self.spans))]
-        axes = Axes(tensor=cells.tensor, data=cells.data, blocks=tuple([corner for _, corner in corners]))
+        axes = Axes(
+            tensor=cells.tensor,
+            data=cells.data,
+            blocks=tuple([corner for _, corner in corners]),
+            spans=(cells.spans, tuple(range(len(cells.data))), tuple([i for i, _ in corners])),
+        )
         at = np.arange(axes.shape[0]), np.arange(axes.shape[1]), np.arange(axes.shape[2])
-        spans = tuple([i for i, _ in corners])
-        self._parts = [Part(model=model, plan=plan, ends=ends, device=device, axes=axes, at=at, spans=spans)]
-        self._n_corners = len(corners)
+        self._parts = [Part(model=model, plan=plan, ends=ends, device=device, axes=axes, at=at)]
+        self._shape = cells.n, len(cells.range_of_corner), len(corners)
         self._known: dict[Hashable, tuple[tuple[Any, ...], NDArray[np.int64]]] = {}
 
     def __call__(self, key: Hashable, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
         """What is asked of all stages, known by a key from then on: names of numbers, and their coefficients.
 
-        Coefficients are [number, span, cell, (at no block, for each recomputed one, for each other one)].
+        Coefficients are [number, (at no sequence, for each in the micro-batch), row, weight]: see `weights`.
         Where a number is not named it is 0; of several candidates for a maximum those are left out that are
         the largest nowhere.
         """
@@ -424,13 +513,46 @@ class Table:
                 continue
             self._put(values, self._parts[i], answer)
             i += 1
-        found = (
-            np.stack([*values.values()]) if values else np.zeros((0, self.cells.n, self._n_corners), np.int64)
-        )
+        return tuple(values), self._coefficients(np.stack([*values.values()]) if values else None)
+
+    def _coefficients(self, values: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """From values [number, combination and corner of a range, corner of a span]."""
+        if values is None:
+            return np.zeros((0, 2, self.cells.n * len(self.cells.ranges), 3 * len(self.spans)), np.int64)
+        values = np.swapaxes(values.reshape(-1, *self._shape), 2, 3)
+        owners = self.cells.range_of_corner
+        ranges = [own.coefficients(values[..., owners == i]) for i, own in enumerate(self.cells.ranges)]
+        by_corner = np.moveaxis(np.stack(ranges, axis=2), 3, -1)
         spans = [
-            span.coefficients(found[..., own]) for span, own in zip(self.spans, self.corner, strict=True)
+            span.coefficients(by_corner[..., own]) for span, own in zip(self.spans, self.corner, strict=True)
         ]
-        return tuple(values), np.stack(spans, axis=1)
+        found = np.moveaxis(np.stack(spans, axis=-2), 3, 1)
+        return found.reshape(len(values), 2, self.cells.n * len(self.cells.ranges), 3 * len(self.spans))
+
+    def weights(self, blocks: Sequence[Blocks]) -> NDArray[np.int64]:
+        """How often each coefficient counts for such numbers of blocks: [weight, blocks].
+
+        Each span has three: at no block, for each recomputed one, for each other one.
+        """
+        return self._weights([(self.span_of[pair], pair) for pair in blocks])
+
+    def _weights(self, at: Sequence[tuple[int, Blocks]]) -> NDArray[np.int64]:
+        found = np.zeros((len(self.spans), 3, len(at)), np.int64)
+        for column, (span, pair) in enumerate(at):
+            found[span, :, column] = 1, *pair
+        return found.reshape(-1, len(at))
+
+    def at_corners(self, coefficients: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number of such coefficients at every corner."""
+        corners = self._weights([(i, corner) for i, span in enumerate(self.spans) for corner in span.corners])
+        n = len(self.cells.ranges)
+        fixed, each = coefficients
+        found = [
+            (fixed[i::n] + micro_batch * each[i::n]) @ corners
+            for i, own in enumerate(self.cells.ranges)
+            for micro_batch in own.corners
+        ]
+        return np.concatenate(found)
 
     def _put(self, values: dict[Any, NDArray[np.int64]], part: Part, answer: Mapping[Any, Any]) -> None:
         """The answer of a part in its place among all cells and corners."""
@@ -439,48 +561,37 @@ class Table:
         there = rows >= 0
         places = np.ix_(rows[there], blocks)
         flat = {name: np.broadcast_to(n, part.axes.shape)[there] for name, n in answer.items()}
-        highs = [name for name in flat if isinstance(name, str) and name.startswith("high ")]
-        if len(highs) > 1:
-            stack = np.stack([flat.pop(name) for name in highs])
-            for i, kept in enumerate(undominated(stack.reshape(len(stack), -1)).tolist()):
-                flat[f"high {i}"] = stack[kept]
         for name, n in flat.items():
             if name not in values:
-                values[name] = np.zeros((self.cells.n, self._n_corners), np.int64)
+                values[name] = np.zeros((self.cells.n * self._shape[1], self._shape[2]), np.int64)
             values[name][places] = n
 
 
 class Basis:
-    """Numbers [span, cell, coefficient]: what a table's passes leave are sums of them, so many times each.
+    """Coefficients of numbers: what a table's passes leave are sums of them, so many times each.
 
-    They are `positive` where possible: 0 or more in every cell.
+    They are `positive` where possible: 0 or more at every corner.
     """
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self.numbers: list[NDArray[np.int64]] = []
         self.positive: list[bool] = []
-        self._known: dict[Hashable, tuple[int, ...]] = {}
 
-    def relation(self, key: Hashable, net: NDArray[np.int64]) -> tuple[int, ...]:
-        """What a pass leaves, known by a key: how often each number, the last ones left out if 0."""
-        if key not in self._known:
-            self._known[key] = self._related(net)
-        return self._known[key]
-
-    def _related(self, net: NDArray[np.int64]) -> tuple[int, ...]:
+    def relation(self, net: NDArray[np.int64]) -> tuple[int, ...]:
+        """What a pass leaves: how often each number, the last ones left out if 0."""
         if not net.any():
             return ()
         found = self._sum(net)
         if found is not None:
             return found
         n = len(self.numbers)
-        at_corners = self._at_corners(net)
+        at_corners = self.table.at_corners(net)
         for sign in (1, -1):
             if (sign * at_corners >= 0).all():
                 self._add(sign * net, positive=True)
                 return (*[0] * n, sign)
-        corners = [self._at_corners(number) for number in self.numbers]
+        corners = [self.table.at_corners(number) for number in self.numbers]
         for size in (1, 2):
             for chosen in combinations(range(n), size):
                 if (at_corners + sum([corners[i] for i in chosen]) >= 0).all():
@@ -507,25 +618,21 @@ class Basis:
         total = sum([n * number for n, number in zip(found.tolist(), self.numbers, strict=True)])
         return tuple(found.tolist()) if (total == net).all() else None
 
-    def _at_corners(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
-        values = []
-        for coefficients, span in zip(number, self.table.spans, strict=True):
-            values += [coefficients @ np.array((1, *corner)) for corner in span.corners]
-        return np.concatenate(values)
-
 
 LARGEST_COEFFICIENT: Final = 64
 """A sum with larger ones is taken for none."""
 
 
+def at_cells(coefficients: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
+    """The coefficients of numbers in some cells: [number, cell, weight]."""
+    fixed, each = (coefficients[:, i].take(rows.row, axis=1) for i in (0, 1))
+    each *= rows.micro_batch[:, None]
+    each += fixed
+    return each
+
+
 def at_blocks(
-    table: Table, coefficients: NDArray[Any], rows: Column, blocks: Sequence[Blocks]
-) -> NDArray[Any]:
-    """The values [number, cell, blocks] at some cells for such numbers of blocks."""
-    spans = [table.span_of[pair] for pair in blocks]
-    found = np.empty((len(coefficients), len(rows), len(blocks)), coefficients.dtype)
-    for span in dict.fromkeys(spans):
-        chosen = [i for i, s in enumerate(spans) if s == span]
-        weights = np.array([(1, *blocks[i]) for i in chosen], coefficients.dtype).T
-        found[:, :, chosen] = coefficients[:, span].take(rows, axis=1) @ weights
-    return found
+    table: Table, coefficients: NDArray[np.int64], rows: Rows, blocks: Sequence[Blocks]
+) -> NDArray[np.int64]:
+    """The numbers in some cells for such numbers of blocks: [number, cell, blocks]."""
+    return at_cells(coefficients, rows) @ table.weights(blocks)

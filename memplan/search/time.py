@@ -66,7 +66,7 @@ def times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column | None
     timed = np.flatnonzero(_has_rates(grid[chosen], cluster))
     if not len(timed):
         return seconds
-    if evaluation.has_rule(grid):
+    if evaluation.has_rule(i):
         seconds[timed], left = evaluation.worked_out(
             lambda: _GridTimes(evaluation, i, cluster, chosen[timed]).found()
         )

@@ -1,0 +1,380 @@
+"""The memory of many plans at once: the largest of a few sums of what their stages' passes leave and hold."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memplan.engines.torch import RankStages, Stage
+from memplan.engines.torch.stage import mesh_bytes
+from memplan.estimate import estimate_on
+from memplan.many import many
+from memplan.models import Model
+from memplan.plan import Plan, Rank
+from memplan.search.evaluate import Evaluation, RankPlaces, alike
+from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
+from memplan.search.ranks import RECEIVED, Program, Reduced, reduced
+from memplan.search.stages import Ends, Table, at_cells, with_values
+from memplan.shapes import UINT8, Buffer
+from memplan.tape import Device
+from memplan.timeline import n_bytes_of
+
+EXACT: Final = 2.0**53
+"""Up to here every whole number is a float."""
+
+Bytes = NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What each of many plans asks of a GPU.
+
+    Bytes at the worst instant of its worst stage, which stage that is (the first of those that hold most),
+    and bytes that this stage holds between steps.
+    """
+
+    peak_bytes: Bytes
+    worst_stage: Bytes
+    rest_bytes: Bytes
+
+
+def memory(model: Model, plans: Plans, device: Device) -> Memory:
+    """The memory of each plan; they are plans that `check_plan` accepts."""
+    peak, worst, rest = np.zeros((3, len(plans)), np.int64)
+    for some in alike(grids_of(plans)):
+        evaluation = Evaluation(model, [grid for grid, _ in some], device)
+        for i, (_, places) in enumerate(some):
+            found = held(evaluation, i)
+            peak[places], worst[places], rest[places] = (
+                found.peak_bytes[:, 0],
+                found.worst_stage[:, 0],
+                found.rest_bytes[:, 0],
+            )
+    return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+
+
+def held(evaluation: Evaluation, i: int) -> Memory:
+    """The memory of the plans of one of the grids; arrays of its shape."""
+    if not evaluation.has_rule(i):
+        return _one_by_one(evaluation.model, evaluation.grids[i], evaluation.device)
+    return evaluation.worked_out(lambda: _held(evaluation, i))
+
+
+def _one_by_one(model: Model, grid: Grid, device: Device) -> Memory:
+    peak, worst, rest = np.zeros((3, *grid.shape), np.int64)
+    for cell, block in np.ndindex(grid.shape):
+        plan = grid.plans(np.array([cell]), np.array([block])).plan(0)
+        found = estimate_on(model, plan, device).worst
+        peak[cell, block], worst[cell, block] = found.peak_bytes, found.stage
+        rest[cell, block] = found.rest_bytes
+    return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+
+
+def _held(evaluation: Evaluation, i: int) -> Memory:
+    grid = evaluation.grids[i]
+    first, *others = evaluation.worst_ranks(grid)
+    at_rest, high = _RankMemory(evaluation, i, first).found()
+    peak = at_rest[:, None] + high
+    rest, worst = np.repeat(at_rest[:, None], peak.shape[1], axis=1), np.full(peak.shape, first.pp)
+    for rank in others:
+        at_rest, high = _RankMemory(evaluation, i, rank).found()
+        high += at_rest[:, None]
+        more = high > peak
+        if more.any():
+            np.maximum(peak, high, out=peak)
+            np.copyto(rest, at_rest[:, None], where=more)
+            worst[more] = rank.pp
+    return Memory(peak_bytes=peak, worst_stage=worst, rest_bytes=rest)
+
+
+# Sums that are exact
+
+
+class _Sums(NamedTuple):
+    """How often each number is added up [sum, number]; how many numbers are added up at most."""
+
+    times: NDArray[np.float64]
+    most: float
+
+    @classmethod
+    def of(cls, times: NDArray[np.int64]) -> "_Sums":
+        """Such sums."""
+        return cls(times.astype(np.float64), float(np.abs(times).sum(axis=1).max(initial=0)))
+
+    def __call__(self, numbers: NDArray[Any], most: float) -> NDArray[Any]:
+        """The sums of numbers, none of which passes `most`: added up as floats where these are exact."""
+        exact = self.most * most < EXACT
+        found: NDArray[Any] = (
+            self.times @ numbers if exact else self.times.astype(np.int64) @ numbers.astype(np.int64)
+        )
+        return found
+
+
+# Ranks
+
+
+class _Reach(NamedTuple):
+    """Numbers of recomputed blocks, by their places in a grid, between which every candidate is linear."""
+
+    places: Sequence[int]
+
+    @property
+    def is_line(self) -> bool:
+        """Whether three sums tell all: at the first, at the last, and both together."""
+        return len(self.places) > 3
+
+
+class _Blocks:
+    """The numbers of recomputed blocks of a rank in a grid: what is worked out to know all."""
+
+    def __init__(self, evaluation: Evaluation, i: int, rank: RankPlaces) -> None:
+        self.evaluation, self.grid = evaluation, evaluation.grids[i]
+        self.limits = self.grid.recompute_blocks.tolist()
+        self.tables = [
+            (table, n) for table, (_, n) in zip(evaluation.tables(i, rank), rank.distinct, strict=True)
+        ]
+        self.reaches = list(self._reaches())
+        self.known = self.values(self._known())
+
+    def _reaches(self) -> Iterator[_Reach]:
+        def spans(place: int) -> tuple[Hashable, ...]:
+            found = []
+            for table, n in self.tables:
+                pair = self.evaluation.blocks(self.grid, n, self.limits[place])
+                span = table.span_of[pair]
+                found.append((span, pair if len(table.spans[span].corners) == 1 else None))
+            return tuple(found)
+
+        def in_order(place: int) -> tuple[bool, int]:
+            return self.limits[place] == NO_LIMIT, self.limits[place]
+
+        for _, found in groupby(sorted(range(len(self.limits)), key=in_order), spans):
+            yield _Reach(tuple(found))
+
+    def _known(self) -> list[NDArray[np.int64]]:
+        """Of each distinct stage the weights of what is known of each reach: [weight, column]."""
+        found = []
+        for weights in self.weights([place for reach in self.reaches for place in reach.places]):
+            columns, start = [], 0
+            for reach in self.reaches:
+                own = weights[:, start : start + len(reach.places)].T
+                start += len(reach.places)
+                columns += [own[0], own[-1], own[0] + own[-1]] if reach.is_line else [*own]
+            found.append(np.stack(columns, axis=1))
+        return found
+
+    def weights(self, places: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Of each distinct stage how often its coefficients count at some places: [weight, place]."""
+        blocks, limits = self.evaluation.blocks, [self.limits[place] for place in places]
+        return [table.weights([blocks(self.grid, n, limit) for limit in limits]) for table, n in self.tables]
+
+    def values(self, weights: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Each distinct stage's numbers: [number, (at no sequence, for each in a batch), row, column]."""
+        return [
+            self.evaluation.numbers(table).coefficients @ own
+            for (table, _), own in zip(self.tables, weights, strict=True)
+        ]
+
+
+class _Instants:
+    """The instants of a rank in terms of its distinct stages' numbers, one stage after the other.
+
+    That is: of a basis of what all passes leave; the same times units of micro-batches; what each pass holds;
+    what the update holds.
+    """
+
+    def __init__(self, evaluation: Evaluation, tables: Sequence[Table]) -> None:
+        joined = [evaluation.numbers(table) for table in tables]
+        self.n_basis = [len(numbers.positive) for numbers in joined]
+        self.highs = [numbers.highs for numbers in joined]
+        self.places: dict[tuple[Any, ...], int] = {}
+        for stage, numbers in enumerate(joined):
+            start = len(self.places)
+            self.places |= {(stage, *key): start + place for key, place in numbers.places.items()}
+        self.relations = _block_diagonal([numbers.relations for numbers in joined])
+        self.positive = np.concatenate([numbers.positive for numbers in joined])
+        self._of_program: dict[int, tuple[bytes, _Sums]] = {}
+        self._sums: dict[bytes, _Sums] = {}
+
+    def sums(self, program: Program) -> tuple[bytes, _Sums]:
+        """What is held at the instants of a program that may be the worst, and a key of such sums."""
+        if id(program) not in self._of_program:
+            places = np.array([self.places[one] for one in program.passes])
+            worst = reduced(program, places, self.relations[places], self.positive)
+            if worst.key not in self._sums:
+                self._sums[worst.key] = self._made(worst)
+            self._of_program[id(program)] = worst.key, self._sums[worst.key]
+        return self._of_program[id(program)]
+
+    def _made(self, worst: Reduced) -> _Sums:
+        n, n_basis = len(worst.at), len(self.positive)
+        times = np.zeros((n, 2 * n_basis + len(self.places) + 1), np.int64)
+        times[:, :n_basis] = worst.before
+        times[:, n_basis : 2 * n_basis] = worst.before_each
+        times[np.arange(n), 2 * n_basis + np.where(worst.at < 0, len(self.places), worst.at)] = 1
+        return _Sums.of(times)
+
+
+def _block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The blocks along the diagonal, zeros elsewhere.
+
+    >>> _block_diagonal([np.array([[1, 2]]), np.array([[3], [4]])]).tolist()
+    [[1, 2, 0], [0, 0, 3], [0, 0, 4]]
+    """
+    found = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        n_rows, n_columns = block.shape
+        found[row : row + n_rows, column : column + n_columns] = block
+        row, column = row + n_rows, column + n_columns
+    return found
+
+
+class _RankMemory:
+    """One rank of a grid's plans: what it holds between steps, and the most that a step adds."""
+
+    def __init__(self, evaluation: Evaluation, i: int, rank: RankPlaces) -> None:
+        self.evaluation, self.i, self.rank = evaluation, i, rank
+        self.grid = grid = evaluation.grids[i]
+        self.m = grid.n_micro_batches
+        self.tables = tables = evaluation.tables(i, rank)
+        self.instants = evaluation.known(("instants", tables), lambda: _Instants(evaluation, tables))
+        limits = grid.recompute_blocks.tobytes()
+        self.blocks: _Blocks = evaluation.known(
+            ("blocks", tables, rank.distinct, limits), lambda: _Blocks(evaluation, i, rank)
+        )
+        self.held = evaluation.held(i, rank)
+        self._order()
+
+    def _order(self) -> None:
+        """Of each cell the sums of its program, and by how many units its micro-batches are more."""
+        ms, m_place = self.evaluation.micro_batches(self.i)
+        found = self.evaluation.programs(self.i, self.rank)
+        numbers = np.zeros((3, len(ms)), np.int64)
+        self.left: list[tuple[Column, Program]] = []
+        self.sums: list[_Sums] = []
+        known: dict[bytes, int] = {}
+        for at, program in found:
+            key, sums = self.instants.sums(program)
+            if key not in known:
+                known[key] = len(known)
+                self.sums.append(sums)
+            numbers[:, at] = np.array(((known[key],), (program.m,), (program.unit,)))
+            if program.left.any() or program.left_each.any():
+                self.left.append((at, program))
+        self.which, m, unit = numbers[:, m_place]
+        self.units = (self.m - m) // unit
+
+    def found(self) -> tuple[Column, Bytes]:
+        """Bytes at rest of each cell; the most that a step adds, of the grid's shape."""
+        return self.held.states + self._inputs() + self._left(), self._high()
+
+    def _high(self) -> Bytes:
+        everywhere = np.arange(len(self.m))
+        known = self._most(everywhere, self.blocks.known)
+        high = np.empty(self.grid.shape, np.int64)
+        start = 0
+        for reach in self.blocks.reaches:
+            places = list(reach.places)
+            if not reach.is_line:
+                high[:, places] = known[:, start : start + len(places)]
+                start += len(places)
+                continue
+            first, last, both = known[:, start : start + 3].T
+            start += 3
+            limits = self.grid.recompute_blocks[places]
+            each = (last - first) // (limits[-1] - limits[0])
+            high[:, places] = first[:, None] + each[:, None] * (limits - limits[0])
+            bent = np.flatnonzero(both < first + last)
+            if len(bent):
+                every = self.blocks.values(self.blocks.weights(places))
+                high[bent[:, None], places] = self._most(bent, every)
+        return high
+
+    def _most(self, cells: Column, blocks: Sequence[NDArray[np.int64]]) -> Bytes:
+        """The most that a step adds in some cells, [cell, column], by the values of `_Blocks`."""
+        order = np.argsort(self.which[cells], kind="stable")
+        cells = cells[order]
+        values = self._values(cells, blocks)
+        n, n_cells, n_columns = values.shape
+        largest = np.abs(values).max(axis=(0, 2))
+        flat = values.reshape(n, -1)
+        found = np.empty((n_cells, n_columns), np.int64)
+        which = self.which[cells]
+        starts = np.flatnonzero(np.diff(which, prepend=-1))
+        limits = np.maximum.reduceat(largest, starts).tolist()
+        for start, stop, limit in zip(starts, [*starts[1:], n_cells], limits, strict=True):
+            sums = self.sums[which[start]]
+            own = flat[:, start * n_columns : stop * n_columns]
+            found[start:stop] = sums(own, limit).max(axis=0).reshape(-1, n_columns)
+        back = np.empty_like(found)
+        back[order] = found
+        return back
+
+    def _values(self, cells: Column, blocks: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
+        """The numbers of `_Instants` in some cells: [number, cell, column]."""
+        basis, highs = [], []
+        for (ends, _), values, n, own in zip(
+            self.rank.distinct, blocks, self.instants.n_basis, self.instants.highs, strict=True
+        ):
+            _, rows = self.evaluation.stage_table(self.i, ends)
+            found = at_cells(values, rows[cells])
+            basis.append(found[:n])
+            highs.append(np.maximum.reduceat(found[n:], own))
+        units = self.units[cells, None]
+        held = np.broadcast_to(self.held.high[cells, None], (1, *highs[0].shape[1:]))
+        found = np.concatenate([*basis, *[own * units for own in basis], *highs, held])
+        return found.astype(np.float64) if np.abs(found).max() < EXACT else found
+
+    def _left(self) -> Column | int:
+        """What a schedule leaves until the next step."""
+        if not self.left:
+            return 0
+        found = np.zeros_like(self.m)
+        _, m_place = self.evaluation.micro_batches(self.i)
+        for at, program in self.left:
+            cells = np.flatnonzero(np.isin(m_place, at))
+            for (ends, _), n, each in zip(self.rank.distinct, program.left, program.left_each, strict=True):
+                boundary = self.evaluation.boundary(self.i, ends)[cells]
+                found[cells] += (int(n) + int(each) * self.units[cells]) * boundary
+        return found
+
+    def _inputs(self) -> Column:
+        """What goes into a step, and the ranks' numbers on the mesh."""
+        evaluation, grid = self.evaluation, self.grid
+        cells = grid.cells
+        distinct = tuple(dict.fromkeys(ends for ends, _ in self.rank.stages))
+        ends = tuple([distinct.index(ends) for ends, _ in self.rank.stages])
+        fixed, each, received = _inputs(
+            evaluation.model, grid.base.seq_len, evaluation.device, distinct, ends
+        )
+        boundary = sum(
+            [n * evaluation.boundary(self.i, own) for n, own in zip(received, distinct, strict=True)]
+        )
+        world = grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
+        found = fixed + self.m * (each * cells["micro_batch"] + boundary)
+        return np.asarray(found + mesh_bytes(many(world), evaluation.device))
+
+
+@lru_cache(maxsize=4096)
+def _inputs(
+    model: Model, seq_len: int, device: Device, distinct: tuple[Ends, ...], stages: tuple[int, ...]
+) -> tuple[int, int, tuple[int, ...]]:
+    """What goes into a step of a rank with such stages: bytes for any, and for each sequence.
+
+    And how often with each micro-batch what is sent to a stage, by distinct ends.
+    """
+    m, boundary = many([1, 2] + [1] * len(distinct)), np.zeros((len(distinct), 2 + len(distinct)), np.int64)
+    boundary[:, 2:] = np.eye(len(distinct), dtype=np.int64)
+    plan = with_values(Plan(), micro_batch=1, seq_len=seq_len, global_batch=m)
+    buffers = [Buffer(RECEIVED, (), UINT8, many(n), "activations") for n in boundary]
+    known = [Stage(model, plan, (*ends, 0), device) for ends in distinct]
+    rank = RankStages.of(*[known[i] for i in stages], rank=Rank())
+    rank.received = [(buffers[i], buffers[i]) for i in stages]
+    one, two, *others = np.asarray(n_bytes_of(rank.inputs)).tolist()
+    return 2 * one - two, two - one, tuple([n - one for n in others])
