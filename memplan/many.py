@@ -7,6 +7,8 @@ all; where it is not, `Differ` says for which it is, and whoever put the numbers
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -103,3 +105,17 @@ def largest(numbers: Sequence[int]) -> int:
     if type(numbers[-1]) is int:
         return max(numbers)
     return reduce(np.maximum, numbers)
+
+
+def running(numbers: Sequence[int], signs: Sequence[int]) -> Sequence[int]:
+    """The sums of the first one, two, ... of numbers with such signs: `Many` of one shape, or none of them.
+
+    >>> running([3, 4, 5], [1, -1, 1]), running([many([3, 4]), many([1, 1])], [1, -1])
+    ([3, -1, 4], Many([[3, 4],
+          [2, 3]]))
+    """
+    if type(numbers[-1]) is int:
+        return list(accumulate(map(mul, numbers, signs)))
+    stack = np.array(numbers, np.int64)
+    sums: Any = np.cumsum(stack * np.reshape(signs, (-1, *[1] * (stack.ndim - 1))), axis=0).view(Many)
+    return sums  # type: ignore[no-any-return]

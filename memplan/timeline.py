@@ -6,13 +6,13 @@ needs no event loop: a stretch repeated n times reaches its high in its first or
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
-from memplan.many import Many, larger, largest
+from memplan.many import Many, larger, largest, running
 from memplan.shapes import KINDS, Buffer, Event, Kind
 
 
@@ -66,17 +66,24 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
 def _events_of_many(name: str, kept: tuple[Event, ...]) -> Stretch:
     """Along as few axes as can be: events in a row that have the same ones are worked out once."""
     live = high = 0
-    for _, alike in groupby(kept, lambda event: getattr(event[1].n_bytes, "shape", None)):
-        net_bytes, high_bytes = _net_and_high(tuple(alike))
+    for run in runs_of_many(kept):
+        net_bytes, high_bytes, _ = alive_in_run(run)
         high = larger(high, live + high_bytes)
         live += net_bytes
     return Stretch(name, kept, (), 1, live, high)
 
 
+def runs_of_many(kept: Iterable[Event]) -> Iterator[tuple[Event, ...]]:
+    """Events in a row whose bytes are along the same axes."""
+    for _, alike in groupby(kept, lambda event: getattr(event[1].n_bytes, "shape", None)):
+        yield tuple(alike)
+
+
 @lru_cache(maxsize=1024)
-def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
-    live = [0, *accumulate([sign * buffer.n_bytes for sign, buffer, _ in kept])]
-    return live[-1], largest(live)
+def alive_in_run(run: tuple[Event, ...]) -> tuple[int, int, Sequence[int]]:
+    """What a run leaves, the most that it holds, and what is alive after each of its events."""
+    live = running([event.buffer.n_bytes for event in run], [event.sign for event in run])
+    return live[-1], largest([0, *live]), live
 
 
 def chain(name: str, *parts: Stretch) -> Stretch:

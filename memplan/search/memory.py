@@ -106,14 +106,6 @@ class _Sums(NamedTuple):
         """Such sums."""
         return cls(times.astype(np.float64), float(np.abs(times).sum(axis=1).max(initial=0)))
 
-    def __call__(self, numbers: NDArray[Any], most: float) -> NDArray[Any]:
-        """The sums of numbers, none of which passes `most`: added up as floats where these are exact."""
-        exact = self.most * most < EXACT
-        found: NDArray[Any] = (
-            self.times @ numbers if exact else self.times.astype(np.int64) @ numbers.astype(np.int64)
-        )
-        return found
-
 
 # Ranks
 
@@ -139,7 +131,7 @@ class _Blocks:
             (table, n) for table, (_, n) in zip(evaluation.tables(i, rank), rank.distinct, strict=True)
         ]
         self.reaches = list(self._reaches())
-        self.known = self.values(self._known())
+        self.known = self._values()
 
     def _reaches(self) -> Iterator[_Reach]:
         def spans(place: int) -> tuple[Hashable, ...]:
@@ -173,11 +165,11 @@ class _Blocks:
         blocks, limits = self.evaluation.blocks, [self.limits[place] for place in places]
         return [table.weights([blocks(self.grid, n, limit) for limit in limits]) for table, n in self.tables]
 
-    def values(self, weights: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    def _values(self) -> list[NDArray[np.int64]]:
         """Each distinct stage's numbers: [number, (at no sequence, for each in a batch), row, column]."""
         return [
             self.evaluation.numbers(table).coefficients @ own
-            for (table, _), own in zip(self.tables, weights, strict=True)
+            for (table, _), own in zip(self.tables, self._known(), strict=True)
         ]
 
 
@@ -248,6 +240,7 @@ class _RankMemory:
         self.blocks: _Blocks = evaluation.known(
             ("blocks", tables, rank.distinct, limits), lambda: _Blocks(evaluation, i, rank)
         )
+        self.rows = [evaluation.stage_table(i, ends)[1] for ends, _ in rank.distinct]
         self.held = evaluation.held(i, rank)
         self._order()
 
@@ -275,8 +268,7 @@ class _RankMemory:
         return self.held.states + self._inputs() + self._left(), self._high()
 
     def _high(self) -> Bytes:
-        everywhere = np.arange(len(self.m))
-        known = self._most(everywhere, self.blocks.known)
+        known = self._most(np.arange(len(self.m)), list(map(at_cells, self.blocks.known, self.rows)))
         high = np.empty(self.grid.shape, np.int64)
         start = 0
         for reach in self.blocks.reaches:
@@ -292,44 +284,47 @@ class _RankMemory:
             high[:, places] = first[:, None] + each[:, None] * (limits - limits[0])
             bent = np.flatnonzero(both < first + last)
             if len(bent):
-                every = self.blocks.values(self.blocks.weights(places))
-                high[bent[:, None], places] = self._most(bent, every)
+                high[bent[:, None], places] = self._bent(bent, places)
         return high
 
-    def _most(self, cells: Column, blocks: Sequence[NDArray[np.int64]]) -> Bytes:
-        """The most that a step adds in some cells, [cell, column], by the values of `_Blocks`."""
-        order = np.argsort(self.which[cells], kind="stable")
-        cells = cells[order]
-        values = self._values(cells, blocks)
+    def _bent(self, cells: Column, places: Sequence[int]) -> Bytes:
+        """The most that a step adds in cells where it is not on a line."""
+        numbers = []
+        for table, rows, weights in zip(self.tables, self.rows, self.blocks.weights(places), strict=True):
+            numbers.append(at_cells(self.evaluation.numbers(table).coefficients, rows[cells]) @ weights)
+        return self._most(cells, numbers)
+
+    def _most(self, cells: Column, numbers: Sequence[NDArray[np.int64]]) -> Bytes:
+        """The most that a step adds in some cells, [cell, column], by the numbers of each distinct stage."""
+        which = self.which[cells]
+        order = np.argsort(which, kind="stable")
+        values = self._values(cells, numbers)[:, order]
         n, n_cells, n_columns = values.shape
         largest = np.abs(values).max(axis=(0, 2))
         flat = values.reshape(n, -1)
+        rough = flat.astype(np.float64)
         found = np.empty((n_cells, n_columns), np.int64)
-        which = self.which[cells]
-        starts = np.flatnonzero(np.diff(which, prepend=-1))
+        starts = np.flatnonzero(np.diff(which[order], prepend=-1))
         limits = np.maximum.reduceat(largest, starts).tolist()
         for start, stop, limit in zip(starts, [*starts[1:], n_cells], limits, strict=True):
-            sums = self.sums[which[start]]
-            own = flat[:, start * n_columns : stop * n_columns]
-            found[start:stop] = sums(own, limit).max(axis=0).reshape(-1, n_columns)
-        back = np.empty_like(found)
-        back[order] = found
-        return back
+            times, most = self.sums[which[order[start]]]
+            own = slice(start * n_columns, stop * n_columns)
+            exact = most * limit < EXACT
+            held = times @ rough[:, own] if exact else times.astype(np.int64) @ flat[:, own]
+            found[order[start:stop]] = held.max(axis=0).reshape(-1, n_columns)
+        return found
 
-    def _values(self, cells: Column, blocks: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
+    def _values(self, cells: Column, numbers: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """The numbers of `_Instants` in some cells: [number, cell, column]."""
-        basis, highs = [], []
-        for (ends, _), values, n, own in zip(
-            self.rank.distinct, blocks, self.instants.n_basis, self.instants.highs, strict=True
-        ):
-            _, rows = self.evaluation.stage_table(self.i, ends)
-            found = at_cells(values, rows[cells])
-            basis.append(found[:n])
-            highs.append(np.maximum.reduceat(found[n:], own))
+        instants = self.instants
+        basis = [own[:n] for own, n in zip(numbers, instants.n_basis, strict=True)]
+        highs = [
+            np.maximum.reduceat(own[n:], starts)
+            for own, n, starts in zip(numbers, instants.n_basis, instants.highs, strict=True)
+        ]
         units = self.units[cells, None]
         held = np.broadcast_to(self.held.high[cells, None], (1, *highs[0].shape[1:]))
-        found = np.concatenate([*basis, *[own * units for own in basis], *highs, held])
-        return found.astype(np.float64) if np.abs(found).max() < EXACT else found
+        return np.concatenate([*basis, *[own * units for own in basis], *highs, held])
 
     def _left(self) -> Column | int:
         """What a schedule leaves until the next step."""

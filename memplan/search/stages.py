@@ -25,7 +25,7 @@ from memplan.plan import Plan, Rank
 from memplan.search.plans import Column
 from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
-from memplan.timeline import Stretch, chain, n_bytes_of
+from memplan.timeline import Stretch, alive_in_run, chain, n_bytes_of, runs_of_many
 from memplan.traffic import Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
 
 Ends = tuple[bool, bool]
@@ -166,35 +166,45 @@ class Axes:
             for axis, first in self._first_corners
         )
 
-    def largest(self, numbers: Sequence[Any]) -> list[NDArray[np.int64]]:
+    def largest(self, numbers: Sequence[Any], most: Any) -> list[Any]:
         """As few numbers as can be of which the largest is as large as that of these, between corners too.
 
         In each range and span they are some of these, not the same ones everywhere, none beaten by another.
+        `most`: the largest of them, or 0, at the corners.
         """
+        if len(numbers) == 1:
+            return [*numbers]
+        one = max(numbers, key=lambda n: int(np.asarray(n).flat[-1]))
+        return [one] if np.all(one == most) else list(map(many, self._largest(numbers)))
+
+    def _largest(self, numbers: Sequence[Any]) -> list[NDArray[np.int64]]:
         rows = np.stack(np.broadcast_arrays(*numbers))
         rows = rows.reshape(len(rows), *[1] * (4 - rows.ndim), *rows.shape[1:])
-        starts = [
-            np.flatnonzero(np.diff(spans, prepend=-1)) if n > 1 else np.zeros(1, np.int64)
-            for n, spans in zip(rows.shape[1:], self.spans, strict=True)
+        spans = [
+            one if n == 1 else own for one, own, n in zip(_ONE, self._starts, rows.shape[1:], strict=True)
         ]
-        of_place = np.ix_(*[
-            np.repeat(np.arange(len(own)), np.diff(own, append=n))
-            for own, n in zip(starts, rows.shape[1:], strict=True)
-        ])  # fmt: skip
-        totals = np.add.reduceat(np.add.reduceat(rows, starts[0], 1), starts[2], 3).astype(np.float64)
+        (tensor, _), _, (blocks, _) = spans
+        of_place = np.ix_(*[of_place for _, of_place in spans])
+        totals = np.add.reduceat(np.add.reduceat(rows, tensor, 1), blocks, 3).astype(np.float64)
         found = []
         while True:
             pick = totals.argmax(axis=0)
             best = np.take_along_axis(rows, pick[of_place][None], axis=0)
             found.append(best[0])
-            beaten = np.logical_and.reduceat(
-                np.logical_and.reduceat(rows <= best, starts[0], 1), starts[2], 3
-            )
+            beaten = np.logical_and.reduceat(np.logical_and.reduceat(rows <= best, tensor, 1), blocks, 3)
             totals[beaten] = -np.inf
             left = (totals > -np.inf).any(axis=(1, 2, 3))
             if not left.any():
                 return found
             rows, totals = rows[left], totals[left]
+
+    @cached_property
+    def _starts(self) -> list[tuple[Column, Column]]:
+        """Along each axis the first place of each span, and which span each place is in, counted from 0."""
+        return [
+            (np.flatnonzero(first), np.cumsum(first) - 1)
+            for first in (np.diff(spans, prepend=-1) != 0 for spans in self.spans)
+        ]
 
     @cached_property
     def _first_corners(self) -> list[tuple[int, Column]]:
@@ -204,6 +214,10 @@ class Axes:
             for axis, spans in enumerate(self.spans)
             if len(set(spans)) < len(spans)
         ]
+
+
+_ONE: Final = [(np.zeros(1, np.int64), np.zeros(1, np.int64))] * 3
+"""`Axes._starts` of a number that is the same along each axis."""
 
 
 @final
@@ -259,8 +273,9 @@ class Part:
     def stretch(self, name: str, how: Mapping[str, bool]) -> dict[str, Any]:
         """What a pass leaves, and candidates for the most it holds; by a method's name and arguments."""
         made = getattr(self.passes, name)(**how)
-        net, found = candidates(chain(name, *made) if isinstance(made, list) else made, self.axes)
-        highs = self.axes.largest(found) if len(found) > 1 else found
+        whole = chain(name, *made) if isinstance(made, list) else made
+        net, found = candidates(whole, self.axes)
+        highs = self.axes.largest(found, whole.high_bytes)
         return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
 
     def counted(self, *, splits: bool) -> dict[Any, Any]:
@@ -376,13 +391,14 @@ def candidates(stretch: Stretch, axes: Axes) -> tuple[Any, list[Any]]:
 def _largest(stretch: Stretch, axes: Axes) -> list[Any]:
     """What is alive after events of a stretch, where it may be the most."""
     live: Any = 0
-    found = []
-    for sign, buffer, _ in stretch.events:
-        live = live + sign * buffer.n_bytes
-        if sign > 0:
-            found.append(live)
-    most = max(found, key=lambda n: int(np.asarray(n).flat[-1]))
-    return [most] if np.all(most == stretch.high_bytes) else list(map(many, axes.largest(found)))
+    found: list[Any] = []
+    for run in runs_of_many(stretch.events):
+        net_bytes, high_bytes, alive = alive_in_run(run)
+        own = [n for event, n in zip(run, alive, strict=True) if event.sign > 0]
+        if own:
+            found += [live + n for n in axes.largest(own, high_bytes)]
+        live = live + net_bytes
+    return axes.largest(found, stretch.high_bytes)
 
 
 # Tables
