@@ -23,6 +23,7 @@ from memplan.many import Differ, many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.search.plans import Column
+from memplan.shapes import Event
 from memplan.steptime import forward_flops, passes_flops
 from memplan.tape import Device
 from memplan.timeline import Stretch, alive_in_run, chain, n_bytes_of, runs_of_many
@@ -185,12 +186,13 @@ class Axes:
         ]
         (tensor, _), _, (blocks, _) = spans
         of_place = np.ix_(*[of_place for _, of_place in spans])
+        shape, places = rows.shape[1:], np.arange(rows[0].size)
         totals = np.add.reduceat(np.add.reduceat(rows, tensor, 1), blocks, 3).astype(np.float64)
         found = []
         while True:
             pick = totals.argmax(axis=0)
-            best = np.take_along_axis(rows, pick[of_place][None], axis=0)
-            found.append(best[0])
+            best = rows.reshape(len(rows), -1)[pick[of_place].ravel(), places].reshape(shape)
+            found.append(best)
             beaten = np.logical_and.reduceat(np.logical_and.reduceat(rows <= best, tensor, 1), blocks, 3)
             totals[beaten] = -np.inf
             left = (totals > -np.inf).any(axis=(1, 2, 3))
@@ -252,6 +254,10 @@ class Part:
         """Those of the stage."""
         return passes_of(*self.stages)
 
+    @cached_property
+    def _candidates(self) -> "Candidates":
+        return Candidates(self.axes)
+
     def boundary(self) -> dict[str, Any]:
         """Bytes of what is sent from stage to stage."""
         return {"bytes": self.stages.stages[0].trace.boundary.n_bytes}
@@ -274,7 +280,7 @@ class Part:
         """What a pass leaves, and candidates for the most it holds; by a method's name and arguments."""
         made = getattr(self.passes, name)(**how)
         whole = chain(name, *made) if isinstance(made, list) else made
-        net, found = candidates(whole, self.axes)
+        net, found = self._candidates(whole)
         highs = self.axes.largest(found, whole.high_bytes)
         return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
 
@@ -361,44 +367,56 @@ def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
 # The candidates for a maximum
 
 
-def candidates(stretch: Stretch, axes: Axes) -> tuple[Any, list[Any]]:
-    """What a stretch leaves, and numbers of which the largest is the most that it holds.
+class Candidates:
+    """Of stretches what they leave, and numbers of which the largest is the most that they hold.
 
-    Each is linear between corners where its parts are.
+    Each is linear between corners where the stretch's parts are.
     """
-    if not stretch.parts:
-        varies = axes.varies(stretch.high_bytes)
-        return stretch.net_bytes, _largest(stretch, axes) if varies else [stretch.high_bytes]
-    live: Any = 0
-    highs: list[Any] = []
-    for part in stretch.parts:
-        net, own = candidates(part, axes)
-        highs += [live + high for high in own]
-        live = live + net
-    n = stretch.repeats
-    if np.ndim(n) == 0 and n == 1:
-        return live, highs
-    some = np.asarray(n) > 0
-    if axes.varies(some):
-        raise NotLinear
-    if not some.any():
-        return 0, [0]
-    if some.all():
-        return n * live, [*highs, *[high + (n - 1) * live for high in highs]]
-    return n * live, [*[some * high for high in highs], *[some * (high + (n - 1) * live) for high in highs]]
 
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self._known: dict[tuple[Event, ...], list[Any]] = {}
 
-def _largest(stretch: Stretch, axes: Axes) -> list[Any]:
-    """What is alive after events of a stretch, where it may be the most."""
-    live: Any = 0
-    found: list[Any] = []
-    for run in runs_of_many(stretch.events):
-        net_bytes, high_bytes, alive = alive_in_run(run)
-        own = [n for event, n in zip(run, alive, strict=True) if event.sign > 0]
-        if own:
-            found += [live + n for n in axes.largest(own, high_bytes)]
-        live = live + net_bytes
-    return axes.largest(found, stretch.high_bytes)
+    def __call__(self, stretch: Stretch) -> tuple[Any, list[Any]]:
+        """Those of a stretch."""
+        if not stretch.parts:
+            return stretch.net_bytes, self._of_events(stretch)
+        live: Any = 0
+        highs: list[Any] = []
+        for part in stretch.parts:
+            net, own = self(part)
+            highs += [live + high for high in own]
+            live = live + net
+        n = stretch.repeats
+        if np.ndim(n) == 0 and n == 1:
+            return live, highs
+        some = np.asarray(n) > 0
+        if self.axes.varies(some):
+            raise NotLinear
+        if not some.any():
+            return 0, [0]
+        last = (n - 1) * live
+        if some.all():
+            return n * live, [*highs, *[high + last for high in highs]]
+        return n * live, [*[some * high for high in highs], *[some * (high + last) for high in highs]]
+
+    def _of_events(self, stretch: Stretch) -> list[Any]:
+        if stretch.events not in self._known:
+            varies = self.axes.varies(stretch.high_bytes)
+            self._known[stretch.events] = self._alive(stretch) if varies else [stretch.high_bytes]
+        return self._known[stretch.events]
+
+    def _alive(self, stretch: Stretch) -> list[Any]:
+        """What is alive after events of a stretch, where it may be the most."""
+        live: Any = 0
+        found: list[Any] = []
+        for run in runs_of_many(stretch.events):
+            net_bytes, high_bytes, alive = alive_in_run(run)
+            own = [n for event, n in zip(run, alive, strict=True) if event.sign > 0]
+            if own:
+                found += [live + n for n in self.axes.largest(own, high_bytes)]
+            live = live + net_bytes
+        return self.axes.largest(found, stretch.high_bytes)
 
 
 # Tables
