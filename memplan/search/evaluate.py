@@ -137,8 +137,8 @@ class _Group(NamedTuple):
 class Numbers(NamedTuple):
     """Coefficients of a table's numbers: a basis of what passes leave, then candidates for what they hold.
 
-    By method and arguments the `places` of passes: in `relations` [pass, basis], what with `positive`
-    `memplan.search.ranks.reduced` asks for, and in `highs`, the first of each pass's candidates.
+    By method and arguments the `places` of passes, equal ones the same: in `relations` [pass, basis], what
+    with `positive` `memplan.search.ranks.reduced` asks for, and in `highs`, each pass's first candidate.
     """
 
     places: Mapping[tuple[Any, ...], int]
@@ -438,15 +438,20 @@ class Evaluation:
 
 def _numbers(table: Table, keys: Mapping[tuple[Any, ...], None]) -> Numbers:
     basis = Basis(table)
-    relations, highs = [], []
+    relations: list[tuple[int, ...]] = []
+    highs: list[list[NDArray[np.int64]]] = []
+    places: dict[tuple[Any, ...], int] = {}
+    known: dict[bytes, int] = {}
     for key in keys:
         names, coefficients = table(key, partial(_asked, *key))
-        relations.append(basis.relation(coefficients[names.index("net")]))
-        own = [row for row, name in zip(coefficients, names, strict=True) if name != "net"]
-        highs.append(own or [np.zeros_like(coefficients[0])])
+        places[key] = known.setdefault(coefficients.tobytes(), len(known))
+        if places[key] == len(highs):
+            relations.append(basis.relation(coefficients[names.index("net")]))
+            own = [row for row, name in zip(coefficients, names, strict=True) if name != "net"]
+            highs.append(own or [np.zeros_like(coefficients[0])])
     n = len(basis.numbers)
     return Numbers(
-        {key: place for place, key in enumerate(keys)},
+        places,
         np.stack([*basis.numbers, *[row for own in highs for row in own]]),
         np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64).reshape(-1, n),
         np.array(basis.positive, np.bool_),

@@ -185,9 +185,10 @@ class _Instants:
         self.n_basis = [len(numbers.positive) for numbers in joined]
         self.highs = [numbers.highs for numbers in joined]
         self.places: dict[tuple[Any, ...], int] = {}
+        self.n_passes = 0
         for stage, numbers in enumerate(joined):
-            start = len(self.places)
-            self.places |= {(stage, *key): start + place for key, place in numbers.places.items()}
+            self.places |= {(stage, *key): self.n_passes + place for key, place in numbers.places.items()}
+            self.n_passes += len(numbers.highs)
         self.relations = _block_diagonal([numbers.relations for numbers in joined])
         self.positive = np.concatenate([numbers.positive for numbers in joined])
         self._of_program: dict[int, tuple[bytes, _Sums]] = {}
@@ -205,10 +206,10 @@ class _Instants:
 
     def _made(self, worst: Reduced) -> _Sums:
         n, n_basis = len(worst.at), len(self.positive)
-        times = np.zeros((n, 2 * n_basis + len(self.places) + 1), np.int64)
+        times = np.zeros((n, 2 * n_basis + self.n_passes + 1), np.int64)
         times[:, :n_basis] = worst.before
         times[:, n_basis : 2 * n_basis] = worst.before_each
-        times[np.arange(n), 2 * n_basis + np.where(worst.at < 0, len(self.places), worst.at)] = 1
+        times[np.arange(n), 2 * n_basis + np.where(worst.at < 0, self.n_passes, worst.at)] = 1
         return _Sums.of(times)
 
 

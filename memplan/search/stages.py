@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from memplan.engines.torch import Passes, RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
-from memplan.many import Differ, many
+from memplan.many import Differ, Many, many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.search.plans import Column
@@ -258,6 +258,10 @@ class Part:
     def _candidates(self) -> "Candidates":
         return Candidates(self.axes)
 
+    @cached_property
+    def _stretches(self) -> dict[Hashable, dict[str, Any]]:
+        return {}
+
     def boundary(self) -> dict[str, Any]:
         """Bytes of what is sent from stage to stage."""
         return {"bytes": self.stages.stages[0].trace.boundary.n_bytes}
@@ -277,12 +281,18 @@ class Part:
         return dict(zip(("weights", "grads", "optimizer"), optimizer_sees(self.stages), strict=True))
 
     def stretch(self, name: str, how: Mapping[str, bool]) -> dict[str, Any]:
-        """What a pass leaves, and candidates for the most it holds; by a method's name and arguments."""
+        """What a pass leaves, and candidates for the most it holds; by a method's name and arguments.
+
+        Equal passes have the same answer, whatever they are called.
+        """
         made = getattr(self.passes, name)(**how)
         whole = chain(name, *made) if isinstance(made, list) else made
-        net, found = self._candidates(whole)
-        highs = self.axes.largest(found, whole.high_bytes)
-        return {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
+        content = _content(whole)
+        if content not in self._stretches:
+            net, found = self._candidates(whole)
+            highs = self.axes.largest(found, whole.high_bytes)
+            self._stretches[content] = {"net": net} | {f"high {i}": high for i, high in enumerate(highs)}
+        return self._stretches[content]
 
     def counted(self, *, splits: bool) -> dict[Any, Any]:
         """What a stage computes and sends with each of a field of `Rounds`, and whatever these are ("fixed").
@@ -362,6 +372,12 @@ def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
     for i, found in enumerate(slices):
         groups.setdefault(found.tobytes(), []).append(i)
     return [np.array(group) for group in groups.values()]
+
+
+def _content(stretch: Stretch) -> Hashable:
+    """What equal stretches have in common."""
+    times = stretch.repeats.tobytes() if isinstance(stretch.repeats, Many) else stretch.repeats
+    return times, stretch.events, tuple(map(_content, stretch.parts))
 
 
 # The candidates for a maximum
@@ -474,6 +490,7 @@ def _ranges(numbers: Sequence[int], *, linear: bool) -> list[Range]:
 
 
 Asked = Callable[[Part], Mapping[Any, Any]]
+Known = tuple[tuple[Any, ...], NDArray[np.int64]]
 
 
 @final
@@ -516,9 +533,10 @@ class Table:
         at = np.arange(axes.shape[0]), np.arange(axes.shape[1]), np.arange(axes.shape[2])
         self._parts = [Part(model=model, plan=plan, ends=ends, device=device, axes=axes, at=at)]
         self._shape = cells.n, len(cells.range_of_corner), len(corners)
-        self._known: dict[Hashable, tuple[tuple[Any, ...], NDArray[np.int64]]] = {}
+        self._known: dict[Hashable, Known] = {}
+        self._of_answers: dict[tuple[int, ...], tuple[list[Mapping[Any, Any]], Known]] = {}
 
-    def __call__(self, key: Hashable, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+    def __call__(self, key: Hashable, asked: Asked) -> Known:
         """What is asked of all stages, known by a key from then on: names of numbers, and their coefficients.
 
         Coefficients are [number, (at no sequence, for each in the micro-batch), row, weight]: see `weights`.
@@ -536,18 +554,22 @@ class Table:
             own = list(found)
             yield from own[:1] + own[1:][-1:]
 
-    def _found(self, asked: Asked) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
-        values: dict[Any, NDArray[np.int64]] = {}
-        i = 0
-        while i < len(self._parts):
+    def _found(self, asked: Asked) -> Known:
+        answers: list[Mapping[Any, Any]] = []
+        while len(answers) < len(self._parts):
+            i = len(answers)
             try:
-                answer = asked(self._parts[i])
+                answers.append(asked(self._parts[i]))
             except Differ as differ:
                 self._parts[i : i + 1] = self._parts[i].split(differ.yes)
-                continue
-            self._put(values, self._parts[i], answer)
-            i += 1
-        return tuple(values), self._coefficients(np.stack([*values.values()]) if values else None)
+        same = tuple(map(id, answers))
+        if same not in self._of_answers:
+            values: dict[Any, NDArray[np.int64]] = {}
+            for part, answer in zip(self._parts, answers, strict=True):
+                self._put(values, part, answer)
+            coefficients = self._coefficients(np.stack([*values.values()]) if values else None)
+            self._of_answers[same] = answers, (tuple(values), coefficients)
+        return self._of_answers[same][1]
 
     def _coefficients(self, values: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """From values [number, combination and corner of a range, corner of a span]."""
