@@ -452,6 +452,8 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
         yield f"{gpu.name} claims no memory rate"
     if plan.offload:
         yield "no rate is known to and in the host's memory, where offloaded states are updated"
+    if cluster.intra_node.bytes_per_s and cluster.inter_node.bytes_per_s:
+        return
     within, between = links_used(plan, cluster.gpus_per_node)
     if within.any() and not cluster.intra_node.bytes_per_s:
         yield f"no rate is claimed within a node ({cluster.intra_node.name})"
@@ -546,7 +548,7 @@ def sent_bytes(calls: Iterable[tuple[Axis, str, Any]]) -> tuple[Sent, Sent, Sent
     gathers: Sent = Counter()
     for axis, what, n_bytes in calls:
         sent = waits if what not in NEXT_TO_COMPUTE else reductions if what in REDUCTIONS else gathers
-        sent[axis] += n_bytes
+        sent[axis] = sent[axis] + n_bytes
     return waits, reductions, gathers
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -14,10 +15,10 @@ from memplan.hardware import Cluster
 from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Axis, Plan, Schedule
-from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of
+from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of, ranks_of_pipeline
 from memplan.search.plans import Column, Grid, Plans, grids_of
 from memplan.search.ranks import taken_apart
-from memplan.search.stages import Asked, Ends, Part, at_blocks, optimizer_sees, with_values
+from memplan.search.stages import Asked, Ends, Part, at_cells, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
     RankWork,
@@ -41,8 +42,8 @@ from memplan.traffic import Purpose, Rounds, collectives, ranks_along, rounds_of
 
 Seconds = NDArray[np.float64]
 
-FIELDS: Final = ("fixed", *Rounds._fields)
-"""What a stage computes and sends goes with."""
+WHAT: Final = ("fixed", *Rounds._fields, "activations", "activation gradients")
+"""What a stage computes and sends goes with: its rounds, or what goes to other ranks."""
 
 MOST: Final = 2.0**61
 """What a count must stay below for thrice it to be a 64-bit integer."""
@@ -96,33 +97,88 @@ def _work(stages: RankStages) -> RankWork:
 
 def _has_rates(grid: Grid, cluster: Cluster) -> NDArray[np.bool_]:
     """Whether each cell's rates are known, as `Roofline.missing` says of one plan."""
-    none = np.zeros(grid.shape[0], np.bool_)
-    if grid.structure["offload"]:
-        return none
-    if Roofline().missing(with_values(grid.base, dp=1, dp_replicate=1, tp=1, pp=1, offload=False), cluster):
-        return none
+    known = np.ones(grid.shape[0], np.bool_)
+    one = with_values(grid.base, dp=1, dp_replicate=1, tp=1, pp=1, offload=False)
+    if grid.structure["offload"] or Roofline().missing(one, cluster):
+        return ~known
+    links = cluster.intra_node.bytes_per_s, cluster.inter_node.bytes_per_s
+    if all(links):
+        return known
     degrees = {name: grid.cells[name] for name in ("dp", "dp_replicate", "tp")}
     plan = with_values(grid.base, pp=np.full(grid.shape[0], grid.structure["pp"]), **degrees)
-    within, between = links_used(plan, cluster.gpus_per_node)
-    known = ~none
-    if not cluster.intra_node.bytes_per_s:
-        known &= ~within
-    if not cluster.inter_node.bytes_per_s:
-        known &= ~between
+    for used, bytes_per_s in zip(links_used(plan, cluster.gpus_per_node), links, strict=True):
+        if not bytes_per_s:
+            known &= ~used
     return known
 
 
-class _Stages(NamedTuple):
-    """Stages of a rank that are alike: `n` of them, what their rounds add up to.
+class _Pipeline(NamedTuple):
+    """The ranks of a pipeline: the `distinct` ones, and of each rank in `order` which of them it works like.
 
-    `rounds` [field of Rounds, number of micro-batches]; how many send activations to other ranks, and how
-    many gradients.
+    `wholes`: of those one of each `RankPlaces.whole`, and of each which of these it has. `times`: by distinct
+    stages [what, distinct rank, number of micro-batches], how often in a step a rank does `WHAT` they do.
     """
 
-    stage: tuple[Ends, int]
-    n: int
-    rounds: Column
-    sends: tuple[int, int]
+    order: tuple[int, ...]
+    wholes: tuple[RankPlaces, ...]
+    whole: Column
+    times: Mapping[tuple[Ends, int], Column]
+
+
+def _goes_with(name: Any) -> tuple[Any, int]:
+    """What a number of `Part.counted` is a term of, and which of `WHAT` it goes with."""
+    if name == "flops":
+        return name, WHAT.index("micro_batches")
+    of, field = name
+    return of, WHAT.index(of[2] if of[1] == "pp" else field)
+
+
+@lru_cache(maxsize=4096)
+def _pipeline(
+    n_layers: int, schedule: Schedule, pp: int, v: int, fsdp: bool, ms: tuple[int, ...]
+) -> _Pipeline:
+    slots: dict[Any, int] = {}
+    order: list[int] = []
+    wholes: dict[tuple[Ends, int], RankPlaces] = {}
+    distinct: list[tuple[tuple[Ends, int], dict[tuple[Ends, int], Column]]] = []
+    for rank in ranks_of_pipeline(n_layers, schedule, pp, v):
+        times = _times(rank, _rounds(schedule, pp, v, fsdp, rank.pp, ms), np.array(ms))
+        key = rank.whole, tuple([(stage, own.tobytes()) for stage, own in times.items()])
+        if key not in slots:
+            slots[key] = len(slots)
+            wholes.setdefault(rank.whole, rank)
+            distinct.append((rank.whole, times))
+        order.append(slots[key])
+    stages = dict.fromkeys(stage for _, times in distinct for stage in times)
+    none = np.zeros((len(WHAT), len(ms)), np.int64)
+    return _Pipeline(
+        tuple(order),
+        tuple(wholes.values()),
+        np.array([[*wholes].index(whole) for whole, _ in distinct]),
+        {stage: np.stack([times.get(stage, none) for _, times in distinct], axis=1) for stage in stages},
+    )
+
+
+def _times(rank: RankPlaces, rounds: Column, ms: Column) -> dict[tuple[Ends, int], Column]:
+    """How often in a step a rank does `WHAT` its stages do, alike ones together: [what, micro-batches]."""
+    found = {}
+    for stage in rank.distinct:
+        (first, last), _ = stage
+        local = [i for i, own in enumerate(rank.stages) if own == stage]
+        sends = [
+            ms * sum(rank.indices[i] + beyond not in rank.indices for i in local if there)
+            for beyond, there in ((1, not last), (-1, not first))
+        ]
+        found[stage] = np.stack([np.full_like(ms, len(local)), *rounds[local].sum(axis=0), *sends])
+    return found
+
+
+class _Term(NamedTuple):
+    """A product of counts, [distinct rank, cell, 1] and [cell, blocks], and what it is nowhere more than."""
+
+    times: Any
+    each: Any
+    most: float
 
 
 class _GridTimes:
@@ -144,136 +200,102 @@ class _GridTimes:
             **columns,
         )
         self.rates: Rates = rates_of(self.plan, cluster)
-        self.ms, m = evaluation.micro_batches(i)  # of all cells: what follows is kept
+        self.ranks: dict[Axis, Any] = {axis: np.asarray(n) for axis, n in ranks_along(self.plan).items()}
+        ms, m = evaluation.micro_batches(i)  # of all cells: what follows is kept
         self.m = m[cells]
-        self.numbers: dict[tuple[Ends, int], Mapping[Any, Any]] = {}
-        self.efficiency = Roofline().efficiency
+        self.pipeline = _pipeline(
+            evaluation.model.n_layers,
+            grid.schedule,
+            structure["pp"],
+            structure["virtual_stages"],
+            mode_of(grid) >= 2,
+            ms,
+        )
 
     def found(self) -> tuple[Seconds, NDArray[np.bool_]]:
         """Each plan's step: that of its slowest rank."""
-        slots: dict[Any, int] = {}
-        order: list[int] = []
-        parts: list[dict[str, Quantity]] = []
-        structure = self.grid.structure
-        for rank in self.evaluation.ranks(self.grid):
-            rounds = _rounds(
-                self.grid.schedule,
-                structure["pp"],
-                structure["virtual_stages"],
-                mode_of(self.grid) >= 2,
-                rank.pp,
-                self.ms,
-            )
-            stages = list(_alike_stages(rank, rounds))
-            key = rank.whole, tuple([(s.stage, s.n, s.rounds.tobytes(), s.sends) for s in stages])
-            if key not in slots:
-                slots[key] = len(parts)
-                parts.append(self._parts(rank, stages))
-            order.append(slots[key])
-        busy = [busy_s(found) for found in parts]
-        total = added([busy[slot] for slot in order])
-        slowest: Any = 0.0
-        for found, own in zip(parts, busy, strict=True):
-            found["bubble_s"] = waited_s(self.plan, total, own)
-            slowest = np.maximum(slowest, added(list(found.values())))
-        return np.broadcast_to(slowest, self.left.shape), self.left
-
-    def _parts(self, rank: RankPlaces, stages: Sequence[_Stages]) -> dict[str, Quantity]:
-        """The parts of a rank's step, by its own formulas."""
-        forward, again = [], []
-        for stage in stages:
-            known, rounds = self._known(stage.stage), self._times(stage.rounds)
-            forward.append((rounds[0], known["flops"]))
-            for field, times in zip(("micro_batches", "split"), rounds, strict=False):
-                if np.any(times) and ("again", field) in known:
-                    again.append((times, known["again", field]))
+        terms = self._terms()
         work = Work(
-            forward_flops=self._total(forward),
-            recomputed_flops=self._total(again),
-            sent=sent_bytes(self._sent(rank, stages)),
-            moved_bytes=self._moved_bytes(rank),
+            forward_flops=self._total(terms.pop("flops")),
+            recomputed_flops=self._total(terms.pop("again", [])),
+            sent=sent_bytes(self._sent(terms)),
+            moved_bytes=self._moved_bytes(),
         )
-        return parts_s(work, self.plan, self.rates, self.efficiency)
+        parts = parts_s(work, self.plan, self.rates, Roofline().efficiency)
+        busy: Any = busy_s(parts)
+        total = added([busy[slot] for slot in self.pipeline.order])
+        parts["bubble_s"] = waited_s(self.plan, total, busy)
+        seconds: Any = added(parts.values())
+        return np.broadcast_to(seconds.max(axis=0), self.left.shape), self.left
 
-    def _known(self, stage: tuple[Ends, int]) -> Mapping[Any, Any]:
-        """The numbers of a stage: [cell, blocks], or [cell, 1] where recomputing changes nothing."""
-        if stage not in self.numbers:
-            ends, n = stage
-            evaluation, grid = self.evaluation, self.grid
-            table, rows = evaluation.stage_table(self.i, ends)
-            names, coefficients = table("counted", partial(Part.counted, splits=evaluation.splits))
+    def _terms(self) -> dict[Any, list[_Term]]:
+        """What adds up to the FLOPs of forward passes, to those again, and to the payload of each purpose."""
+        found: dict[Any, list[_Term]] = {}
+        for stage, each in self.pipeline.times.items():
+            times = each[:, :, self.m, None]
+            often = times.max(axis=(1, 2, 3)).tolist()
+            for (of, what), number, most in self._counted(stage):
+                if often[what] and of[0] != "recv":
+                    term = _Term(times[what], number, float(often[what]) * most)
+                    found.setdefault(of, []).append(term)
+        return found
+
+    def _counted(self, stage: tuple[Ends, int]) -> list[tuple[tuple[Any, int], Column, float]]:
+        """The numbers of a stage, and the most each is: [cell, blocks], or [cell, 1] where all are equal."""
+        ends, n = stage
+        evaluation, grid = self.evaluation, self.grid
+        table, rows = evaluation.stage_table(self.i, ends)
+
+        def work() -> tuple[list[Any], Column, Column, Column]:
+            splits = evaluation.splits and not ends[0]  # see `rounds_of`
+            names, coefficients = table("counted", partial(Part.counted, splits=splits))
             blocks = [evaluation.blocks(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
-            rows = rows[self.cells]
-            first = at_blocks(table, coefficients, rows, list(table.ends_of(blocks)))
-            found: dict[Any, Any] = {("sent", field): [] for field in FIELDS}
-            varied = (first != first[:, :, :1]).any(axis=(1, 2))
-            numbers = iter(at_blocks(table, coefficients[varied], rows, blocks))
-            for name, number, varies in zip(names, first, varied.tolist(), strict=True):
-                found[name] = next(numbers) if varies else number[:, :1]
-                if isinstance(name[0], tuple):
-                    purpose, field = name
-                    found["sent", field].append(purpose)
-            self.numbers[stage] = found
-        return self.numbers[stage]
+            first = coefficients @ table.weights([*table.ends_of(blocks)])
+            varied = (first != first[..., :1]).any(axis=(1, 2, 3))
+            ordered = [_goes_with(names[j]) for j in np.argsort(varied, kind="stable")]
+            return ordered, first[~varied, ..., :1], coefficients[varied], table.weights(blocks)
 
-    def _times(self, rounds: Column) -> list[Any]:
-        """Each field's number for each cell; one for all where the micro-batches are no matter."""
-        return [field[self.m][:, None] if (field != field[0]).any() else int(field[0]) for field in rounds]
+        key = "counted", table, n, grid.recompute_blocks.tobytes()
+        names, same, varied, weights = evaluation.known(key, work)
+        rows = rows[self.cells]
+        numbers = at_cells(same, rows), at_cells(varied, rows) @ weights
+        most = [n for own in numbers for n in own.max(axis=(1, 2)).tolist()]
+        return list(zip(names, chain(*numbers), most, strict=True))
 
-    def _total(self, terms: Sequence[tuple[Any, Any]]) -> Any:
-        """The sum of products of counts; plans for which that is no 64-bit integer are left."""
-        if sum(float(np.max(times)) * float(np.max(each)) for times, each in terms) >= MOST:
-            rough = sum(np.asarray(times, np.float64) * each for times, each in terms)
-            self.left |= rough >= MOST
-        return sum([times * each for times, each in terms])
+    def _total(self, terms: Sequence[_Term], n_ranks: Any = 1) -> Any:
+        """The sum of products; plans for which that, for so many ranks, is no 64-bit integer are left."""
+        if sum([term.most for term in terms]) * float(np.max(n_ranks)) >= MOST:
+            rough = sum([term.times * term.each.astype(np.float64) for term in terms]) * n_ranks
+            self.left |= (rough >= MOST).any(axis=0)
+        return sum([term.times * term.each for term in terms])
 
-    def _sent(self, rank: RankPlaces, stages: Sequence[_Stages]) -> Iterator[tuple[Axis, str, Any]]:
-        """Axes, purposes and bytes of all that a rank sends."""
-        terms: dict[Purpose, list[tuple[Any, Any]]] = {}
-        m = np.asarray(self.plan.n_micro_batches)
-        for stage in stages:
-            known = self._known(stage.stage)
-            for field, times in zip(FIELDS, (stage.n, *self._times(stage.rounds)), strict=True):
-                for purpose in known["sent", field] if np.any(times) else ():
-                    if purpose[0] == "recv":
-                        continue
-                    n = times if purpose[1] != "pp" else m * stage.sends[purpose[2] != "activations"]
-                    terms.setdefault(purpose, []).append((n, known[purpose, field]))
-        for purpose, each in self._of_rank(rank, Part.after).items():
+    def _sent(self, terms: dict[Purpose, list[_Term]]) -> Iterator[tuple[Axis, str, Any]]:
+        """Axes, purposes and bytes of all that ranks send."""
+        for purpose, each in self._of_ranks(Part.after).items():
             if purpose[2] != "updated weights" or self.grid.structure["zero"] == 1:
-                terms.setdefault(purpose, []).append((1, each))
-        ranks = ranks_along(self.plan)
-        for (kind, axis, what), products in terms.items():
-            payload = self._total(products)
-            self._total([(payload, np.asarray(ranks[axis]))])
-            yield axis, what, wire_bytes(kind, payload, ranks[axis])
+                terms.setdefault(purpose, []).append(_Term(1, each, float(each.max())))
+        for (kind, axis, what), own in terms.items():
+            n_ranks = self.ranks[axis]
+            yield axis, what, wire_bytes(kind, self._total(own, n_ranks), n_ranks)
 
-    def _of_rank(self, rank: RankPlaces, asked: Asked) -> dict[Any, Any]:
-        """Numbers of a rank's stages as one, [cell, 1]."""
-        found = self.evaluation.of_rank(self.i, rank, asked)
-        return {name: column[self.cells, None] for name, column in found.items()}
+    def _of_ranks(self, asked: Asked) -> dict[Any, Any]:
+        """Numbers of each distinct rank's stages as one, [distinct rank, cell, 1]."""
+        found = [self.evaluation.of_rank(self.i, rank, asked) for rank in self.pipeline.wholes]
+        none = np.zeros(self.grid.shape[0], np.int64)
+        return {
+            name: np.stack([own.get(name, none) for own in found])[self.pipeline.whole][:, self.cells, None]
+            for name in dict.fromkeys(name for own in found for name in own)
+        }
 
-    def _moved_bytes(self, rank: RankPlaces) -> Quantity:
-        found = self._of_rank(rank, Part.moved)
+    def _moved_bytes(self) -> Quantity:
+        found = self._of_ranks(Part.moved)
         optimizer = found["optimizer"]
         zero = self.grid.structure["zero"]
         if zero == 1 and mode_of(self.grid):
-            *_, dealt = self.evaluation.dealt(self.i, rank)
-            optimizer = dealt[self.cells][:, None]
+            dealt = [self.evaluation.dealt(self.i, rank)[-1] for rank in self.pipeline.wholes]
+            optimizer = np.stack(dealt)[self.pipeline.whole][:, self.cells, None]
         share = updated_share(zero, self.plan.dp)
         return update_bytes(share * found["weights"], share * found["grads"], optimizer)
-
-
-def _alike_stages(rank: RankPlaces, rounds: Column) -> Iterator[_Stages]:
-    """A rank's stages, those that are alike together; rounds for each number of micro-batches."""
-    for stage in rank.distinct:
-        (first, last), _ = stage
-        local = [i for i, found in enumerate(rank.stages) if found == stage]
-        on, back = (
-            sum(rank.indices[i] + beyond not in rank.indices for i in local) if there else 0
-            for beyond, there in ((1, not last), (-1, not first))
-        )
-        yield _Stages(stage, len(local), rounds[local].sum(axis=0), (on, back))
 
 
 @lru_cache(maxsize=65536)
@@ -286,7 +308,8 @@ def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tupl
     firsts = [index == 0 for index in plan.stages_of(rank)]
 
     def work(some: tuple[int, ...]) -> list[Rounds]:
-        return rounds_of(with_values(plan, global_batch=n_replicas * many(some)), rank, firsts)
+        m = many(some) if len(some) > 1 else some[0]
+        return rounds_of(with_values(plan, global_batch=n_replicas * m), rank, firsts)
 
     found = np.zeros((v, len(Rounds._fields), len(ms)), np.int64)
     for at, rounds in taken_apart(plan, ms, work):
