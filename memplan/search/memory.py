@@ -95,16 +95,28 @@ def _held(evaluation: Evaluation, i: int) -> Memory:
 # Sums that are exact
 
 
-class _Sums(NamedTuple):
-    """How often each number is added up [sum, number]; how many numbers are added up at most."""
+def _product(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The product of whole numbers [..., n] and [n, m], by way of floats where these are exact."""
+    most = max(float(a.max()), -float(a.min())) * float(np.abs(b).sum(axis=0).max())
+    found: NDArray[Any] = a.astype(np.float64) @ b.astype(np.float64) if most < EXACT else a @ b
+    return found.astype(np.int64)
 
-    times: NDArray[np.float64]
+
+class _Sums(NamedTuple):
+    """Sums: how often each number of a basis is in them, and one other number each.
+
+    `times` is [sum, number of the basis], `other` has places; `most`: how many numbers there are in a sum.
+    """
+
+    times: NDArray[np.int64]
+    rough: NDArray[np.float64]
+    other: Column
     most: float
 
     @classmethod
-    def of(cls, times: NDArray[np.int64]) -> "_Sums":
+    def of(cls, times: NDArray[np.int64], other: Column) -> "_Sums":
         """Such sums."""
-        return cls(times.astype(np.float64), float(np.abs(times).sum(axis=1).max(initial=0)))
+        return cls(times, times.astype(np.float64), other, float(np.abs(times).sum(axis=1).max()) + 1)
 
 
 # Ranks
@@ -168,7 +180,7 @@ class _Blocks:
     def _values(self) -> list[NDArray[np.int64]]:
         """Each distinct stage's numbers: [number, (at no sequence, for each in a batch), row, column]."""
         return [
-            self.evaluation.numbers(table).coefficients @ own
+            _product(self.evaluation.numbers(table).coefficients, own)
             for (table, _), own in zip(self.tables, self._known(), strict=True)
         ]
 
@@ -205,12 +217,8 @@ class _Instants:
         return self._of_program[id(program)]
 
     def _made(self, worst: Reduced) -> _Sums:
-        n, n_basis = len(worst.at), len(self.positive)
-        times = np.zeros((n, 2 * n_basis + self.n_passes + 1), np.int64)
-        times[:, :n_basis] = worst.before
-        times[:, n_basis : 2 * n_basis] = worst.before_each
-        times[np.arange(n), 2 * n_basis + np.where(worst.at < 0, self.n_passes, worst.at)] = 1
-        return _Sums.of(times)
+        times = np.concatenate((worst.before, worst.before_each), axis=1)
+        return _Sums.of(times, np.where(worst.at < 0, self.n_passes, worst.at))
 
 
 def _block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -241,12 +249,15 @@ class _RankMemory:
         self.blocks: _Blocks = evaluation.known(
             ("blocks", tables, rank.distinct, limits), lambda: _Blocks(evaluation, i, rank)
         )
-        self.rows = [evaluation.stage_table(i, ends)[1] for ends, _ in rank.distinct]
         self.held = evaluation.held(i, rank)
         self._order()
+        self.rows = [evaluation.stage_table(i, ends)[1][self.order] for ends, _ in rank.distinct]
 
     def _order(self) -> None:
-        """Of each cell the sums of its program, and by how many units its micro-batches are more."""
+        """Of each cell the sums of its program, and by how many units its micro-batches are more.
+
+        From here on cells are in the `order` of their sums.
+        """
         ms, m_place = self.evaluation.micro_batches(self.i)
         found = self.evaluation.programs(self.i, self.rank)
         numbers = np.zeros((3, len(ms)), np.int64)
@@ -261,15 +272,17 @@ class _RankMemory:
             numbers[:, at] = np.array(((known[key],), (program.m,), (program.unit,)))
             if program.left.any() or program.left_each.any():
                 self.left.append((at, program))
-        self.which, m, unit = numbers[:, m_place]
+        which, m, unit = numbers[:, m_place]
         self.units = (self.m - m) // unit
+        self.order = np.argsort(which, kind="stable")
+        self.which = which[self.order]
 
     def found(self) -> tuple[Column, Bytes]:
         """Bytes at rest of each cell; the most that a step adds, of the grid's shape."""
         return self.held.states + self._inputs() + self._left(), self._high()
 
     def _high(self) -> Bytes:
-        known = self._most(np.arange(len(self.m)), list(map(at_cells, self.blocks.known, self.rows)))
+        known = self._most(slice(None), list(map(at_cells, self.blocks.known, self.rows)))
         high = np.empty(self.grid.shape, np.int64)
         start = 0
         for reach in self.blocks.reaches:
@@ -286,46 +299,52 @@ class _RankMemory:
             bent = np.flatnonzero(both < first + last)
             if len(bent):
                 high[bent[:, None], places] = self._bent(bent, places)
-        return high
+        found = np.empty_like(high)
+        found[self.order] = high
+        return found
 
     def _bent(self, cells: Column, places: Sequence[int]) -> Bytes:
         """The most that a step adds in cells where it is not on a line."""
         numbers = []
         for table, rows, weights in zip(self.tables, self.rows, self.blocks.weights(places), strict=True):
-            numbers.append(at_cells(self.evaluation.numbers(table).coefficients, rows[cells]) @ weights)
+            numbers.append(
+                _product(at_cells(self.evaluation.numbers(table).coefficients, rows[cells]), weights)
+            )
         return self._most(cells, numbers)
 
-    def _most(self, cells: Column, numbers: Sequence[NDArray[np.int64]]) -> Bytes:
+    def _most(self, cells: Column | slice, numbers: Sequence[NDArray[np.int64]]) -> Bytes:
         """The most that a step adds in some cells, [cell, column], by the numbers of each distinct stage."""
+        basis, others = self._values(self.order[cells], numbers)
+        _, n_cells, n_columns = basis.shape
+        largest = np.maximum(np.abs(basis).max(axis=(0, 2)), np.abs(others).max(axis=(0, 2)))
+        basis, others = basis.reshape(len(basis), -1), others.reshape(len(others), -1)
+        rough = basis.astype(np.float64)
         which = self.which[cells]
-        order = np.argsort(which, kind="stable")
-        values = self._values(cells, numbers)[:, order]
-        n, n_cells, n_columns = values.shape
-        largest = np.abs(values).max(axis=(0, 2))
-        flat = values.reshape(n, -1)
-        rough = flat.astype(np.float64)
-        found = np.empty((n_cells, n_columns), np.int64)
-        starts = np.flatnonzero(np.diff(which[order], prepend=-1))
+        starts = np.flatnonzero(np.diff(which, prepend=-1))
         limits = np.maximum.reduceat(largest, starts).tolist()
-        for start, stop, limit in zip(starts, [*starts[1:], n_cells], limits, strict=True):
-            times, most = self.sums[which[order[start]]]
+        found = np.empty(n_cells * n_columns, np.int64)
+        for start, stop, limit in zip(starts.tolist(), [*starts[1:].tolist(), n_cells], limits, strict=True):
+            sums = self.sums[which[start]]
             own = slice(start * n_columns, stop * n_columns)
-            exact = most * limit < EXACT
-            held = times @ rough[:, own] if exact else times.astype(np.int64) @ flat[:, own]
-            found[order[start:stop]] = held.max(axis=0).reshape(-1, n_columns)
-        return found
+            exact = sums.most * limit < EXACT
+            held: NDArray[Any] = sums.rough @ rough[:, own] if exact else sums.times @ basis[:, own]
+            held += others[:, own].take(sums.other, axis=0)
+            found[own] = held.max(axis=0)
+        return found.reshape(n_cells, n_columns)
 
-    def _values(self, cells: Column, numbers: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """The numbers of `_Instants` in some cells: [number, cell, column]."""
+    def _values(
+        self, cells: Column, numbers: Sequence[NDArray[np.int64]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The numbers of `_Instants` in some cells, [number, cell, column]: of the basis, and the others."""
         instants = self.instants
         basis = [own[:n] for own, n in zip(numbers, instants.n_basis, strict=True)]
-        highs = [
+        others = [
             np.maximum.reduceat(own[n:], starts)
             for own, n, starts in zip(numbers, instants.n_basis, instants.highs, strict=True)
         ]
         units = self.units[cells, None]
-        held = np.broadcast_to(self.held.high[cells, None], (1, *highs[0].shape[1:]))
-        return np.concatenate([*basis, *[own * units for own in basis], *highs, held])
+        held = np.broadcast_to(self.held.high[cells, None], (1, *others[0].shape[1:]))
+        return np.concatenate([*basis, *[own * units for own in basis]]), np.concatenate([*others, held])
 
     def _left(self) -> Column | int:
         """What a schedule leaves until the next step."""

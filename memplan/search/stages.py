@@ -197,8 +197,29 @@ class Axes:
             totals[beaten] = -np.inf
             left = (totals > -np.inf).any(axis=(1, 2, 3))
             if not left.any():
-                return found
+                break
             rows, totals = rows[left], totals[left]
+        return (
+            found if len(found) < 3 or shape[2] > 1 else self._above_chords(np.stack(found), tensor, of_place)
+        )
+
+    def _above_chords(
+        self, rows: NDArray[np.int64], tensor: Column, of_place: tuple[Column, ...]
+    ) -> list[NDArray[np.int64]]:
+        """Numbers on lines in the micro-batch, without those that are below two others wherever they are.
+
+        That is, below the chord of two points (at the least micro-batch, at the most). Floats are right to
+        within `CLOSE`: what is as close as that to a chord is kept.
+        """
+        low, high = rows[:, tensor], rows[:, np.append(tensor[1:], rows.shape[1]) - 1]
+        left, up = (ends[None] - ends[:, None] for ends in (low.astype(np.float64), high.astype(np.float64)))
+        one, other = left[:, :, None] * up[:, None], left[:, None] * up[:, :, None]
+        beats = (left > 0)[:, :, None] & (up > 0)[:, None] & (one > other + CLOSE * np.abs(other))
+        below = beats.any(axis=(1, 2))
+        order = np.argsort(below, axis=0, kind="stable")[: (~below).sum(axis=0).max()]
+        places = np.arange(rows[0].size)
+        flat = rows.reshape(len(rows), -1)
+        return [flat[chosen[of_place].ravel(), places].reshape(rows.shape[1:]) for chosen in order]
 
     @cached_property
     def _starts(self) -> list[tuple[Column, Column]]:
@@ -217,6 +238,9 @@ class Axes:
             if len(set(spans)) < len(spans)
         ]
 
+
+CLOSE: Final = 2.0**-40
+"""Much more than floats are off."""
 
 _ONE: Final = [(np.zeros(1, np.int64), np.zeros(1, np.int64))] * 3
 """`Axes._starts` of a number that is the same along each axis."""
@@ -458,26 +482,33 @@ class Cells:
         self, tp: Column, micro_batch: Column, dp: Column, dp_replicate: Column, *, linear: bool
     ) -> None:
         self.ranges = _ranges(np.unique(micro_batch).tolist(), linear=linear)
-        found, pair = np.unique(np.stack([tp, dp, dp_replicate]), axis=1, return_inverse=True)
-        tps, t = np.unique(found[0], return_inverse=True)
-        data, d = np.unique(found[1:], axis=1, return_inverse=True)
+        tps, t = np.unique(tp, return_inverse=True)
+        data, d = _distinct(dp, dp_replicate)
+        found, pair = _distinct(t, d)
         corners = [(i, corner) for i, own in enumerate(self.ranges) for corner in own.corners]
         self.range_of_corner = np.array([i for i, _ in corners])
         self.tensor = tuple([(tp, corner) for tp in tps.tolist() for _, corner in corners])
-        self.data = tuple([(int(a), int(b)) for a, b in data.T])
+        self.data = tuple(data)
         n_ranges = len(self.ranges)
         number = np.searchsorted([own.corners[-1] for own in self.ranges], micro_batch)
         self.spans = tuple([i * n_ranges + own for i in range(len(tps)) for own, _ in corners])
         """Of each of `tensor` the range that it is a corner of, each with each tp counted on its own."""
-        self.n = found.shape[1]
+        self.n = len(found)
         at = np.full((len(tps), len(self.data)), -1)
-        at[t.ravel(), d.ravel()] = np.arange(self.n)
+        at[tuple(np.array(found).T)] = np.arange(self.n)
         corner = np.arange(len(corners))
         self.at = np.where(at[:, None] < 0, -1, at[:, None] * len(corners) + corner[:, None])
         self.at = self.at.reshape(len(self.tensor), len(self.data))
         """Of `tensor` by `data` the place among the corners of all combinations; -1: there is none."""
-        self.rows = Rows(pair.ravel() * n_ranges + number, micro_batch)
+        self.rows = Rows(pair * n_ranges + number, micro_batch)
         """Of each cell that was given."""
+
+
+def _distinct(a: Column, b: Column) -> tuple[list[tuple[int, int]], Column]:
+    """Pairs of numbers that are 0 or more, each once, in order, and which of them each pair is."""
+    base = int(b.max()) + 1
+    found, place = np.unique(a * base + b, return_inverse=True)
+    return [divmod(pair, base) for pair in found.tolist()], place
 
 
 def _ranges(numbers: Sequence[int], *, linear: bool) -> list[Range]:

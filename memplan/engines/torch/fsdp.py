@@ -37,6 +37,7 @@ class Unit:
     def __init__(self, stage: Stage, name: str, parts: Iterable[Part], *, reshards: bool) -> None:
         n, compute = stage.plan.dp, stage.setting.weight_dtype
         self.stage = stage
+        self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
         self.reshards = reshards
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
@@ -56,7 +57,9 @@ class Unit:
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of every rank's padded shard of a parameter."""
-        return padded_shard_elements(parameter, self.stage.plan.dp)
+        if parameter not in self._shards:
+            self._shards[parameter] = padded_shard_elements(parameter, self.stage.plan.dp)
+        return self._shards[parameter]
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
