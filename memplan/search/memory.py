@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import groupby
 from typing import Any, Final, NamedTuple, final
 
@@ -102,21 +102,20 @@ def _product(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-class _Sums(NamedTuple):
-    """Sums: how often each number of a basis is in them, and one other number each.
+class _Sums:
+    """Sums of how often each number of a basis [sum, number], and one other number each, by its place."""
 
-    `times` is [sum, number of the basis], `other` has places; `most`: how many numbers there are in a sum.
-    """
+    def __init__(self, times: NDArray[np.int64], other: Column) -> None:
+        self.times, self.other = {np.int64: times, np.float64: times.astype(np.float64)}, other
+        self.n_most = float(np.abs(times).sum(axis=1).max()) + 1
+        """How many numbers there are in a sum at most."""
 
-    times: NDArray[np.int64]
-    rough: NDArray[np.float64]
-    other: Column
-    most: float
-
-    @classmethod
-    def of(cls, times: NDArray[np.int64], other: Column) -> "_Sums":
-        """Such sums."""
-        return cls(times, times.astype(np.float64), other, float(np.abs(times).sum(axis=1).max()) + 1)
+    def largest(self, basis: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+        """The largest of all sums of such numbers [number, column], integers or floats."""
+        held = self.times[basis.dtype.type] @ basis
+        held += others.take(self.other, axis=0)
+        found: NDArray[Any] = held.max(axis=0)
+        return found
 
 
 # Ranks
@@ -218,7 +217,7 @@ class _Instants:
 
     def _made(self, worst: Reduced) -> _Sums:
         times = np.concatenate((worst.before, worst.before_each), axis=1)
-        return _Sums.of(times, np.where(worst.at < 0, self.n_passes, worst.at))
+        return _Sums(times, np.where(worst.at < 0, self.n_passes, worst.at))
 
 
 def _block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -312,30 +311,29 @@ class _RankMemory:
             )
         return self._most(cells, numbers)
 
-    def _most(self, cells: Column | slice, numbers: Sequence[NDArray[np.int64]]) -> Bytes:
+    def _most(self, cells: Column | slice, of_stages: Sequence[NDArray[np.int64]]) -> Bytes:
         """The most that a step adds in some cells, [cell, column], by the numbers of each distinct stage."""
-        basis, others = self._values(self.order[cells], numbers)
-        _, n_cells, n_columns = basis.shape
-        largest = np.maximum(np.abs(basis).max(axis=(0, 2)), np.abs(others).max(axis=(0, 2)))
-        basis, others = basis.reshape(len(basis), -1), others.reshape(len(others), -1)
-        rough = basis.astype(np.float64)
+        numbers = self._values(self.order[cells], of_stages)
+        n_columns = of_stages[0].shape[2]
+        largest = reduce(np.maximum, [np.maximum(own.max(axis=0), -own.min(axis=0)) for own in numbers])
+        rough = [own.astype(np.float64) for own in numbers]
         which = self.which[cells]
         starts = np.flatnonzero(np.diff(which, prepend=-1))
-        limits = np.maximum.reduceat(largest, starts).tolist()
-        found = np.empty(n_cells * n_columns, np.int64)
-        for start, stop, limit in zip(starts.tolist(), [*starts[1:].tolist(), n_cells], limits, strict=True):
+        limits = np.maximum.reduceat(largest, starts * n_columns).tolist()
+        found = np.empty(len(which) * n_columns, np.int64)
+        for start, stop, limit in zip(
+            starts.tolist(), [*starts[1:].tolist(), len(which)], limits, strict=True
+        ):
             sums = self.sums[which[start]]
             own = slice(start * n_columns, stop * n_columns)
-            exact = sums.most * limit < EXACT
-            held: NDArray[Any] = sums.rough @ rough[:, own] if exact else sums.times @ basis[:, own]
-            held += others[:, own].take(sums.other, axis=0)
-            found[own] = held.max(axis=0)
-        return found.reshape(n_cells, n_columns)
+            first, second = rough if sums.n_most * limit < EXACT else numbers
+            found[own] = sums.largest(first[:, own], second[:, own])
+        return found.reshape(-1, n_columns)
 
     def _values(
         self, cells: Column, numbers: Sequence[NDArray[np.int64]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The numbers of `_Instants` in some cells, [number, cell, column]: of the basis, and the others."""
+        """The numbers of `_Instants` in some cells, [number, cell and column]: the basis, the others."""
         instants = self.instants
         basis = [own[:n] for own, n in zip(numbers, instants.n_basis, strict=True)]
         others = [
@@ -344,7 +342,9 @@ class _RankMemory:
         ]
         units = self.units[cells, None]
         held = np.broadcast_to(self.held.high[cells, None], (1, *others[0].shape[1:]))
-        return np.concatenate([*basis, *[own * units for own in basis]]), np.concatenate([*others, held])
+        basis += [own * units for own in basis]
+        first, second = (np.concatenate(found) for found in (basis, [*others, held]))
+        return first.reshape(len(first), -1), second.reshape(len(second), -1)
 
     def _left(self) -> Column | int:
         """What a schedule leaves until the next step."""

@@ -199,27 +199,13 @@ class Axes:
             if not left.any():
                 break
             rows, totals = rows[left], totals[left]
-        return (
-            found if len(found) < 3 or shape[2] > 1 else self._above_chords(np.stack(found), tensor, of_place)
-        )
-
-    def _above_chords(
-        self, rows: NDArray[np.int64], tensor: Column, of_place: tuple[Column, ...]
-    ) -> list[NDArray[np.int64]]:
-        """Numbers on lines in the micro-batch, without those that are below two others wherever they are.
-
-        That is, below the chord of two points (at the least micro-batch, at the most). Floats are right to
-        within `CLOSE`: what is as close as that to a chord is kept.
-        """
-        low, high = rows[:, tensor], rows[:, np.append(tensor[1:], rows.shape[1]) - 1]
-        left, up = (ends[None] - ends[:, None] for ends in (low.astype(np.float64), high.astype(np.float64)))
-        one, other = left[:, :, None] * up[:, None], left[:, None] * up[:, :, None]
-        beats = (left > 0)[:, :, None] & (up > 0)[:, None] & (one > other + CLOSE * np.abs(other))
-        below = beats.any(axis=(1, 2))
-        order = np.argsort(below, axis=0, kind="stable")[: (~below).sum(axis=0).max()]
-        places = np.arange(rows[0].size)
-        flat = rows.reshape(len(rows), -1)
-        return [flat[chosen[of_place].ravel(), places].reshape(rows.shape[1:]) for chosen in order]
+        if len(found) < 3 or shape[2] > 1:
+            return found
+        lines = np.stack(found)
+        last = np.append(tensor[1:], shape[0]) - 1
+        order = first_the_largest(lines[:, tensor], lines[:, last])
+        flat = lines.reshape(len(lines), -1)
+        return [flat[chosen[of_place].ravel(), places].reshape(shape) for chosen in order]
 
     @cached_property
     def _starts(self) -> list[tuple[Column, Column]]:
@@ -238,9 +224,6 @@ class Axes:
             if len(set(spans)) < len(spans)
         ]
 
-
-CLOSE: Final = 2.0**-40
-"""Much more than floats are off."""
 
 _ONE: Final = [(np.zeros(1, np.int64), np.zeros(1, np.int64))] * 3
 """`Axes._starts` of a number that is the same along each axis."""
@@ -398,6 +381,28 @@ def _equal_slices(yes: NDArray[np.bool_], axis: int) -> list[Column]:
     return [np.array(group) for group in groups.values()]
 
 
+CLOSE: Final = 2.0**-40
+"""Much more than floats are off."""
+
+
+def first_the_largest(low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Places of lines, each known by its two ends [line, ...]: first those that are the largest somewhere.
+
+    Only as many as these are anywhere. What is below another line, or below the chord of two, is never the
+    largest; floats decide, so that what is very close to it is kept.
+
+    >>> first_the_largest(np.array([[4], [0], [1], [3]]), np.array([[0], [4], [1], [3]]))[:, 0].tolist()
+    [0, 1, 3]
+    """
+    left, up = (ends[None] - ends[:, None] for ends in (low.astype(np.float64), high.astype(np.float64)))
+    one, other = left[:, :, None] * up[:, None], left[:, None] * up[:, :, None]
+    chords = (left > 0)[:, :, None] & (up > 0)[:, None] & (one > other + CLOSE * np.abs(other))
+    lines = (left >= 0) & (up >= 0) & (left + up > 0)
+    below = chords.any(axis=(1, 2)) | lines.any(axis=1)
+    order: NDArray[np.intp] = np.argsort(below, axis=0, kind="stable")
+    return order[: (~below).sum(axis=0).max()]
+
+
 def _content(stretch: Stretch) -> Hashable:
     """What equal stretches have in common."""
     times = stretch.repeats.tobytes() if isinstance(stretch.repeats, Many) else stretch.repeats
@@ -502,6 +507,8 @@ class Cells:
         """Of `tensor` by `data` the place among the corners of all combinations; -1: there is none."""
         self.rows = Rows(pair * n_ranges + number, micro_batch)
         """Of each cell that was given."""
+        self.least, self.most = (np.tile([own.corners[i] for own in self.ranges], self.n) for i in (0, -1))
+        """Of each row the ends of its range."""
 
 
 def _distinct(a: Column, b: Column) -> tuple[list[tuple[int, int]], Column]:
