@@ -6,7 +6,7 @@ all; where it is not, `Differ` says for which it is, and whoever put the numbers
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -95,16 +95,14 @@ def larger(a: int, b: int) -> int:
 
 
 def largest(numbers: Sequence[int]) -> int:
-    """The largest of numbers, for each plan its own where they are `Many`; the last one tells.
+    """The largest of numbers, for each plan its own where they are `Many` in a row.
 
     >>> largest([1, 3, 2])
     3
-    >>> largest([0, many([5, 1]), many([2, 7])])
+    >>> largest(many([[5, 1], [2, 7]]))
     Many([5, 7])
     """
-    if type(numbers[-1]) is int:
-        return max(numbers)
-    return reduce(np.maximum, numbers)
+    return np.maximum.reduce(numbers) if isinstance(numbers, Many) else max(numbers)
 
 
 def running(numbers: Sequence[int], signs: Sequence[int]) -> Sequence[int]:

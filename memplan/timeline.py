@@ -55,7 +55,7 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
         if sign > 0:
             live += buffer.n_bytes
             if type(live) is not int:
-                return _events_of_many(name, kept)
+                return Stretch(name, kept, (), 1, *_net_and_high(kept))
             if live > high:
                 high = live
         else:
@@ -63,14 +63,15 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     return Stretch(name, kept, (), 1, live, high)
 
 
-def _events_of_many(name: str, kept: tuple[Event, ...]) -> Stretch:
-    """Along as few axes as can be: events in a row that have the same ones are worked out once."""
+@lru_cache(maxsize=1024)
+def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
+    """Of many plans, along as few axes as can be: events in a row that have the same ones are together."""
     live = high = 0
     for run in runs_of_many(kept):
         net_bytes, high_bytes, _ = alive_in_run(run)
         high = larger(high, live + high_bytes)
         live += net_bytes
-    return Stretch(name, kept, (), 1, live, high)
+    return live, high
 
 
 def runs_of_many(kept: Iterable[Event]) -> Iterator[tuple[Event, ...]]:
@@ -81,9 +82,9 @@ def runs_of_many(kept: Iterable[Event]) -> Iterator[tuple[Event, ...]]:
 
 @lru_cache(maxsize=1024)
 def alive_in_run(run: tuple[Event, ...]) -> tuple[int, int, Sequence[int]]:
-    """What a run leaves, the most that it holds, and what is alive after each of its events."""
+    """What a run leaves, the most that is alive after any of its events, and what is after each."""
     live = running([event.buffer.n_bytes for event in run], [event.sign for event in run])
-    return live[-1], largest([0, *live]), live
+    return live[-1], largest(live), live
 
 
 def chain(name: str, *parts: Stretch) -> Stretch:
