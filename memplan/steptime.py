@@ -485,7 +485,7 @@ def _groups(plan: Plan) -> dict[Axis, tuple[Count, Count]]:
     for axis in reversed(MESH_AXES):
         n: int = getattr(plan, axis)
         found[axis] = n, stride
-        stride *= n
+        stride = stride * n
         n_divided += np.greater(n, 1).astype(np.int64)
     found["world"] = np.where(np.less(n_divided, 2), 1, plan.world_size), 1
     return found

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +17,7 @@ from memplan.plan import Axis, Plan, Schedule
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of, ranks_of_pipeline
 from memplan.search.plans import Column, Grid, Plans, grids_of
 from memplan.search.ranks import taken_apart
-from memplan.search.stages import Asked, Ends, Part, at_cells, optimizer_sees, with_values
+from memplan.search.stages import Asked, Ends, Part, Table, at_cells, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
     RankWork,
@@ -133,16 +132,25 @@ def _goes_with(name: Any) -> tuple[Any, int]:
     return of, WHAT.index(of[2] if of[1] == "pp" else field)
 
 
+def _counted(table: Table, *, splits: bool) -> tuple[list[tuple[Any, int]], Column]:
+    """What `Part.counted` says of a table, named by `_goes_with`."""
+    names, coefficients = table("counted", partial(Part.counted, splits=splits))
+    return list(map(_goes_with, names)), coefficients
+
+
 @lru_cache(maxsize=4096)
 def _pipeline(
     n_layers: int, schedule: Schedule, pp: int, v: int, fsdp: bool, ms: tuple[int, ...]
 ) -> _Pipeline:
+    plan = with_values(
+        Plan(), pp=pp, virtual_stages=v, schedule=schedule, zero=3 if fsdp else 0, dp=2 if fsdp else 1
+    )
     slots: dict[Any, int] = {}
     order: list[int] = []
     wholes: dict[tuple[Ends, int], RankPlaces] = {}
     distinct: list[tuple[tuple[Ends, int], dict[tuple[Ends, int], Column]]] = []
     for rank in ranks_of_pipeline(n_layers, schedule, pp, v):
-        times = _times(rank, _rounds(schedule, pp, v, fsdp, rank.pp, ms), np.array(ms))
+        times = _times(rank, _rounds(plan, rank, ms), np.array(ms))
         key = rank.whole, tuple([(stage, own.tobytes()) for stage, own in times.items()])
         if key not in slots:
             slots[key] = len(slots)
@@ -189,8 +197,8 @@ class _GridTimes:
         self.grid = grid = evaluation.grids[i]
         self.left = np.zeros((len(cells), grid.shape[1]), np.bool_)
         structure = grid.structure
-        columns = {name: many(column[cells])[:, None] for name, column in grid.cells.items()}
-        self.plan = with_values(
+        columns = {name: column[cells, None] for name, column in grid.cells.items()}
+        plan = with_values(
             grid.base,
             pp=structure["pp"],
             virtual_stages=structure["virtual_stages"],
@@ -199,8 +207,10 @@ class _GridTimes:
             offload=False,
             **columns,
         )
-        self.rates: Rates = rates_of(self.plan, cluster)
-        self.ranks: dict[Axis, Any] = {axis: np.asarray(n) for axis, n in ranks_along(self.plan).items()}
+        self.rates: Rates = rates_of(plan, cluster)
+        self.ranks: dict[Axis, Any] = {**ranks_along(plan)}
+        self.most_ranks = float(self.ranks["world"].max())
+        self.plan = with_values(plan, **{name: many(column) for name, column in columns.items()})
         ms, m = evaluation.micro_batches(i)  # of all cells: what follows is kept
         self.m = m[cells]
         self.pipeline = _pipeline(
@@ -245,26 +255,23 @@ class _GridTimes:
         ends, n = stage
         evaluation, grid = self.evaluation, self.grid
         table, rows = evaluation.stage_table(self.i, ends)
-
-        def work() -> tuple[list[Any], Column, Column, Column]:
-            splits = evaluation.splits and not ends[0]  # see `rounds_of`
-            names, coefficients = table("counted", partial(Part.counted, splits=splits))
-            blocks = [evaluation.blocks(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
-            first = coefficients @ table.weights([*table.ends_of(blocks)])
-            varied = (first != first[..., :1]).any(axis=(1, 2, 3))
-            ordered = [_goes_with(names[j]) for j in np.argsort(varied, kind="stable")]
-            return ordered, first[~varied, ..., :1], coefficients[varied], table.weights(blocks)
-
-        key = "counted", table, n, grid.recompute_blocks.tobytes()
-        names, same, varied, weights = evaluation.known(key, work)
-        rows = rows[self.cells]
-        numbers = at_cells(same, rows), at_cells(varied, rows) @ weights
-        most = [n for own in numbers for n in own.max(axis=(1, 2)).tolist()]
-        return list(zip(names, chain(*numbers), most, strict=True))
+        names, coefficients = evaluation.known(
+            ("counted", table), partial(_counted, table, splits=evaluation.splits and not ends[0])
+        )
+        blocks = [evaluation.blocks(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
+        coefficients = at_cells(coefficients, rows[self.cells])
+        first = coefficients @ table.weights([*table.ends_of(blocks)])
+        most = first.max(axis=(1, 2), initial=0).tolist()
+        varied = (first != first[..., :1]).any(axis=(1, 2)).tolist()
+        numbers = iter(coefficients[varied] @ table.weights(blocks))
+        return [
+            (name, next(numbers) if varies else number[:, :1], limit)
+            for name, number, limit, varies in zip(names, first, most, varied, strict=True)
+        ]
 
     def _total(self, terms: Sequence[_Term], n_ranks: Any = 1) -> Any:
         """The sum of products; plans for which that, for so many ranks, is no 64-bit integer are left."""
-        if sum([term.most for term in terms]) * float(np.max(n_ranks)) >= MOST:
+        if sum([term.most for term in terms]) * self.most_ranks >= MOST:
             rough = sum([term.times * term.each.astype(np.float64) for term in terms]) * n_ranks
             self.left |= (rough >= MOST).any(axis=0)
         return sum([term.times * term.each for term in terms])
@@ -298,20 +305,15 @@ class _GridTimes:
         return update_bytes(share * found["weights"], share * found["grads"], optimizer)
 
 
-@lru_cache(maxsize=65536)
-def _rounds(schedule: Schedule, pp: int, v: int, fsdp: bool, rank: int, ms: tuple[int, ...]) -> Column:
-    """`Rounds` of each of a rank's stages, for each number of micro-batches."""
-    n_replicas = 2 if fsdp else 1
-    plan = with_values(
-        Plan(), pp=pp, virtual_stages=v, schedule=schedule, zero=3 if fsdp else 0, dp=n_replicas
-    )
-    firsts = [index == 0 for index in plan.stages_of(rank)]
+def _rounds(plan: Plan, rank: RankPlaces, ms: Sequence[int]) -> Column:
+    """`Rounds` of each of a rank's stages, for each number of micro-batches: [stage, field, number]."""
+    firsts = [first for (first, _), _ in rank.stages]
 
     def work(some: tuple[int, ...]) -> list[Rounds]:
         m = many(some) if len(some) > 1 else some[0]
-        return rounds_of(with_values(plan, global_batch=n_replicas * m), rank, firsts)
+        return rounds_of(with_values(plan, global_batch=plan.n_replicas * m), rank.pp, firsts)
 
-    found = np.zeros((v, len(Rounds._fields), len(ms)), np.int64)
+    found = np.zeros((len(firsts), len(Rounds._fields), len(ms)), np.int64)
     for at, rounds in taken_apart(plan, ms, work):
         for local, own in enumerate(rounds):
             for i, times in enumerate(own):
