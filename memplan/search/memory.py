@@ -105,14 +105,14 @@ def _product(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
 class _Sums:
     """Sums of how often each number of a basis [sum, number], and one other number each, by its place."""
 
-    def __init__(self, times: NDArray[np.int64], other: Column) -> None:
-        self.times, self.other = {np.int64: times, np.float64: times.astype(np.float64)}, other
-        self.n_most = float(np.abs(times).sum(axis=1).max()) + 1
+    def __init__(self, times: NDArray[Any], other: Column) -> None:
+        self.times, self.other = times.astype(np.float64), other
+        self.n_most = float(np.abs(self.times).sum(axis=1).max()) + 1
         """How many numbers there are in a sum at most."""
 
     def largest(self, basis: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
         """The largest of all sums of such numbers [number, column], integers or floats."""
-        held = self.times[basis.dtype.type] @ basis
+        held = self.times.astype(basis.dtype, copy=False) @ basis
         held += others.take(self.other, axis=0)
         found: NDArray[Any] = held.max(axis=0)
         return found

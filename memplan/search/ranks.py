@@ -296,8 +296,8 @@ class Reduced(NamedTuple):
 
     key: bytes
     at: Column
-    before: Counts
-    before_each: Counts
+    before: NDArray[Any]
+    before_each: NDArray[Any]
 
 
 def reduced(program: Program, places: Column, relations: Counts, positive: NDArray[np.bool_]) -> Reduced:
@@ -319,8 +319,9 @@ def _made(program: Program, places: Column, relations: Counts, positive: NDArray
     found = _undominated(np.concatenate((program.at[:, None] % (len(places) + 1), *ends, *same), axis=1))
     at = program.at[found]
     at[:-1] = places[at[:-1]]
-    parts = at, before[found].astype(np.int64), each[found].astype(np.int64)
-    return Reduced(b"".join([part.tobytes() for part in parts]), *parts)
+    parts = [_small(counts.astype(np.int64)) for counts in (at, before[found], each[found])]
+    types = "".join([part.dtype.char for part in parts])
+    return Reduced(b"".join([f"{len(at)} {types} ".encode(), *[part.tobytes() for part in parts]]), *parts)
 
 
 def _undominated(rows: NDArray[np.float64]) -> list[int]:
