@@ -2,9 +2,9 @@
 
 Three levels, each worked out for what differs on it and no more. What a *stage* allocates and frees in a
 pass (`memplan.search.stages`) depends on its share of a tensor and of the batch, on the data axis and on its
-blocks. In which order a *rank* runs its passes (`memplan.search.ranks`) depends on the schedule. A *plan*
-puts both together: its memory (`memplan.search.memory`) is the largest of a few sums, its time
-(`memplan.search.time`) a sum.
+blocks; a few corners tell it (`corners`) for all cells (`cells`). In which order a *rank* runs its passes
+(`ranks`) depends on the schedule. A *plan* puts both together: its memory (`memory`) is the largest of a few
+sums, its time (`time`) a sum.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,23 +19,11 @@ from memplan.engines.torch import RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SPLITTING_SCHEDULES, Plan, Rank
+from memplan.search.cells import Asked, Basis, Cells, Rows, Table, at_blocks, at_cells
+from memplan.search.corners import Blocks, NotLinear
 from memplan.search.plans import NO_LIMIT, Column, Grid
 from memplan.search.ranks import RECEIVED, Place, Program, programs
-from memplan.search.stages import (
-    Asked,
-    Basis,
-    Blocks,
-    Cells,
-    Ends,
-    NotLinear,
-    Part,
-    Rows,
-    Table,
-    at_blocks,
-    at_cells,
-    optimizer_sees,
-    with_values,
-)
+from memplan.search.stages import Ends, Part, optimizer_sees, with_values
 from memplan.tape import Device
 from memplan.timeline import chain, n_bytes_of
 

@@ -15,10 +15,11 @@ from memplan.estimate import estimate_on
 from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
+from memplan.search.cells import Table, at_cells
 from memplan.search.evaluate import Evaluation, RankPlaces, alike
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import RECEIVED, Program, Reduced, reduced
-from memplan.search.stages import Ends, Table, at_cells, with_values
+from memplan.search.stages import Ends, with_values
 from memplan.shapes import UINT8, Buffer
 from memplan.tape import Device
 from memplan.timeline import n_bytes_of

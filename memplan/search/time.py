@@ -14,10 +14,11 @@ from memplan.hardware import Cluster
 from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Axis, Plan, Schedule
+from memplan.search.cells import Asked, Table, at_cells
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of, ranks_of_pipeline
 from memplan.search.plans import Column, Grid, Plans, grids_of
 from memplan.search.ranks import taken_apart
-from memplan.search.stages import Asked, Ends, Part, Table, at_cells, optimizer_sees, with_values
+from memplan.search.stages import Ends, Part, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
     RankWork,
