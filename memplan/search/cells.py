@@ -273,10 +273,3 @@ def at_cells(coefficients: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
     each *= rows.micro_batch[:, None]
     each += fixed
     return each
-
-
-def at_blocks(
-    table: Table, coefficients: NDArray[np.int64], rows: Rows, blocks: Sequence[Blocks]
-) -> NDArray[np.int64]:
-    """The numbers in some cells for such numbers of blocks: [number, cell, blocks]."""
-    return at_cells(coefficients, rows) @ table.weights(blocks)

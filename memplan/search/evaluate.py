@@ -19,7 +19,7 @@ from memplan.engines.torch import RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SPLITTING_SCHEDULES, Plan, Rank
-from memplan.search.cells import Asked, Basis, Cells, Rows, Table, at_blocks, at_cells
+from memplan.search.cells import Asked, Basis, Cells, Rows, Table, at_cells
 from memplan.search.corners import Blocks, NotLinear
 from memplan.search.plans import NO_LIMIT, Column, Grid
 from memplan.search.ranks import RECEIVED, Place, Program, programs
@@ -399,9 +399,8 @@ class Evaluation:
 
         def work() -> dict[Any, Column]:
             names, coefficients = table(asked, asked)
-            n_rows = coefficients.shape[2]
-            every = Rows(np.arange(n_rows), np.ones(n_rows, np.int64))
-            return dict(zip(names, at_blocks(table, coefficients, every, [(0, n)])[..., 0], strict=True))
+            of_rows = coefficients.sum(axis=1) @ table.weights([(0, n)])  # in micro-batches of 1
+            return dict(zip(names, of_rows[..., 0], strict=True))
 
         return {name: found[rows.row] for name, found in self.known((asked, table, n), work).items()}
 
