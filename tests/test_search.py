@@ -260,6 +260,23 @@ def test_bad_questions_are_told_what_to_ask(asked: dict[str, Any], error: type[M
         memplan.search(LLAMA, **job)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_bytes": MiB}, {"zero": 3}],
+    ids=lambda options: next(iter(options)),
+)
+def test_plans_with_an_option_of_ddp_or_fsdp_have_the_figures_of_their_estimates(options: dict[str, Any]):
+    """In many sizes of micro-batches, of which most are known from three."""
+    where = memplan.cluster("4xh100-sxm")
+    found = searched(LLAMA, cluster=where, global_batch=96, seq_len=32, keep=None, **options)
+    assert found.n_fit > 0
+    n = n_rows(found.fit)
+    for i in range(0, n, 1 + n // 40):
+        estimated = estimate_plan(LLAMA, found.plan(found.fit, i), where)
+        assert found.fit["peak_bytes"][i] == estimated.worst.peak_bytes
+        assert found.fit["step_s"][i] == (inf if estimated.step_s is None else estimated.step_s)
+
+
 def test_options_of_ddp_and_fsdp_narrow_the_search():
     job: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32}
     model_unit = searched(LLAMA, **job, fsdp_units="model")

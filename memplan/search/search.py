@@ -328,7 +328,8 @@ def common(*, global_batch: int, **options: Any) -> Plan:
             raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
     several = next((n for n in divisors(global_batch) if n > 1), 1)
     refusals = []
-    tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}
+    whole = {"dp": several, "micro_batch": global_batch // several}
+    tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}, whole
     for tool in tools:
         try:
             return Plan(global_batch=global_batch, **options, **tool)
