@@ -57,8 +57,6 @@ class Cells:
         """Of `tensor` by `data` the place among the corners of all combinations; -1: there is none."""
         self.rows = Rows(pair * n_ranges + number, micro_batch)
         """Of each cell that was given."""
-        self.least, self.most = (np.tile([own.corners[i] for own in self.ranges], self.n) for i in (0, -1))
-        """Of each row the ends of its range."""
 
 
 def _distinct(a: Column, b: Column) -> tuple[list[tuple[int, int]], Column]:

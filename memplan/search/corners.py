@@ -20,7 +20,6 @@ from memplan.timeline import Stretch, alive_in_run, runs_of_many
 Blocks = tuple[int, int]
 """How many of a stage's blocks are recomputed, and how many are not."""
 
-
 T = TypeVar("T")
 
 
