@@ -6,7 +6,6 @@ all; where it is not, `Differ` says for which it is, and whoever put the numbers
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -24,7 +23,7 @@ class Differ(Exception):
 
 
 class Many(np.ndarray[Any, np.dtype[Any]]):
-    """An array of integers that stands for one; it is never changed in place, and equals itself.
+    """An array of integers that stands for one; it is never changed in place. Equal ones have the same hash.
 
     >>> n = many([2, 3, 4])
     >>> 5 * n // 2, n > 1 and "each"
@@ -47,7 +46,11 @@ class Many(np.ndarray[Any, np.dtype[Any]]):
         return int(first)
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
+        if self._hash is None:
+            self._hash = hash((self.shape, self.tobytes()))
+        return self._hash
+
+    _hash: int | None = None
 
     __iadd__: Any = np.ndarray.__add__
     __isub__: Any = np.ndarray.__sub__
@@ -58,20 +61,6 @@ class Many(np.ndarray[Any, np.dtype[Any]]):
 def many(numbers: Any) -> Any:
     """Numbers in the place of one: typed as whatever the place wants."""
     return np.asarray(numbers, dtype=np.int64).view(Many)
-
-
-def one_of_equal(n: int) -> int:
-    """The same number; of `Many` that are equal always the same one, for what is known by its arguments.
-
-    >>> one_of_equal(many([1, 2])) is one_of_equal(many([1, 2]))
-    True
-    """
-    return _one_of_equal(n.shape, n.astype(np.int64).tobytes()) if isinstance(n, Many) else n
-
-
-@lru_cache(maxsize=4096)
-def _one_of_equal(shape: tuple[int, ...], numbers: bytes) -> Any:
-    return many(np.frombuffer(numbers, np.int64).reshape(shape))
 
 
 def anywhere(n: int) -> bool:

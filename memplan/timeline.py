@@ -63,27 +63,41 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     return Stretch(name, kept, (), 1, live, high)
 
 
+Sizes = tuple[tuple[int, int], ...]
+"""Signs and bytes of events."""
+
+
+def sizes_of(kept: Iterable[Event]) -> Sizes:
+    """Those of events; what is known of them is known of others alike."""
+    return tuple([(sign, buffer.n_bytes) for sign, buffer, _ in kept])
+
+
 @lru_cache(maxsize=1024)
 def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
+    return net_and_high(sizes_of(kept))
+
+
+@lru_cache(maxsize=4096)
+def net_and_high(sizes: Sizes) -> tuple[int, int]:
     """Of many plans, along as few axes as can be: events in a row that have the same ones are together."""
     live = high = 0
-    for run in runs_of_many(kept):
+    for run in runs_of_many(sizes):
         net_bytes, high_bytes, _ = alive_in_run(run)
         high = larger(high, live + high_bytes)
         live += net_bytes
     return live, high
 
 
-def runs_of_many(kept: Iterable[Event]) -> Iterator[tuple[Event, ...]]:
+def runs_of_many(sizes: Sizes) -> Iterator[Sizes]:
     """Events in a row whose bytes are along the same axes."""
-    for _, alike in groupby(kept, lambda event: getattr(event[1].n_bytes, "shape", None)):
+    for _, alike in groupby(sizes, lambda size: getattr(size[1], "shape", None)):
         yield tuple(alike)
 
 
 @lru_cache(maxsize=1024)
-def alive_in_run(run: tuple[Event, ...]) -> tuple[int, int, Sequence[int]]:
+def alive_in_run(run: Sizes) -> tuple[int, int, Sequence[int]]:
     """What a run leaves, the most that is alive after any of its events, and what is after each."""
-    live = running([event.buffer.n_bytes for event in run], [event.sign for event in run])
+    live = running([n_bytes for _, n_bytes in run], [sign for sign, _ in run])
     return live[-1], largest(live), live
 
 

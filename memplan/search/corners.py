@@ -6,16 +6,16 @@ largest anywhere, so that it is known between the corners too.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.many import Many, many
+from memplan.many import many
 from memplan.search.plans import Column
 from memplan.shapes import Event
-from memplan.timeline import Stretch, alive_in_run, runs_of_many
+from memplan.timeline import Sizes, Stretch, alive_in_run, net_and_high, runs_of_many, sizes_of
 
 Blocks = tuple[int, int]
 """How many of a stage's blocks are recomputed, and how many are not."""
@@ -221,8 +221,7 @@ def first_the_largest(low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArra
 
 def content(stretch: Stretch) -> Hashable:
     """What equal stretches have in common."""
-    times = stretch.repeats.tobytes() if isinstance(stretch.repeats, Many) else stretch.repeats
-    return times, stretch.events, tuple(map(content, stretch.parts))
+    return stretch.repeats, stretch.events, tuple(map(content, stretch.parts))
 
 
 class Candidates:
@@ -261,17 +260,22 @@ class Candidates:
     def _of_events(self, stretch: Stretch) -> list[Any]:
         if stretch.events not in self._known:
             varies = self.axes.varies(stretch.high_bytes)
-            self._known[stretch.events] = self._alive(stretch) if varies else [stretch.high_bytes]
+            self._known[stretch.events] = (
+                _alive(self.axes, sizes_of(stretch.events)) if varies else [stretch.high_bytes]
+            )
         return self._known[stretch.events]
 
-    def _alive(self, stretch: Stretch) -> list[Any]:
-        """What is alive after events of a stretch, where it may be the most."""
-        live: Any = 0
-        found: list[Any] = []
-        for run in runs_of_many(stretch.events):
-            net_bytes, high_bytes, alive = alive_in_run(run)
-            own = [n for event, n in zip(run, alive, strict=True) if event.sign > 0]
-            if own:
-                found += [live + n for n in self.axes.largest(own, high_bytes)]
-            live = live + net_bytes
-        return self.axes.largest(found, stretch.high_bytes)
+
+@lru_cache(maxsize=4096)
+def _alive(axes: Axes, sizes: Sizes) -> list[Any]:
+    """What is alive after events of such sizes, where it may be the most; for all stages on such axes."""
+    live: Any = 0
+    found: list[Any] = []
+    for run in runs_of_many(sizes):
+        net_bytes, high_bytes, alive = alive_in_run(run)
+        own = [n for (sign, _), n in zip(run, alive, strict=True) if sign > 0]
+        if own:
+            found += [live + n for n in axes.largest(own, high_bytes)]
+        live = live + net_bytes
+    _, most = net_and_high(sizes)
+    return axes.largest(found, most)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -38,9 +38,8 @@ def with_values(plan: Plan, **values: Any) -> Plan:
     return other
 
 
-@lru_cache(maxsize=4096)
-def _along(axis: int, numbers: tuple[int, ...]) -> Any:
-    """Numbers along one axis of three; the same ones are the same object, which traces are known by."""
+def _along(axis: int, numbers: Sequence[int]) -> Any:
+    """Numbers along one axis of three."""
     shape = [1, 1, 1]
     shape[axis] = len(numbers)
     return many(numbers).reshape(shape)
@@ -64,13 +63,13 @@ class Part:
         tp, micro_batch = (_along(0, numbers) for numbers in zip(*self.axes.tensor, strict=True))
         values = {"tp": tp, "micro_batch": micro_batch}
         if self.plan.recompute != "none":
-            values["recompute_blocks"] = _along(2, tuple([a for a, _ in self.axes.blocks]))
+            values["recompute_blocks"] = _along(2, [a for a, _ in self.axes.blocks])
         if self.plan.fsdp:
             dp, dp_replicate = (_along(1, numbers) for numbers in zip(*self.axes.data, strict=True))
             values |= {"dp": dp, "dp_replicate": dp_replicate}
         plan = with_values(self.plan, **values)
         plan = with_values(plan, global_batch=plan.n_replicas * micro_batch)
-        kind = *self.ends, _along(2, tuple([a + b for a, b in self.axes.blocks]))
+        kind = *self.ends, _along(2, [a + b for a, b in self.axes.blocks])
         return RankStages.of(Stage(self.model, plan, kind, self.device), rank=Rank())
 
     @cached_property
@@ -79,7 +78,7 @@ class Part:
         return passes_of(*self.stages)
 
     @cached_property
-    def _candidates(self) -> "Candidates":
+    def _candidates(self) -> Candidates:
         return Candidates(self.axes)
 
     @cached_property

@@ -11,7 +11,6 @@ from functools import lru_cache
 from operator import index
 from typing import Final, Literal, NamedTuple
 
-from memplan.many import one_of_equal
 from memplan.plan import Plan, Schedule
 
 Kind = Literal[
@@ -106,8 +105,7 @@ def actions(run: Run) -> Iterator[Action]:
 def plan_order(plan: Plan, rank: int) -> Run:
     """All that one rank of the pipeline does in a step, with what the data axis does in between."""
     data_axis: DataAxis = "fsdp" if plan.fsdp else "ddp" if plan.ddp else "none"
-    m = one_of_equal(plan.n_micro_batches)
-    return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, m, data_axis)
+    return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, data_axis)
 
 
 @lru_cache(maxsize=4096)
