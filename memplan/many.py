@@ -45,6 +45,8 @@ class Many(np.ndarray[Any, np.dtype[Any]]):
             raise Differ(np.asarray(self) == first)
         return int(first)
 
+    __int__ = __index__
+
     def __hash__(self) -> int:  # type: ignore[override]
         if self._hash is None:
             self._hash = hash((self.shape, self.tobytes()))

@@ -74,6 +74,7 @@ def sizes_of(kept: Iterable[Event]) -> Sizes:
 
 @lru_cache(maxsize=1024)
 def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
+    """`net_and_high` of events: the same ones are recognized sooner than their sizes."""
     return net_and_high(sizes_of(kept))
 
 

@@ -38,8 +38,8 @@ class Cells:
     ) -> None:
         self.ranges = _ranges(np.unique(micro_batch).tolist(), linear=linear)
         tps, t = np.unique(tp, return_inverse=True)
-        data, d = _distinct(dp, dp_replicate)
-        found, pair = _distinct(t, d)
+        data, d = distinct(dp, dp_replicate)
+        found, pair = distinct(t, d)
         corners = [(i, corner) for i, own in enumerate(self.ranges) for corner in own.corners]
         self.range_of_corner = np.array([i for i, _ in corners])
         self.tensor = tuple([(tp, corner) for tp in tps.tolist() for _, corner in corners])
@@ -59,7 +59,7 @@ class Cells:
         """Of each cell that was given."""
 
 
-def _distinct(a: Column, b: Column) -> tuple[list[tuple[int, int]], Column]:
+def distinct(a: Column, b: Column) -> tuple[list[tuple[int, int]], Column]:
     """Pairs of numbers that are 0 or more, each once, in order, and which of them each pair is."""
     base = int(b.max()) + 1
     found, place = np.unique(a * base + b, return_inverse=True)
@@ -109,7 +109,7 @@ class Table:
                 self.spans.append(span)
             self.span_of[pair] = self.spans.index(span)
         corners = [(i, corner) for i, span in enumerate(self.spans) for corner in span.corners]
-        self.corner = [[j for j, (k, _) in enumerate(corners) if k == i] for i in range(len(self.spans))]
+        self.span_of_corner = np.array([i for i, _ in corners])
         axes = Axes(
             tensor=cells.tensor,
             data=cells.data,
@@ -164,10 +164,8 @@ class Table:
         values = np.swapaxes(values.reshape(-1, *self._shape), 2, 3)
         owners = self.cells.range_of_corner
         ranges = [own.coefficients(values[..., owners == i]) for i, own in enumerate(self.cells.ranges)]
-        by_corner = np.moveaxis(np.stack(ranges, axis=2), 3, -1)
-        spans = [
-            span.coefficients(by_corner[..., own]) for span, own in zip(self.spans, self.corner, strict=True)
-        ]
+        by_corner, owners = np.moveaxis(np.stack(ranges, axis=2), 3, -1), self.span_of_corner
+        spans = [own.coefficients(by_corner[..., owners == i]) for i, own in enumerate(self.spans)]
         found = np.moveaxis(np.stack(spans, axis=-2), 3, 1)
         return found.reshape(len(values), 2, self.cells.n * len(self.cells.ranges), 3 * len(self.spans))
 

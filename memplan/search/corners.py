@@ -131,8 +131,10 @@ class Axes:
         if np.ndim(n) < 3:
             return False
         return any(
-            n.shape[axis] > 1 and len(first) and bool((n != n.take(first, axis)).any())
-            for axis, first in self._first_corners
+            n.shape[axis] > 1
+            and len(first) < len(of_place)
+            and bool((n != n.take(first[of_place], axis)).any())
+            for axis, (first, of_place) in enumerate(self._starts)
         )
 
     def largest(self, numbers: Sequence[Any], most: Any) -> list[Any]:
@@ -181,15 +183,6 @@ class Axes:
         return [
             (np.flatnonzero(first), np.cumsum(first) - 1)
             for first in (np.diff(spans, prepend=-1) != 0 for spans in self.spans)
-        ]
-
-    @cached_property
-    def _first_corners(self) -> list[tuple[int, Column]]:
-        """Along each axis where some are corners of the same, of each the first."""
-        return [
-            (axis, np.array([spans.index(span) for span in spans]))
-            for axis, spans in enumerate(self.spans)
-            if len(set(spans)) < len(spans)
         ]
 
 

@@ -19,7 +19,7 @@ from memplan.engines.torch import RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SPLITTING_SCHEDULES, Plan, Rank
-from memplan.search.cells import Asked, Basis, Cells, Rows, Table, at_cells
+from memplan.search.cells import Asked, Basis, Cells, Rows, Table, at_cells, distinct
 from memplan.search.corners import Blocks, NotLinear
 from memplan.search.plans import NO_LIMIT, Column, Grid
 from memplan.search.ranks import RECEIVED, Place, Program, programs
@@ -143,6 +143,7 @@ class Evaluation:
         self.model, self.grids, self.device = model, grids, device
         self.linear = True
         self.splits = any(map(splits, grids))
+        self._at_once = list(map(self._all_at_once, grids))
         self._start()
 
     def _start(self) -> None:
@@ -165,12 +166,12 @@ class Evaluation:
             return work()
 
     def has_rule(self, i: int) -> bool:
-        """Whether plans of a grid can be worked out at once: nothing asks for lists, and no sum is too large.
+        """Whether a grid's plans can be worked out at once: nothing asks for lists, no sum is too large."""
+        return self._at_once[i]
 
-        What is compared with `LARGEST` is more bytes than tensors of all micro-batches take together.
-        """
-        model, grid = self.model, self.grids[i]
-        base = grid.base
+    def _all_at_once(self, grid: Grid) -> bool:
+        """What is compared with `LARGEST` is more bytes than tensors of all micro-batches take together."""
+        model, base = self.model, grid.base
         a_block = 64 * (model.d_model + model.d_ff) + 16 * model.n_heads * base.seq_len
         a_token = (model.n_layers + 2) * a_block + 64 * model.vocab_size
         replicas = int((grid.cells["dp"] * grid.cells["dp_replicate"]).min())
@@ -309,7 +310,7 @@ class Evaluation:
         return self._table(i, ends, whole=True)
 
     def _table(self, i: int, ends: Ends, *, whole: bool) -> tuple[Table, Rows]:
-        return self.known(("table", i, ends, whole), lambda: self._table_and_rows(i, ends, whole))
+        return self.known(("table and rows", i, ends, whole), lambda: self._table_and_rows(i, ends, whole))
 
     def _table_and_rows(self, i: int, ends: Ends, whole: bool) -> tuple[Table, Rows]:
         grid = self.grids[i]
@@ -408,18 +409,13 @@ class Evaluation:
         """What `dealt` says of a rank in each cell."""
         grid = self.grids[i]
         plan = self.known(("dealt", i), lambda: with_values(self._plan(grid), zero=1, recompute="none"))
-        tp, dp = grid.cells["tp"], grid.cells["dp"]
-        key, place = np.unique(tp << 32 | dp, return_inverse=True)
+        pairs, place = distinct(grid.cells["tp"], grid.cells["dp"])
         ends, n = rank.whole
 
         def work(tp: int, dp: int) -> tuple[int, ...]:
             return dealt(self.model, with_values(plan, tp=tp, dp=dp), (*ends, n), self.device)
 
-        piped = plan.pp
-        found = [
-            self.known(("dealt", piped, rank.whole, both), partial(work, both >> 32, both & (1 << 32) - 1))
-            for both in key.tolist()
-        ]
+        found = [self.known(("dealt", plan.pp, rank.whole, pair), partial(work, *pair)) for pair in pairs]
         return np.array(found, np.int64)[place].T
 
 

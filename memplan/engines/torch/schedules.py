@@ -37,7 +37,7 @@ def _accumulation(passes: Passes, m: int) -> list[Stretch]:
     def one(*, first: bool, last: bool) -> Stretch:
         return chain("micro-batch", passes.forward(first=first), passes.backward(first=first, last=last))
 
-    n_last = int(passes.reduces and bool(m > 1))
+    n_last = int(passes.reduces and m > 1)
     later = [
         repeated(one(first=False, last=False), m - 1 - n_last),
         repeated(one(first=False, last=True), n_last),
