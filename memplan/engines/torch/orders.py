@@ -108,6 +108,16 @@ def plan_order(plan: Plan, rank: int) -> Run:
     return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, data_axis)
 
 
+def plan_counts(plan: Plan, rank: int) -> dict[Action, int]:
+    """How often one rank of the pipeline runs each pass in a step, the last ones not told apart."""
+    return _counted(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _counted(schedule: Schedule, pp: int, rank: int, v: int, m: int) -> dict[Action, int]:
+    return counts(_ordered(schedule, pp, rank, v, m, "none"))
+
+
 @lru_cache(maxsize=4096)
 def _ordered(schedule: Schedule, pp: int, rank: int, v: int, m: int, data_axis: DataAxis) -> Run:
     if data_axis == "none":
@@ -411,11 +421,6 @@ def times_unsharded(order: Run) -> dict[int, tuple[int, int]]:
         local: (ahead.get(Action("unshard", local), 0), n)
         for local, (_, n, _) in _after_forward(order).items()
     }
-
-
-def count(run: Run, wanted: Action) -> int:
-    """How often an action occurs."""
-    return counts(run).get(wanted, 0)
 
 
 def counts(run: Run) -> dict[Action, int]:

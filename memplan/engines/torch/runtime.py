@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, cast
 
 from memplan.engines.torch.fsdp import ShardedPasses
-from memplan.engines.torch.orders import Action, Kind, Run, count, plan_order
+from memplan.engines.torch.orders import Action, Kind, Run, plan_counts, plan_order
 from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SPLITTING_SCHEDULES
@@ -51,10 +51,10 @@ def left_behind(stages: RankStages) -> Alive:
     """
     alive: Alive = Counter()
     if stages.plan.pp > 1 and stages.plan.schedule in SPLITTING_SCHEDULES:
-        order = plan_order(stages.plan, stages.rank.pp)
+        counts = plan_counts(stages.plan, stages.rank.pp)
         for local, stage in enumerate(stages):
             if not stage.first and stages.indices[local] - 1 not in stages.indices:
-                alive[stage.trace.boundary_grad] += count(order, Action("backward-input", local))
+                alive[stage.trace.boundary_grad] += counts.get(Action("backward-input", local), 0)
     return alive
 
 
@@ -209,12 +209,12 @@ class _Runtime:
 
     def end(self) -> Iterator[Stretch]:
         """What the schedule drops when it returns."""
-        m = self.stages.plan.n_micro_batches
+        m, counts = self.stages.plan.n_micro_batches, plan_counts(self.stages.plan, self.stages.rank.pp)
         for local, passes in enumerate(self.passes):
             if self.keeps_sent and not (passes.stage.last or self._next_is_here(local)):
                 yield repeated(passes.release(), m)
             if self.keeps_sent and not (passes.stage.first or self._previous_is_here(local)):
-                whole = m - count(self.order, Action("backward-input", local))
+                whole = m - counts.get(Action("backward-input", local), 0)
                 yield repeated(passes.release_input_grad(), whole)
 
 
