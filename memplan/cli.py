@@ -271,6 +271,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 )
 @search_options()
 @_count("--keep", "Plans of each verdict to keep.", default=KEEP)
+@_count("--workers", "Processes that share the work; left out: one per core.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:

@@ -1,10 +1,12 @@
 """Search: every plan, each with estimate's own figures, best first."""
 
+import sys
 from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import Any
 
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,6 +151,26 @@ def test_nothing_beats_the_front_and_it_beats_all_else():
         )
 
 
+@pytest.mark.parametrize("objective", ["speed", "front", "seq_len"])
+def test_several_workers_find_what_one_finds(objective: str):
+    asked: dict[str, Any] = {"cluster": limited("4xh100-sxm", 4 * MiB), "global_batch": 8, "tp": (1, 2)}
+    asked |= {"schedule": ("1f1b", "zero-bubble"), "objective": objective, "keep": 9}
+    asked |= {} if objective == "seq_len" else {"seq_len": 64}
+    seen: list[int] = []
+    several = memplan.search(LLAMA, **asked, workers=2, progress=seen.append)
+    pandas.testing.assert_frame_equal(several, memplan.search(LLAMA, **asked))
+    assert seen
+    assert objective == "seq_len" or (seen == sorted(seen) and seen[-1] == several.attrs["n_plans"])
+
+
+def test_several_workers_need_joblib(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    asked: dict[str, Any] = {"cluster": "1xh100-sxm", "global_batch": 1, "seq_len": 8}
+    assert searched(LLAMA, **asked).n_fit
+    with pytest.raises(InvalidValue, match=r"workers=2 needs joblib; use workers=1, or install it: pip"):
+        searched(LLAMA, **asked, workers=2)
+
+
 def test_the_smallest_cluster_is_the_smallest():
     found = memplan.smallest_cluster("llama-2-7b", "a100-80-sxm", global_batch=16, seq_len=512, tp=1, pp=1)
     n = found.cluster.n_gpus
@@ -248,6 +270,7 @@ def test_why_says_what_makes_the_difference():
         ({"objective": "fast"}, UnknownName, "objective"),
         ({"objective": "seq_len"}, InvalidValue, "seq_len=32 is what is asked for; leave it out"),
         ({"keep": 0}, InvalidValue, "keep=0"),
+        ({"workers": 0}, InvalidValue, "workers=0"),
         ({"colour": 1}, UnknownName, "option of a plan"),
         ({"global_batch": 0}, InvalidValue, "global_batch=0"),
         ({"cluster": None}, InvalidValue, "nothing to search"),

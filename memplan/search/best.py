@@ -95,6 +95,13 @@ class Kept:
         if self._n_waiting > max(AT_ONCE, n_rows(self._rows)):
             self._choose()
 
+    def join(self, rows: Rows, n_seen: int) -> None:
+        """Consider what was kept elsewhere of so many plans."""
+        self.n_seen += n_seen
+        if n_rows(rows):
+            self._waiting.append(rows)
+            self._n_waiting += n_rows(rows)
+
     @property
     def rows(self) -> dict[str, NDArray[Any]]:
         """Those kept."""

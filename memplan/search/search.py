@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
 from memplan.search.best import Kept, Rows, best, front
 from memplan.search.plans import VARIED, Figures, Grid, Plans
+from memplan.search.processes import in_processes, n_cores
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_frame
@@ -93,6 +96,7 @@ def search(
     objective: str = "speed",
     keep: int | None = KEEP,
     progress: Progress | None = None,
+    workers: int | None = 1,
     **options: Any,
 ) -> "pandas.DataFrame":
     """Every plan that the cluster's GPUs can run, best first.
@@ -109,6 +113,7 @@ def search(
         keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
             None: all.
         progress: called now and then with the number of plans seen.
+        workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
             `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
             `schedule`, `offload`) take one value or several and all that make a difference if left out
@@ -133,6 +138,7 @@ def search(
         objective=objective,
         keep=keep,
         progress=progress,
+        workers=workers,
         **options,
     ).frame()
 
@@ -146,6 +152,7 @@ def searched(
     objective: str = "speed",
     keep: int | None = KEEP,
     progress: Progress | None = None,
+    workers: int | None = 1,
     **options: Any,
 ) -> Found:
     """As `search`, without pandas.
@@ -158,7 +165,8 @@ def searched(
     if objective in QUESTIONS:
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
-        asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep, "progress": progress}
+        asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep}
+        asked |= {"progress": progress, "workers": workers}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     keep = None if keep is None else checked_count("keep", keep)
@@ -180,7 +188,8 @@ def searched(
             f"objective={objective!r} needs the time of a step, but {missing[0]}; use objective='memory', or "
             "another cluster."
         )
-    return _run(space, where, objective, keep, progress)
+    n_workers = n_cores() if workers is None else checked_count("workers", workers)
+    return _run(space, where, objective, keep, progress, n_workers)
 
 
 def cluster_of(value: Cluster | str) -> Cluster:
@@ -196,36 +205,101 @@ def cluster_of(value: Cluster | str) -> Cluster:
 
 
 def _run(
-    space: Space, cluster: Cluster, objective: str, keep: int | None, progress: Progress | None
+    space: Space,
+    cluster: Cluster,
+    objective: str,
+    keep: int | None,
+    progress: Progress | None,
+    workers: int,
 ) -> Found:
-    keys = OBJECTIVES[objective]
-    fit = front(*keys) if objective == "front" else best(keep, *keys)
-    too_large, refused = best(keep, "over_bytes"), best(keep, "place")
+    both, refused = _Both.of(objective, keep), best(keep, "place")
     counts: dict[int, int] = {}
-    for batch in space.grids():
-        running = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
-        for grid, figures in zip(running, evaluated(space.model, running, cluster), strict=True):
-            columns = _columns(grid, figures, cluster)
-            fits = np.broadcast_to(columns["over_bytes"] == 0, grid.shape)
-            fit.add(grid, columns, fits)
-            too_large.add(grid, columns, ~fits)
-        for ruled in batch:
-            _count_refused(ruled, refused, counts)
+
+    def running(batches: Iterable[Sequence[Ruled]]) -> Iterator[list[Grid]]:
+        for batch in batches:
+            for ruled in batch:
+                _count_refused(ruled, refused, counts)
+            yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
+
+    def told() -> None:
         if progress is not None:
-            progress(fit.n_seen + too_large.n_seen + refused.n_seen)
+            progress(both.n_seen + refused.n_seen)
+
+    parts = [*map(running, space.parts())]
+    workers = min(workers, len(parts))
+    if workers == 1:
+        for grids in chain.from_iterable(parts):
+            both.add(space.model, grids, cluster)
+            told()
+    else:
+        work = partial(_worked_out, space.model, cluster, objective, keep)
+        for found in in_processes(workers, work, map(list, parts)):
+            both.join(found)
+            told()
     texts = list(space.rules)
     return Found(
         model=space.model,
         cluster=cluster,
         base=space.base,
-        fit=fit.rows,
-        too_large=too_large.rows,
+        fit=both.fit.rows,
+        too_large=both.too_large.rows,
         refused=refused.rows,
-        n_fit=fit.n_seen,
-        n_too_large=too_large.n_seen,
+        n_fit=both.fit.n_seen,
+        n_too_large=both.too_large.n_seen,
         n_refused=refused.n_seen,
         refused_by={texts[rule]: n for rule, n in sorted(counts.items(), key=lambda item: -item[1])},
     )
+
+
+class _Part(NamedTuple):
+    """What is kept of some plans that fit, and of some that are too large; and how many there are."""
+
+    fit: Rows
+    too_large: Rows
+    n_fit: int
+    n_too_large: int
+
+
+class _Both(NamedTuple):
+    """The plans that fit, and those that are too large."""
+
+    fit: Kept
+    too_large: Kept
+
+    @classmethod
+    def of(cls, objective: str, keep: int | None) -> "_Both":
+        """None yet."""
+        keys = OBJECTIVES[objective]
+        return cls(front(*keys) if objective == "front" else best(keep, *keys), best(keep, "over_bytes"))
+
+    @property
+    def n_seen(self) -> int:
+        """Of how many plans."""
+        return self.fit.n_seen + self.too_large.n_seen
+
+    def add(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> None:
+        """Consider the plans of grids of one kind."""
+        for grid, figures in zip(grids, evaluated(model, grids, cluster), strict=True):
+            columns = _columns(grid, figures, cluster)
+            fits = np.broadcast_to(columns["over_bytes"] == 0, grid.shape)
+            self.fit.add(grid, columns, fits)
+            self.too_large.add(grid, columns, ~fits)
+
+    def join(self, part: _Part) -> None:
+        """Consider what another process has kept."""
+        self.fit.join(part.fit, part.n_fit)
+        self.too_large.join(part.too_large, part.n_too_large)
+
+
+def _worked_out(
+    model: Model, cluster: Cluster, objective: str, keep: int | None, batches: Sequence[Sequence[Grid]]
+) -> _Part:
+    """What is kept of batches of grids."""
+    both = _Both.of(objective, keep)
+    for grids in batches:
+        both.add(model, grids, cluster)
+    fit, too_large = both
+    return _Part(fit.rows, too_large.rows, fit.n_seen, too_large.n_seen)
 
 
 def _count_refused(ruled: Ruled, refused: Kept, counts: dict[int, int]) -> None:

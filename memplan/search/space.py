@@ -19,10 +19,10 @@ MOST_CELLS: Final = 2**17
 """About how many cells of grids are held at a time."""
 
 DATA: Final = {
-    "none": ((0, False), (1, False)),
-    "ddp": ((0, True), (1, True)),
-    "fsdp2": ((2, False), (2, True)),
     "fsdp3": ((3, False), (3, True)),
+    "fsdp2": ((2, False), (2, True)),
+    "ddp": ((0, True), (1, True)),
+    "none": ((0, False), (1, False)),
 }
 """What the data axis does, by ZeRO stage and whether it has several ranks."""
 
@@ -45,9 +45,9 @@ class Kind(NamedTuple):
     """What the plans of a batch have in common: what the data axis does (a key of `DATA`), and how."""
 
     data: str
+    recompute: str
     offload: bool
     sequence_parallel: bool
-    recompute: str
 
 
 class Ruled(NamedTuple):
@@ -90,18 +90,16 @@ class Space:
 
         What is refused at every micro-batch is there once, and so is a mesh on which nothing can run.
         """
+        for part in self.parts(most):
+            yield from part
+
+    def parts(self, most: int = MOST_CELLS) -> Iterator[Iterator[list[Ruled]]]:
+        """`grids` in parts that have little work in common: kinds whose ranks order their passes alike."""
         pipelines = list(self._pipelines())
-        for kind in map(Kind._make, product(DATA, *[self.of(name, usual) for name, usual in BLOCKS.items()])):
-            batch: list[Ruled] = []
-            n_cells = 0
-            for ruled in (ruled for pipeline in pipelines for ruled in pipeline.grids(kind)):
-                batch.append(ruled)
-                n_cells += len(ruled.rule)
-                if n_cells >= most:
-                    yield batch
-                    batch, n_cells = [], 0
-            if batch:
-                yield batch
+        offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
+        for data, recomputed in product(DATA, recompute):
+            kinds = [Kind(data, recomputed, *own) for own in product(offload, divided)]
+            yield (batch for kind in kinds for batch in _batches(pipelines, kind, most))
 
     def _pipelines(self) -> Iterator["_Pipeline"]:
         rules = Rules(self.model, self.base, self.rules)
@@ -354,6 +352,20 @@ class _Pipeline:
         )
         structure = int(np.ravel_multi_index(place, self.structures))
         return Ruled(grid, rule, self.first_place + mesh * prod(self.structures) + structure)
+
+
+def _batches(pipelines: "Sequence[_Pipeline]", kind: Kind, most: int) -> Iterator[list[Ruled]]:
+    """The grids of a kind, about `most` cells at a time."""
+    batch: list[Ruled] = []
+    n_cells = 0
+    for ruled in (ruled for pipeline in pipelines for ruled in pipeline.grids(kind)):
+        batch.append(ruled)
+        n_cells += len(ruled.rule)
+        if n_cells >= most:
+            yield batch
+            batch, n_cells = [], 0
+    if batch:
+        yield batch
 
 
 def _numbers(recompute_blocks: Sequence[int | None]) -> Column:

@@ -1,0 +1,33 @@
+"""Work that processes share."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from memplan.errors import InvalidValue
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def n_cores() -> int:
+    """How many workers there is a core for."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_processes(workers: int, work: Callable[[T], R], parts: Iterable[T]) -> Iterator[R]:
+    """What some work says of each part, by so many processes, as it is found.
+
+    Raises:
+        InvalidValue: joblib is not installed.
+    """
+    try:
+        from joblib import Parallel, delayed, parallel_config
+    except ImportError:
+        raise InvalidValue(
+            f"workers={workers} needs joblib; use workers=1, or install it: pip install 'memplan[parallel]'."
+        ) from None
+    with parallel_config(backend="loky", inner_max_num_threads=1):
+        yield from Parallel(n_jobs=workers, return_as="generator_unordered")(
+            delayed(work)(part) for part in parts
+        )
