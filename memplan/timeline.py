@@ -63,13 +63,26 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     return Stretch(name, kept, (), 1, live, high)
 
 
-Sizes = tuple[tuple[int, int], ...]
-"""Signs and bytes of events."""
+class Sizes:
+    """Signs and bytes of events; what is known of them is known of others alike."""
+
+    __slots__ = ("_content", "_hash", "pairs")
+
+    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self.pairs = tuple(pairs)
+        self._content = [(sign, n.content if isinstance(n, Many) else n) for sign, n in self.pairs]
+        self._hash = hash(tuple(self._content))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sizes) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 def sizes_of(kept: Iterable[Event]) -> Sizes:
-    """Those of events; what is known of them is known of others alike."""
-    return tuple([(sign, buffer.n_bytes) for sign, buffer, _ in kept])
+    """Those of events."""
+    return Sizes([(sign, buffer.n_bytes) for sign, buffer, _ in kept])
 
 
 @lru_cache(maxsize=1024)
@@ -91,14 +104,14 @@ def net_and_high(sizes: Sizes) -> tuple[int, int]:
 
 def runs_of_many(sizes: Sizes) -> Iterator[Sizes]:
     """Events in a row whose bytes are along the same axes."""
-    for _, alike in groupby(sizes, lambda size: getattr(size[1], "shape", None)):
-        yield tuple(alike)
+    for _, alike in groupby(sizes.pairs, lambda size: getattr(size[1], "shape", None)):
+        yield Sizes(alike)
 
 
 @lru_cache(maxsize=1024)
 def alive_in_run(run: Sizes) -> tuple[int, int, Sequence[int]]:
     """What a run leaves, the most that is alive after any of its events, and what is after each."""
-    live = running([n_bytes for _, n_bytes in run], [sign for sign, _ in run])
+    live = running([n_bytes for _, n_bytes in run.pairs], [sign for sign, _ in run.pairs])
     return live[-1], largest(live), live
 
 

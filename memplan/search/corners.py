@@ -266,7 +266,7 @@ def _alive(axes: Axes, sizes: Sizes) -> list[Any]:
     found: list[Any] = []
     for run in runs_of_many(sizes):
         net_bytes, high_bytes, alive = alive_in_run(run)
-        own = [n for (sign, _), n in zip(run, alive, strict=True) if sign > 0]
+        own = [n for (sign, _), n in zip(run.pairs, alive, strict=True) if sign > 0]
         if own:
             found += [live + n for n in axes.largest(own, high_bytes)]
         live = live + net_bytes
