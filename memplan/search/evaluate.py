@@ -64,6 +64,13 @@ def has_rule(base: Plan) -> bool:
     return base.engine == "torch" and base.ddp_comm_hook == "none" and base.layers_per_stage is None
 
 
+def blocks_of(grid: Grid, n: int, limit: int) -> Blocks:
+    """How many of a stage's blocks are recomputed, and how many not, if at most so many are."""
+    if RECOMPUTES[grid.structure["recompute"]] == "none":
+        return 0, n
+    return (n, 0) if limit == NO_LIMIT or limit >= n else (limit, n - limit)
+
+
 class RankPlaces(NamedTuple):
     """A rank of a pipeline: where its stages are, and the ends and number of blocks of each."""
 
@@ -277,12 +284,6 @@ class Evaluation:
         """The tables of a rank's distinct stages."""
         return tuple([self.stage_table(i, ends)[0] for ends, _ in rank.distinct])
 
-    def blocks(self, grid: Grid, n: int, limit: int) -> Blocks:
-        """How many of a stage's blocks are recomputed, and how many not."""
-        if RECOMPUTES[grid.structure["recompute"]] == "none":
-            return 0, n
-        return (n, 0) if limit == NO_LIMIT or limit >= n else (limit, n - limit)
-
     def _plan(self, grid: Grid) -> Plan:
         """A plan of a grid's structure: what is along no axis decides what its stages are made of."""
         mode, structure = mode_of(grid), grid.structure
@@ -369,7 +370,7 @@ class Evaluation:
                     continue
                 numbers = {n for own, n in rank.stages if own == ends}
                 limits = grid.recompute_blocks.tolist()
-                found |= {self.blocks(grid, n, limit) for n in numbers for limit in limits}
+                found |= {blocks_of(grid, n, limit) for n in numbers for limit in limits}
         return found
 
     # Numbers of each cell

@@ -16,7 +16,7 @@ from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.search.cells import Table, at_cells
-from memplan.search.evaluate import Evaluation, RankPlaces, alike
+from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import RECEIVED, Program, Reduced, reduced
 from memplan.search.stages import Ends, with_values
@@ -137,19 +137,23 @@ class _Blocks:
     """The numbers of recomputed blocks of a rank in a grid: what is worked out to know all."""
 
     def __init__(self, evaluation: Evaluation, i: int, rank: RankPlaces) -> None:
-        self.evaluation, self.grid = evaluation, evaluation.grids[i]
+        self.grid = evaluation.grids[i]
         self.limits = self.grid.recompute_blocks.tolist()
         self.tables = [
             (table, n) for table, (_, n) in zip(evaluation.tables(i, rank), rank.distinct, strict=True)
         ]
         self.reaches = list(self._reaches())
-        self.known = self._values()
+        self.known = [
+            _product(evaluation.numbers(table).coefficients, own)
+            for (table, _), own in zip(self.tables, self._known(), strict=True)
+        ]
+        """Each distinct stage's numbers: [number, (at no sequence, for each in a batch), row, column]."""
 
     def _reaches(self) -> Iterator[_Reach]:
         def spans(place: int) -> tuple[Hashable, ...]:
             found = []
             for table, n in self.tables:
-                pair = self.evaluation.blocks(self.grid, n, self.limits[place])
+                pair = blocks_of(self.grid, n, self.limits[place])
                 span = table.span_of[pair]
                 found.append((span, pair if len(table.spans[span].corners) == 1 else None))
             return tuple(found)
@@ -174,14 +178,9 @@ class _Blocks:
 
     def weights(self, places: Sequence[int]) -> list[NDArray[np.int64]]:
         """Of each distinct stage how often its coefficients count at some places: [weight, place]."""
-        blocks, limits = self.evaluation.blocks, [self.limits[place] for place in places]
-        return [table.weights([blocks(self.grid, n, limit) for limit in limits]) for table, n in self.tables]
-
-    def _values(self) -> list[NDArray[np.int64]]:
-        """Each distinct stage's numbers: [number, (at no sequence, for each in a batch), row, column]."""
+        limits = [self.limits[place] for place in places]
         return [
-            _product(self.evaluation.numbers(table).coefficients, own)
-            for (table, _), own in zip(self.tables, self._known(), strict=True)
+            table.weights([blocks_of(self.grid, n, limit) for limit in limits]) for table, n in self.tables
         ]
 
 

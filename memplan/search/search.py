@@ -19,7 +19,7 @@ from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
 from memplan.search.best import Kept, Rows, best, front
 from memplan.search.plans import VARIED, Figures, Grid, Plans
-from memplan.search.processes import in_processes, n_cores
+from memplan.search.processes import in_processes, n_cores, uncollected
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_frame
@@ -277,6 +277,7 @@ class _Both(NamedTuple):
         """Of how many plans."""
         return self.fit.n_seen + self.too_large.n_seen
 
+    @uncollected()
     def add(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> None:
         """Consider the plans of grids of one kind."""
         for grid, figures in zip(grids, evaluated(model, grids, cluster), strict=True):

@@ -15,7 +15,7 @@ from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Axis, Plan, Schedule
 from memplan.search.cells import Asked, Table, at_cells
-from memplan.search.evaluate import Evaluation, RankPlaces, alike, mode_of, ranks_of_pipeline
+from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
 from memplan.search.plans import Column, Grid, Plans, grids_of
 from memplan.search.ranks import taken_apart
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values
@@ -259,7 +259,7 @@ class _GridTimes:
         names, coefficients = evaluation.known(
             ("counted", table), partial(_counted, table, splits=evaluation.splits and not ends[0])
         )
-        blocks = [evaluation.blocks(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
+        blocks = [blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
         coefficients = at_cells(coefficients, rows[self.cells])
         first = coefficients @ table.weights([*table.ends_of(blocks)])
         most = first.max(axis=(1, 2), initial=0).tolist()
