@@ -263,8 +263,8 @@ LARGEST_COEFFICIENT: Final = 64
 """A sum with larger ones is taken for none."""
 
 
-def at_cells(coefficients: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
-    """The coefficients of numbers in some cells: [number, cell, weight]."""
+def at_cells(coefficients: NDArray[Any], rows: Rows) -> NDArray[Any]:
+    """Numbers in some cells [number, cell, weight], by their coefficients."""
     fixed, each = (coefficients[:, i].take(rows.row, axis=1) for i in (0, 1))
     each *= rows.micro_batch[:, None]
     each += fixed

@@ -9,7 +9,7 @@ sums, its time (`time`) a sum.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -132,15 +132,16 @@ class _Group(NamedTuple):
 class Numbers(NamedTuple):
     """Coefficients of a table's numbers: a basis of what passes leave, then candidates for what they hold.
 
-    By method and arguments the `places` of passes, equal ones the same: in `relations` [pass, basis], what
-    with `positive` `memplan.search.ranks.reduced` asks for, and in `highs`, each pass's first candidate.
+    Of candidates there is first one for each pass, then a second one for the first `ranked[1]` passes, and so
+    on. By method and arguments the `places` of passes, equal ones the same: in `relations` [pass, basis],
+    what with `positive` `memplan.search.ranks.reduced` asks for, and among the first candidates.
     """
 
     places: Mapping[tuple[Any, ...], int]
     coefficients: NDArray[np.int64]
     relations: NDArray[np.int64]
     positive: NDArray[np.bool_]
-    highs: Sequence[int]
+    ranked: Sequence[int]
 
 
 class Evaluation:
@@ -421,25 +422,26 @@ class Evaluation:
 
 
 def _numbers(table: Table, keys: Mapping[tuple[Any, ...], None]) -> Numbers:
+    found = {key: table(key, partial(_asked, *key)) for key in keys}
+    passes = {coefficients.tobytes(): (names, coefficients) for names, coefficients in found.values()}
     basis = Basis(table)
-    relations: list[tuple[int, ...]] = []
-    highs: list[list[NDArray[np.int64]]] = []
-    places: dict[tuple[Any, ...], int] = {}
-    known: dict[bytes, int] = {}
-    for key in keys:
-        names, coefficients = table(key, partial(_asked, *key))
-        places[key] = known.setdefault(coefficients.tobytes(), len(known))
-        if places[key] == len(highs):
-            relations.append(basis.relation(coefficients[names.index("net")]))
-            own = [row for row, name in zip(coefficients, names, strict=True) if name != "net"]
-            highs.append(own or [np.zeros_like(coefficients[0])])
+    relations: dict[bytes, tuple[int, ...]] = {}
+    highs: dict[bytes, list[NDArray[np.int64]]] = {}
+    for one, (names, coefficients) in passes.items():
+        relations[one] = basis.relation(coefficients[names.index("net")])
+        own = [row for row, name in zip(coefficients, names, strict=True) if name != "net"]
+        highs[one] = own or [np.zeros_like(coefficients[0])]
+    in_order = sorted(passes, key=lambda one: -len(highs[one]))
+    place = {one: i for i, one in enumerate(in_order)}
+    ranked = list(zip_longest(*map(highs.__getitem__, in_order)))
+    candidates = [row for own in ranked for row in own if row is not None]
     n = len(basis.numbers)
     return Numbers(
-        places,
-        np.stack([*basis.numbers, *[row for own in highs for row in own]]),
-        np.array([(*found, *[0] * (n - len(found))) for found in relations], np.int64).reshape(-1, n),
+        {key: place[coefficients.tobytes()] for key, (_, coefficients) in found.items()},
+        np.stack([*basis.numbers, *candidates]),
+        np.array([(*relations[one], *[0] * (n - len(relations[one]))) for one in in_order], np.int64),
         np.array(basis.positive, np.bool_),
-        list(accumulate(map(len, highs[:-1]), initial=0)),
+        [sum(row is not None for row in own) for own in ranked],
     )
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from itertools import groupby
+from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -15,7 +15,7 @@ from memplan.estimate import estimate_on
 from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
-from memplan.search.cells import Table, at_cells
+from memplan.search.cells import Rows, Table, at_cells
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import RECEIVED, Program, Reduced, reduced
@@ -119,6 +119,18 @@ class _Sums:
         return found
 
 
+def _largest_of_each(candidates: NDArray[Any], ranked: Sequence[int]) -> NDArray[Any]:
+    """The largest candidate of each: there is one of each, then a second one of the first `ranked[1]`, ...
+
+    >>> _largest_of_each(np.array([3, 5, 4, 1]), [2, 1, 1]).tolist()
+    [4, 5]
+    """
+    first, *others = np.split(candidates, np.cumsum(ranked)[:-1])
+    for more in others:
+        np.maximum(first[: len(more)], more, out=first[: len(more)])
+    return first
+
+
 # Ranks
 
 
@@ -133,6 +145,25 @@ class _Reach(NamedTuple):
         return len(self.places) > 3
 
 
+@final
+class Coefficients:
+    """Numbers of each distinct stage: [number, (at no sequence, for each in a batch), row, column]."""
+
+    def __init__(self, stages: Sequence[NDArray[np.int64]]) -> None:
+        self._whole = stages
+        self._rough = [own.astype(np.float64) for own in stages]
+        self._most = np.max([np.abs(own).max(axis=(0, 3)) for own in self._rough], axis=0)
+
+    def bounds(self, rows: Rows) -> NDArray[np.float64]:
+        """What no number of each cell is above."""
+        once, each = self._most.take(rows.row, axis=1)
+        return np.asarray(once + each * rows.micro_batch)
+
+    def at(self, rows: Rows, *, exact: bool) -> list[NDArray[Any]]:
+        """The numbers of cells [number, cell, column]: floats where these are exact."""
+        return [at_cells(own, rows) for own in (self._rough if exact else self._whole)]
+
+
 class _Blocks:
     """The numbers of recomputed blocks of a rank in a grid: what is worked out to know all."""
 
@@ -143,11 +174,15 @@ class _Blocks:
             (table, n) for table, (_, n) in zip(evaluation.tables(i, rank), rank.distinct, strict=True)
         ]
         self.reaches = list(self._reaches())
-        self.known = [
-            _product(evaluation.numbers(table).coefficients, own)
-            for (table, _), own in zip(self.tables, self._known(), strict=True)
-        ]
-        """Each distinct stage's numbers: [number, (at no sequence, for each in a batch), row, column]."""
+        self.known = Coefficients(
+            [
+                _product(evaluation.numbers(table).coefficients, own)
+                for (table, _), own in zip(self.tables, self._known(), strict=True)
+            ]
+        )
+        columns = [[1, 1, 2] if reach.is_line else [1] * len(reach.places) for reach in self.reaches]
+        self.times = np.concatenate(columns)
+        """For how many places each column stands."""
 
     def _reaches(self) -> Iterator[_Reach]:
         def spans(place: int) -> tuple[Hashable, ...]:
@@ -194,12 +229,12 @@ class _Instants:
     def __init__(self, evaluation: Evaluation, tables: Sequence[Table]) -> None:
         joined = [evaluation.numbers(table) for table in tables]
         self.n_basis = [len(numbers.positive) for numbers in joined]
-        self.highs = [numbers.highs for numbers in joined]
+        self.ranked = [numbers.ranked for numbers in joined]
         self.places: dict[tuple[Any, ...], int] = {}
         self.n_passes = 0
         for stage, numbers in enumerate(joined):
             self.places |= {(stage, *key): self.n_passes + place for key, place in numbers.places.items()}
-            self.n_passes += len(numbers.highs)
+            self.n_passes += numbers.ranked[0]
         self.relations = _block_diagonal([numbers.relations for numbers in joined])
         self.positive = np.concatenate([numbers.positive for numbers in joined])
         self._of_program: dict[int, tuple[bytes, _Sums]] = {}
@@ -250,7 +285,7 @@ class _RankMemory:
         )
         self.held = evaluation.held(i, rank)
         self._order()
-        self.rows = [evaluation.stage_table(i, ends)[1][self.order] for ends, _ in rank.distinct]
+        self.rows = evaluation.stage_table(i, rank.stages[0][0])[1][self.order]
 
     def _order(self) -> None:
         """Of each cell the sums of its program, and by how many units its micro-batches are more.
@@ -281,10 +316,11 @@ class _RankMemory:
         return self.held.states + self._inputs() + self._left(), self._high()
 
     def _high(self) -> Bytes:
-        known = self._most(slice(None), list(map(at_cells, self.blocks.known, self.rows)))
+        blocks = self.blocks
+        known = self._most(np.arange(len(self.order)), blocks.known, self.rows, blocks.times)
         high = np.empty(self.grid.shape, np.int64)
         start = 0
-        for reach in self.blocks.reaches:
+        for reach in blocks.reaches:
             places = list(reach.places)
             if not reach.is_line:
                 high[:, places] = known[:, start : start + len(places)]
@@ -304,46 +340,58 @@ class _RankMemory:
 
     def _bent(self, cells: Column, places: Sequence[int]) -> Bytes:
         """The most that a step adds in cells where it is not on a line."""
-        numbers = []
-        for table, rows, weights in zip(self.tables, self.rows, self.blocks.weights(places), strict=True):
-            numbers.append(
-                _product(at_cells(self.evaluation.numbers(table).coefficients, rows[cells]), weights)
-            )
-        return self._most(cells, numbers)
+        stages, weights = [], self.blocks.weights(places)
+        rows, row = np.unique(self.rows.row[cells], return_inverse=True)
+        for table, own in zip(self.tables, weights, strict=True):
+            coefficients = self.evaluation.numbers(table).coefficients
+            stages.append(_product(coefficients[:, :, rows], own))
+        at = Rows(row, self.rows.micro_batch[cells])
+        return self._most(cells, Coefficients(stages), at, np.ones(len(places), np.int64))
 
-    def _most(self, cells: Column | slice, of_stages: Sequence[NDArray[np.int64]]) -> Bytes:
-        """The most that a step adds in some cells, [cell, column], by the numbers of each distinct stage."""
-        numbers = self._values(self.order[cells], of_stages)
-        n_columns = of_stages[0].shape[2]
-        largest = reduce(np.maximum, [np.maximum(own.max(axis=0), -own.min(axis=0)) for own in numbers])
-        rough = [own.astype(np.float64) for own in numbers]
-        which = self.which[cells]
-        starts = np.flatnonzero(np.diff(which, prepend=-1))
-        limits = np.maximum.reduceat(largest, starts * n_columns).tolist()
-        found = np.empty(len(which) * n_columns, np.int64)
-        for start, stop, limit in zip(
-            starts.tolist(), [*starts[1:].tolist(), len(which)], limits, strict=True
-        ):
-            sums = self.sums[which[start]]
+    def _most(self, cells: Column, known: Coefficients, rows: Rows, times: Column) -> Bytes:
+        """The most that a step adds in some cells, [cell, column].
+
+        By the coefficients of each distinct stage, and how often each column has what the update holds.
+        """
+        which, units, held = (
+            self.which[cells],
+            self.units[self.order[cells]],
+            self.held.high[self.order[cells]],
+        )
+        n_most = np.array([sums.n_most for sums in self.sums])[which]
+        bounds = np.maximum(np.maximum(units, 1) * known.bounds(rows), held * float(times.max()))
+        found = np.empty((len(cells), len(times)), np.int64)
+        small = n_most * bounds < EXACT
+        for exact in (True, False):
+            some = np.flatnonzero(small == exact)
+            if len(some):
+                numbers = known.at(rows[some], exact=exact)
+                first, second = self._values(numbers, units[some, None], held[some, None] * times)
+                found[some] = self._largest(which[some], first, second).reshape(-1, len(times))
+        return found
+
+    def _largest(self, which: Column, basis: NDArray[Any], others: NDArray[Any]) -> Column:
+        """The largest sums, of cells in the order of these, by numbers [number, cell and column]."""
+        n_columns = basis.shape[1] // len(which)
+        found = np.empty(basis.shape[1], np.int64)
+        starts = np.flatnonzero(np.diff(which, prepend=-1)).tolist()
+        for start, stop in pairwise([*starts, len(which)]):
             own = slice(start * n_columns, stop * n_columns)
-            first, second = rough if sums.n_most * limit < EXACT else numbers
-            found[own] = sums.largest(first[:, own], second[:, own])
-        return found.reshape(-1, n_columns)
+            found[own] = self.sums[which[start]].largest(basis[:, own], others[:, own])
+        return found
 
     def _values(
-        self, cells: Column, numbers: Sequence[NDArray[np.int64]]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self, numbers: Sequence[NDArray[Any]], units: Column, held: Column
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """The numbers of `_Instants` in some cells, [number, cell and column]: the basis, the others."""
         instants = self.instants
         basis = [own[:n] for own, n in zip(numbers, instants.n_basis, strict=True)]
         others = [
-            np.maximum.reduceat(own[n:], starts)
-            for own, n, starts in zip(numbers, instants.n_basis, instants.highs, strict=True)
+            _largest_of_each(own[n:], ranked)
+            for own, n, ranked in zip(numbers, instants.n_basis, instants.ranked, strict=True)
         ]
-        units = self.units[cells, None]
-        held = np.broadcast_to(self.held.high[cells, None], (1, *others[0].shape[1:]))
-        basis += [own * units for own in basis]
-        first, second = (np.concatenate(found) for found in (basis, [*others, held]))
+        basis += [own * units.astype(own.dtype) for own in basis]
+        first, second = np.concatenate(basis), np.concatenate([*others, held[None].astype(basis[0].dtype)])
         return first.reshape(len(first), -1), second.reshape(len(second), -1)
 
     def _left(self) -> Column | int:
