@@ -132,15 +132,16 @@ class _Group(NamedTuple):
 class Numbers(NamedTuple):
     """Coefficients of a table's numbers: a basis of what passes leave, then candidates for what they hold.
 
-    Of candidates there is first one for each pass, then a second one for the first `ranked[1]` passes, and so
-    on. By method and arguments the `places` of passes, equal ones the same: in `relations` [pass, basis],
-    what with `positive` `memplan.search.ranks.reduced` asks for, and among the first candidates.
+    By method and arguments the `places` of passes, equal ones the same: in `relations` [pass, basis], what
+    with `positive` `memplan.search.ranks.reduced` asks for, and in `first`, which candidate is their first.
+    Of candidates there is one for each pass, then another for the first `ranked[1]` of these, and so on.
     """
 
     places: Mapping[tuple[Any, ...], int]
     coefficients: NDArray[np.int64]
     relations: NDArray[np.int64]
     positive: NDArray[np.bool_]
+    first: Column
     ranked: Sequence[int]
 
 
@@ -432,15 +433,16 @@ def _numbers(table: Table, keys: Mapping[tuple[Any, ...], None]) -> Numbers:
         own = [row for row, name in zip(coefficients, names, strict=True) if name != "net"]
         highs[one] = own or [np.zeros_like(coefficients[0])]
     in_order = sorted(passes, key=lambda one: -len(highs[one]))
-    place = {one: i for i, one in enumerate(in_order)}
+    place = {one: i for i, one in enumerate(passes)}
     ranked = list(zip_longest(*map(highs.__getitem__, in_order)))
     candidates = [row for own in ranked for row in own if row is not None]
     n = len(basis.numbers)
     return Numbers(
         {key: place[coefficients.tobytes()] for key, (_, coefficients) in found.items()},
         np.stack([*basis.numbers, *candidates]),
-        np.array([(*relations[one], *[0] * (n - len(relations[one]))) for one in in_order], np.int64),
+        np.array([(*relations[one], *[0] * (n - len(relations[one]))) for one in passes], np.int64),
         np.array(basis.positive, np.bool_),
+        np.argsort([place[one] for one in in_order]),
         [sum(row is not None for row in own) for own in ranked],
     )
 

@@ -232,9 +232,13 @@ class _Instants:
         self.ranked = [numbers.ranked for numbers in joined]
         self.places: dict[tuple[Any, ...], int] = {}
         self.n_passes = 0
+        first: list[Column] = []
         for stage, numbers in enumerate(joined):
+            first.append(self.n_passes + numbers.first)
             self.places |= {(stage, *key): self.n_passes + place for key, place in numbers.places.items()}
             self.n_passes += numbers.ranked[0]
+        self.first = np.append(np.concatenate(first), self.n_passes)
+        """Of each place, then of the update: which of what is held is its."""
         self.relations = _block_diagonal([numbers.relations for numbers in joined])
         self.positive = np.concatenate([numbers.positive for numbers in joined])
         self._of_program: dict[int, tuple[bytes, _Sums]] = {}
@@ -252,7 +256,7 @@ class _Instants:
 
     def _made(self, worst: Reduced) -> _Sums:
         times = np.concatenate((worst.before, worst.before_each), axis=1)
-        return _Sums(times, np.where(worst.at < 0, self.n_passes, worst.at))
+        return _Sums(times, self.first[worst.at])
 
 
 def _block_diagonal(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -419,9 +423,14 @@ class _RankMemory:
         boundary = sum(
             [n * evaluation.boundary(self.i, own) for n, own in zip(received, distinct, strict=True)]
         )
-        world = grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
         found = fixed + self.m * (each * cells["micro_batch"] + boundary)
-        return np.asarray(found + mesh_bytes(many(world), evaluation.device))
+        return np.asarray(found + evaluation.known(("mesh", self.i), self._mesh_bytes))
+
+    def _mesh_bytes(self) -> Column:
+        """The ranks' numbers on the mesh."""
+        cells = self.grid.cells
+        world = self.grid.structure["pp"] * cells["dp_replicate"] * cells["dp"] * cells["tp"]
+        return np.asarray(mesh_bytes(many(world), self.evaluation.device))
 
 
 @lru_cache(maxsize=4096)
