@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple, final
 
@@ -96,11 +96,10 @@ def _held(evaluation: Evaluation, i: int) -> Memory:
 # Sums that are exact
 
 
-def _product(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The product of whole numbers [..., n] and [n, m], by way of floats where these are exact."""
+def _product(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[Any]:
+    """The product of whole numbers [..., n] and [n, m]: floats where these are exact."""
     most = max(float(a.max()), -float(a.min())) * float(np.abs(b).sum(axis=0).max())
-    found: NDArray[Any] = a.astype(np.float64) @ b.astype(np.float64) if most < EXACT else a @ b
-    return found.astype(np.int64)
+    return a.astype(np.float64) @ b.astype(np.float64) if most < EXACT else a @ b
 
 
 class _Sums:
@@ -149,10 +148,14 @@ class _Reach(NamedTuple):
 class Coefficients:
     """Numbers of each distinct stage: [number, (at no sequence, for each in a batch), row, column]."""
 
-    def __init__(self, stages: Sequence[NDArray[np.int64]]) -> None:
-        self._whole = stages
-        self._rough = [own.astype(np.float64) for own in stages]
+    def __init__(self, stages: Sequence[NDArray[Any]]) -> None:
+        self._rough = [own.astype(np.float64, copy=False) for own in stages]
+        self._stages = stages
         self._most = np.max([np.abs(own).max(axis=(0, 3)) for own in self._rough], axis=0)
+
+    @cached_property
+    def _whole(self) -> list[NDArray[np.int64]]:
+        return [own.astype(np.int64, copy=False) for own in self._stages]
 
     def bounds(self, rows: Rows) -> NDArray[np.float64]:
         """What no number of each cell is above."""
