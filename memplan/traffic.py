@@ -10,7 +10,7 @@ from memplan.engines.torch import RankStages, Stage
 from memplan.engines.torch.ddp import bucket_of, buckets, payloads
 from memplan.engines.torch.fsdp import Unit, Units
 from memplan.engines.torch.optimizer import all_reduces
-from memplan.engines.torch.orders import Action, counts, plan_order, times_unsharded
+from memplan.engines.torch.orders import Action, plan_counts, plan_order, times_unsharded
 from memplan.engines.trace import Segment
 from memplan.many import Many, anywhere
 from memplan.models import Model
@@ -112,10 +112,8 @@ def rounds_of(plan: Plan, pp_rank: int, firsts: Sequence[bool]) -> list[Rounds]:
         return [Rounds(m, 0, m, m, m)]
     if plan.schedule in SINGLE_STAGE_SCHEDULES:
         return [Rounds(m, 0, 1, m, 1)]
-    splits = plan.schedule in SPLITTING_SCHEDULES
-    order = plan_order(plan, pp_rank) if splits or plan.fsdp else None
-    in_parts = counts(order) if order is not None and splits else {}
-    unsharded = times_unsharded(order) if order is not None and plan.fsdp else {}
+    in_parts = plan_counts(plan, pp_rank) if plan.schedule in SPLITTING_SCHEDULES else {}
+    unsharded = times_unsharded(plan_order(plan, pp_rank)) if plan.fsdp else {}
     found = []
     for local, first in enumerate(firsts):
         split = 0 if first else in_parts.get(Action("backward-input", local), 0)

@@ -88,19 +88,19 @@ class Kept:
             return
         found = self.hopeful(self._rows, Places(figures, grid.shape, places))
         if len(found.places):
-            self._waiting.append(
-                {**grid.plans(*found.cells).columns, **{name: found[name] for name in figures}}
-            )
-            self._n_waiting += len(found.places)
-        if self._n_waiting > max(AT_ONCE, n_rows(self._rows)):
-            self._choose()
+            self._wait({**grid.plans(*found.cells).columns, **{name: found[name] for name in figures}})
 
     def join(self, rows: Rows, n_seen: int) -> None:
         """Consider what was kept elsewhere of so many plans."""
         self.n_seen += n_seen
         if n_rows(rows):
-            self._waiting.append(rows)
-            self._n_waiting += n_rows(rows)
+            self._wait(rows)
+
+    def _wait(self, rows: Rows) -> None:
+        self._waiting.append(rows)
+        self._n_waiting += n_rows(rows)
+        if self._n_waiting > max(AT_ONCE, n_rows(self._rows)):
+            self._choose()
 
     @property
     def rows(self) -> dict[str, NDArray[Any]]:

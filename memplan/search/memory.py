@@ -360,11 +360,8 @@ class _RankMemory:
 
         By the coefficients of each distinct stage, and how often each column has what the update holds.
         """
-        which, units, held = (
-            self.which[cells],
-            self.units[self.order[cells]],
-            self.held.high[self.order[cells]],
-        )
+        which, place = self.which[cells], self.order[cells]
+        units, held = self.units[place], self.held.high[place]
         n_most = np.array([sums.n_most for sums in self.sums])[which]
         bounds = np.maximum(np.maximum(units, 1) * known.bounds(rows), held * float(times.max()))
         found = np.empty((len(cells), len(times)), np.int64)

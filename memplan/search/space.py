@@ -24,7 +24,7 @@ DATA: Final = {
     "ddp": ((0, True), (1, True)),
     "none": ((0, False), (1, False)),
 }
-"""What the data axis does, by ZeRO stage and whether it has several ranks."""
+"""What the data axis does, by ZeRO stage and whether it has several ranks; what is most work comes first."""
 
 
 class Mesh(NamedTuple):
