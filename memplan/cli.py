@@ -29,10 +29,11 @@ from memplan.plan import (
 )
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
-from memplan.search.search import KEEP, OBJECTIVES, QUESTIONS, searched
+from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import counts, search_rows
 from memplan.search.text import advice_text, search_text
+from memplan.search.verdicts import OBJECTIVES
 from memplan.search.why import why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.units import TB, TFLOP, GiB
@@ -271,11 +272,16 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 )
 @search_options()
 @_count("--keep", "Plans of each verdict to keep.", default=KEEP)
+@click.option(
+    "--exhaustive",
+    is_flag=True,
+    help="Work out every plan. Otherwise those that are slower than the fastest kept are left out.",
+)
 @_count("--workers", "Processes that share the work; left out: one per core.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
-    """All plans of a cluster, best first.
+    """The best plans of a cluster, of all there are.
 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Fields of a plan that
     are left out take every value that makes a difference.

@@ -6,6 +6,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
+import numpy as np
 import pandas
 import pytest
 from hypothesis import given, settings
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 import memplan
 from memplan import Cluster, Gpt, Llama, MemplanError, Plan
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
-from memplan.estimate import estimate_plan
+from memplan.estimate import device_of, estimate_plan
 from memplan.plan import RECOMPUTES, SCHEDULES, check_plan
 from memplan.search import searched
-from memplan.search.best import SIMPLER, n_rows
+from memplan.search.best import SIMPLER, Front, n_rows
+from memplan.search.evaluate import Evaluation
 from memplan.search.plans import VARIED, number_of, value_of
 from memplan.search.space import Space, divisors
+from memplan.search.time import least_s, least_times, times
 from memplan.units import MiB
 from tests.grids import running
 
@@ -138,6 +141,86 @@ def test_the_best_come_first_and_of_equal_ones_the_simpler(objective: str):
     assert same == sorted(same)
 
 
+def rows_of(rows: Any) -> list[tuple[int, ...]]:
+    """The varied fields of each."""
+    return list(zip(*[rows[name].tolist() for name in VARIED], strict=True)) if rows else []
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    model=st.sampled_from((LLAMA, GPT)),
+    n_gpus=st.sampled_from((1, 2, 4, 6)),
+    usable_mib=st.integers(1, 20),
+    keep=st.sampled_from((1, 3, 40)),
+    asked=st.sampled_from(({}, {"zero": (0, 1)}, {"offload": (False, True), "micro_batch": (2, 4)})),
+)
+def test_the_fastest_are_those_of_an_exhaustive_search(
+    model: Any, n_gpus: int, usable_mib: int, keep: int, asked: dict[str, Any]
+):
+    where = limited(f"{n_gpus}xh100-sxm", usable_mib * MiB)
+    asked = {"cluster": where, "seq_len": 32, "global_batch": 12, "recompute_blocks": (None, 1), **asked}
+    found, every = (searched(model, keep=keep, exhaustive=yes, **asked) for yes in (False, True))
+    all_fit = searched(model, keep=None, **asked).fit
+    assert (found.n_plans, found.n_refused) == (every.n_plans, every.n_refused)
+    for name, column in every.fit.items():
+        assert (found.fit[name] == column).all()
+    limit_s = every.fit["step_s"][-1] if n_rows(every.fit) == keep else inf
+    assert found.n_fit == (all_fit["step_s"] <= limit_s).sum() if every.n_fit else not found.n_fit
+    if limit_s == inf:
+        assert (found.n_too_large, found.n_slower) == (every.n_too_large, 0)
+    near = found.too_large["over_bytes"].tolist() if found.n_too_large else []
+    assert near == sorted(near)
+    assert len(near) == min(keep, found.n_too_large)
+    known = rows_of(found.too_large)
+    for i, row in enumerate(rows_of(every.too_large)):
+        if row not in known and (len(near) < keep or every.too_large["over_bytes"][i] < near[-1]):
+            step_s = estimate_plan(model, every.plan(every.too_large, i), where).step_s
+            assert step_s is None or step_s > limit_s
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    model=st.sampled_from((LLAMA, GPT, replace(LLAMA, tied_head=True))),
+    cluster=st.sampled_from(("4xh100-sxm", "6xa100-40-sxm", "16xh100-sxm")),
+    global_batch=st.sampled_from((8, 12, 48)),
+    precision=st.sampled_from(("bf16-mixed", "fp32")),
+    schedule=st.sampled_from(SCHEDULES),
+)
+def test_no_step_is_shorter_than_its_bounds(
+    model: Any, cluster: str, global_batch: int, precision: Any, schedule: str
+):
+    where = memplan.cluster(cluster)
+    base = Plan(global_batch=global_batch, seq_len=32, precision=precision)
+    ranges = {"offload": (False,), "schedule": (schedule,), "recompute_blocks": (None, 1)}
+    space = Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges)
+    for batch in space.grids():
+        grids = [ruled.running for ruled in batch if len(ruled.running)]
+        evaluation = Evaluation(model, grids, device_of(where))
+        for i, grid in enumerate(grids):
+            least, seconds = least_times(evaluation, i, where), times(evaluation, i, where)
+            assert (least_s(model, grid, where)[:, None] <= seconds).all()
+            assert (least <= seconds).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
+def test_a_deep_front_has_the_smallest_within_any_limit(pairs: list[tuple[int, int]], depth: int, limit: int):
+    rows = {name: np.arange(len(pairs)) for name in SIMPLER}
+    rows |= {name: np.array([pair[i] for pair in pairs]) for i, name in enumerate(("first", "second"))}
+    found = Front(depth, "first", "second").chosen(rows)
+
+    def smallest(some: Any) -> list[int]:
+        within = some["second"] <= limit
+        order = np.lexsort((some["zero"][within], some["second"][within], some["first"][within]))
+        chosen: list[int] = some["zero"][within][order][:depth].tolist()
+        return chosen
+
+    assert smallest(found) == smallest(rows)
+
+
 def test_nothing_beats_the_front_and_it_beats_all_else():
     asked: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32}
     front = searched(LLAMA, **asked, objective="front").fit
@@ -151,7 +234,7 @@ def test_nothing_beats_the_front_and_it_beats_all_else():
         )
 
 
-@pytest.mark.parametrize("objective", ["speed", "front", "seq_len"])
+@pytest.mark.parametrize("objective", ["speed", "memory", "front", "seq_len"])
 def test_several_workers_find_what_one_finds(objective: str):
     asked: dict[str, Any] = {"cluster": limited("4xh100-sxm", 4 * MiB), "global_batch": 8, "tp": (1, 2)}
     asked |= {"schedule": ("1f1b", "zero-bubble"), "objective": objective, "keep": 9}

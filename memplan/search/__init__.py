@@ -1,4 +1,4 @@
-"""All plans of a cluster: every one evaluated on the formulas of `memplan.estimate`, best first."""
+"""The best of all plans of a cluster, on the formulas of `memplan.estimate`."""
 
 from memplan.search.advise import Advice, advise
 from memplan.search.questions import largest_model, longest_sequence, smallest_cluster

@@ -1,8 +1,10 @@
 """The best rows of millions, of which only so many are ever held."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from heapq import heappush, heappushpop
+from math import inf
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,19 +64,24 @@ AT_ONCE: Final = 1000
 """Fewer rows than these wait until it is chosen among them."""
 
 
+class Choice(Protocol):
+    """Which rows are worth keeping."""
+
+    def chosen(self, rows: Rows) -> dict[str, NDArray[Any]]:
+        """Those of some rows, in order."""
+        ...
+
+    def hopeful(self, rows: Rows, plans: Places) -> Places:
+        """Those of some plans, by the figures of each, that may be among them beside rows kept before."""
+        ...
+
+
 @final
 class Kept:
-    """The rows that are worth keeping of all `n_seen`: those `chosen` of the ones kept so far and the new.
+    """The rows that are worth keeping of all `n_seen`: those of the ones kept so far and the new."""
 
-    `hopeful` are those of some plans, by the figures of each, that may be among them beside the rows kept.
-    """
-
-    def __init__(
-        self,
-        chosen: Callable[[Rows], dict[str, NDArray[Any]]],
-        hopeful: Callable[[Rows, "Places"], "Places"],
-    ) -> None:
-        self.chosen, self.hopeful = chosen, hopeful
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
         self.n_seen = 0
         self._rows: dict[str, NDArray[Any]] = {}
         self._waiting: list[Rows] = []
@@ -86,15 +93,15 @@ class Kept:
         self.n_seen += len(places)
         if not len(places):
             return
-        found = self.hopeful(self._rows, Places(figures, grid.shape, places))
+        found = self.choice.hopeful(self._rows, Places(figures, grid.shape, places))
         if len(found.places):
             self._wait({**grid.plans(*found.cells).columns, **{name: found[name] for name in figures}})
 
-    def join(self, rows: Rows, n_seen: int) -> None:
-        """Consider what was kept elsewhere of so many plans."""
-        self.n_seen += n_seen
-        if n_rows(rows):
-            self._wait(rows)
+    def join(self, other: "Kept") -> None:
+        """Consider what was kept elsewhere."""
+        self.n_seen += other.n_seen
+        if n_rows(other.rows):
+            self._wait(other.rows)
 
     def _wait(self, rows: Rows) -> None:
         self._waiting.append(rows)
@@ -111,49 +118,96 @@ class Kept:
     def _choose(self) -> None:
         if self._waiting:
             several = [self._rows, *self._waiting] if self._rows else self._waiting
-            self._rows = self.chosen(joined(several))
+            self._rows = self.choice.chosen(joined(several))
             self._waiting, self._n_waiting = [], 0
 
 
-def best(keep: int | None, *keys: str) -> Kept:
-    """Keeps the `keep` rows (None: all) with the smallest keys, in that order; of equal ones the simplest."""
+@final
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The `keep` rows (None: all) with the smallest keys, in that order; of equal ones the simplest."""
 
-    def chosen(rows: Rows) -> dict[str, NDArray[Any]]:
-        if keep is not None:
-            rows = taken(rows, smallest([rows[name] for name in keys], keep))
-        return taken(rows, in_order(rows, keys)[:keep])
+    keep: int | None
+    keys: tuple[str, ...]
 
-    def hopeful(rows: Rows, plans: Places) -> Places:
-        if keep is None:
+    def chosen(self, rows: Rows) -> dict[str, NDArray[Any]]:
+        """As `Choice` says."""
+        if self.keep is not None:
+            rows = taken(rows, smallest([rows[name] for name in self.keys], self.keep))
+        return taken(rows, in_order(rows, self.keys)[: self.keep])
+
+    def hopeful(self, rows: Rows, plans: Places) -> Places:
+        """As `Choice` says."""
+        if self.keep is None:
             return plans
-        if n_rows(rows) >= keep:
-            plans = plans.taken(plans[keys[0]] <= rows[keys[0]][keep - 1])
-        if len(plans.places) > keep:
-            plans = plans.taken(smallest([plans[name] for name in keys], keep))
+        if n_rows(rows) >= self.keep:
+            plans = plans.taken(plans[self.keys[0]] <= rows[self.keys[0]][self.keep - 1])
+        if len(plans.places) > self.keep:
+            plans = plans.taken(smallest([plans[name] for name in self.keys], self.keep))
         return plans
 
-    return Kept(chosen, hopeful)
 
+@final
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The rows that fewer than `depth` others equal or beat in both keys; of equal ones the simplest.
 
-def front(first: str, second: str) -> Kept:
-    """Keeps the rows that no other row equals or beats in both keys; of equal ones the simplest."""
+    Whatever limit is put to the second key, the `depth` rows within it with the smallest first are there.
+    """
 
-    def chosen(rows: Rows) -> dict[str, NDArray[Any]]:
-        rows = taken(rows, in_order(rows, (first, second)))
-        least_before = np.minimum.accumulate(rows[second])[:-1]
-        beats = np.concatenate(([True], rows[second][1:] < least_before))
-        return taken(rows, np.flatnonzero(beats))
+    depth: int
+    first: str
+    second: str
 
-    def hopeful(rows: Rows, plans: Places) -> Places:
+    def chosen(self, rows: Rows) -> dict[str, NDArray[Any]]:
+        """As `Choice` says."""
+        rows = taken(rows, in_order(rows, (self.first, self.second)))
+        least = np.array([*least_so_far(rows[self.second].tolist(), self.depth)])
+        return taken(rows, (rows[self.second] < least) | (np.arange(len(least)) < self.depth))
+
+    def hopeful(self, rows: Rows, plans: Places) -> Places:
+        """As `Choice` says."""
         if rows:
-            least = np.concatenate(([np.inf], rows[second]))
-            before = np.searchsorted(rows[first], plans[first], side="right")
-            plans = plans.taken(plans[second] <= least[before])
-        order = np.lexsort((plans[second], plans[first]))
-        falling = plans[second][order]
-        return plans.taken(order[falling <= np.minimum.accumulate(falling)])
+            least = np.array([*least_so_far([*rows[self.second].tolist(), inf], self.depth)])
+            before = np.searchsorted(rows[self.first], plans[self.first], side="right")
+            plans = plans.taken(plans[self.second] <= least[before])
+        order = np.lexsort((plans[self.second], plans[self.first]))
+        second = plans[self.second][order]
+        return plans.taken(order[second <= np.array([*least_so_far(second.tolist(), self.depth)])])
 
-    return Kept(chosen, hopeful)
+
+def least_so_far(numbers: Sequence[float], n: int) -> Iterator[float]:
+    """Before each number the n-th smallest of those that have been; infinite while they are fewer.
+
+    >>> [*least_so_far([5, 3, 4, 1], 2)]
+    [inf, inf, 5, 4]
+    """
+    largest_first: list[float] = []
+    for number in numbers:
+        full = len(largest_first) == n
+        yield -largest_first[0] if full else inf
+        (heappushpop if full else heappush)(largest_first, -number)
+
+
+@final
+class Tally:
+    """Counts numbers up to a limit that falls."""
+
+    def __init__(self) -> None:
+        self._numbers: list[NDArray[Any]] = []
+
+    def add(self, numbers: NDArray[Any]) -> None:
+        """Some more of them."""
+        self._numbers.append(numbers)
+
+    def join(self, other: "Tally") -> None:
+        """What another has counted."""
+        self._numbers += other._numbers
+
+    def n_up_to(self, limit: float) -> int:
+        """How many are at most the limit; those above it are forgotten."""
+        self._numbers = [numbers[numbers <= limit] for numbers in self._numbers]
+        return sum(map(len, self._numbers))
 
 
 def smallest(keys: Sequence[NDArray[Any]], keep: int) -> NDArray[np.intp]:

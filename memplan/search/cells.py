@@ -71,7 +71,7 @@ def _ranges(numbers: Sequence[int], *, linear: bool) -> list[Range]:
     several = [n for n in numbers if n > 1]
     if not linear or len(several) < 4:
         return [Range((n,)) for n in numbers]
-    line = Range((several[0], several[len(several) // 2], several[-1]))
+    line = Range((several[0], several[1], several[-1]))
     return [Range((1,)), line] if numbers[0] == 1 else [line]
 
 

@@ -28,21 +28,31 @@ class NotLinear(Exception):
 
 
 class Range(NamedTuple):
-    """Micro-batches between which everything is linear: a single one, or the least, one between, the most."""
+    """Micro-batches between which everything is linear: a single one, or the least, the next one, the most.
+
+    The step from the least to the next is the one that tells, since the most may be on no cell: as many FLOPs
+    as there are in so many sequences on a single tensor rank may be no 64-bit integer, and wrap around.
+    """
 
     corners: tuple[int, ...]
 
     def coefficients(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """At 0, and what each sequence adds; corners are along the last axis of values.
 
+        >>> Range((2, 4, 6)).coefficients(np.array([5, 9, 13])).tolist()
+        [1, 2]
+        >>> wrapped = np.array([[1, 2, 3]]) * 2**62  # the last is no 64-bit integer
+        >>> Range((2, 4, 6)).coefficients(wrapped).tolist() == [[0, 2**61]]
+        True
+
         Raises:
             NotLinear: the corners are on no line.
         """
         if len(self.corners) == 1:
             return np.stack([values[..., 0], np.zeros_like(values[..., 0])], axis=-1)
-        least, between, most = self.corners
-        each, rest = np.divmod(values[..., 2] - values[..., 0], most - least)
-        if rest.any() or (values[..., 0] + each * (between - least) != values[..., 1]).any():
+        least, following, most = self.corners
+        each, rest = np.divmod(values[..., 1] - values[..., 0], following - least)
+        if rest.any() or (values[..., 0] + each * (most - least) != values[..., 2]).any():
             raise NotLinear
         return np.stack([values[..., 0] - each * least, each], axis=-1)
 

@@ -1,40 +1,31 @@
 """`memplan.search`: what should be run on a cluster."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memplan.checks import checked_choice, checked_count, checked_flag
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
-from memplan.estimate import device_of
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
-from memplan.search.best import Kept, Rows, best, front
-from memplan.search.plans import VARIED, Figures, Grid, Plans
-from memplan.search.processes import in_processes, n_cores, uncollected
+from memplan.search.best import Best, Kept, Rows
+from memplan.search.plans import VARIED, Grid, Plans
+from memplan.search.processes import in_processes, n_cores
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_frame
+from memplan.search.verdicts import OBJECTIVES, Every, Fastest, Verdicts
 from memplan.steptime import Roofline
 
 if TYPE_CHECKING:
     import pandas
-
-OBJECTIVES: Final = {
-    "speed": ("step_s",),
-    "memory": ("peak_bytes", "step_s"),
-    "micro_batch": ("minus_micro_batch", "step_s", "peak_bytes"),
-    "front": ("step_s", "peak_bytes"),
-}
-"""What is least in the best plan, and of equal ones: the time of a step (so most tokens per second), ..."""
 
 QUESTIONS: Final = ("gpus", "seq_len")
 """Objectives that take several searches: the fewest GPUs, the longest sequence."""
@@ -51,8 +42,9 @@ Progress = Callable[[int], None]
 class Found:
     """What a search found: the best plans that fit, the nearest that do not, the first that are refused.
 
-    `n_fit`, `n_too_large` and `n_refused` count all there are; `refused_by` how many each rule refused, by
-    its text for the first of them.
+    `n_slower` counts plans that are slower than all the best and were not worked out; `n_fit` and
+    `n_too_large` count the others, `n_refused` all there are; `refused_by` how many each rule refused, by its
+    text for the first of them.
     """
 
     model: Model
@@ -63,13 +55,14 @@ class Found:
     refused: Rows
     n_fit: int
     n_too_large: int
+    n_slower: int
     n_refused: int
     refused_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n_plans(self) -> int:
         """All of them."""
-        return self.n_fit + self.n_too_large + self.n_refused
+        return self.n_fit + self.n_too_large + self.n_slower + self.n_refused
 
     def values(self, rows: Rows, i: int) -> dict[str, Any]:
         """The varied fields of one of the rows."""
@@ -95,6 +88,7 @@ def search(
     seq_len: int | None = None,
     objective: str = "speed",
     keep: int | None = KEEP,
+    exhaustive: bool = False,
     progress: Progress | None = None,
     workers: int | None = 1,
     **options: Any,
@@ -112,6 +106,9 @@ def search(
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
         keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
             None: all.
+        exhaustive: work out every plan. Otherwise objective="speed" leaves out those that are slower than
+            all the best, whether they fit or not: the best are the same, and those that do not fit are the
+            nearest of the plans that are at least as fast.
         progress: called now and then with the number of plans seen.
         workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
@@ -124,7 +121,8 @@ def search(
         not; `peak_bytes`, `over_bytes` (beyond the cluster's budget), `rest_bytes`, `worst_stage`, `when`;
         `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`). Equally good
         plans stand with the simpler first. `attrs` has the numbers of plans: `n_plans`, `n_fit`,
-        `n_too_large`, `n_refused`, and `refused_by`, how many each rule refused; `cluster` and `seq_len`.
+        `n_too_large`, `n_slower` (left out as slower than all that are shown), `n_refused`, and `refused_by`,
+        how many each rule refused; `cluster` and `seq_len`.
 
     Raises:
         PlanRefused: no plan fits, where the fewest GPUs or the longest sequence are asked for.
@@ -137,6 +135,7 @@ def search(
         seq_len=seq_len,
         objective=objective,
         keep=keep,
+        exhaustive=exhaustive,
         progress=progress,
         workers=workers,
         **options,
@@ -151,6 +150,7 @@ def searched(
     seq_len: int | None = None,
     objective: str = "speed",
     keep: int | None = KEEP,
+    exhaustive: bool = False,
     progress: Progress | None = None,
     workers: int | None = 1,
     **options: Any,
@@ -166,10 +166,11 @@ def searched(
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
         asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep}
-        asked |= {"progress": progress, "workers": workers}
+        asked |= {"exhaustive": exhaustive, "progress": progress, "workers": workers}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     keep = None if keep is None else checked_count("keep", keep)
+    every = checked_flag("exhaustive", exhaustive) or objective != "speed"
     varied = {name: options.pop(name, None) for name in VARIED}
     ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     space = Space(
@@ -189,7 +190,8 @@ def searched(
             "another cluster."
         )
     n_workers = n_cores() if workers is None else checked_count("workers", workers)
-    return _run(space, where, objective, keep, progress, n_workers)
+    verdicts = Every(objective, keep) if every or keep is None else _fastest(space, where, keep)
+    return _run(space, where, verdicts, keep, progress, n_workers)
 
 
 def cluster_of(value: Cluster | str) -> Cluster:
@@ -207,154 +209,99 @@ def cluster_of(value: Cluster | str) -> Cluster:
 def _run(
     space: Space,
     cluster: Cluster,
-    objective: str,
+    verdicts: Verdicts,
     keep: int | None,
     progress: Progress | None,
     workers: int,
 ) -> Found:
-    both, refused = _Both.of(objective, keep), best(keep, "place")
-    counts: dict[int, int] = {}
-
-    def running(batches: Iterable[Sequence[Ruled]]) -> Iterator[list[Grid]]:
-        for batch in batches:
-            for ruled in batch:
-                _count_refused(ruled, refused, counts)
-            yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
+    refused = _refused(space, keep)
 
     def told() -> None:
         if progress is not None:
-            progress(both.n_seen + refused.n_seen)
+            progress(refused.kept.n_seen + verdicts.n_seen)
 
-    parts = [*map(running, space.parts())]
+    parts = [_hopeful(space, part, verdicts, cluster) for part in space.parts()]
     workers = min(workers, len(parts))
     if workers == 1:
         for grids in chain.from_iterable(parts):
-            both.add(space.model, grids, cluster)
+            verdicts.add(space.model, grids, cluster)
             told()
     else:
-        work = partial(_worked_out, space.model, cluster, objective, keep)
-        for found in in_processes(workers, work, map(list, parts)):
-            both.join(found)
+        work = partial(_worked_out, space.model, cluster)
+        for found in in_processes(workers, work, ((verdicts.begun(), list(part)) for part in parts)):
+            verdicts.join(found)
             told()
-    texts = list(space.rules)
+    if progress is not None:
+        progress(refused.kept.n_seen + refused.n_others)
+    (fit, n_fit), (too_large, n_too_large) = verdicts.fit(), verdicts.too_large()
     return Found(
         model=space.model,
         cluster=cluster,
         base=space.base,
-        fit=both.fit.rows,
-        too_large=both.too_large.rows,
-        refused=refused.rows,
-        n_fit=both.fit.n_seen,
-        n_too_large=both.too_large.n_seen,
-        n_refused=refused.n_seen,
-        refused_by={texts[rule]: n for rule, n in sorted(counts.items(), key=lambda item: -item[1])},
+        fit=fit,
+        too_large=too_large,
+        refused=refused.kept.rows,
+        n_fit=n_fit,
+        n_too_large=n_too_large,
+        n_slower=refused.n_others - n_fit - n_too_large,
+        n_refused=refused.kept.n_seen,
+        refused_by=refused.by_rule,
     )
 
 
-class _Part(NamedTuple):
-    """What is kept of some plans that fit, and of some that are too large; and how many there are."""
-
-    fit: Rows
-    too_large: Rows
-    n_fit: int
-    n_too_large: int
-
-
-class _Both(NamedTuple):
-    """The plans that fit, and those that are too large."""
-
-    fit: Kept
-    too_large: Kept
-
-    @classmethod
-    def of(cls, objective: str, keep: int | None) -> "_Both":
-        """None yet."""
-        keys = OBJECTIVES[objective]
-        return cls(front(*keys) if objective == "front" else best(keep, *keys), best(keep, "over_bytes"))
-
-    @property
-    def n_seen(self) -> int:
-        """Of how many plans."""
-        return self.fit.n_seen + self.too_large.n_seen
-
-    @uncollected()
-    def add(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> None:
-        """Consider the plans of grids of one kind."""
-        for grid, figures in zip(grids, evaluated(model, grids, cluster), strict=True):
-            columns = _columns(grid, figures, cluster)
-            fits = np.broadcast_to(columns["over_bytes"] == 0, grid.shape)
-            self.fit.add(grid, columns, fits)
-            self.too_large.add(grid, columns, ~fits)
-
-    def join(self, part: _Part) -> None:
-        """Consider what another process has kept."""
-        self.fit.join(part.fit, part.n_fit)
-        self.too_large.join(part.too_large, part.n_too_large)
+def _hopeful(
+    space: Space, batches: Iterable[Sequence[Ruled]], verdicts: Verdicts, cluster: Cluster
+) -> Iterator[Sequence[Grid]]:
+    """The plans that run, batch by batch, and may be kept beside those that are kept by then."""
+    for batch in batches:
+        running = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
+        if some := verdicts.hopeful(space.model, running, cluster):
+            yield some
 
 
-def _worked_out(
-    model: Model, cluster: Cluster, objective: str, keep: int | None, batches: Sequence[Sequence[Grid]]
-) -> _Part:
-    """What is kept of batches of grids."""
-    both = _Both.of(objective, keep)
+LEAN: Final[dict[str, Any]] = {"zero": 3, "micro_batch": 1, "schedule": "1f1b", "offload": False}
+"""Plans that need little memory and are little work: where some fit, it is soon known which are too slow."""
+
+
+def _fastest(space: Space, cluster: Cluster, keep: int) -> Fastest:
+    """Verdicts that know of enough plans that fit to leave out slower ones; if any of the `LEAN` ones fit."""
+    lean = {name: (value,) for name, value in LEAN.items() if value in space.of(name, (value,))}
+    some = Space(model=space.model, n_gpus=space.n_gpus, base=space.base, ranges={**space.ranges, **lean})
+    verdicts = Fastest(keep)
+    for grids in _hopeful(some, some.grids(), verdicts, cluster):
+        verdicts.add(space.model, grids, cluster)
+    return verdicts.begun()
+
+
+def _worked_out(model: Model, cluster: Cluster, part: tuple[Verdicts, Sequence[Sequence[Grid]]]) -> Verdicts:
+    """Verdicts on batches of grids."""
+    verdicts, batches = part
     for grids in batches:
-        both.add(model, grids, cluster)
-    fit, too_large = both
-    return _Part(fit.rows, too_large.rows, fit.n_seen, too_large.n_seen)
+        verdicts.add(model, grids, cluster)
+    return verdicts
 
 
-def _count_refused(ruled: Ruled, refused: Kept, counts: dict[int, int]) -> None:
-    chosen = np.flatnonzero(ruled.rule != RUNS)
-    if not len(chosen):
-        return
-    grid = ruled.grid[chosen]
-    refused.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
-    for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
-        counts[int(rule)] = counts.get(int(rule), 0) + int(n) * grid.shape[1]
+class _Refused(NamedTuple):
+    """The plans that cannot run: the first ones, how many each rule refused; and how many plans can."""
+
+    kept: Kept
+    by_rule: dict[str, int]
+    n_others: int
 
 
-def _columns(grid: Grid, figures: Figures, cluster: Cluster) -> dict[str, NDArray[Any]]:
-    """A grid's figures by name; `over_bytes` beyond the cluster's budget (0: the plan fits)."""
-    budget_bytes = cluster.budget_bytes
-    peak_bytes = figures.peak_bytes
-    over_bytes = (
-        np.zeros((1, 1), np.int64) if budget_bytes is None else np.maximum(0, peak_bytes - budget_bytes)
-    )
-    return {
-        "peak_bytes": peak_bytes,
-        "worst_stage": figures.worst_stage,
-        "rest_bytes": figures.rest_bytes,
-        "over_bytes": over_bytes,
-        "minus_micro_batch": -grid.cells["micro_batch"][:, None],
-        "step_s": figures.step_s,
-    }
-
-
-def evaluated(model: Model, grids: Sequence[Grid], cluster: Cluster) -> Iterator[Figures]:
-    """The figures of each grid's plans, which are plans that `check_plan` accepts.
-
-    The grids are of one kind: `memplan.search.evaluate.kind_of`. Only steps of cells where a plan fits are
-    timed; the others take infinitely long, and so do plans that do not fit.
-    """
-    from memplan.search.evaluate import Evaluation  # only a search needs them
-    from memplan.search.memory import held
-    from memplan.search.time import times
-
-    evaluation = Evaluation(model, grids, device_of(cluster))
-    for i, grid in enumerate(grids):
-        memory = held(evaluation, i)
-        budget_bytes = cluster.budget_bytes
-        fits = np.broadcast_to(budget_bytes is None or memory.peak_bytes <= budget_bytes, grid.shape)
-        seconds = np.full(grid.shape, inf)
-        cells = np.flatnonzero(fits.any(axis=1))
-        if len(cells):
-            seconds[cells] = np.where(fits[cells], times(evaluation, i, cluster, cells), inf)
-        yield Figures(
-            peak_bytes=memory.peak_bytes,
-            worst_stage=memory.worst_stage,
-            rest_bytes=memory.rest_bytes,
-            step_s=seconds,
-        )
+def _refused(space: Space, keep: int | None) -> _Refused:
+    kept, counts, n_others = Kept(Best(keep, ("place",))), Counter[int](), 0
+    for ruled in chain.from_iterable(space.grids()):
+        chosen = np.flatnonzero(ruled.rule != RUNS)
+        n_others += len(ruled.grid)
+        if len(chosen):
+            grid = ruled.grid[chosen]
+            n_others -= len(grid)
+            kept.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
+            for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
+                counts[int(rule)] += int(n) * grid.shape[1]
+    texts = list(space.rules)
+    return _Refused(kept, {texts[rule]: n for rule, n in counts.most_common()}, n_others)
 
 
 def values_of(name: str, asked: Any) -> tuple[Any, ...]:

@@ -49,6 +49,7 @@ def counts(found: "Found") -> dict[str, Any]:
         "n_plans": found.n_plans,
         "n_fit": found.n_fit,
         "n_too_large": found.n_too_large,
+        "n_slower": found.n_slower,
         "n_refused": found.n_refused,
         "refused_by": dict(found.refused_by),
         "cluster": found.cluster.name,

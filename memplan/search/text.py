@@ -24,9 +24,11 @@ def search_text(found: Found, shown: int = SHOWN) -> str:
         f"{printable(found.model.name)} on {printable(cluster.name)}, {base.global_batch} x {base.seq_len} "
     )
     title += f"tokens a step: {found.n_plans:,} plans"
-    counts = f"{found.n_fit:,} fit, {found.n_too_large:,} are too large, {found.n_refused:,} are refused"
+    counts = f"{found.n_fit:,} fit, {found.n_too_large:,} are too large, {found.n_refused:,} are refused."
+    if found.n_slower:
+        counts += f"\n{found.n_slower:,} more are slower, fit or not; --exhaustive works them out."
     rows = list(search_rows(found))
-    parts = [f"{cut(title, WIDTH)}\n{counts}."]
+    parts = [f"{cut(title, WIDTH)}\n{counts}"]
     for verdict, heading in (("fits", "Best"), ("too large", "Nearest of those that do not fit")):
         chosen = list(islice((row for row in rows if row["verdict"] == verdict), shown))
         if chosen and (verdict == "fits" or not found.n_fit):

@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.engines.torch import RankStages
+from memplan.engines.torch import RankStages, Stage
 from memplan.estimate import device_of, ranks_of
 from memplan.hardware import Cluster
 from memplan.many import many
 from memplan.models import Model
-from memplan.plan import Axis, Plan, Schedule
+from memplan.plan import RECOMPUTES, SINGLE_STAGE_SCHEDULES, Axis, Plan, Rank, Schedule
 from memplan.search.cells import Asked, Table, at_cells
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
 from memplan.search.plans import Column, Grid, Plans, grids_of
@@ -26,9 +26,13 @@ from memplan.steptime import (
     Roofline,
     Work,
     added,
+    bubble_fraction,
+    bubble_s,
     busy_s,
+    compute_s,
     forward_flops,
     links_used,
+    model_flops,
     parts_s,
     rates_of,
     recomputed_flops,
@@ -59,6 +63,88 @@ def step_s(model: Model, plans: Plans, cluster: Cluster) -> Seconds:
     return seconds
 
 
+ROUNDING: Final = 1e-9
+"""Much more than a step's time is off by rounding, as a part of it."""
+
+
+def least_s(model: Model, grid: Grid, cluster: Cluster) -> Seconds:
+    """Seconds that no step of each cell is shorter than; as `step_s`.
+
+    Ranks are busy for as long as their products and the traffic of the tensor axis take, on average; the
+    slowest is no less busy, and waits no less for the others.
+    """
+    structure, cells = grid.structure, grid.cells
+    pp, v = structure["pp"], structure["virtual_stages"]
+    known = _has_rates(grid, cluster)
+    if not known.any():
+        return np.full(grid.shape[0], inf)
+    n_sequences = grid.base.global_batch // (cells["dp"] * cells["dp_replicate"])
+    tps, place = np.unique(cells["tp"], return_inverse=True)
+    each = np.array([_sequence_s(model, _plan(grid, tp), cluster) for tp in tps.tolist()])[place.ravel()]
+    stages = [n for rank in ranks_of_pipeline(model.n_layers, grid.schedule, pp, v) for _, n in rank.stages]
+    again = min(
+        [sum([blocks_of(grid, n, limit)[0] for n in stages]) for limit in grid.recompute_blocks.tolist()]
+    )
+    busy_s = n_sequences * (each[:, 0] + each[:, 1] * again) / pp
+    found = busy_s + bubble_s(bubble_fraction(grid.schedule, pp, v, grid.n_micro_batches), busy_s)
+    return np.where(known, found * (1 - ROUNDING), inf)
+
+
+def _plan(grid: Grid, tp: int) -> Plan:
+    """A plan of the grid's structure, but for its pipeline: one rank with all of the model."""
+    mode, structure = mode_of(grid), grid.structure
+    return with_values(
+        grid.base,
+        dp=2 if mode else 1,
+        dp_replicate=1,
+        tp=tp,
+        pp=1,
+        zero=mode if mode >= 2 else 0,
+        sequence_parallel=bool(structure["sequence_parallel"]),
+        recompute=RECOMPUTES[structure["recompute"]],
+        recompute_blocks=None,
+        offload=False,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _sequence_s(model: Model, plan: Plan, cluster: Cluster) -> tuple[float, float]:
+    """Seconds that one sequence more takes on a tensor axis, all of the model; and a block of it again."""
+    whole, once = (
+        _busy_s(model, with_values(plan, recompute=recompute), cluster, 3)
+        - _busy_s(model, with_values(plan, recompute=recompute), cluster, 2)
+        for recompute in (plan.recompute, "none")
+    )
+    return once, max(0.0, whole - once) / model.n_layers
+
+
+def _busy_s(model: Model, plan: Plan, cluster: Cluster, micro_batch: int) -> float:
+    """Seconds that a rank with all of the model is busy with one micro-batch."""
+    plan = with_values(plan, micro_batch=micro_batch, global_batch=plan.dp * micro_batch)
+    whole = RankStages.of(Stage(model, plan, (True, True, model.n_layers), device_of(cluster)), rank=Rank())
+    rates = rates_of(plan, cluster)
+    sent = sum([call.wire_bytes for call in collectives(whole) if call.axis == "tp"])
+    products_s = compute_s(model_flops(forward_flops(whole)), rates.flops_per_s, Roofline().efficiency)
+    again_s = compute_s(recomputed_flops(whole), rates.flops_per_s, Roofline().efficiency)
+    return float(products_s + again_s + sent / rates.bytes_per_s["tp"])
+
+
+def least_times(evaluation: Evaluation, i: int, cluster: Cluster) -> Seconds:
+    """Seconds that no step of one of the grids is shorter than: little of what FSDP2 gathers is counted.
+
+    How often it does is all that depends on the order of passes where these are whole.
+    """
+    grid = evaluation.grids[i]
+    seconds = np.repeat(least_s(evaluation.model, grid, cluster)[:, None], grid.shape[1], axis=1)
+    timed = np.flatnonzero(seconds[:, 0] < inf)
+    if len(timed) and evaluation.has_rule(i):
+        found, left = evaluation.worked_out(
+            lambda: _GridTimes(evaluation, i, cluster, timed, least=True).found()
+        )
+        seconds[timed] = np.where(left, seconds[timed], found * (1 - ROUNDING))
+    return seconds
+
+
 def times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column | None = None) -> Seconds:
     """Seconds of each step of one of the grids, or of some of its cells; as `step_s`."""
     grid = evaluation.grids[i]
@@ -69,7 +155,7 @@ def times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column | None
         return seconds
     if evaluation.has_rule(i):
         seconds[timed], left = evaluation.worked_out(
-            lambda: _GridTimes(evaluation, i, cluster, chosen[timed]).found()
+            lambda: _GridTimes(evaluation, i, cluster, chosen[timed], least=False).found()
         )
     else:
         left = np.ones((len(timed), grid.shape[1]), np.bool_)
@@ -141,8 +227,11 @@ def _counted(table: Table, *, splits: bool) -> tuple[list[tuple[Any, int]], Colu
 
 @lru_cache(maxsize=4096)
 def _pipeline(
-    n_layers: int, schedule: Schedule, pp: int, v: int, fsdp: bool, ms: tuple[int, ...]
+    n_layers: int, schedule: Schedule, pp: int, v: int, fsdp: bool, least: bool, ms: tuple[int, ...]
 ) -> _Pipeline:
+    """A pipeline, for such numbers of micro-batches; `least`: in whatever order it runs its passes."""
+    ordered = fsdp and pp > 1 and schedule not in SINGLE_STAGE_SCHEDULES
+    fsdp = fsdp and not (least and ordered)
     plan = with_values(
         Plan(), pp=pp, virtual_stages=v, schedule=schedule, zero=3 if fsdp else 0, dp=2 if fsdp else 1
     )
@@ -151,7 +240,10 @@ def _pipeline(
     wholes: dict[tuple[Ends, int], RankPlaces] = {}
     distinct: list[tuple[tuple[Ends, int], dict[tuple[Ends, int], Column]]] = []
     for rank in ranks_of_pipeline(n_layers, schedule, pp, v):
-        times = _times(rank, _rounds(plan, rank, ms), np.array(ms))
+        rounds = _rounds(plan, rank, ms)
+        if least and ordered:
+            rounds[:, Rounds._fields.index("gathers_again")] = 0
+        times = _times(rank, rounds, np.array(ms))
         key = rank.whole, tuple([(stage, own.tobytes()) for stage, own in times.items()])
         if key not in slots:
             slots[key] = len(slots)
@@ -193,7 +285,9 @@ class _Term(NamedTuple):
 class _GridTimes:
     """Cells of a grid on their way to their times; `left` are plans that there is no rule for."""
 
-    def __init__(self, evaluation: Evaluation, i: int, cluster: Cluster, cells: Column) -> None:
+    def __init__(
+        self, evaluation: Evaluation, i: int, cluster: Cluster, cells: Column, *, least: bool
+    ) -> None:
         self.evaluation, self.i, self.cells = evaluation, i, cells
         self.grid = grid = evaluation.grids[i]
         self.left = np.zeros((len(cells), grid.shape[1]), np.bool_)
@@ -220,6 +314,7 @@ class _GridTimes:
             structure["pp"],
             structure["virtual_stages"],
             mode_of(grid) >= 2,
+            least,
             ms,
         )
 
@@ -260,11 +355,13 @@ class _GridTimes:
             ("counted", table), partial(_counted, table, splits=evaluation.splits and not ends[0])
         )
         blocks = [blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
-        coefficients = at_cells(coefficients, rows[self.cells])
-        first = coefficients @ table.weights([*table.ends_of(blocks)])
+        weights = table.weights(blocks)
+        used = np.flatnonzero(weights.any(axis=1))
+        coefficients = at_cells(coefficients[..., used], rows[self.cells])
+        first = coefficients @ table.weights([*table.ends_of(blocks)])[used]
         most = first.max(axis=(1, 2), initial=0).tolist()
         varied = (first != first[..., :1]).any(axis=(1, 2)).tolist()
-        numbers = iter(coefficients[varied] @ table.weights(blocks))
+        numbers = iter(coefficients[varied] @ weights[used])
         return [
             (name, next(numbers) if varies else number[:, :1], limit)
             for name, number, limit, varies in zip(names, first, most, varied, strict=True)
