@@ -32,7 +32,7 @@ from memplan.search.advise import advise
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import counts, search_rows
-from memplan.search.text import advice_text, search_text
+from memplan.search.text import SHOWN, advice_text, search_text
 from memplan.search.verdicts import OBJECTIVES
 from memplan.search.why import why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
@@ -271,7 +271,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     "longest seq_len, each with its fastest plans (of micro-batches of 1 unless told otherwise).",
 )
 @search_options()
-@_count("--keep", "Plans of each verdict to keep.", default=KEEP)
+@_count("--keep", f"Plans of each verdict to keep; left out: {SHOWN}, as JSON or CSV {KEEP}.")
 @click.option(
     "--exhaustive",
     is_flag=True,
@@ -286,6 +286,8 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Fields of a plan that
     are left out take every value that makes a difference.
     """
+    if asked["keep"] is None:
+        asked["keep"] = KEEP if as_json or as_csv else SHOWN
     with _counting("plans") as progress:
         result = searched(model, progress=progress, **asked)
     if as_csv:

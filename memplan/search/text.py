@@ -12,13 +12,13 @@ from memplan.search.why import plan_text
 from memplan.units import human_bytes
 
 SHOWN: Final = 10
-"""Plans printed of each verdict."""
+"""Plans of each verdict, and rules, that are printed unless told otherwise."""
 
 MESH: Final = ("pp", "dp_replicate", "dp", "tp")
 
 
-def search_text(found: Found, shown: int = SHOWN) -> str:
-    """The best plans, the nearest that do not fit, and what was refused why."""
+def search_text(found: Found) -> str:
+    """The plans kept: the best, or the nearest if none fits; and what was refused why."""
     cluster, base = found.cluster, found.base
     title = (
         f"{printable(found.model.name)} on {printable(cluster.name)}, {base.global_batch} x {base.seq_len} "
@@ -30,7 +30,7 @@ def search_text(found: Found, shown: int = SHOWN) -> str:
     rows = list(search_rows(found))
     parts = [f"{cut(title, WIDTH)}\n{counts}"]
     for verdict, heading in (("fits", "Best"), ("too large", "Nearest of those that do not fit")):
-        chosen = list(islice((row for row in rows if row["verdict"] == verdict), shown))
+        chosen = [row for row in rows if row["verdict"] == verdict]
         if chosen and (verdict == "fits" or not found.n_fit):
             parts.append(f"{heading}\n{_plans(chosen)}")
     if not found.n_fit and found.n_too_large:
