@@ -16,7 +16,7 @@ from memplan.models import Model
 from memplan.plan import RECOMPUTES, SINGLE_STAGE_SCHEDULES, Axis, Plan, Rank, Schedule
 from memplan.search.cells import Asked, Table, at_cells
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
-from memplan.search.plans import Column, Grid, Plans, grids_of
+from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import taken_apart
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values
 from memplan.steptime import (
@@ -78,28 +78,27 @@ def least_s(model: Model, grid: Grid, cluster: Cluster) -> Seconds:
     known = _has_rates(grid, cluster)
     if not known.any():
         return np.full(grid.shape[0], inf)
-    n_sequences = grid.base.global_batch // (cells["dp"] * cells["dp_replicate"])
     tps, place = np.unique(cells["tp"], return_inverse=True)
-    each = np.array([_sequence_s(model, _plan(grid, tp), cluster) for tp in tps.tolist()])[place.ravel()]
+    once, again = _sequences_s(model, _whole(grid), tuple(tps.tolist()), cluster)[:, place.ravel()]
+    limits = grid.recompute_blocks
+    limit = limits.min(where=limits != NO_LIMIT, initial=model.n_layers)
     stages = [n for rank in ranks_of_pipeline(model.n_layers, grid.schedule, pp, v) for _, n in rank.stages]
-    again = min(
-        [sum([blocks_of(grid, n, limit)[0] for n in stages]) for limit in grid.recompute_blocks.tolist()]
-    )
-    busy_s = n_sequences * (each[:, 0] + each[:, 1] * again) / pp
+    n_again = sum([blocks_of(grid, n, limit)[0] for n in stages])
+    n_sequences = grid.base.global_batch // (cells["dp"] * cells["dp_replicate"])
+    busy_s = n_sequences * (once + again * n_again) / pp
     found = busy_s + bubble_s(bubble_fraction(grid.schedule, pp, v, grid.n_micro_batches), busy_s)
     return np.where(known, found * (1 - ROUNDING), inf)
 
 
-def _plan(grid: Grid, tp: int) -> Plan:
+def _whole(grid: Grid) -> Plan:
     """A plan of the grid's structure, but for its pipeline: one rank with all of the model."""
-    mode, structure = mode_of(grid), grid.structure
+    structure, sharded = grid.structure, mode_of(grid) >= 2
     return with_values(
         grid.base,
-        dp=2 if mode else 1,
+        dp=2 if sharded else 1,
         dp_replicate=1,
-        tp=tp,
         pp=1,
-        zero=mode if mode >= 2 else 0,
+        zero=3 if sharded else 0,
         sequence_parallel=bool(structure["sequence_parallel"]),
         recompute=RECOMPUTES[structure["recompute"]],
         recompute_blocks=None,
@@ -108,14 +107,18 @@ def _plan(grid: Grid, tp: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def _sequence_s(model: Model, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Seconds that one sequence more takes on a tensor axis, all of the model; and a block of it again."""
-    whole, once = (
-        _busy_s(model, with_values(plan, recompute=recompute), cluster, 3)
-        - _busy_s(model, with_values(plan, recompute=recompute), cluster, 2)
-        for recompute in (plan.recompute, "none")
+def _sequences_s(model: Model, plan: Plan, tps: tuple[int, ...], cluster: Cluster) -> Seconds:
+    """Seconds that one sequence more takes of tensor axes, all of the model; and a block of it again."""
+    once, whole = (
+        np.array([_sequence_s(model, with_values(own, tp=tp), cluster) for tp in tps])
+        for own in (with_values(plan, recompute="none"), plan)
     )
-    return once, max(0.0, whole - once) / model.n_layers
+    return np.stack([once, np.maximum(0, whole - once) / model.n_layers])
+
+
+@lru_cache(maxsize=4096)
+def _sequence_s(model: Model, plan: Plan, cluster: Cluster) -> float:
+    return _busy_s(model, plan, cluster, 3) - _busy_s(model, plan, cluster, 2)
 
 
 def _busy_s(model: Model, plan: Plan, cluster: Cluster, micro_batch: int) -> float:
