@@ -20,7 +20,10 @@ from memplan.plan import RECOMPUTES, SCHEDULES, check_plan
 from memplan.search import searched
 from memplan.search.best import SIMPLER, Front, n_rows
 from memplan.search.evaluate import Evaluation
+from memplan.search.floor import least_bytes
+from memplan.search.memory import held
 from memplan.search.plans import VARIED, number_of, value_of
+from memplan.search.search import common
 from memplan.search.space import Space, divisors
 from memplan.search.time import least_s, least_times, times
 from memplan.units import MiB
@@ -200,6 +203,46 @@ def test_no_step_is_shorter_than_its_bounds(
             least, seconds = least_times(evaluation, i, where), times(evaluation, i, where)
             assert (least_s(model, grid, where)[:, None] <= seconds).all()
             assert (least <= seconds).all()
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    model=st.sampled_from((LLAMA, GPT, replace(LLAMA, tied_head=True))),
+    cluster=st.sampled_from(("4xh100-sxm", "6xcpu", "16xh100-sxm")),
+    global_batch=st.sampled_from((8, 12, 48)),
+    precision=st.sampled_from(("bf16-mixed", "fp32", "bf16")),
+    optimizer=st.sampled_from(("adamw", "sgd", "sgd-momentum")),
+    schedule=st.sampled_from(SCHEDULES),
+    options=st.sampled_from(
+        (
+            {},
+            {"loss_chunks": 2},
+            {"set_to_none": False},
+            {"clip_grad_norm": 1.0},
+            {"optimizer_impl": "foreach"},
+            {"gradient_as_bucket_view": True},
+            {"fsdp_units": "model"},
+            {"fsdp_blocks": 2},
+        )
+    ),
+)
+def test_no_plan_needs_less_memory_than_its_bound(
+    model: Any,
+    cluster: str,
+    global_batch: int,
+    precision: Any,
+    optimizer: Any,
+    schedule: str,
+    options: dict[str, Any],
+):
+    where = memplan.cluster(cluster)
+    base = common(global_batch=global_batch, seq_len=32, precision=precision, optimizer=optimizer, **options)
+    ranges = {"schedule": (schedule,), "recompute_blocks": (None, 1)}
+    for batch in Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges).grids():
+        grids = [ruled.running for ruled in batch if len(ruled.running)]
+        evaluation = Evaluation(model, grids, device_of(where))
+        for i in range(len(grids)):
+            assert (least_bytes(evaluation, i) <= held(evaluation, i).peak_bytes).all()
 
 
 @given(

@@ -165,12 +165,17 @@ class Front:
         least = np.array([*least_so_far(rows[self.second].tolist(), self.depth)])
         return taken(rows, (rows[self.second] < least) | (np.arange(len(least)) < self.depth))
 
+    def beaten(self, rows: Rows, first: NDArray[Any], second: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which keys, or any larger ones, are not worth keeping beside rows on the front."""
+        if not rows:
+            return np.zeros(first.shape, np.bool_)
+        least = np.array([*least_so_far([*rows[self.second].tolist(), inf], self.depth)])
+        found: NDArray[np.bool_] = second > least[np.searchsorted(rows[self.first], first, side="right")]
+        return found
+
     def hopeful(self, rows: Rows, plans: Places) -> Places:
         """As `Choice` says."""
-        if rows:
-            least = np.array([*least_so_far([*rows[self.second].tolist(), inf], self.depth)])
-            before = np.searchsorted(rows[self.first], plans[self.first], side="right")
-            plans = plans.taken(plans[self.second] <= least[before])
+        plans = plans.taken(~self.beaten(rows, plans[self.first], plans[self.second]))
         order = np.lexsort((plans[self.second], plans[self.first]))
         second = plans[self.second][order]
         return plans.taken(order[second <= np.array([*least_so_far(second.tolist(), self.depth)])])

@@ -217,14 +217,16 @@ class Evaluation:
         """What a rank runs in a step: which numbers of micro-batches go with each program."""
 
         def work() -> list[tuple[Column, Program]]:
-            plan = self.known(("order", i), lambda: self._order_plan(i))
+            plan = self.order_plan(i)
             return programs(plan, rank.pp, self._places(i, rank), self.device, self.micro_batches(i)[0])
 
         return self.known(("programs", i, rank.pp), work)
 
-    def _order_plan(self, i: int) -> Plan:
+    def order_plan(self, i: int) -> Plan:
         """What the order of passes depends on."""
-        grid = self.grids[i]
+        return self.known(("order", i), lambda: self._order_plan(self.grids[i]))
+
+    def _order_plan(self, grid: Grid) -> Plan:
         structure, mode = grid.structure, mode_of(grid)
         return with_values(
             grid.base,

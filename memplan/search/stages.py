@@ -94,6 +94,10 @@ class Part:
         kept = n_bytes_of(kept_grads(self.stages, [self.passes]))
         return {"bytes": kept + (0 if self.stages.offloads else n_bytes_of(self.stages.states))}
 
+    def saved(self) -> dict[str, Any]:
+        """Bytes that a forward pass leaves, whatever is gathered for it."""
+        return {"bytes": Passes(self.stages.stages[0]).forward(first=False).net_bytes}
+
     def update(self) -> dict[str, Any]:
         """The optimizer's part of a step: what it leaves, and the most it holds."""
         made = chain("update", *updates(self.stages))

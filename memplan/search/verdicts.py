@@ -113,18 +113,21 @@ class Fastest:
     on the order in which plans are seen.
     """
 
-    def __init__(self, keep: int, limit_s: float = inf) -> None:
+    def __init__(self, keep: int, limit_s: float = inf, near: Rows | None = None) -> None:
         self.keep = keep
         self.limit_s = limit_s
         """So many plans that fit are at least as fast."""
+        self.near = near or {}
+        """Of the nearest that do not fit some that are known to be there."""
         self.n_seen = 0
         self._fit = Kept(Best(keep, OBJECTIVES["speed"]))
-        self._too_large = Kept(Front(keep, "over_bytes", "least_s"))
+        self._front = Front(keep, "over_bytes", "least_s")
+        self._too_large = Kept(self._front)
         self._seconds = Tally(), Tally()
 
     def begun(self) -> "Fastest":
         """As `Verdicts` says."""
-        return Fastest(self.keep, self.limit_s)
+        return Fastest(self.keep, self.limit_s, self._too_large.rows or self.near)
 
     def hopeful(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> Sequence[Grid]:
         """As `Verdicts` says."""
@@ -140,10 +143,12 @@ class Fastest:
     @uncollected()
     def add(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> None:
         """As `Verdicts` says."""
+        from memplan.search.evaluate import Evaluation  # only a search needs it
+
         self.n_seen += sum(map(len, grids))
-        evaluation, bounds = self._bounded(model, grids, cluster)
-        found = zip(evaluation.grids, bounds, evaluated(evaluation, cluster), strict=True)
-        for grid, least_s, figures in found:
+        evaluation, bounds, hopeful = self._bounded(Evaluation(model, grids, device_of(cluster)), cluster)
+        found = zip(evaluation.grids, bounds, hopeful, evaluated(evaluation, cluster), strict=True)
+        for grid, least_s, which, figures in found:
             columns = _columns(grid, figures, cluster) | {"least_s": least_s}
             fits = columns["over_bytes"] == 0
             for kept, tally, verdict, seconds in zip(
@@ -153,30 +158,48 @@ class Fastest:
                 (figures.step_s, least_s),
                 strict=True,
             ):
-                chosen = verdict & (seconds <= self.limit_s)
+                chosen = which & verdict & (seconds <= self.limit_s)
                 kept.add(grid, columns, chosen)
                 tally.add(seconds[chosen])
         self._limit()
 
     def _bounded(
-        self, model: Model, grids: Sequence[Grid], cluster: Cluster
-    ) -> tuple["Evaluation", list[NDArray[np.float64]]]:
-        """Cells where a plan may be fast enough, and how long a step of each plan takes at least.
+        self, evaluation: "Evaluation", cluster: Cluster
+    ) -> tuple["Evaluation", list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
+        """Cells where a plan may be kept, how long a step of each plan takes at least, and which may be kept.
 
         All cells where most are like that: what is known of these need not be found again.
         """
-        from memplan.search.evaluate import Evaluation  # only a search needs them
+        from memplan.search.evaluate import Evaluation  # only a search needs it
         from memplan.search.time import least_times
 
-        device = device_of(cluster)
-        evaluation = Evaluation(model, grids, device)
+        grids = evaluation.grids
         bounds = [least_times(evaluation, i, cluster) for i in range(len(grids))]
-        cells = [np.flatnonzero((least_s <= self.limit_s).any(axis=1)) for least_s in bounds]
+        hopeful = [self._hopeful(evaluation, i, least_s, cluster) for i, least_s in enumerate(bounds)]
+        cells = [np.flatnonzero(which.any(axis=1)) for which in hopeful]
         if 2 * sum(map(len, cells)) > sum(map(len, bounds)):
-            return evaluation, bounds
+            return evaluation, bounds, hopeful
         there = [i for i, own in enumerate(cells) if len(own)]
-        some = Evaluation(model, [grids[i][cells[i]] for i in there], device)
-        return some, [bounds[i][cells[i]] for i in there]
+        some = Evaluation(evaluation.model, [grids[i][cells[i]] for i in there], evaluation.device)
+        return some, [bounds[i][cells[i]] for i in there], [hopeful[i][cells[i]] for i in there]
+
+    def _hopeful(
+        self, evaluation: "Evaluation", i: int, least_s: NDArray[np.float64], cluster: Cluster
+    ) -> NDArray[np.bool_]:
+        """Which plans of a grid may be kept; those that are known to be too large otherwise are counted."""
+        from memplan.search.floor import least_bytes  # only a search needs it
+
+        hopeful: NDArray[np.bool_] = least_s <= self.limit_s
+        budget_bytes = cluster.budget_bytes
+        known = [rows for rows in (self._too_large.rows, self.near) if rows]
+        if budget_bytes is None or not known or not hopeful.any():
+            return hopeful
+        over_bytes = least_bytes(evaluation, i) - budget_bytes
+        beaten = [self._front.beaten(rows, over_bytes, least_s) for rows in known]
+        too_large = hopeful & (over_bytes > 0) & np.any(beaten, axis=0)
+        self._seconds[1].add(least_s[too_large])
+        hopeful &= ~too_large
+        return hopeful
 
     def _limit(self) -> None:
         slowest = self._fit.rows["step_s"][-1] if n_rows(self._fit.rows) == self.keep else inf

@@ -113,6 +113,12 @@ def plan_counts(plan: Plan, rank: int) -> dict[Action, int]:
     return _counted(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches)
 
 
+def plan_first_forwards(plan: Plan, rank: int) -> dict[int, int]:
+    """How many forward passes of each of a rank's stages come before its first backward pass."""
+    order = _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, "none")
+    return first_forwards(order)[0]
+
+
 @lru_cache(maxsize=4096)
 def _counted(schedule: Schedule, pp: int, rank: int, v: int, m: int) -> dict[Action, int]:
     return counts(_ordered(schedule, pp, rank, v, m, "none"))
@@ -435,6 +441,30 @@ def counts(run: Run) -> dict[Action, int]:
     if run.once:
         return found
     return {action: n * run.times for action, n in found.items()}
+
+
+def first_forwards(run: Run) -> tuple[dict[int, int], bool]:
+    """How many forward passes of each stage come before the first backward pass, and whether there is one.
+
+    >>> first_forwards(order_of("1f1b", pp=4, rank=1, virtual_stages=1, n_micro_batches=8))
+    ({0: 3}, True)
+    """
+    found: dict[int, int] = {}
+    for part in run.parts:
+        if isinstance(part, Action):
+            inner, ends, times = {part.local: 1}, part.kind != "forward", 1
+            if ends:
+                return found, True
+        elif part.times:
+            inner, ends = first_forwards(part)
+            times = 1 if ends else part.times
+        else:
+            continue
+        for local, n in inner.items():
+            found[local] = found.get(local, 0) + n * times
+        if ends:
+            return found, True
+    return found, False
 
 
 def _after_forward(run: Run) -> dict[int, tuple[Kind, int, Kind]]:
