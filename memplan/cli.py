@@ -275,7 +275,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 @click.option(
     "--exhaustive",
     is_flag=True,
-    help="Work out every plan. Otherwise those that are slower than the fastest kept are left out.",
+    help="Judge every plan. Otherwise those that are slower than the fastest kept are left out.",
 )
 @_count("--workers", "Processes that share the work; left out: one per core.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")

@@ -2,8 +2,8 @@
 
 All plans of llama-3.1-405b on 16,384 GPUs and of GPT-3 175B on 512, of batches with more and more divisors
 and with every number of recomputed blocks: enumerated, ruled out or worked out (memory of all stages,
-traffic, time of those that fit), the best kept; then again for the fastest alone, the slower ones left out.
-Each search has a process of its own, which knows nothing.
+traffic, time of those that fit). Then an exhaustive search, where bounds judge most of those that do not fit;
+then one for the fastest, which leaves out the slower ones too. Each in a process that knows nothing yet.
 """
 
 import resource
@@ -17,12 +17,15 @@ from typing import Any, Final, NamedTuple
 import click
 import numpy as np
 
-from memplan.estimate import estimate_plan
+from memplan.estimate import device_of, estimate_plan
 from memplan.layout import text_table
 from memplan.models import Model, resolve
-from memplan.search.plans import joined
+from memplan.search.evaluate import Evaluation
+from memplan.search.plans import VARIED, joined
+from memplan.search.processes import uncollected
 from memplan.search.search import cluster_of, common, searched, values_of
 from memplan.search.space import Space
+from memplan.search.verdicts import evaluated
 from memplan.units import KiB, MiB
 
 ONE_BY_ONE: Final = 20
@@ -73,28 +76,50 @@ def model_of(name: str) -> Model:
     return replace(found, tied_head=False, vocab_size=51_200) if name.startswith("gpt3") else found
 
 
-def every(job: Job) -> Measured:
-    """Search through all plans of a job, each worked out."""
+def space_of(job: Job) -> Space:
+    """All plans of a job."""
+    options = job.options
+    ranges: dict[str, Any] = {name: values_of(name, options[name]) for name in VARIED if name in options}
+    base = common(global_batch=options["global_batch"], seq_len=options["seq_len"])
+    n_gpus = cluster_of(options["cluster"]).n_gpus
+    return Space(model=model_of(job.model), n_gpus=n_gpus, base=base, ranges=ranges)
+
+
+def each(job: Job) -> Measured:
+    """Memory of all plans of a job, and the time of those that fit."""
+
+    def work() -> int:
+        space, where, n_plans = space_of(job), cluster_of(job.options["cluster"]), 0
+        for batch in space.grids():
+            n_plans += sum([len(ruled.grid) for ruled in batch])
+            running = [ruled.running for ruled in batch if len(ruled.running)]
+            with uncollected():
+                for _ in evaluated(Evaluation(space.model, running, device_of(where)), where):
+                    pass
+        return n_plans
+
+    return measured(work)
+
+
+def judged(job: Job) -> Measured:
+    """An exhaustive search of a job for the best ten plans."""
     return measured(lambda: searched(model_of(job.model), keep=10, exhaustive=True, **job.options).n_plans)
 
 
 def fastest(job: Job) -> Measured:
-    """Search through all plans of a job for the fastest."""
+    """A search of a job for the fastest ten plans."""
     return measured(lambda: searched(model_of(job.model), keep=10, **job.options).n_plans)
 
 
 def one_by_one(job: Job) -> Measured:
     """One estimate, with the time of a step, of each of a few of a job's plans."""
-    where, model = cluster_of(job.options["cluster"]), model_of(job.model)
-    ranges = {name: values_of(name, job.options[name]) for name in ("schedule", "offload")}
-    base = common(global_batch=job.options["global_batch"], seq_len=job.options["seq_len"])
-    space = Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges)
+    where, space = cluster_of(job.options["cluster"]), space_of(job)
     plans = joined([ruled.running.rows() for batch in space.grids() for ruled in batch])
     chosen = [plans.plan(int(i)) for i in np.random.default_rng(0).integers(0, len(plans), ONE_BY_ONE)]
 
     def work() -> int:
         for plan in chosen:
-            _ = estimate_plan(model, plan, where).step_s
+            _ = estimate_plan(space.model, plan, where).step_s
         return len(chosen)
 
     return measured(work)
@@ -110,12 +135,16 @@ def measured(work: Callable[[], int]) -> Measured:
 
 def lines(most: int) -> Iterator[tuple[str, ...]]:
     """A line for one plan per call, and for each search of at most so many plans."""
-    chosen = [job for job in JOBS if job.n_plans <= most]
-    for how, job in ((one_by_one, JOBS[0]), *[(how, job) for job in chosen for how in (every, fastest)]):
+    chosen = [(how, job) for job in JOBS if job.n_plans <= most for how in (each, judged, fastest)]
+    for how, job in ((one_by_one, JOBS[0]), *chosen):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
             found = alone.submit(how, job).result()
-        whole = f"{job.model}, batch of {job.options['global_batch']:,}"
-        what = {one_by_one: f"{job.model}, one estimate per call", every: whole, fastest: "  the fastest 10"}
+        what = {
+            one_by_one: f"{job.model}, one estimate per call",
+            each: f"{job.model}, batch of {job.options['global_batch']:,}",
+            judged: "  each judged",
+            fastest: "  the fastest 10",
+        }
         yield (
             what[how],
             f"{found.n_plans:,}",

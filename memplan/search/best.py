@@ -75,6 +75,10 @@ class Choice(Protocol):
         """Those of some plans, by the figures of each, that may be among them beside rows kept before."""
         ...
 
+    def may_keep(self, rows: Rows, least: NDArray[Any]) -> NDArray[np.bool_]:
+        """Whether plans may be among them whose first key is at least so much."""
+        ...
+
 
 @final
 class Kept:
@@ -96,6 +100,10 @@ class Kept:
         found = self.choice.hopeful(self._rows, Places(figures, grid.shape, places))
         if len(found.places):
             self._wait({**grid.plans(*found.cells).columns, **{name: found[name] for name in figures}})
+
+    def may_keep(self, least: NDArray[Any]) -> NDArray[np.bool_]:
+        """Whether rows may be kept whose first key is at least so much."""
+        return self.choice.may_keep(self.rows, least)
 
     def join(self, other: "Kept") -> None:
         """Consider what was kept elsewhere."""
@@ -140,11 +148,17 @@ class Best:
         """As `Choice` says."""
         if self.keep is None:
             return plans
-        if n_rows(rows) >= self.keep:
-            plans = plans.taken(plans[self.keys[0]] <= rows[self.keys[0]][self.keep - 1])
+        plans = plans.taken(self.may_keep(rows, plans[self.keys[0]]))
         if len(plans.places) > self.keep:
             plans = plans.taken(smallest([plans[name] for name in self.keys], self.keep))
         return plans
+
+    def may_keep(self, rows: Rows, least: NDArray[Any]) -> NDArray[np.bool_]:
+        """As `Choice` says."""
+        if self.keep is None or n_rows(rows) < self.keep:
+            return np.ones(least.shape, np.bool_)
+        found: NDArray[np.bool_] = least <= rows[self.keys[0]][self.keep - 1]
+        return found
 
 
 @final
@@ -165,20 +179,19 @@ class Front:
         least = np.array([*least_so_far(rows[self.second].tolist(), self.depth)])
         return taken(rows, (rows[self.second] < least) | (np.arange(len(least)) < self.depth))
 
-    def beaten(self, rows: Rows, first: NDArray[Any], second: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which keys, or any larger ones, are not worth keeping beside rows on the front."""
-        if not rows:
-            return np.zeros(first.shape, np.bool_)
-        least = np.array([*least_so_far([*rows[self.second].tolist(), inf], self.depth)])
-        found: NDArray[np.bool_] = second > least[np.searchsorted(rows[self.first], first, side="right")]
-        return found
-
     def hopeful(self, rows: Rows, plans: Places) -> Places:
         """As `Choice` says."""
-        plans = plans.taken(~self.beaten(rows, plans[self.first], plans[self.second]))
+        if rows:
+            least = np.array([*least_so_far([*rows[self.second].tolist(), inf], self.depth)])
+            before = np.searchsorted(rows[self.first], plans[self.first], side="right")
+            plans = plans.taken(plans[self.second] <= least[before])
         order = np.lexsort((plans[self.second], plans[self.first]))
         second = plans[self.second][order]
         return plans.taken(order[second <= np.array([*least_so_far(second.tolist(), self.depth)])])
+
+    def may_keep(self, rows: Rows, least: NDArray[Any]) -> NDArray[np.bool_]:
+        """As `Choice` says: whatever the second key is."""
+        return np.ones(least.shape, np.bool_)
 
 
 def least_so_far(numbers: Sequence[float], n: int) -> Iterator[float]:

@@ -42,7 +42,7 @@ Progress = Callable[[int], None]
 class Found:
     """What a search found: the best plans that fit, the nearest that do not, the first that are refused.
 
-    `n_slower` counts plans that are slower than all the best and were not worked out; `n_fit` and
+    `n_slower` counts plans that are slower than all the best, whether they fit or not; `n_fit` and
     `n_too_large` count the others, `n_refused` all there are; `refused_by` how many each rule refused, by its
     text for the first of them.
     """
@@ -106,9 +106,9 @@ def search(
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
         keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
             None: all.
-        exhaustive: work out every plan. Otherwise objective="speed" leaves out those that are slower than
-            all the best, whether they fit or not: the best are the same, and those that do not fit are the
-            nearest of the plans that are at least as fast.
+        exhaustive: judge every plan. Otherwise objective="speed" leaves out those that are slower than all
+            the best, whether they fit or not: the best are the same, and if some fit, those that do not are
+            plans that could be as fast.
         progress: called now and then with the number of plans seen.
         workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,

@@ -26,7 +26,7 @@ def search_text(found: Found) -> str:
     title += f"tokens a step: {found.n_plans:,} plans"
     counts = f"{found.n_fit:,} fit, {found.n_too_large:,} are too large, {found.n_refused:,} are refused."
     if found.n_slower:
-        counts += f"\n{found.n_slower:,} more are slower, fit or not; --exhaustive works them out."
+        counts += f"\n{found.n_slower:,} more are slower, whether they fit or not (--exhaustive tells)."
     rows = list(search_rows(found))
     parts = [f"{cut(title, WIDTH)}\n{counts}"]
     for verdict, heading in (("fits", "Best"), ("too large", "Nearest of those that do not fit")):

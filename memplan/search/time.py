@@ -132,17 +132,18 @@ def _busy_s(model: Model, plan: Plan, cluster: Cluster, micro_batch: int) -> flo
     return float(products_s + again_s + sent / rates.bytes_per_s["tp"])
 
 
-def least_times(evaluation: Evaluation, i: int, cluster: Cluster) -> Seconds:
-    """Seconds that no step of one of the grids is shorter than: little of what FSDP2 gathers is counted.
+def least_times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column) -> Seconds:
+    """Seconds that no step of some cells of a grid is shorter than: little of what FSDP2 gathers is counted.
 
     How often it does is all that depends on the order of passes where these are whole.
     """
     grid = evaluation.grids[i]
-    seconds = np.repeat(least_s(evaluation.model, grid, cluster)[:, None], grid.shape[1], axis=1)
+    some = grid[cells]
+    seconds = np.repeat(least_s(evaluation.model, some, cluster)[:, None], grid.shape[1], axis=1)
     timed = np.flatnonzero(seconds[:, 0] < inf)
     if len(timed) and evaluation.has_rule(i):
         found, left = evaluation.worked_out(
-            lambda: _GridTimes(evaluation, i, cluster, timed, least=True).found()
+            lambda: _GridTimes(evaluation, i, cluster, cells[timed], least=True).found()
         )
         seconds[timed] = np.where(left, seconds[timed], found * (1 - ROUNDING))
     return seconds

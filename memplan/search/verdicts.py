@@ -59,7 +59,7 @@ class Verdicts(Protocol):
 
 @final
 class Every:
-    """Every plan is worked out."""
+    """Every plan is judged, and worked out unless it is surely too large and not among the nearest."""
 
     def __init__(self, objective: str, keep: int | None) -> None:
         self.objective, self.keep = objective, keep
@@ -82,12 +82,21 @@ class Every:
         from memplan.search.evaluate import Evaluation  # only a search needs it
 
         evaluation = Evaluation(model, grids, device_of(cluster))
-        for grid, figures in zip(grids, evaluated(evaluation, cluster), strict=True):
-            columns = _columns(grid, figures, cluster)
-            fits = np.broadcast_to(columns["over_bytes"] == 0, grid.shape)
-            self._fit.add(grid, columns, fits)
-            self._too_large.add(grid, columns, ~fits)
-            self.n_seen += len(grid)
+        hopeful = []
+        for i, grid in enumerate(grids):
+            over_bytes = (
+                _least_over_bytes(evaluation, i, cluster) if self.keep else np.zeros(grid.shape, np.int64)
+            )
+            hopeful.append((over_bytes <= 0) | self._too_large.may_keep(over_bytes))
+        evaluation, chosen = _narrowed(evaluation, hopeful)
+        found = zip(chosen, evaluation.grids, evaluated(evaluation, cluster), strict=True)
+        for (i, cells), grid, figures in found:
+            columns, which = _columns(grid, figures, cluster), hopeful[i][cells]
+            fits = columns["over_bytes"] == 0
+            self._fit.add(grid, columns, which & fits)
+            self._too_large.add(grid, columns, which & ~fits)
+        self._too_large.n_seen += sum([int(np.count_nonzero(~which)) for which in hopeful])
+        self.n_seen += sum(map(len, grids))
 
     def join(self, other: "Every") -> None:
         """As `Verdicts` says."""
@@ -106,28 +115,29 @@ class Every:
 
 @final
 class Fastest:
-    """The `keep` fastest plans that fit, and of those that could be as fast the nearest that do not fit.
+    """The `keep` fastest plans that fit, and the nearest that do not.
 
-    A plan is left out if `keep` others that fit take less time than its step takes at least, by a bound
-    (`memplan.search.time.least_times`): it is slower, whether it fits or not. What is found does not depend
-    on the order in which plans are seen.
+    What is not worked out: plans whose step takes longer, by a bound (`memplan.search.time`), than those of
+    `keep` plans that fit; and plans that are too large by a bound (`memplan.search.floor`), which are among
+    the nearest only if none fits. What is found does not depend on the order in which plans are seen.
     """
 
-    def __init__(self, keep: int, limit_s: float = inf, near: Rows | None = None) -> None:
+    def __init__(self, keep: int, limit_s: float = inf, *, some_fit: bool = False) -> None:
         self.keep = keep
         self.limit_s = limit_s
         """So many plans that fit are at least as fast."""
-        self.near = near or {}
-        """Of the nearest that do not fit some that are known to be there."""
+        self.some_fit = some_fit
         self.n_seen = 0
         self._fit = Kept(Best(keep, OBJECTIVES["speed"]))
-        self._front = Front(keep, "over_bytes", "least_s")
-        self._too_large = Kept(self._front)
+        self._as_fast = Kept(Front(keep, "over_bytes", "least_s"))
+        """Plans that do not fit, whatever the limit becomes."""
+        self._nearest = Kept(Best(keep, ("over_bytes",)))
+        """Those of all, as long as none fits."""
         self._seconds = Tally(), Tally()
 
     def begun(self) -> "Fastest":
         """As `Verdicts` says."""
-        return Fastest(self.keep, self.limit_s, self._too_large.rows or self.near)
+        return Fastest(self.keep, self.limit_s, some_fit=self.some_fit)
 
     def hopeful(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> Sequence[Grid]:
         """As `Verdicts` says."""
@@ -146,71 +156,45 @@ class Fastest:
         from memplan.search.evaluate import Evaluation  # only a search needs it
 
         self.n_seen += sum(map(len, grids))
-        evaluation, bounds, hopeful = self._bounded(Evaluation(model, grids, device_of(cluster)), cluster)
-        found = zip(evaluation.grids, bounds, hopeful, evaluated(evaluation, cluster), strict=True)
-        for grid, least_s, which, figures in found:
-            columns = _columns(grid, figures, cluster) | {"least_s": least_s}
+        evaluation = Evaluation(model, grids, device_of(cluster))
+        bounds, may_fit, hopeful = [], [], []
+        for i in range(len(grids)):
+            over_bytes = _least_over_bytes(evaluation, i, cluster)
+            small = over_bytes <= 0
+            least_s = _least_s(evaluation, i, cluster, small)
+            as_fast = least_s <= self.limit_s
+            self._seconds[1].add(least_s[as_fast & ~small])
+            bounds.append(least_s)
+            may_fit.append(as_fast & small)
+            hopeful.append(may_fit[i] if self.some_fit else may_fit[i] | self._nearest.may_keep(over_bytes))
+        evaluation, chosen = _narrowed(evaluation, hopeful)
+        found = zip(chosen, evaluation.grids, evaluated(evaluation, cluster), strict=True)
+        for (i, cells), grid, figures in found:
+            columns = _columns(grid, figures, cluster)
+            least_s, which = bounds[i][cells], may_fit[i][cells]
             fits = columns["over_bytes"] == 0
-            for kept, tally, verdict, seconds in zip(
-                (self._fit, self._too_large),
-                self._seconds,
-                (fits, ~fits),
-                (figures.step_s, least_s),
-                strict=True,
-            ):
-                chosen = which & verdict & (seconds <= self.limit_s)
-                kept.add(grid, columns, chosen)
-                tally.add(seconds[chosen])
+            fast = which & fits & (figures.step_s <= self.limit_s)
+            self._fit.add(grid, columns, fast)
+            self._seconds[0].add(figures.step_s[fast])
+            self._as_fast.add(grid, columns | {"least_s": least_s}, which & ~fits)
+            self._seconds[1].add(least_s[which & ~fits])
+            if not self.some_fit:
+                self._nearest.add(grid, columns, hopeful[i][cells] & ~fits)
         self._limit()
 
-    def _bounded(
-        self, evaluation: "Evaluation", cluster: Cluster
-    ) -> tuple["Evaluation", list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
-        """Cells where a plan may be kept, how long a step of each plan takes at least, and which may be kept.
-
-        All cells where most are like that: what is known of these need not be found again.
-        """
-        from memplan.search.evaluate import Evaluation  # only a search needs it
-        from memplan.search.time import least_times
-
-        grids = evaluation.grids
-        bounds = [least_times(evaluation, i, cluster) for i in range(len(grids))]
-        hopeful = [self._hopeful(evaluation, i, least_s, cluster) for i, least_s in enumerate(bounds)]
-        cells = [np.flatnonzero(which.any(axis=1)) for which in hopeful]
-        if 2 * sum(map(len, cells)) > sum(map(len, bounds)):
-            return evaluation, bounds, hopeful
-        there = [i for i, own in enumerate(cells) if len(own)]
-        some = Evaluation(evaluation.model, [grids[i][cells[i]] for i in there], evaluation.device)
-        return some, [bounds[i][cells[i]] for i in there], [hopeful[i][cells[i]] for i in there]
-
-    def _hopeful(
-        self, evaluation: "Evaluation", i: int, least_s: NDArray[np.float64], cluster: Cluster
-    ) -> NDArray[np.bool_]:
-        """Which plans of a grid may be kept; those that are known to be too large otherwise are counted."""
-        from memplan.search.floor import least_bytes  # only a search needs it
-
-        hopeful: NDArray[np.bool_] = least_s <= self.limit_s
-        budget_bytes = cluster.budget_bytes
-        known = [rows for rows in (self._too_large.rows, self.near) if rows]
-        if budget_bytes is None or not known or not hopeful.any():
-            return hopeful
-        over_bytes = least_bytes(evaluation, i) - budget_bytes
-        beaten = [self._front.beaten(rows, over_bytes, least_s) for rows in known]
-        too_large = hopeful & (over_bytes > 0) & np.any(beaten, axis=0)
-        self._seconds[1].add(least_s[too_large])
-        hopeful &= ~too_large
-        return hopeful
-
     def _limit(self) -> None:
-        slowest = self._fit.rows["step_s"][-1] if n_rows(self._fit.rows) == self.keep else inf
-        self.limit_s = min(self.limit_s, float(slowest))
+        fit = self._fit.rows
+        self.some_fit |= bool(n_rows(fit))
+        if n_rows(fit) == self.keep:
+            self.limit_s = min(self.limit_s, float(fit["step_s"][-1]))
         for tally in self._seconds:
             tally.n_up_to(self.limit_s)
 
     def join(self, other: "Fastest") -> None:
         """As `Verdicts` says."""
         self._fit.join(other._fit)
-        self._too_large.join(other._too_large)
+        self._as_fast.join(other._as_fast)
+        self._nearest.join(other._nearest)
         for own, others in zip(self._seconds, other._seconds, strict=True):
             own.join(others)
         self.n_seen += other.n_seen
@@ -222,9 +206,51 @@ class Fastest:
 
     def too_large(self) -> tuple[Rows, int]:
         """As `Verdicts` says, of those that could be as fast."""
-        rows = self._too_large.rows
-        hopeful = taken(rows, np.flatnonzero(rows["least_s"] <= self.limit_s)[: self.keep]) if rows else rows
-        return hopeful, self._seconds[1].n_up_to(self.limit_s)
+        rows, n = self._as_fast.rows, self._seconds[1].n_up_to(self.limit_s)
+        if not self.some_fit:
+            return self._nearest.rows, n
+        return taken(rows, np.flatnonzero(rows["least_s"] <= self.limit_s)[: self.keep]) if rows else {}, n
+
+
+def _least_s(
+    evaluation: "Evaluation", i: int, cluster: Cluster, may_fit: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """How long a step of each plan of a grid takes at least: a bound, a better one if the plan may fit."""
+    from memplan.search.time import least_s, least_times  # only a search needs them
+
+    grid = evaluation.grids[i]
+    found = np.repeat(least_s(evaluation.model, grid, cluster)[:, None], grid.shape[1], axis=1)
+    cells = np.flatnonzero(may_fit.any(axis=1))
+    if len(cells):
+        better = least_times(evaluation, i, cluster, cells)
+        found[cells] = np.where(may_fit[cells], better, found[cells])
+    return found
+
+
+def _least_over_bytes(evaluation: "Evaluation", i: int, cluster: Cluster) -> NDArray[np.int64]:
+    """What plans of a grid need at least beyond the cluster's budget; those that may not, 0 or less."""
+    from memplan.search.floor import least_bytes  # only a search needs it
+
+    if cluster.budget_bytes is None:
+        return np.zeros(evaluation.grids[i].shape, np.int64)
+    return least_bytes(evaluation, i) - cluster.budget_bytes
+
+
+def _narrowed(
+    evaluation: "Evaluation", hopeful: Sequence[NDArray[np.bool_]]
+) -> tuple["Evaluation", list[tuple[int, NDArray[np.intp]]]]:
+    """An evaluation of the cells where a plan is hopeful, and for each of its grids which and which cells.
+
+    All cells where most are like that: what is known of these need not be found again.
+    """
+    from memplan.search.evaluate import Evaluation  # only a search needs it
+
+    chosen = [(i, np.flatnonzero(which.any(axis=1))) for i, which in enumerate(hopeful)]
+    if 2 * sum([len(cells) for _, cells in chosen]) > sum(map(len, hopeful)):
+        return evaluation, [(i, np.arange(len(which))) for i, which in enumerate(hopeful)]
+    chosen = [(i, cells) for i, cells in chosen if len(cells)]
+    some = [evaluation.grids[i][cells] for i, cells in chosen]
+    return Evaluation(evaluation.model, some, evaluation.device), chosen
 
 
 def _columns(grid: Grid, figures: Figures, cluster: Cluster) -> dict[str, NDArray[Any]]:
