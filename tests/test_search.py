@@ -144,7 +144,7 @@ def test_the_best_come_first_and_of_equal_ones_the_simpler(objective: str):
     assert same == sorted(same)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(
     model=st.sampled_from((LLAMA, GPT)),
     n_gpus=st.sampled_from((1, 2, 4, 6)),
@@ -205,7 +205,7 @@ def test_no_step_is_shorter_than_its_bounds(
             assert (least <= seconds).all()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     model=st.sampled_from((LLAMA, GPT, replace(LLAMA, tied_head=True))),
     cluster=st.sampled_from(("4xh100-sxm", "6xcpu", "16xh100-sxm")),
