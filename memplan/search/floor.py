@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from memplan.engines.torch.orders import plan_first_forwards
-from memplan.many import many
 from memplan.plan import Plan
 from memplan.search.cells import at_cells
 from memplan.search.evaluate import Evaluation, blocks_of
 from memplan.search.plans import Column
-from memplan.search.ranks import taken_apart
-from memplan.search.stages import Part, with_values
+from memplan.search.ranks import of_micro_batches, taken_apart
+from memplan.search.stages import Part
 
 
 def least_bytes(evaluation: Evaluation, i: int) -> Column:
@@ -48,8 +47,7 @@ def _first_forwards(plan: Plan, n_stages: int, ms: Sequence[int]) -> Column:
     """How many forward passes of each stage of the first rank come first, by number of micro-batches."""
 
     def work(some: tuple[int, ...]) -> dict[int, int]:
-        m = many(some) if len(some) > 1 else some[0]
-        return plan_first_forwards(with_values(plan, global_batch=plan.n_replicas * m), 0)
+        return plan_first_forwards(of_micro_batches(plan, some), 0)
 
     found = np.zeros((n_stages, len(ms)), np.int64)
     for at, forwards in taken_apart(plan, ms, work):

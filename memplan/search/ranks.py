@@ -110,6 +110,12 @@ def taken_apart(
     return found
 
 
+def of_micro_batches(plan: Plan, ms: Sequence[int]) -> Plan:
+    """A plan of micro-batches of one sequence, of so many at once."""
+    m = many(ms) if len(ms) > 1 else ms[0]
+    return with_values(plan, global_batch=plan.n_replicas * m)
+
+
 def _likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
     """Numbers of micro-batches, by place, of which probably the same can be said.
 
@@ -130,8 +136,7 @@ def _likely_alike(plan: Plan, ms: Sequence[int]) -> Iterator[list[int]]:
 def _program(
     plan: Plan, rank: int, places: tuple[Place, ...], device: Device, ms: tuple[int, ...]
 ) -> Program:
-    m = many(ms) if len(ms) > 1 else ms[0]
-    plan = with_values(plan, micro_batch=1, global_batch=plan.n_replicas * m)
+    plan = of_micro_batches(with_values(plan, micro_batch=1), ms)
     known: dict[int, _Passes] = {}
     for place in places:
         if place.number not in known:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -214,13 +214,13 @@ def _run(
     progress: Progress | None,
     workers: int,
 ) -> Found:
-    refused = _refused(space, keep)
+    refused = _Refused(keep)
 
     def told() -> None:
         if progress is not None:
             progress(refused.kept.n_seen + verdicts.n_seen)
 
-    parts = [_hopeful(space, part, verdicts, cluster) for part in space.parts()]
+    parts = [_hopeful(space, map(refused.noted, part), verdicts, cluster) for part in space.parts()]
     workers = min(workers, len(parts))
     if workers == 1:
         for grids in chain.from_iterable(parts):
@@ -245,7 +245,7 @@ def _run(
         n_too_large=n_too_large,
         n_slower=refused.n_others - n_fit - n_too_large,
         n_refused=refused.kept.n_seen,
-        refused_by=refused.by_rule,
+        refused_by=refused.by_rule(space),
     )
 
 
@@ -281,27 +281,30 @@ def _worked_out(model: Model, cluster: Cluster, part: tuple[Verdicts, Sequence[S
     return verdicts
 
 
-class _Refused(NamedTuple):
+class _Refused:
     """The plans that cannot run: the first ones, how many each rule refused; and how many plans can."""
 
-    kept: Kept
-    by_rule: dict[str, int]
-    n_others: int
+    def __init__(self, keep: int | None) -> None:
+        self.kept = Kept(Best(keep, ("place",)))
+        self.n_others = 0
+        self._counts = Counter[int]()
 
-
-def _refused(space: Space, keep: int | None) -> _Refused:
-    kept, counts, n_others = Kept(Best(keep, ("place",))), Counter[int](), 0
-    for ruled in chain.from_iterable(space.grids()):
-        chosen = np.flatnonzero(ruled.rule != RUNS)
-        n_others += len(ruled.grid)
-        if len(chosen):
+    def noted(self, batch: Sequence[Ruled]) -> Sequence[Ruled]:
+        """A batch, when its plans have been counted."""
+        for ruled in batch:
+            chosen = np.flatnonzero(ruled.rule != RUNS)
             grid = ruled.grid[chosen]
-            n_others -= len(grid)
-            kept.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
-            for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
-                counts[int(rule)] += int(n) * grid.shape[1]
-    texts = list(space.rules)
-    return _Refused(kept, {texts[rule]: n for rule, n in counts.most_common()}, n_others)
+            self.n_others += len(ruled.grid) - len(grid)
+            if len(chosen):
+                self.kept.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
+                for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
+                    self._counts[int(rule)] += int(n) * grid.shape[1]
+        return batch
+
+    def by_rule(self, space: Space) -> dict[str, int]:
+        """How many each rule refused, by its text for the first of them, the most first."""
+        texts = list(space.rules)
+        return {texts[rule]: n for rule, n in self._counts.most_common()}
 
 
 def values_of(name: str, asked: Any) -> tuple[Any, ...]:

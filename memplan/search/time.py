@@ -17,7 +17,7 @@ from memplan.plan import RECOMPUTES, SINGLE_STAGE_SCHEDULES, Axis, Plan, Rank, S
 from memplan.search.cells import Asked, Table, at_cells
 from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
-from memplan.search.ranks import taken_apart
+from memplan.search.ranks import of_micro_batches, taken_apart
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values
 from memplan.steptime import (
     Quantity,
@@ -132,20 +132,20 @@ def _busy_s(model: Model, plan: Plan, cluster: Cluster, micro_batch: int) -> flo
     return float(products_s + again_s + sent / rates.bytes_per_s["tp"])
 
 
-def least_times(evaluation: Evaluation, i: int, cluster: Cluster, cells: Column) -> Seconds:
-    """Seconds that no step of some cells of a grid is shorter than: little of what FSDP2 gathers is counted.
+def least_times(evaluation: Evaluation, i: int, cluster: Cluster, which: NDArray[np.bool_]) -> Seconds:
+    """Seconds that no step of one of the grids is shorter than: `least_s`, and of some plans a better bound.
 
-    How often it does is all that depends on the order of passes where these are whole.
+    There little of what FSDP2 gathers is counted: how often it does is all that depends on the order of
+    passes where these are whole.
     """
     grid = evaluation.grids[i]
-    some = grid[cells]
-    seconds = np.repeat(least_s(evaluation.model, some, cluster)[:, None], grid.shape[1], axis=1)
-    timed = np.flatnonzero(seconds[:, 0] < inf)
-    if len(timed) and evaluation.has_rule(i):
+    seconds = np.repeat(least_s(evaluation.model, grid, cluster)[:, None], grid.shape[1], axis=1)
+    cells = np.flatnonzero(which.any(axis=1) & (seconds[:, 0] < inf))
+    if len(cells) and evaluation.has_rule(i):
         found, left = evaluation.worked_out(
-            lambda: _GridTimes(evaluation, i, cluster, cells[timed], least=True).found()
+            lambda: _GridTimes(evaluation, i, cluster, cells, least=True).found()
         )
-        seconds[timed] = np.where(left, seconds[timed], found * (1 - ROUNDING))
+        seconds[cells] = np.where(which[cells] & ~left, found * (1 - ROUNDING), seconds[cells])
     return seconds
 
 
@@ -412,8 +412,7 @@ def _rounds(plan: Plan, rank: RankPlaces, ms: Sequence[int]) -> Column:
     firsts = [first for (first, _), _ in rank.stages]
 
     def work(some: tuple[int, ...]) -> list[Rounds]:
-        m = many(some) if len(some) > 1 else some[0]
-        return rounds_of(with_values(plan, global_batch=plan.n_replicas * m), rank.pp, firsts)
+        return rounds_of(of_micro_batches(plan, some), rank.pp, firsts)
 
     found = np.zeros((len(firsts), len(Rounds._fields), len(ms)), np.int64)
     for at, rounds in taken_apart(plan, ms, work):

@@ -153,7 +153,8 @@ class Fastest:
     @uncollected()
     def add(self, model: Model, grids: Sequence[Grid], cluster: Cluster) -> None:
         """As `Verdicts` says."""
-        from memplan.search.evaluate import Evaluation  # only a search needs it
+        from memplan.search.evaluate import Evaluation  # only a search needs them
+        from memplan.search.time import least_times
 
         self.n_seen += sum(map(len, grids))
         evaluation = Evaluation(model, grids, device_of(cluster))
@@ -161,7 +162,7 @@ class Fastest:
         for i in range(len(grids)):
             over_bytes = _least_over_bytes(evaluation, i, cluster)
             small = over_bytes <= 0
-            least_s = _least_s(evaluation, i, cluster, small)
+            least_s = least_times(evaluation, i, cluster, small)
             as_fast = least_s <= self.limit_s
             self._seconds[1].add(least_s[as_fast & ~small])
             bounds.append(least_s)
@@ -210,21 +211,6 @@ class Fastest:
         if not self.some_fit:
             return self._nearest.rows, n
         return taken(rows, np.flatnonzero(rows["least_s"] <= self.limit_s)[: self.keep]) if rows else {}, n
-
-
-def _least_s(
-    evaluation: "Evaluation", i: int, cluster: Cluster, may_fit: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """How long a step of each plan of a grid takes at least: a bound, a better one if the plan may fit."""
-    from memplan.search.time import least_s, least_times  # only a search needs them
-
-    grid = evaluation.grids[i]
-    found = np.repeat(least_s(evaluation.model, grid, cluster)[:, None], grid.shape[1], axis=1)
-    cells = np.flatnonzero(may_fit.any(axis=1))
-    if len(cells):
-        better = least_times(evaluation, i, cluster, cells)
-        found[cells] = np.where(may_fit[cells], better, found[cells])
-    return found
 
 
 def _least_over_bytes(evaluation: "Evaluation", i: int, cluster: Cluster) -> NDArray[np.int64]:

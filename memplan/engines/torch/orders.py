@@ -452,18 +452,15 @@ def first_forwards(run: Run) -> tuple[dict[int, int], bool]:
     found: dict[int, int] = {}
     for part in run.parts:
         if isinstance(part, Action):
-            inner, ends, times = {part.local: 1}, part.kind != "forward", 1
-            if ends:
+            if part.kind != "forward":
                 return found, True
+            found[part.local] = found.get(part.local, 0) + 1
         elif part.times:
             inner, ends = first_forwards(part)
-            times = 1 if ends else part.times
-        else:
-            continue
-        for local, n in inner.items():
-            found[local] = found.get(local, 0) + n * times
-        if ends:
-            return found, True
+            for local, n in inner.items():
+                found[local] = found.get(local, 0) + (n if ends else n * part.times)
+            if ends:
+                return found, True
     return found, False
 
 
