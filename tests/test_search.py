@@ -242,7 +242,7 @@ def test_no_plan_needs_less_memory_than_its_bound(
         grids = [ruled.running for ruled in batch if len(ruled.running)]
         evaluation = Evaluation(model, grids, device_of(where))
         for i in range(len(grids)):
-            assert (least_bytes(evaluation, i) <= held(evaluation, i).peak_bytes).all()
+            assert (least_bytes(evaluation, i, 10**18) <= held(evaluation, i).peak_bytes).all()
 
 
 @given(

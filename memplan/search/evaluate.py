@@ -2,15 +2,16 @@
 
 Three levels, each worked out for what differs on it and no more. What a *stage* allocates and frees in a
 pass (`memplan.search.stages`) depends on its share of a tensor and of the batch, on the data axis and on its
-blocks; a few corners tell it (`corners`) for all cells (`cells`). In which order a *rank* runs its passes
-(`ranks`) depends on the schedule. A *plan* puts both together: its memory (`memory`) is the largest of a few
-sums, its time (`time`) a sum.
+blocks; a few corners tell it (`corners`) for all cells (`cells`, `stage_tables`). In which order a *rank*
+runs its passes (`ranks`) depends on the schedule. A *plan* puts both together: its memory (`memory`) is the
+largest of a few sums, its time (`time`) a sum.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,89 +19,18 @@ from numpy.typing import NDArray
 from memplan.engines.torch import RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.models import Model
-from memplan.plan import RECOMPUTES, SPLITTING_SCHEDULES, Plan, Rank
-from memplan.search.cells import Asked, Basis, Cells, Rows, Table, at_cells, distinct
-from memplan.search.corners import Blocks, NotLinear
-from memplan.search.plans import NO_LIMIT, Column, Grid
+from memplan.plan import RECOMPUTES, Plan, Rank
+from memplan.search.cells import Asked, Basis, Rows, Table, at_cells, distinct
+from memplan.search.corners import NotLinear
+from memplan.search.kinds import RankPlaces, mode_of, plan_of, ranks_of, splits
+from memplan.search.plans import Column, Grid
 from memplan.search.ranks import RECEIVED, Place, Program, programs
+from memplan.search.stage_tables import StageTables
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values
 from memplan.tape import Device
 from memplan.timeline import chain, n_bytes_of
 
 T = TypeVar("T")
-
-LARGEST: Final = 2.0**62
-"""Sums of bytes stay below: 64-bit integers."""
-
-
-def alike(found: Iterator[tuple[Grid, Column]]) -> list[list[tuple[Grid, Column]]]:
-    """Grids that an `Evaluation` may have together."""
-    groups: dict[Hashable, list[tuple[Grid, Column]]] = {}
-    for grid, places in found:
-        groups.setdefault(kind_of(grid), []).append((grid, places))
-    return list(groups.values())
-
-
-def kind_of(grid: Grid) -> Hashable:
-    """What the stages of a grid are made of."""
-    structure = grid.structure
-    others = [structure[name] for name in ("offload", "sequence_parallel", "recompute")]
-    return mode_of(grid), *others
-
-
-def mode_of(grid: Grid) -> int:
-    """What the data axis does: nothing, DDP, or FSDP2 for ZeRO-2 or 3."""
-    zero = grid.structure["zero"]
-    return zero if zero >= 2 else int(grid.cells["dp"][0] > 1)
-
-
-def splits(grid: Grid) -> bool:
-    """Whether backward passes are taken apart."""
-    return grid.schedule in SPLITTING_SCHEDULES
-
-
-def has_rule(base: Plan) -> bool:
-    """Whether nothing in common asks for whole lists of numbers: of DDP's buckets, of stages' layers."""
-    return base.engine == "torch" and base.ddp_comm_hook == "none" and base.layers_per_stage is None
-
-
-def blocks_of(grid: Grid, n: int, limit: int) -> Blocks:
-    """How many of a stage's blocks are recomputed, and how many not, if at most so many are."""
-    if RECOMPUTES[grid.structure["recompute"]] == "none":
-        return 0, n
-    return (n, 0) if limit == NO_LIMIT or limit >= n else (limit, n - limit)
-
-
-class RankPlaces(NamedTuple):
-    """A rank of a pipeline: where its stages are, and the ends and number of blocks of each."""
-
-    pp: int
-    indices: tuple[int, ...]
-    stages: tuple[tuple[Ends, int], ...]
-
-    @property
-    def distinct(self) -> tuple[tuple[Ends, int], ...]:
-        """Its stages, alike ones once."""
-        return tuple(dict.fromkeys(self.stages))
-
-    @property
-    def whole(self) -> tuple[Ends, int]:
-        """All of them as one."""
-        first, last = (any(ends[i] for ends, _ in self.stages) for i in (0, 1))
-        return (first, last), sum(n for _, n in self.stages)
-
-
-@lru_cache(maxsize=4096)
-def ranks_of_pipeline(n_layers: int, schedule: str, pp: int, virtual_stages: int) -> tuple[RankPlaces, ...]:
-    """The ranks of a pipeline, of equal stages as far as that is possible."""
-    plan = with_values(Plan(), pp=pp, virtual_stages=virtual_stages, schedule=schedule)
-    each, odd = divmod(n_layers, plan.n_stages)
-    found = []
-    for rank in range(pp):
-        indices = plan.stages_of(rank)
-        stages = tuple([((i == 0, i == plan.n_stages - 1), each + (i < odd)) for i in indices])
-        found.append(RankPlaces(rank, indices, stages))
-    return tuple(found)
 
 
 @lru_cache(maxsize=65536)
@@ -120,13 +50,6 @@ class Held(NamedTuple):
     states: Column
     net: Column
     high: Column
-
-
-class _Group(NamedTuple):
-    """Grids whose stages are in the same tables, and where the cells of each begin."""
-
-    cells: Cells
-    starts: Mapping[int, int]
 
 
 class Numbers(NamedTuple):
@@ -150,13 +73,21 @@ class Evaluation:
 
     def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
         self.model, self.grids, self.device = model, grids, device
-        self.linear = True
-        self.splits = any(map(splits, grids))
-        self._at_once = list(map(self._all_at_once, grids))
-        self._start()
-
-    def _start(self) -> None:
+        self._stages = StageTables(model, grids, device)
+        self._where = self._all_places()
         self._known: dict[Hashable, Any] = {}
+
+    def _all_places(self) -> list[tuple[int, Column]]:
+        """Of each grid which one it is in `_stages`, and which cells of that."""
+        return [(i, np.arange(grid.shape[0])) for i, grid in enumerate(self.grids)]
+
+    def some(self, chosen: Sequence[tuple[int, Column]]) -> "Evaluation":
+        """Some cells of some of the grids; what their stages do is still known."""
+        found = copy(self)
+        found.grids = [self.grids[i][cells] for i, cells in chosen]
+        found._where = [(self._where[i][0], self._where[i][1][cells]) for i, cells in chosen]
+        found._known = {}
+        return found
 
     def known(self, key: Hashable, work: Callable[[], T]) -> T:
         """What some work says, done once."""
@@ -170,21 +101,19 @@ class Evaluation:
         try:
             return work()
         except NotLinear:
-            self.linear = False
-            self._start()
+            self._stages = StageTables(self.model, self.grids, self.device, linear=False)
+            self._where = self._all_places()
+            self._known = {}
             return work()
 
     def has_rule(self, i: int) -> bool:
-        """Whether a grid's plans can be worked out at once: nothing asks for lists, no sum is too large."""
-        return self._at_once[i]
+        """Whether a grid's plans can be worked out at once."""
+        return self._stages.has_rule[self._where[i][0]]
 
-    def _all_at_once(self, grid: Grid) -> bool:
-        """What is compared with `LARGEST` is more bytes than tensors of all micro-batches take together."""
-        model, base = self.model, grid.base
-        a_block = 64 * (model.d_model + model.d_ff) + 16 * model.n_heads * base.seq_len
-        a_token = (model.n_layers + 2) * a_block + 64 * model.vocab_size
-        replicas = int((grid.cells["dp"] * grid.cells["dp_replicate"]).min())
-        return has_rule(base) and base.global_batch / replicas * base.seq_len * a_token < LARGEST
+    @property
+    def splits(self) -> bool:
+        """Whether backward passes of some stages are taken apart."""
+        return self._stages.splits
 
     def micro_batches(self, i: int) -> tuple[tuple[int, ...], Column]:
         """The numbers of micro-batches that there are in a grid, and which of them each cell has."""
@@ -197,18 +126,13 @@ class Evaluation:
 
     # Ranks
 
-    def ranks(self, grid: Grid) -> tuple[RankPlaces, ...]:
-        """The ranks of a grid's pipelines."""
-        pp, virtual_stages = grid.structure["pp"], grid.structure["virtual_stages"]
-        return ranks_of_pipeline(self.model.n_layers, grid.schedule, pp, virtual_stages)
-
     def worst_ranks(self, grid: Grid) -> Iterator[RankPlaces]:
         """Those that can be the worst: where backward passes are whole the first of ranks with equal stages.
 
         It warms up longest.
         """
         seen = set()
-        for rank in self.ranks(grid):
+        for rank in ranks_of(self.model, grid):
             if splits(grid) or rank.stages not in seen:
                 yield rank
             seen.add(rank.stages)
@@ -288,94 +212,18 @@ class Evaluation:
         """The tables of a rank's distinct stages."""
         return tuple([self.stage_table(i, ends)[0] for ends, _ in rank.distinct])
 
-    def _plan(self, grid: Grid) -> Plan:
-        """A plan of a grid's structure: what is along no axis decides what its stages are made of."""
-        mode, structure = mode_of(grid), grid.structure
-        return with_values(
-            grid.base,
-            dp=2 if mode else 1,
-            dp_replicate=1,
-            pp=2 if structure["pp"] > 1 else 1,
-            zero=mode if mode >= 2 else 0,
-            sequence_parallel=bool(structure["sequence_parallel"]),
-            recompute=RECOMPUTES[structure["recompute"]],
-            recompute_blocks=None,
-            schedule="1f1b",
-            virtual_stages=1,
-            micro_batch=1,
-            offload=bool(structure["offload"]),
-        )
-
     def stage_table(self, i: int, ends: Ends) -> tuple[Table, Rows]:
         """The table of stages with such ends, and each cell's row there."""
-        return self._table(i, ends, whole=False)
+        return self.known(("stage", i, ends), lambda: self._table(i, ends, whole=False))
 
     def rank_table(self, i: int, ends: Ends) -> tuple[Table, Rows]:
         """The table of whole ranks, which no micro-batch and no recomputed block matter to."""
-        return self._table(i, ends, whole=True)
+        return self.known(("rank", i, ends), lambda: self._table(i, ends, whole=True))
 
     def _table(self, i: int, ends: Ends, *, whole: bool) -> tuple[Table, Rows]:
-        return self.known(("table and rows", i, ends, whole), lambda: self._table_and_rows(i, ends, whole))
-
-    def _table_and_rows(self, i: int, ends: Ends, whole: bool) -> tuple[Table, Rows]:
-        grid = self.grids[i]
-        piped = grid.structure["pp"] > 1
-        cells, starts = self.known(("group", whole, piped), lambda: self._group(whole, piped))
-
-        def table() -> Table:
-            plan = self._plan(grid)
-            return Table(
-                self.model,
-                with_values(plan, recompute="none") if whole else plan,
-                ends,
-                self.device,
-                cells,
-                self._all_blocks(whole, piped, ends),
-                linear=self.linear and grid.base.fsdp_blocks == 1 and not whole,
-                least=3 if self.splits else 2,
-            )
-
-        start = starts[i]
-        return (
-            self.known(("table", whole, piped, ends), table),
-            cells.rows[start : start + grid.shape[0]],
-        )
-
-    def _group(self, whole: bool, piped: bool) -> _Group:
-        starts, n = {}, 0
-        columns: list[list[Column]] = []
-        for i, grid in enumerate(self.grids):
-            if (grid.structure["pp"] > 1) == piped and self.has_rule(i):
-                starts[i], n = n, n + grid.shape[0]
-                columns.append(self._cells(grid, whole=whole))
-        joined = [np.concatenate(found) for found in zip(*columns, strict=True)]
-        return _Group(Cells(*joined, linear=self.linear), starts)
-
-    def _cells(self, grid: Grid, *, whole: bool) -> list[Column]:
-        tp, micro_batch, dp, replicas = (
-            grid.cells[name] for name in ("tp", "micro_batch", "dp", "dp_replicate")
-        )
-        one = np.ones_like(tp)
-        if mode_of(grid) < 2:
-            dp = replicas = one
-        return [tp, one if whole else micro_batch, dp, np.minimum(replicas, 2)]
-
-    def _all_blocks(self, whole: bool, piped: bool, ends: Ends) -> set[Blocks]:
-        """All numbers of blocks of stages, or ranks, with such ends."""
-        found = set()
-        for i, grid in enumerate(self.grids):
-            if (grid.structure["pp"] > 1) != piped or not self.has_rule(i):
-                continue
-            for rank in self.ranks(grid):
-                if whole:
-                    own, n = rank.whole
-                    if own == ends:
-                        found.add((0, n))
-                    continue
-                numbers = {n for own, n in rank.stages if own == ends}
-                limits = grid.recompute_blocks.tolist()
-                found |= {blocks_of(grid, n, limit) for n in numbers for limit in limits}
-        return found
+        place, cells = self._where[i]
+        table, rows = self._stages.table(place, ends, whole=whole)
+        return table, rows[cells]
 
     # Numbers of each cell
 
@@ -413,7 +261,7 @@ class Evaluation:
     def dealt(self, i: int, rank: RankPlaces) -> NDArray[np.int64]:
         """What `dealt` says of a rank in each cell."""
         grid = self.grids[i]
-        plan = self.known(("dealt", i), lambda: with_values(self._plan(grid), zero=1, recompute="none"))
+        plan = self.known(("dealt", i), lambda: with_values(plan_of(grid), zero=1, recompute="none"))
         pairs, place = distinct(grid.cells["tp"], grid.cells["dp"])
         ends, n = rank.whole
 

@@ -1,56 +1,74 @@
 """How little memory plans can need: enough to know of most that are too large that they are."""
 
-from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 
-from memplan.engines.torch.orders import plan_first_forwards
-from memplan.plan import Plan
-from memplan.search.cells import at_cells
-from memplan.search.evaluate import Evaluation, blocks_of
+from memplan.engines.torch.orders import first_under_way
+from memplan.plan import Schedule
+from memplan.search.cells import Asked, at_cells
+from memplan.search.evaluate import Evaluation
+from memplan.search.kinds import blocks_of, ranks_of
 from memplan.search.plans import Column
-from memplan.search.ranks import of_micro_batches, taken_apart
-from memplan.search.stages import Part
+from memplan.search.stages import Ends, Part
 
 
-def least_bytes(evaluation: Evaluation, i: int) -> Column:
+def least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
     """Bytes that no plan of a grid holds less than at its worst instant; an array of its shape.
 
     The states of the pipeline's first rank, and what its forward passes leave until the first backward pass.
+    Or, of plans that are within the budget then, what they leave once all stages have gradients, and these.
     """
     if not evaluation.has_rule(i):
         return np.zeros(evaluation.grids[i].shape, np.int64)
-    return evaluation.worked_out(lambda: _least_bytes(evaluation, i))
+    return evaluation.worked_out(lambda: _least_bytes(evaluation, i, budget_bytes))
 
 
-def _least_bytes(evaluation: Evaluation, i: int) -> Column:
+def _least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
     grid = evaluation.grids[i]
-    rank = evaluation.ranks(grid)[0]
+    rank = ranks_of(evaluation.model, grid)[0]
     ms, m_place = evaluation.micro_batches(i)
-    forwards = evaluation.known(
-        ("first forwards", i), lambda: _first_forwards(evaluation.order_plan(i), len(rank.stages), ms)
-    )
+    pp, v = grid.structure["pp"], grid.structure["virtual_stages"]
+    forwards, graded = _instants(grid.schedule, pp, v, ms)
+    stages = [
+        (stage, [local for local, found in enumerate(rank.stages) if found == stage])
+        for stage in rank.distinct
+    ]
+    every = np.arange(grid.shape[0])
     found = np.repeat(evaluation.held(i, rank).states[:, None], grid.shape[1], axis=1)
-    for stage in rank.distinct:
-        ends, n = stage
-        table, rows = evaluation.stage_table(i, ends)
-        _, coefficients = table("saved", Part.saved)
-        weights = table.weights([blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()])
-        used = np.flatnonzero(weights.any(axis=1))
-        (saved,) = at_cells(coefficients[..., used], rows) @ weights[used]
-        times = sum([forwards[local] for local, own in enumerate(rank.stages) if own == stage])
-        found += times[m_place, None] * saved
+    later = found.copy()
+    for stage, own in stages:
+        saved = _bytes(evaluation, i, stage, Part.saved, every)
+        found += forwards[own].sum(axis=0)[m_place, None] * saved
+        later += graded[own].sum(axis=0)[m_place, None] * saved
+    small = (found <= budget_bytes).any(axis=1) & (graded.min(axis=0) > NOT_YET)[m_place]
+    cells = np.flatnonzero(small)
+    if len(cells):
+        grads = sum([len(own) * _bytes(evaluation, i, stage, Part.graded, cells) for stage, own in stages])
+        found[cells] = np.maximum(found[cells], later[cells] + grads)
     return found
 
 
-def _first_forwards(plan: Plan, n_stages: int, ms: Sequence[int]) -> Column:
-    """How many forward passes of each stage of the first rank come first, by number of micro-batches."""
+def _bytes(evaluation: Evaluation, i: int, stage: tuple[Ends, int], asked: Asked, cells: Column) -> Column:
+    """The bytes that are asked of a stage in some cells of its grid: [cell, blocks]."""
+    grid = evaluation.grids[i]
+    ends, n = stage
+    table, rows = evaluation.stage_table(i, ends)
+    _, coefficients = table(asked, asked)
+    weights = table.weights([blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()])
+    used = np.flatnonzero(weights.any(axis=1))
+    (found,) = at_cells(coefficients[..., used], rows[cells]) @ weights[used]
+    return np.asarray(found)
 
-    def work(some: tuple[int, ...]) -> dict[int, int]:
-        return plan_first_forwards(of_micro_batches(plan, some), 0)
 
-    found = np.zeros((n_stages, len(ms)), np.int64)
-    for at, forwards in taken_apart(plan, ms, work):
-        for local, n in forwards.items():
-            found[local, at] = n
-    return found
+NOT_YET: Final = -1
+"""Of a stage's micro-batches under way: there is no instant at which all stages have some gradients."""
+
+
+@lru_cache(maxsize=4096)
+def _instants(schedule: Schedule, pp: int, v: int, ms: tuple[int, ...]) -> tuple[Column, Column]:
+    """`first_under_way` by number of micro-batches: [stage, number]."""
+    found = [first_under_way(schedule, pp, v, m) for m in ms]
+    first, graded = zip(*[(one, other or (NOT_YET,) * v) for one, other in found], strict=True)
+    return np.array(first).T, np.array(graded).T

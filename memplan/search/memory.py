@@ -16,7 +16,8 @@ from memplan.many import many
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.search.cells import Rows, Table, at_cells
-from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of
+from memplan.search.evaluate import Evaluation
+from memplan.search.kinds import RankPlaces, alike, blocks_of
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import RECEIVED, Program, Reduced, reduced
 from memplan.search.stages import Ends, with_values

@@ -98,6 +98,11 @@ class Part:
         """Bytes that a forward pass leaves, whatever is gathered for it."""
         return {"bytes": Passes(self.stages.stages[0]).forward(first=False).net_bytes}
 
+    def graded(self) -> dict[str, Any]:
+        """Bytes that the first backward pass leaves and a later one does not: gradients."""
+        first, later = (self.passes.backward(first=yes).net_bytes for yes in (True, False))
+        return {"bytes": first - later}
+
     def update(self) -> dict[str, Any]:
         """The optimizer's part of a step: what it leaves, and the most it holds."""
         made = chain("update", *updates(self.stages))

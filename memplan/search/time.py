@@ -15,7 +15,8 @@ from memplan.many import many
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SINGLE_STAGE_SCHEDULES, Axis, Plan, Rank, Schedule
 from memplan.search.cells import Asked, Table, at_cells
-from memplan.search.evaluate import Evaluation, RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
+from memplan.search.evaluate import Evaluation
+from memplan.search.kinds import RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import of_micro_batches, taken_apart
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values

@@ -219,7 +219,7 @@ def _least_over_bytes(evaluation: "Evaluation", i: int, cluster: Cluster) -> NDA
 
     if cluster.budget_bytes is None:
         return np.zeros(evaluation.grids[i].shape, np.int64)
-    return least_bytes(evaluation, i) - cluster.budget_bytes
+    return least_bytes(evaluation, i, cluster.budget_bytes) - cluster.budget_bytes
 
 
 def _narrowed(
@@ -229,14 +229,11 @@ def _narrowed(
 
     All cells where most are like that: what is known of these need not be found again.
     """
-    from memplan.search.evaluate import Evaluation  # only a search needs it
-
     chosen = [(i, np.flatnonzero(which.any(axis=1))) for i, which in enumerate(hopeful)]
     if 2 * sum([len(cells) for _, cells in chosen]) > sum(map(len, hopeful)):
         return evaluation, [(i, np.arange(len(which))) for i, which in enumerate(hopeful)]
     chosen = [(i, cells) for i, cells in chosen if len(cells)]
-    some = [evaluation.grids[i][cells] for i, cells in chosen]
-    return Evaluation(evaluation.model, some, evaluation.device), chosen
+    return evaluation.some(chosen), chosen
 
 
 def _columns(grid: Grid, figures: Figures, cluster: Cluster) -> dict[str, NDArray[Any]]:

@@ -8,7 +8,7 @@ Source: torch/distributed/pipelining/schedules.py (`_calculate_single_rank_opera
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from operator import index
+from operator import index, sub
 from typing import Final, Literal, NamedTuple
 
 from memplan.plan import Plan, Schedule
@@ -34,6 +34,9 @@ MOST_ACTIVE_STAGES: Final = 3
 
 
 DataAxis = Literal["none", "ddp", "fsdp"]
+
+Stages = tuple[int, ...]
+"""Numbers of a rank's stages, or a number of each."""
 
 
 class Action(NamedTuple):
@@ -113,10 +116,12 @@ def plan_counts(plan: Plan, rank: int) -> dict[Action, int]:
     return _counted(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches)
 
 
-def plan_first_forwards(plan: Plan, rank: int) -> dict[int, int]:
-    """How many forward passes of each of a rank's stages come before its first backward pass."""
-    order = _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, "none")
-    return first_forwards(order)[0]
+@lru_cache(maxsize=65536)
+def first_under_way(
+    schedule: Schedule, pp: int, v: int, m: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """`under_way` of the first rank of a pipeline."""
+    return under_way(order_of(schedule, pp=pp, rank=0, virtual_stages=v, n_micro_batches=m), v, m)
 
 
 @lru_cache(maxsize=4096)
@@ -333,9 +338,6 @@ def with_weights(order: Run, n_stages: int) -> Run:
     return run_of((order, *[Action("reshard", local) for local in active]))
 
 
-Stages = tuple[int, ...]
-
-
 def _gathering(run: Run, active: Stages, ahead: Stages) -> tuple[Run, Stages]:
     """A run where so many stages are active, and others come after; which are active after it.
 
@@ -443,25 +445,50 @@ def counts(run: Run) -> dict[Action, int]:
     return {action: n * run.times for action, n in found.items()}
 
 
-def first_forwards(run: Run) -> tuple[dict[int, int], bool]:
-    """How many forward passes of each stage come before the first backward pass, and whether there is one.
+def in_rows(run: Run) -> Iterator[tuple[Action, int]]:
+    """Every action of a run in order, and how often in a row where that is known.
 
-    >>> first_forwards(order_of("1f1b", pp=4, rank=1, virtual_stages=1, n_micro_batches=8))
-    ({0: 3}, True)
+    >>> [(action.kind, n) for action, n in in_rows(Run((Run(turn("F0"), 3), Run(turn("B0 F0"), 1))))]
+    [('forward', 3), ('backward', 1), ('forward', 1)]
     """
-    found: dict[int, int] = {}
-    for part in run.parts:
-        if isinstance(part, Action):
-            if part.kind != "forward":
-                return found, True
-            found[part.local] = found.get(part.local, 0) + 1
-        elif part.times:
-            inner, ends = first_forwards(part)
-            for local, n in inner.items():
-                found[local] = found.get(local, 0) + (n if ends else n * part.times)
-            if ends:
-                return found, True
-    return found, False
+    if len(run.parts) == 1 and isinstance(run.parts[0], Action):
+        if run.times:
+            yield run.parts[0], run.times
+        return
+    for _ in range(run.times):
+        for part in run.parts:
+            if isinstance(part, Action):
+                yield part, 1
+            else:
+                yield from in_rows(part)
+
+
+def under_way(order: Run, n_stages: int, m: int) -> tuple[Stages, Stages | None]:
+    """Micro-batches that are to have a backward pass: before the first one, and when all stages have had one.
+
+    By stage. The latter just before the next one, if no stage has had its last of m by then, and only where
+    backward passes are whole; else None.
+
+    >>> under_way(order_of("1f1b", pp=4, rank=1, virtual_stages=1, n_micro_batches=8), 1, 8)
+    ((3,), (3,))
+    >>> under_way(order_of("gpipe", pp=4, rank=1, virtual_stages=1, n_micro_batches=8), 1, 8)
+    ((8,), (7,))
+    """
+    forward, backward = [0] * n_stages, [0] * n_stages
+    first: Stages | None = None
+    for action, n in in_rows(order):
+        if action.kind == "forward":
+            forward[action.local] += n
+            continue
+        first = first or tuple(forward)
+        if action.kind != "backward":
+            return first, None
+        waiting = backward.count(0) - (backward[action.local] == 0)
+        if all(backward) or (n > 1 and not waiting):
+            backward[action.local] += not backward[action.local]
+            return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
+        backward[action.local] += n
+    return first or tuple(forward), None
 
 
 def _after_forward(run: Run) -> dict[int, tuple[Kind, int, Kind]]:
