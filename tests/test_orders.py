@@ -1,6 +1,7 @@
 """The order of passes is PyTorch's own, and holds as many micro-batches as the papers say."""
 
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,16 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from memplan.engines.torch.orders import actions, in_flight, order_of, with_weights
+from memplan.engines.torch.orders import (
+    Run,
+    actions,
+    in_flight,
+    in_rows,
+    order_of,
+    plan_counts,
+    under_way,
+    with_weights,
+)
 from memplan.errors import PlanRefused
 from memplan.models import Llama
 from memplan.plan import SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, Schedule, check_plan
@@ -132,6 +142,53 @@ def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
                 for action in actions(with_weights(run, plan.virtual_stages))
             ]
             assert found == [action[:2] for action in expected], (plan, rank)
+
+
+def orders(schedule: Schedule) -> Iterator[tuple[Plan, int, Run]]:
+    """Of each plan that can run the order of each rank."""
+    for plan in plans(schedule):
+        try:
+            check_plan(MODEL, plan)
+        except PlanRefused:
+            continue
+        v, m = plan.virtual_stages, plan.n_micro_batches
+        for rank in range(plan.pp):
+            yield plan, rank, order_of(schedule, pp=plan.pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_passes_are_counted_as_they_come(schedule: Schedule):
+    for plan, rank, order in orders(schedule):
+        assert plan_counts(plan, rank) == Counter(actions(order)), (plan, rank)
+        rows = [action for action, n in in_rows(order) for _ in range(n)]
+        assert rows == [*actions(order)], (plan, rank)
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_micro_batches_under_way_are_counted_as_they_come(schedule: Schedule):
+    seen = 0
+    for plan, rank, order in orders(schedule):
+        v, m = plan.virtual_stages, plan.n_micro_batches
+        forward, backward, first = Counter[int](), Counter[int](), None
+        found = under_way(order, v, m)
+        for action in actions(order):
+            if action.kind == "forward":
+                forward[action.local] += 1
+                continue
+            left = tuple(forward[i] - backward[i] for i in range(v))
+            first = first or left
+            if action.kind != "backward":
+                left = None
+            if left is None or len(backward) == v:
+                break
+            backward[action.local] += 1
+        else:
+            left = None
+        if m in backward.values():
+            left = None
+        assert found == (first, left), (plan, rank)
+        seen += left is not None
+    assert seen > 50 or schedule in ("looped-bfs", "zero-bubble", "zbv")
 
 
 def kept(schedule, pp, rank, m, v=1, local=0):

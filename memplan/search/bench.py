@@ -57,6 +57,7 @@ JOBS: Final = (
     Job(12_000, "llama-3.1-405b", LLAMA | {"global_batch": 512}),
     Job(240_000, "llama-3.1-405b", LLAMA | {"global_batch": 2048, "recompute_blocks": range(1, 127)}),
     Job(1_900_000, "llama-3.1-405b", LLAMA | {"global_batch": 215_040, "recompute_blocks": range(1, 127)}),
+    Job(9_900_000, "llama-3.1-405b", LLAMA | {"global_batch": 5_160_960, "recompute_blocks": range(1, 127)}),
     Job(6_600_000, "gpt3-175b", GPT3 | {"global_batch": 15_360, "recompute_blocks": range(1, 97)}),
     Job(9_900_000, "gpt3-175b", GPT3 | {"global_batch": 46_080, "recompute_blocks": range(1, 97)}),
 )

@@ -24,7 +24,7 @@ DATA: Final = {
     "ddp": ((0, True), (1, True)),
     "none": ((0, False), (1, False)),
 }
-"""What the data axis does, by ZeRO stage and whether it has several ranks; what is most work comes first."""
+"""What the data axis does, by ZeRO stage and whether it has several ranks; what needs least comes first."""
 
 
 class Mesh(NamedTuple):
@@ -97,7 +97,7 @@ class Space:
         """`grids` in parts that have little work in common: kinds whose ranks order their passes alike."""
         pipelines = list(self._pipelines())
         offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
-        for data, recomputed in product(DATA, recompute):
+        for data, recomputed in product(DATA, reversed(recompute)):
             kinds = [Kind(data, recomputed, *own) for own in product(offload, divided)]
             yield (batch for kind in kinds for batch in _batches(pipelines, kind, most))
 

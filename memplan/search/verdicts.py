@@ -11,7 +11,7 @@ from memplan.estimate import device_of
 from memplan.hardware import Cluster
 from memplan.models import Model
 from memplan.search.best import Best, Front, Kept, Rows, Tally, n_rows, taken
-from memplan.search.plans import Figures, Grid
+from memplan.search.plans import Column, Figures, Grid
 from memplan.search.processes import uncollected
 
 if TYPE_CHECKING:
@@ -81,22 +81,21 @@ class Every:
         """As `Verdicts` says."""
         from memplan.search.evaluate import Evaluation  # only a search needs it
 
+        n_plans = sum(map(len, grids))
+        self.n_seen += n_plans
         evaluation = Evaluation(model, grids, device_of(cluster))
-        hopeful = []
-        for i, grid in enumerate(grids):
-            over_bytes = (
-                _least_over_bytes(evaluation, i, cluster) if self.keep else np.zeros(grid.shape, np.int64)
-            )
-            hopeful.append((over_bytes <= 0) | self._too_large.may_keep(over_bytes))
-        evaluation, chosen = _narrowed(evaluation, hopeful)
-        found = zip(chosen, evaluation.grids, evaluated(evaluation, cluster), strict=True)
-        for (i, cells), grid, figures in found:
-            columns, which = _columns(grid, figures, cluster), hopeful[i][cells]
-            fits = columns["over_bytes"] == 0
-            self._fit.add(grid, columns, which & fits)
-            self._too_large.add(grid, columns, which & ~fits)
-        self._too_large.n_seen += sum([int(np.count_nonzero(~which)) for which in hopeful])
-        self.n_seen += sum(map(len, grids))
+        if self.keep:
+            over_bytes = [_least_over_bytes(evaluation, i, cluster) for i in range(len(grids))]
+        else:
+            over_bytes = [np.zeros(grid.shape, np.int64) for grid in grids]
+        may_fit = [found <= 0 for found in over_bytes]
+        for hopeful in _rounds(over_bytes, may_fit, self._too_large):
+            for _, which, grid, columns in _figures(evaluation, hopeful, cluster):
+                fits = columns["over_bytes"] == 0
+                self._fit.add(grid, columns, which & fits)
+                self._too_large.add(grid, columns, which & ~fits)
+                n_plans -= int(np.count_nonzero(which))
+        self._too_large.n_seen += n_plans
 
     def join(self, other: "Every") -> None:
         """As `Verdicts` says."""
@@ -158,30 +157,27 @@ class Fastest:
 
         self.n_seen += sum(map(len, grids))
         evaluation = Evaluation(model, grids, device_of(cluster))
-        bounds, may_fit, hopeful = [], [], []
+        over_bytes, bounds, may_fit = [], [], []
         for i in range(len(grids)):
-            over_bytes = _least_over_bytes(evaluation, i, cluster)
-            small = over_bytes <= 0
-            least_s = least_times(evaluation, i, cluster, small)
-            as_fast = least_s <= self.limit_s
-            self._seconds[1].add(least_s[as_fast & ~small])
-            bounds.append(least_s)
+            over_bytes.append(_least_over_bytes(evaluation, i, cluster))
+            small = over_bytes[i] <= 0
+            bounds.append(least_times(evaluation, i, cluster, small))
+            as_fast = bounds[i] <= self.limit_s
+            self._seconds[1].add(bounds[i][as_fast & ~small])
             may_fit.append(as_fast & small)
-            hopeful.append(may_fit[i] if self.some_fit else may_fit[i] | self._nearest.may_keep(over_bytes))
-        evaluation, chosen = _narrowed(evaluation, hopeful)
-        found = zip(chosen, evaluation.grids, evaluated(evaluation, cluster), strict=True)
-        for (i, cells), grid, figures in found:
-            columns = _columns(grid, figures, cluster)
-            least_s, which = bounds[i][cells], may_fit[i][cells]
-            fits = columns["over_bytes"] == 0
-            fast = which & fits & (figures.step_s <= self.limit_s)
-            self._fit.add(grid, columns, fast)
-            self._seconds[0].add(figures.step_s[fast])
-            self._as_fast.add(grid, columns | {"least_s": least_s}, which & ~fits)
-            self._seconds[1].add(least_s[which & ~fits])
-            if not self.some_fit:
-                self._nearest.add(grid, columns, hopeful[i][cells] & ~fits)
-        self._limit()
+        for hopeful in _rounds(over_bytes, may_fit, None if self.some_fit else self._nearest):
+            for (i, cells), which, grid, columns in _figures(evaluation, hopeful, cluster):
+                step_s, least_s, small = columns["step_s"], bounds[i][cells], may_fit[i][cells]
+                fits = columns["over_bytes"] == 0
+                fast = which & small & fits & (step_s <= self.limit_s)
+                self._fit.add(grid, columns, fast)
+                self._seconds[0].add(step_s[fast])
+                self._as_fast.add(grid, columns | {"least_s": least_s}, which & small & ~fits)
+                self._seconds[1].add(least_s[which & small & ~fits])
+                self._nearest.add(grid, columns, which & ~fits)
+            self._limit()
+            if self.some_fit:
+                break
 
     def _limit(self) -> None:
         fit = self._fit.rows
@@ -222,18 +218,46 @@ def _least_over_bytes(evaluation: "Evaluation", i: int, cluster: Cluster) -> NDA
     return least_bytes(evaluation, i, cluster.budget_bytes) - cluster.budget_bytes
 
 
-def _narrowed(
-    evaluation: "Evaluation", hopeful: Sequence[NDArray[np.bool_]]
-) -> tuple["Evaluation", list[tuple[int, NDArray[np.intp]]]]:
-    """An evaluation of the cells where a plan is hopeful, and for each of its grids which and which cells.
+Masks = Sequence[NDArray[np.bool_]]
+"""Some of the plans of each of several grids."""
 
-    All cells where most are like that: what is known of these need not be found again.
+AT_FIRST: Final = 64
+"""Of the plans that are surely too large: how many are worked out first to know the nearest, then more."""
+
+
+def _rounds(over_bytes: Sequence[Column], hopeful: Masks, nearest: Kept | None) -> Iterator[Masks]:
+    """Which plans to work out at a time: the hopeful ones; and others as long as they may be kept.
+
+    Of these, those come first that need least beyond the budget by a bound.
     """
-    chosen = [(i, np.flatnonzero(which.any(axis=1))) for i, which in enumerate(hopeful)]
-    if 2 * sum([len(cells) for _, cells in chosen]) > sum(map(len, hopeful)):
-        return evaluation, [(i, np.arange(len(which))) for i, which in enumerate(hopeful)]
-    chosen = [(i, cells) for i, cells in chosen if len(cells)]
-    return evaluation.some(chosen), chosen
+    if nearest is None:
+        yield hopeful
+        return
+    n = AT_FIRST
+    left: Masks = [~which for which in hopeful]
+    while True:
+        left = [which & nearest.may_keep(found) for which, found in zip(left, over_bytes, strict=True)]
+        bounds = np.concatenate([found[which] for which, found in zip(left, over_bytes, strict=True)])
+        limit = np.partition(bounds, n)[n] if len(bounds) > n else inf
+        near = [which & (found <= limit) for which, found in zip(left, over_bytes, strict=True)]
+        chosen = [one | other for one, other in zip(hopeful, near, strict=True)]
+        if not any(which.any() for which in chosen):
+            return
+        yield chosen
+        hopeful = [np.zeros_like(which) for which in hopeful]
+        left = [which & ~done for which, done in zip(left, near, strict=True)]
+        n *= 4
+
+
+def _figures(
+    evaluation: "Evaluation", chosen: Masks, cluster: Cluster
+) -> Iterator[tuple[tuple[int, Column], NDArray[np.bool_], Grid, dict[str, NDArray[Any]]]]:
+    """Figures of cells with a chosen plan: which cells of which grid, which plans, these cells, by name."""
+    places = [(i, np.flatnonzero(which.any(axis=1))) for i, which in enumerate(chosen)]
+    places = [(i, cells) for i, cells in places if len(cells)]
+    some = evaluation.some(places)
+    for (i, cells), grid, figures in zip(places, some.grids, evaluated(some, cluster), strict=True):
+        yield (i, cells), chosen[i][cells], grid, _columns(grid, figures, cluster)
 
 
 def _columns(grid: Grid, figures: Figures, cluster: Cluster) -> dict[str, NDArray[Any]]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from operator import index, sub
 from typing import Final, Literal, NamedTuple
 
-from memplan.plan import Plan, Schedule
+from memplan.plan import SPLITTING_SCHEDULES, Plan, Schedule
 
 Kind = Literal[
     "forward",
@@ -126,6 +126,9 @@ def first_under_way(
 
 @lru_cache(maxsize=4096)
 def _counted(schedule: Schedule, pp: int, rank: int, v: int, m: int) -> dict[Action, int]:
+    if schedule != "dualpipe-v":  # which takes some backward passes apart, the others all or none
+        passes = "F{0} I{0} W{0}" if schedule in SPLITTING_SCHEDULES else "F{0} B{0}"
+        return {action: m for local in range(v) for action in turn(passes.format(local))}
     return counts(_ordered(schedule, pp, rank, v, m, "none"))
 
 
@@ -466,8 +469,7 @@ def in_rows(run: Run) -> Iterator[tuple[Action, int]]:
 def under_way(order: Run, n_stages: int, m: int) -> tuple[Stages, Stages | None]:
     """Micro-batches that are to have a backward pass: before the first one, and when all stages have had one.
 
-    By stage. The latter just before the next one, if no stage has had its last of m by then, and only where
-    backward passes are whole; else None.
+    By stage. The latter is just before the next one; None if one so far is in parts, or a stage's last of m.
 
     >>> under_way(order_of("1f1b", pp=4, rank=1, virtual_stages=1, n_micro_batches=8), 1, 8)
     ((3,), (3,))
