@@ -11,6 +11,7 @@ from functools import lru_cache
 from operator import index, sub
 from typing import Final, Literal, NamedTuple
 
+from memplan.many import plain
 from memplan.plan import SPLITTING_SCHEDULES, Plan, Schedule
 
 Kind = Literal[
@@ -178,8 +179,7 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
 
     Source: `_get_1f1b_rank_ops`, `_get_warmup_ops`.
     """
-    per_round = m // max(1, m // pp)
-    period = v * per_round
+    per_round = plain(m // max(1, m // pp))
     warm_up = min((v - 1) * per_round + (1 if split else 2) * (pp - 1 - rank), m * v)
 
     def stage_ahead(i: int) -> int:
@@ -192,24 +192,24 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
         return turn(f"F{stage_ahead(i)}")
 
     def back(i: int) -> tuple[Action, ...]:
-        if not split:
-            return turn(f"B{stage_back(i)}")
-        return turn(f"I{stage_back(i)} W{stage_back(i - rank)}" if i >= rank else f"I{stage_back(i)}")
+        return turn(f"I{stage_back(i)}" if split else f"B{stage_back(i)}")
 
-    def both(i: int) -> tuple[Action, ...]:
-        return ahead(warm_up + i) + back(i)
+    def weights(i: int) -> tuple[Action, ...]:
+        return turn(f"W{stage_back(i)}")
+
+    def back_whole(i: int) -> tuple[Action, ...]:
+        return back(i) + weights(i - rank) if split else back(i)
 
     n, late = m * v - warm_up, min(rank, m * v) if split else 0
-    forward, backward, weights = 0, 0, rank
-    turns = _Turns(per_round, period)
+    turns = _Turns(per_round, v * per_round)
     return run_of(
         (
-            *turns(ahead, 0, warm_up, forward),
-            *turns(both, 0, min(late, n), forward - warm_up, backward),
-            *turns(both, min(late, n), n, forward - warm_up, backward, weights),
-            *turns(back, n, max(n, late), backward),
-            *turns(back, max(n, late), m * v, backward, weights),
-            *turns(lambda i: turn(f"W{stage_back(i)}"), m * v - late, m * v, backward),
+            *turns(ahead, 0, warm_up, 0),
+            *turns(lambda i: ahead(warm_up + i) + back(i), 0, min(late, n), -warm_up, 0),
+            *turns(lambda i: ahead(warm_up + i) + back_whole(i), min(late, n), n, -warm_up, 0, rank),
+            *turns(back, n, max(n, late), 0),
+            *turns(back_whole, max(n, late), m * v, 0, rank),
+            *turns(weights, m * v - late, m * v, 0),
         )
     )
 
@@ -228,12 +228,12 @@ class _Turns(NamedTuple):
         They differ from those before only `per_round` after one of the `changes`, and as often after that.
         """
         whole, left = divmod(stop - start, self.period)
+        first = plain(start % self.period)
         if whole > 1:
-            yield Run(tuple(self._grouped(at, start, start + self.period, changes)), whole)
-            start += whole * self.period
+            yield Run(tuple(self._grouped(at, first, first + self.period, changes)), whole)
         else:
             left += whole * self.period
-        yield from self._grouped(at, start, start + left, changes)
+        yield from self._grouped(at, first, first + plain(left), changes)
 
     def _grouped(
         self, at: Callable[[int], tuple[Action, ...]], start: int, stop: int, changes: Sequence[int]
