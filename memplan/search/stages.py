@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,15 @@ Ends = tuple[bool, bool]
 
 def with_values(plan: Plan, **values: Any) -> Plan:
     """A plan with other values, unchecked: `Many`, say."""
-    other = copy(plan)
+    other = object.__new__(Plan)
+    for name in FIELDS:
+        object.__setattr__(other, name, getattr(plan, name))
     for name, value in values.items():
         object.__setattr__(other, name, value)
     return other
+
+
+FIELDS: Final = tuple(Plan.__dataclass_fields__)
 
 
 def _along(axis: int, numbers: Sequence[int]) -> Any:

@@ -81,14 +81,22 @@ def least_s(model: Model, grid: Grid, cluster: Cluster) -> Seconds:
         return np.full(grid.shape[0], inf)
     tps, place = np.unique(cells["tp"], return_inverse=True)
     once, again = _sequences_s(model, _whole(grid), tuple(tps.tolist()), cluster)[:, place.ravel()]
-    limits = grid.recompute_blocks
-    limit = limits.min(where=limits != NO_LIMIT, initial=model.n_layers)
-    stages = [n for rank in ranks_of_pipeline(model.n_layers, grid.schedule, pp, v) for _, n in rank.stages]
-    n_again = sum([blocks_of(grid, n, limit)[0] for n in stages])
+    n_again = 0
+    if RECOMPUTES[structure["recompute"]] != "none":
+        limits = grid.recompute_blocks
+        limit = int(limits.min(where=limits != NO_LIMIT, initial=model.n_layers))
+        n_again = _n_recomputed(model.n_layers, grid.schedule, pp, v, limit)
     n_sequences = grid.base.global_batch // (cells["dp"] * cells["dp_replicate"])
     busy_s = n_sequences * (once + again * n_again) / pp
     found = busy_s + bubble_s(bubble_fraction(grid.schedule, pp, v, grid.n_micro_batches), busy_s)
     return np.where(known, found * (1 - ROUNDING), inf)
+
+
+@lru_cache(maxsize=4096)
+def _n_recomputed(n_layers: int, schedule: Schedule, pp: int, v: int, limit: int) -> int:
+    """Blocks of a pipeline that are recomputed, at most so many of each stage."""
+    ranks = ranks_of_pipeline(n_layers, schedule, pp, v)
+    return sum([min(n, limit) for rank in ranks for _, n in rank.stages])
 
 
 def _whole(grid: Grid) -> Plan:
