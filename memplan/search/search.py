@@ -108,7 +108,7 @@ def search(
             None: all.
         exhaustive: judge every plan. Otherwise objective="speed" leaves out those that are slower than all
             the best, whether they fit or not: the best are the same, and if some fit, those that do not are
-            plans that could be as fast.
+            plans that could be as fast, and that took more than a bound to show that they are too large.
         progress: called now and then with the number of plans seen.
         workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
