@@ -122,13 +122,19 @@ def test_the_order_is_pytorchs(schedule):
     assert compared > 100
 
 
-@pytest.mark.parametrize("schedule", [s for s in CLASSES if s not in SINGLE_STAGE_SCHEDULES])
-def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
+def running(schedule: Schedule) -> Iterator[Plan]:
+    """The plans that can run."""
     for plan in plans(schedule):
         try:
             check_plan(MODEL, plan)
         except PlanRefused:
             continue
+        yield plan
+
+
+@pytest.mark.parametrize("schedule", [s for s in CLASSES if s not in SINGLE_STAGE_SCHEDULES])
+def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
+    for plan in running(schedule):
         for rank, expected in torchs(plan, with_weights=True):
             run = order_of(
                 schedule,
@@ -146,11 +152,7 @@ def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
 
 def orders(schedule: Schedule) -> Iterator[tuple[Plan, int, Run]]:
     """Of each plan that can run the order of each rank."""
-    for plan in plans(schedule):
-        try:
-            check_plan(MODEL, plan)
-        except PlanRefused:
-            continue
+    for plan in running(schedule):
         v, m = plan.virtual_stages, plan.n_micro_batches
         for rank in range(plan.pp):
             yield plan, rank, order_of(schedule, pp=plan.pp, rank=rank, virtual_stages=v, n_micro_batches=m)

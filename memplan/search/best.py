@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappush, heappushpop
 from math import inf
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,16 +75,15 @@ class Choice(Protocol):
         """Those of some plans, by the figures of each, that may be among them beside rows kept before."""
         ...
 
-    def may_keep(self, rows: Rows, least: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether plans may be among them whose first key is at least so much."""
-        ...
+
+C = TypeVar("C", bound=Choice)
 
 
 @final
-class Kept:
+class Kept(Generic[C]):
     """The rows that are worth keeping of all `n_seen`: those of the ones kept so far and the new."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: C) -> None:
         self.choice = choice
         self.n_seen = 0
         self._rows: dict[str, NDArray[Any]] = {}
@@ -101,11 +100,7 @@ class Kept:
         if len(found.places):
             self._wait({**grid.plans(*found.cells).columns, **{name: found[name] for name in figures}})
 
-    def may_keep(self, least: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether rows may be kept whose first key is at least so much."""
-        return self.choice.may_keep(self.rows, least)
-
-    def join(self, other: "Kept") -> None:
+    def join(self, other: "Kept[C]") -> None:
         """Consider what was kept elsewhere."""
         self.n_seen += other.n_seen
         if n_rows(other.rows):
@@ -154,7 +149,7 @@ class Best:
         return plans
 
     def may_keep(self, rows: Rows, least: NDArray[Any]) -> NDArray[np.bool_]:
-        """As `Choice` says."""
+        """Whether plans may be among them beside rows kept before, whose first key is at least so much."""
         if self.keep is None or n_rows(rows) < self.keep:
             return np.ones(least.shape, np.bool_)
         found: NDArray[np.bool_] = least <= rows[self.keys[0]][self.keep - 1]
@@ -188,10 +183,6 @@ class Front:
         order = np.lexsort((plans[self.second], plans[self.first]))
         second = plans[self.second][order]
         return plans.taken(order[second <= np.array([*least_so_far(second.tolist(), self.depth)])])
-
-    def may_keep(self, rows: Rows, least: NDArray[Any]) -> NDArray[np.bool_]:
-        """As `Choice` says: whatever the second key is."""
-        return np.ones(least.shape, np.bool_)
 
 
 def least_so_far(numbers: Sequence[float], n: int) -> Iterator[float]:

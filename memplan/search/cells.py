@@ -176,6 +176,14 @@ class Table:
         """
         return self._weights([(self.span_of[pair], pair) for pair in blocks])
 
+    def at(
+        self, coefficients: NDArray[np.int64], rows: Rows, blocks: Sequence[Blocks]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Coefficients in some cells [number, cell, weight], and `weights`; without what never counts."""
+        weights = self.weights(blocks)
+        used = np.flatnonzero(weights.any(axis=1))
+        return at_cells(coefficients[..., used], rows), weights[used]
+
     def _weights(self, at: Sequence[tuple[int, Blocks]]) -> NDArray[np.int64]:
         found = np.zeros((len(self.spans), 3, len(at)), np.int64)
         for column, (span, pair) in enumerate(at):

@@ -73,13 +73,13 @@ class Evaluation:
 
     def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
         self.model, self.grids, self.device = model, grids, device
-        self._stages = StageTables(model, grids, device)
-        self._where = self._all_places()
-        self._known: dict[Hashable, Any] = {}
+        self._start(linear=True)
 
-    def _all_places(self) -> list[tuple[int, Column]]:
+    def _start(self, *, linear: bool) -> None:
+        self._stages = StageTables(self.model, self.grids, self.device, linear=linear)
+        self._where = [(i, np.arange(grid.shape[0])) for i, grid in enumerate(self.grids)]
         """Of each grid which one it is in `_stages`, and which cells of that."""
-        return [(i, np.arange(grid.shape[0])) for i, grid in enumerate(self.grids)]
+        self._known: dict[Hashable, Any] = {}
 
     def some(self, chosen: Sequence[tuple[int, Column]]) -> "Evaluation":
         """Some cells of some of the grids; what their stages do is still known."""
@@ -101,9 +101,7 @@ class Evaluation:
         try:
             return work()
         except NotLinear:
-            self._stages = StageTables(self.model, self.grids, self.device, linear=False)
-            self._where = self._all_places()
-            self._known = {}
+            self._start(linear=False)
             return work()
 
     def has_rule(self, i: int) -> bool:
@@ -141,16 +139,13 @@ class Evaluation:
         """What a rank runs in a step: which numbers of micro-batches go with each program."""
 
         def work() -> list[tuple[Column, Program]]:
-            plan = self.order_plan(i)
+            plan = self.known(("order", i), lambda: self._order_plan(self.grids[i]))
             return programs(plan, rank.pp, self._places(i, rank), self.device, self.micro_batches(i)[0])
 
         return self.known(("programs", i, rank.pp), work)
 
-    def order_plan(self, i: int) -> Plan:
-        """What the order of passes depends on."""
-        return self.known(("order", i), lambda: self._order_plan(self.grids[i]))
-
     def _order_plan(self, grid: Grid) -> Plan:
+        """What the order of passes depends on."""
         structure, mode = grid.structure, mode_of(grid)
         return with_values(
             grid.base,

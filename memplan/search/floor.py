@@ -7,9 +7,9 @@ import numpy as np
 
 from memplan.engines.torch.orders import first_under_way
 from memplan.plan import Schedule
-from memplan.search.cells import Asked, at_cells
+from memplan.search.cells import Asked
 from memplan.search.evaluate import Evaluation
-from memplan.search.kinds import blocks_of, ranks_of
+from memplan.search.kinds import all_blocks_of, ranks_of
 from memplan.search.plans import Column
 from memplan.search.stages import Ends, Part
 
@@ -35,11 +35,10 @@ def _least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
         (stage, [local for local, found in enumerate(rank.stages) if found == stage])
         for stage in rank.distinct
     ]
-    every = np.arange(grid.shape[0])
     found = np.repeat(evaluation.held(i, rank).states[:, None], grid.shape[1], axis=1)
     later = found.copy()
     for stage, own in stages:
-        saved = _bytes(evaluation, i, stage, Part.saved, every)
+        saved = _bytes(evaluation, i, stage, Part.saved, slice(None))
         found += forwards[own].sum(axis=0)[m_place, None] * saved
         later += graded[own].sum(axis=0)[m_place, None] * saved
     small = (found <= budget_bytes).any(axis=1) & (graded.min(axis=0) > NOT_YET)[m_place]
@@ -50,15 +49,16 @@ def _least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
     return found
 
 
-def _bytes(evaluation: Evaluation, i: int, stage: tuple[Ends, int], asked: Asked, cells: Column) -> Column:
+def _bytes(
+    evaluation: Evaluation, i: int, stage: tuple[Ends, int], asked: Asked, cells: slice | Column
+) -> Column:
     """The bytes that are asked of a stage in some cells of its grid: [cell, blocks]."""
     grid = evaluation.grids[i]
     ends, n = stage
     table, rows = evaluation.stage_table(i, ends)
     _, coefficients = table(asked, asked)
-    weights = table.weights([blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()])
-    used = np.flatnonzero(weights.any(axis=1))
-    (found,) = at_cells(coefficients[..., used], rows[cells]) @ weights[used]
+    at, weights = table.at(coefficients, rows[cells], all_blocks_of(grid, n))
+    (found,) = at @ weights
     return np.asarray(found)
 
 

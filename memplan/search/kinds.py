@@ -49,6 +49,11 @@ def blocks_of(grid: Grid, n: int, limit: int) -> Blocks:
     return (n, 0) if limit == NO_LIMIT or limit >= n else (limit, n - limit)
 
 
+def all_blocks_of(grid: Grid, n: int) -> list[Blocks]:
+    """`blocks_of` a stage with n blocks, for each of a grid's numbers of recomputed blocks."""
+    return [blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
+
+
 def plan_of(grid: Grid) -> Plan:
     """A plan of a grid's structure: what is along no axis decides what its stages are made of."""
     mode, structure = mode_of(grid), grid.structure

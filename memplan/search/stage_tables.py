@@ -8,7 +8,7 @@ import numpy as np
 from memplan.models import Model
 from memplan.search.cells import Cells, Rows, Table
 from memplan.search.corners import Blocks
-from memplan.search.kinds import blocks_of, has_rule, mode_of, plan_of, ranks_of, splits
+from memplan.search.kinds import all_blocks_of, has_rule, mode_of, plan_of, ranks_of, splits
 from memplan.search.plans import Column, Grid
 from memplan.search.stages import Ends, with_values
 from memplan.tape import Device
@@ -30,7 +30,7 @@ class StageTables:
     A grid has some if it `has_rule`. `linear`: whether a few micro-batches and numbers of blocks tell all.
     """
 
-    def __init__(self, model: Model, grids: Sequence[Grid], device: Device, *, linear: bool = True) -> None:
+    def __init__(self, model: Model, grids: Sequence[Grid], device: Device, *, linear: bool) -> None:
         self.model, self.grids, self.device, self.linear = model, grids, device, linear
         self.splits = any(map(splits, grids))
         """Whether backward passes of some are taken apart."""
@@ -104,6 +104,5 @@ class StageTables:
                         found.add((0, n))
                     continue
                 numbers = {n for own, n in rank.stages if own == ends}
-                limits = grid.recompute_blocks.tolist()
-                found |= {blocks_of(grid, n, limit) for n in numbers for limit in limits}
+                found |= {pair for n in numbers for pair in all_blocks_of(grid, n)}
         return found

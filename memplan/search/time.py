@@ -14,9 +14,9 @@ from memplan.hardware import Cluster
 from memplan.many import many
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SINGLE_STAGE_SCHEDULES, Axis, Plan, Rank, Schedule
-from memplan.search.cells import Asked, Table, at_cells
+from memplan.search.cells import Asked, Table
 from memplan.search.evaluate import Evaluation
-from memplan.search.kinds import RankPlaces, alike, blocks_of, mode_of, ranks_of_pipeline
+from memplan.search.kinds import RankPlaces, alike, all_blocks_of, mode_of, plan_of, ranks_of_pipeline
 from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import of_micro_batches, taken_apart
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values
@@ -101,18 +101,8 @@ def _n_recomputed(n_layers: int, schedule: Schedule, pp: int, v: int, limit: int
 
 def _whole(grid: Grid) -> Plan:
     """A plan of the grid's structure, but for its pipeline: one rank with all of the model."""
-    structure, sharded = grid.structure, mode_of(grid) >= 2
-    return with_values(
-        grid.base,
-        dp=2 if sharded else 1,
-        dp_replicate=1,
-        pp=1,
-        zero=3 if sharded else 0,
-        sequence_parallel=bool(structure["sequence_parallel"]),
-        recompute=RECOMPUTES[structure["recompute"]],
-        recompute_blocks=None,
-        offload=False,
-    )
+    sharded = mode_of(grid) >= 2
+    return with_values(plan_of(grid), dp=2 if sharded else 1, pp=1, zero=3 if sharded else 0, offload=False)
 
 
 @lru_cache(maxsize=1024)
@@ -367,14 +357,12 @@ class _GridTimes:
         names, coefficients = evaluation.known(
             ("counted", table), partial(_counted, table, splits=evaluation.splits and not ends[0])
         )
-        blocks = [blocks_of(grid, n, limit) for limit in grid.recompute_blocks.tolist()]
-        weights = table.weights(blocks)
-        used = np.flatnonzero(weights.any(axis=1))
-        coefficients = at_cells(coefficients[..., used], rows[self.cells])
-        first = coefficients @ table.weights([*table.ends_of(blocks)])[used]
+        blocks = all_blocks_of(grid, n)
+        coefficients, weights = table.at(coefficients, rows[self.cells], blocks)
+        first = coefficients @ weights[:, [blocks.index(pair) for pair in table.ends_of(blocks)]]
         most = first.max(axis=(1, 2), initial=0).tolist()
         varied = (first != first[..., :1]).any(axis=(1, 2)).tolist()
-        numbers = iter(coefficients[varied] @ weights[used])
+        numbers = iter(coefficients[varied] @ weights)
         return [
             (name, next(numbers) if varies else number[:, :1], limit)
             for name, number, limit, varies in zip(names, first, most, varied, strict=True)

@@ -1,6 +1,7 @@
 """Which plans fit and which do not, and which of both are worth keeping."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from memplan.estimate import device_of
 from memplan.hardware import Cluster
 from memplan.models import Model
-from memplan.search.best import Best, Front, Kept, Rows, Tally, n_rows, taken
+from memplan.search.best import Best, Choice, Front, Kept, Rows, Tally, n_rows, taken
 from memplan.search.plans import Column, Figures, Grid
 from memplan.search.processes import uncollected
 
@@ -65,7 +66,8 @@ class Every:
         self.objective, self.keep = objective, keep
         self.n_seen = 0
         keys = OBJECTIVES[objective]
-        self._fit = Kept(Front(1, *keys) if objective == "front" else Best(keep, keys))
+        choice: Choice = Front(1, *keys) if objective == "front" else Best(keep, keys)
+        self._fit = Kept(choice)
         self._too_large = Kept(Best(keep, ("over_bytes",)))
 
     def begun(self) -> "Every":
@@ -167,14 +169,15 @@ class Fastest:
             may_fit.append(as_fast & small)
         for hopeful in _rounds(over_bytes, may_fit, None if self.some_fit else self._nearest):
             for (i, cells), which, grid, columns in _figures(evaluation, hopeful, cluster):
-                step_s, least_s, small = columns["step_s"], bounds[i][cells], may_fit[i][cells]
-                fits = columns["over_bytes"] == 0
-                fast = which & small & fits & (step_s <= self.limit_s)
+                step_s, least_s = columns["step_s"], bounds[i][cells]
+                fits, asked = columns["over_bytes"] == 0, which & may_fit[i][cells]
+                fast, too_large = asked & fits & (step_s <= self.limit_s), asked & ~fits
                 self._fit.add(grid, columns, fast)
                 self._seconds[0].add(step_s[fast])
-                self._as_fast.add(grid, columns | {"least_s": least_s}, which & small & ~fits)
-                self._seconds[1].add(least_s[which & small & ~fits])
-                self._nearest.add(grid, columns, which & ~fits)
+                self._as_fast.add(grid, columns | {"least_s": least_s}, too_large)
+                self._seconds[1].add(least_s[too_large])
+                if not self.some_fit:
+                    self._nearest.add(grid, columns, which & ~fits)
             self._limit()
             if self.some_fit:
                 break
@@ -225,7 +228,7 @@ AT_FIRST: Final = 64
 """Of the plans that are surely too large: how many are worked out first to know the nearest, then more."""
 
 
-def _rounds(over_bytes: Sequence[Column], hopeful: Masks, nearest: Kept | None) -> Iterator[Masks]:
+def _rounds(over_bytes: Sequence[Column], hopeful: Masks, nearest: Kept[Best] | None) -> Iterator[Masks]:
     """Which plans to work out at a time: the hopeful ones; and others as long as they may be kept.
 
     Of these, those come first that need least beyond the budget by a bound.
@@ -236,7 +239,8 @@ def _rounds(over_bytes: Sequence[Column], hopeful: Masks, nearest: Kept | None) 
     n = AT_FIRST
     left: Masks = [~which for which in hopeful]
     while True:
-        left = [which & nearest.may_keep(found) for which, found in zip(left, over_bytes, strict=True)]
+        may_keep = partial(nearest.choice.may_keep, nearest.rows)
+        left = [which & may_keep(found) for which, found in zip(left, over_bytes, strict=True)]
         bounds = np.concatenate([found[which] for which, found in zip(left, over_bytes, strict=True)])
         limit = np.partition(bounds, n)[n] if len(bounds) > n else inf
         near = [which & (found <= limit) for which, found in zip(left, over_bytes, strict=True)]

@@ -8,6 +8,7 @@ Source: torch/distributed/pipelining/schedules.py (`_calculate_single_rank_opera
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
 from operator import index, sub
 from typing import Final, Literal, NamedTuple
 
@@ -98,12 +99,26 @@ def actions(run: Run) -> Iterator[Action]:
     >>> [action.kind for action in actions(Run((*turn("F0"), Run(turn("B0"), 2))))]
     ['forward', 'backward', 'backward']
     """
+    for action, n in in_rows(run):
+        yield from repeat(action, n)
+
+
+def in_rows(run: Run) -> Iterator[tuple[Action, int]]:
+    """Every action of a run in order, and how often in a row where that is known.
+
+    >>> [(action.kind, n) for action, n in in_rows(Run((Run(turn("F0"), 3), Run(turn("B0 F0"), 1))))]
+    [('forward', 3), ('backward', 1), ('forward', 1)]
+    """
+    if len(run.parts) == 1 and isinstance(run.parts[0], Action):
+        if run.times:
+            yield run.parts[0], run.times
+        return
     for _ in range(run.times):
         for part in run.parts:
             if isinstance(part, Action):
-                yield part
+                yield part, 1
             else:
-                yield from actions(part)
+                yield from in_rows(part)
 
 
 def plan_order(plan: Plan, rank: int) -> Run:
@@ -118,9 +133,7 @@ def plan_counts(plan: Plan, rank: int) -> dict[Action, int]:
 
 
 @lru_cache(maxsize=65536)
-def first_under_way(
-    schedule: Schedule, pp: int, v: int, m: int
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def first_under_way(schedule: Schedule, pp: int, v: int, m: int) -> tuple[Stages, Stages | None]:
     """`under_way` of the first rank of a pipeline."""
     return under_way(order_of(schedule, pp=pp, rank=0, virtual_stages=v, n_micro_batches=m), v, m)
 
@@ -448,24 +461,6 @@ def counts(run: Run) -> dict[Action, int]:
     return {action: n * run.times for action, n in found.items()}
 
 
-def in_rows(run: Run) -> Iterator[tuple[Action, int]]:
-    """Every action of a run in order, and how often in a row where that is known.
-
-    >>> [(action.kind, n) for action, n in in_rows(Run((Run(turn("F0"), 3), Run(turn("B0 F0"), 1))))]
-    [('forward', 3), ('backward', 1), ('forward', 1)]
-    """
-    if len(run.parts) == 1 and isinstance(run.parts[0], Action):
-        if run.times:
-            yield run.parts[0], run.times
-        return
-    for _ in range(run.times):
-        for part in run.parts:
-            if isinstance(part, Action):
-                yield part, 1
-            else:
-                yield from in_rows(part)
-
-
 def under_way(order: Run, n_stages: int, m: int) -> tuple[Stages, Stages | None]:
     """Micro-batches that are to have a backward pass: before the first one, and when all stages have had one.
 
@@ -485,11 +480,10 @@ def under_way(order: Run, n_stages: int, m: int) -> tuple[Stages, Stages | None]
         first = first or tuple(forward)
         if action.kind != "backward":
             return first, None
-        waiting = backward.count(0) - (backward[action.local] == 0)
-        if all(backward) or (n > 1 and not waiting):
-            backward[action.local] += not backward[action.local]
-            return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
-        backward[action.local] += n
+        for times in (1, n - 1):
+            if times and all(backward):
+                return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
+            backward[action.local] += times
     return first or tuple(forward), None
 
 
