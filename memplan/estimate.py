@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from memplan.allocator import Program, Replayed, replayed
 from memplan.checks import LARGEST_CLUSTER, checked_count
+from memplan.device import H100, Device
 from memplan.engines import textbook
 from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
 from memplan.engines.torch.stage import StageKind
@@ -36,7 +37,7 @@ from memplan.steptime import (
     recomputed_flops,
     utilisation,
 )
-from memplan.tape import Backend, Device
+from memplan.tape import Backend
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
 from memplan.traffic import Collective, collectives, textbook_collectives
 
@@ -417,8 +418,8 @@ class Estimate:
 
 
 def device_of(cluster: Cluster | None) -> Device:
-    """The rules that apply: the CPU's for a cluster of CPU ranks, CUDA's otherwise."""
-    return "cpu" if cluster is not None and cluster.gpu.kind == "cpu" else "cuda"
+    """What a cluster's kernels run on; an H100 without a cluster."""
+    return H100 if cluster is None else cluster.gpu.device
 
 
 def estimate(
@@ -458,7 +459,7 @@ def estimate(
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
-        cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on CUDA, no limit.
+        cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
         tp: tensor-parallel ranks.
         pp: ranks of a pipeline.
@@ -566,7 +567,7 @@ def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | Non
         plan=plan,
         cluster=cluster,
         stages=tuple(stages),
-        confirmed="measured" if device == "cpu" and not by_textbook else "unmeasured",
+        confirmed="measured" if device.on_cpu and not by_textbook else "unmeasured",
     )
 
 
@@ -624,7 +625,7 @@ def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | 
         flops=forward_flops(stages),
         traffic=partial(collectives, stages),
         again=partial(recomputed_flops, stages),
-        program=partial(_program, stages, passes, gpu) if stages.device == "cuda" else None,
+        program=partial(_program, stages, passes, gpu) if not stages.device.on_cpu else None,
     )
 
 

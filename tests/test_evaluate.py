@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan import Plan, preset
+from memplan.device import H100
 from memplan.errors import MemplanError
 from memplan.estimate import estimate_on, estimate_plan
 from memplan.hardware import cluster
@@ -67,9 +68,9 @@ def test_a_sample_of_all_plans_of_a_preset_is_each_as_estimated(name, world, bat
     space = Space(model=model, n_gpus=world, base=base, ranges={"micro_batch": (1, 2), "tp": (1, 4)})
     rng = np.random.default_rng(0)
     plans = running(space)
-    found = memory(model, plans, "cuda")
+    found = memory(model, plans, H100)
     for i in rng.choice(len(plans), 40, replace=False):
-        worst = estimate_on(model, plans.plan(i), "cuda").worst
+        worst = estimate_on(model, plans.plan(i), H100).worst
         assert found.peak_bytes[i] == worst.peak_bytes
         assert found.worst_stage[i] == worst.stage
         assert found.rest_bytes[i] == worst.rest_bytes
@@ -134,7 +135,7 @@ def test_plans_of_a_grid_are_each_as_estimated(model, options):
     rng = np.random.default_rng(0)
     for batch in space.grids():
         grids = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
-        evaluation = Evaluation(model, grids, "cuda")
+        evaluation = Evaluation(model, grids, H100)
         for i in rng.choice(len(grids), min(len(grids), 12), replace=False):
             found, seconds = held(evaluation, i), times(evaluation, i, where)
             chosen = tuple(rng.integers(0, n, 6) for n in grids[i].shape)

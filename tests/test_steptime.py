@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from memplan import Gpt, Llama, Plan
+from memplan.device import CPU
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.orders import actions, order_of
 from memplan.errors import InvalidValue, PlanRefused
@@ -261,7 +262,7 @@ def test_flops_are_those_that_pytorch_runs(model, precision, recompute, blocks):
     module = Transformer(model, range(model.n_layers), seq_len=16)
     tokens = torch.randint(model.vocab_size, (2, 16))
     found, expected = counted(
-        RankStages(model, plan, Rank(), "cpu"),
+        RankStages(model, plan, Rank(), CPU),
         module,
         lambda: token_loss(module(tokens), tokens).backward(),
     )
@@ -275,7 +276,7 @@ def test_a_split_backward_pass_recomputes_what_pytorchs_does(model, recompute):
     plan = Plan(
         pp=2, schedule="zero-bubble", global_batch=2, seq_len=16, recompute=recompute, precision="fp32"
     )
-    stages = RankStages(model, plan, Rank(pp=1), "cpu")
+    stages = RankStages(model, plan, Rank(pp=1), CPU)
     module = Transformer(model, stages.layers[0], seq_len=16, first=False)
     x = torch.randn(1, 16, model.d_model, requires_grad=True)
     targets = torch.randint(model.vocab_size, (1, 16))

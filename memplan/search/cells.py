@@ -8,13 +8,13 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.device import Device
 from memplan.many import Differ
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.search.corners import Axes, Blocks, Range, Span
 from memplan.search.plans import Column
 from memplan.search.stages import Ends, Part
-from memplan.tape import Device
 
 
 @final

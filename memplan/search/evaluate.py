@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.device import Device
 from memplan.engines.torch import RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.models import Model
@@ -27,7 +28,6 @@ from memplan.search.plans import Column, Grid
 from memplan.search.ranks import RECEIVED, Place, Program, programs
 from memplan.search.stage_tables import StageTables
 from memplan.search.stages import Ends, Part, optimizer_sees, with_values
-from memplan.tape import Device
 from memplan.timeline import chain, n_bytes_of
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.device import Device
 from memplan.engines.torch import RankStages, Stage
 from memplan.engines.torch.stage import mesh_bytes
 from memplan.estimate import estimate_on
@@ -22,7 +23,6 @@ from memplan.search.plans import NO_LIMIT, Column, Grid, Plans, grids_of
 from memplan.search.ranks import RECEIVED, Program, Reduced, reduced
 from memplan.search.stages import Ends, with_values
 from memplan.shapes import UINT8, Buffer
-from memplan.tape import Device
 from memplan.timeline import n_bytes_of
 
 EXACT: Final = 2.0**53

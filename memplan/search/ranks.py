@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.device import Device
 from memplan.engines.torch import Passes, RankStages, Stage
 from memplan.engines.torch.runtime import left_behind
 from memplan.engines.torch.schedules import schedule
@@ -20,7 +21,6 @@ from memplan.plan import SINGLE_STAGE_SCHEDULES, Plan, Rank
 from memplan.search.plans import Column
 from memplan.search.stages import Ends, with_values
 from memplan.shapes import UINT8, Buffer
-from memplan.tape import Device
 from memplan.timeline import Stretch, chain
 
 Counts = NDArray[np.int64]

@@ -5,13 +5,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from memplan.device import Device
 from memplan.models import Model
 from memplan.search.cells import Cells, Rows, Table
 from memplan.search.corners import Blocks
 from memplan.search.kinds import all_blocks_of, has_rule, mode_of, plan_of, ranks_of, splits
 from memplan.search.plans import Column, Grid
 from memplan.search.stages import Ends, with_values
-from memplan.tape import Device
 
 LARGEST: Final = 2.0**62
 """Sums of bytes stay below: 64-bit integers."""

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.device import Device
 from memplan.engines.torch import Passes, RankStages, Stage, passes_of
 from memplan.engines.torch.step import kept_grads, updates
 from memplan.many import many
@@ -22,7 +23,6 @@ from memplan.plan import Plan, Rank
 from memplan.search.corners import Axes, Candidates, NotLinear, content
 from memplan.search.plans import Column
 from memplan.steptime import forward_flops, passes_flops
-from memplan.tape import Device
 from memplan.timeline import chain, n_bytes_of
 from memplan.traffic import Purpose, Rounds, calls_of_passes, calls_of_update, payloads_bytes
 
