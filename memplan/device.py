@@ -21,6 +21,14 @@ class Device(NamedTuple):
         """Whether it is no GPU."""
         return self.type == "cpu"
 
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """Most threads that one multiprocessor holds.
+
+        Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+        """
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability or (0, 0), 2048)
+
     def at_least(self, major: int, minor: int = 0) -> bool:
         """Whether it is a GPU of this compute capability or a later one.
 
@@ -31,5 +39,6 @@ class Device(NamedTuple):
 
 
 CPU: Final = Device("cpu")
+A100: Final = Device("cuda", (8, 0), 108)
 H100: Final = Device("cuda", (9, 0), 132)
 """What an estimate without a cluster is for."""

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import MissingRule
-from memplan.shapes import FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
+from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
 
 Backend = Literal["gloo", "nccl", "fake"]
 
@@ -56,6 +56,11 @@ class Setting:
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scaler multiplies the loss: in float16."""
+        return FP16 in (self.autocast, self.weight_dtype)
 
     @property
     def gathers_in_copies(self) -> bool:
@@ -188,11 +193,29 @@ class Tensor:
         return Tensor(self.run, shape, self.dtype, self.storage, self.node, is_view=True)
 
     def __add__(self, other: "Tensor") -> "Tensor":
-        """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
+        """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through.
+
+        The CPU widens a narrower operand in a copy first, CUDA's kernel as it reads.
+
+        Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `promote_inputs_to_common_dtype`).
+        """
+        run = self.run
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
-        left, right = self.run.cast(self, dtype), self.run.cast(other, dtype)
-        node = self.run.node((left.node, right.node), (), _add_backward)
-        return self.run.new("residual", left.shape, dtype, node)
+        if run.setting.device.on_cpu or self.dtype == other.dtype:
+            left, right = run.cast(self, dtype), run.cast(other, dtype)
+            node = run.node((left.node, right.node), (), _add_backward)
+            return run.new("residual", left.shape, dtype, node)
+        types = self.dtype, other.dtype
+
+        def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(
+                [
+                    grad if own == dtype else grad.run.new(f"grad as {own.name}", grad.shape, own)
+                    for own in types
+                ]
+            )
+
+        return run.new("residual", self.shape, dtype, run.node((self.node, other.node), (), backward))
 
     def __mul__(self, other: "Tensor") -> "Tensor":
         """Elementwise product of equal shapes; saves both factors."""
@@ -205,7 +228,8 @@ def _add_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tens
 
 
 def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    return grad.run.new("grad", grad.shape, grad.dtype), grad.run.new("grad", grad.shape, grad.dtype)
+    of_right = grad.run.new("grad", grad.shape, grad.dtype)
+    return grad.run.new("grad", grad.shape, grad.dtype), of_right
 
 
 class Run:
@@ -224,6 +248,7 @@ class Run:
         "_wanted",
         "calls",
         "events",
+        "first_products",
         "flops",
         "nodes",
         "parameters",
@@ -239,6 +264,7 @@ class Run:
         self.parameters: dict[str, Parameter] = {}
         self.calls: list[Call] = []
         self.flops = 0
+        self.first_products: dict[str, Buffer] = {}
         self.phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -364,6 +390,11 @@ class Run:
         y = self.new(f"copy as {dtype.name}", x.shape, dtype, self.node((x.node,), (), backward))
         y.by_head = x.by_head
         return y
+
+    def product(self) -> None:
+        """A matrix product has got its result: the first one of either pass is known by that."""
+        direction = "forward" if self.phase == "forward" else "backward"
+        self.first_products.setdefault(direction, self.events[-1].buffer)
 
     def collective(self, kind: str, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
