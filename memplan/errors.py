@@ -38,16 +38,31 @@ def shown_value(value: object, most: int = 40) -> str:
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
-    """The error for a name that is not in a table, with the nearest match.
+    """The error for a name that is not in a table, with the names that it may stand for.
 
     >>> print(unknown_name("model", "lama-2-7b", ["gpt2", "llama-2-7b"]))
     unknown model 'lama-2-7b'; did you mean 'llama-2-7b'? Known: gpt2, llama-2-7b.
     """
     names = sorted(known)
     shown = name[:80] if isinstance(name, str) else shown_value(name)
-    near = get_close_matches(shown.lower(), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return UnknownName(f"unknown {what} {shown!r}{hint} Known: {', '.join(names)}.")
+    return UnknownName(f"unknown {what} {shown!r}{did_you_mean(shown, names)} Known: {', '.join(names)}.")
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
+    """The names that begin with what was written, or the nearest one, as the end of an error's first sentence.
+
+    >>> did_you_mean("h100", ["h100-sxm", "h100-pcie", "h200"])
+    "; did you mean 'h100-sxm' or 'h100-pcie'?"
+    >>> did_you_mean("h10-sxm", ["h100-sxm", "v100"]), did_you_mean("", ["v100"])
+    ("; did you mean 'h100-sxm'?", '.')
+    """
+    names, asked = list(known), name.strip().lower()
+    begun = [each for each in names if asked and each.lower().startswith(asked)]
+    near = begun[:most] or get_close_matches(asked, names, n=1, cutoff=0.4)
+    if not near:
+        return "."
+    *others, last = map(repr, near)
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 
 def divisors_text(n: int, limit: int = 12) -> str:

@@ -1,8 +1,8 @@
 """Hardware: GPUs, links and clusters, from datasheets."""
 
-from memplan.hardware.cluster import Cluster, cluster, gpus_per_node, resolve_cluster
+from memplan.hardware.cluster import Cluster, Verdict, cluster, gpus_per_node, resolve_cluster
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
-from memplan.hardware.overheads import Interval, cublas_workspace_bytes, outside_allocator
+from memplan.hardware.overheads import Interval, cublas_workspace_bytes, n_communicators, outside_allocator
 
 __all__ = [
     "DTYPES",
@@ -10,11 +10,13 @@ __all__ = [
     "Gpu",
     "Interval",
     "Link",
+    "Verdict",
     "cluster",
     "cublas_workspace_bytes",
     "gpu",
     "gpu_names",
     "gpus_per_node",
+    "n_communicators",
     "outside_allocator",
     "resolve_cluster",
 ]

@@ -7,20 +7,33 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final, final
 
-from memplan.errors import InvalidValue, unknown_name
+from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
+from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
 """The number formats a peak rate may be stated for."""
 
+DEVICE_KINDS: Final = ("cuda", "cpu")
+"""torch's types of the devices that memplan has rules for."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is claimed."""
+    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is claimed.
+
+    Raises:
+        InvalidValue: a name that is no text, or a rate that is no finite number above 0.
+    """
 
     name: str
     bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("a link's name", self.name)
+        if self.bytes_per_s is not None:
+            object.__setattr__(self, "bytes_per_s", checked_positive("bytes_per_s", self.bytes_per_s))
 
 
 @final
@@ -31,6 +44,10 @@ class Gpu:
     `kind` is torch's device type: "cuda" (NVIDIA, and AMD under ROCm) or "cpu". `memory_bytes` is the
     nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. The `*_flops_per_s` are
     peak dense rates; None: the format is not supported, or no rate is claimed. `link` joins a node's GPUs.
+
+    Raises:
+        InvalidValue, UnknownName: bytes that are no positive integers, rates that are no finite numbers above
+            0, another kind, or a link that is no `Link`.
     """
 
     name: str
@@ -46,6 +63,17 @@ class Gpu:
     fp8_flops_per_s: float | None = None
     link: Link
     source: str = ""
+
+    def __post_init__(self) -> None:
+        _check_name("a GPU's name", self.name)
+        checked_choice("kind", self.kind, DEVICE_KINDS)
+        for field in ("memory_bytes", "usable_bytes"):
+            if (n_bytes := getattr(self, field)) is not None:
+                object.__setattr__(self, field, checked_count(field, n_bytes, most=LARGEST_BYTES))
+        for field in ("memory_bytes_per_s", *(f"{dtype}_flops_per_s" for dtype in DTYPES)):
+            if (rate := getattr(self, field)) is not None:
+                object.__setattr__(self, field, checked_positive(field, rate))
+        check_link("link", self.link)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """The peak dense rate for a number format.
@@ -65,6 +93,23 @@ class Gpu:
             known = ", ".join(name for name, value in rates.items() if value is not None) or "none"
             raise InvalidValue(f"dtype={dtype!r} has no peak rate on {self.name}; it states {known}.")
         return rate
+
+
+def _check_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise InvalidValue(f"{what} is {shown_value(name)}; use a text that is not empty.")
+
+
+def check_link(name: str, link: object) -> None:
+    """Raise unless a value is a `Link`.
+
+    Raises:
+        InvalidValue: for anything else.
+    """
+    if not isinstance(link, Link):
+        raise InvalidValue(
+            f"{name}={shown_value(link)} is not a link; use memplan.Link(name=..., bytes_per_s=...)."
+        )
 
 
 @cache
