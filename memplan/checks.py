@@ -1,6 +1,6 @@
 """Checks of single values, shared by models, plans and clusters."""
 
-import sys
+from math import inf
 from numbers import Real
 from typing import Final
 
@@ -11,8 +11,6 @@ LARGEST: Final = 2**31 - 1
 
 LARGEST_BYTES: Final = 2**50
 """No GPU holds more: beyond 1 PiB a capacity is a mistake."""
-
-LARGEST_FLOAT: Final = sys.float_info.max
 
 LARGEST_CLUSTER: Final = 2**20
 """More GPUs than that is a mistake, not a cluster."""
@@ -34,14 +32,25 @@ def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGE
     raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use an integer from {least} to {most}.")
 
 
+def _float(value: object) -> float | None:
+    """A number as a float; None for what is none, and for integers that overflow one."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
 def checked_fraction(name: str, value: object) -> float:
     """`value` as a float in [0, 1).
 
     Raises:
         InvalidValue: if it is not a number in that range (NaN is not).
     """
-    if isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value < 1.0:
-        return float(value)
+    number = _float(value)
+    if number is not None and 0.0 <= number < 1.0:
+        return number
     raise InvalidValue(
         f"{name}={shown_value(value)} is not allowed; use a number from 0 up to, not including, 1."
     )
@@ -53,8 +62,9 @@ def checked_positive(name: str, value: object) -> float:
     Raises:
         InvalidValue: if it is not a number in that range (NaN, infinity and what overflows a float are not).
     """
-    if isinstance(value, Real) and not isinstance(value, bool) and 0.0 < value <= LARGEST_FLOAT:
-        return float(value)
+    number = _float(value)
+    if number is not None and 0.0 < number < inf:
+        return number
     raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use a finite number above 0.")
 
 

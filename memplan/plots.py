@@ -17,6 +17,7 @@ import numpy as np
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
+from memplan.hardware import Verdict
 from memplan.plan import Plan
 from memplan.shapes import DType, Kind, Shape
 from memplan.tables import layers_text
@@ -85,9 +86,17 @@ AXIS_LABELS: Final = {
 
 
 def stage_peaks(estimate: Estimate) -> "Figure":
-    """The worst instant of each pipeline stage by kind, and the cluster's budget if there is one."""
-    stages = estimate.stages
-    bars = [_Bar(f"stage {s.stage}\n{_layers_text(s.layers)}", s.peak, s.when) for s in stages]
+    """The worst instant of each pipeline stage by kind, the verdict at the worst; the cluster's budget."""
+    stages, worst = estimate.stages, estimate.worst
+    bars = [
+        _Bar(
+            f"stage {s.stage}\n{_layers_text(s.layers)}",
+            s.peak,
+            s.when,
+            estimate.verdict if s is worst else None,
+        )
+        for s in stages
+    ]
     one = len(stages) == 1
     title = "Peak bytes of one GPU" if one else "Peak bytes of one GPU in each pipeline stage"
     return _stacked_bars(title, _common([estimate]), bars, _budget([estimate]))
@@ -99,7 +108,7 @@ def compare(estimates: Mapping[str, Estimate]) -> "Figure":
     The budget is drawn where all plans have the same one.
     """
     _checked_some("estimates", estimates)
-    bars = [_Bar(name, e.peak, e.worst.when) for name, e in estimates.items()]
+    bars = [_Bar(name, e.peak, e.worst.when, e.verdict) for name, e in estimates.items()]
     every = list(estimates.values())
     return _stacked_bars("Peak bytes of the fullest GPU", _common(every), bars, _budget(every))
 
@@ -109,6 +118,7 @@ class _Bar:
     label: str
     peak: Bytes
     when: str
+    verdict: Verdict | None
 
 
 def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "_Budget | None") -> "Figure":
@@ -118,7 +128,7 @@ def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "_Bud
     for kind in STACK:
         _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
     for y, bar in enumerate(bars):
-        _label_total(axes, y, bar, unit, budget)
+        _label_total(axes, y, bar, unit)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.36 * reach / unit.n_bytes)
@@ -147,10 +157,9 @@ def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "_Unit", *,
     axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
 
 
-def _label_total(axes: "Axes", y: int, bar: _Bar, unit: "_Unit", budget: "_Budget | None") -> None:
-    over = budget is not None and bar.peak.total_bytes > budget.n_bytes
+def _label_total(axes: "Axes", y: int, bar: _Bar, unit: "_Unit") -> None:
     end = bar.peak.total_bytes / unit.n_bytes
-    total = human_bytes(bar.peak.total_bytes) + (", does not fit" if over else "")
+    total = human_bytes(bar.peak.total_bytes) + ("" if bar.verdict is None else f", {bar.verdict}")
     place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": _PAPER, "zorder": 4}
     axes.annotate(total, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
     axes.annotate(bar.when, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
@@ -502,13 +511,17 @@ class _Budget:
 
 
 def _budget(estimates: Sequence[Estimate]) -> _Budget | None:
-    """The budget that all have in common; None if there is none."""
-    clusters = [e.cluster for e in estimates if e.cluster is not None]
+    """The budget that all have in common; None if there is none, or no verdict hangs on it (textbook)."""
+    clusters = [e.cluster for e in estimates if e.cluster is not None and e.plan.engine != "textbook"]
     budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
     if len(clusters) < len(estimates) or len(budgets) != 1:
         return None
     name, n_bytes = budgets.pop()
-    return None if n_bytes is None else _Budget(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
+    return (
+        None
+        if n_bytes is None
+        else _Budget(n_bytes, f"budget of {name}: {human_bytes(n_bytes)} on the device")
+    )
 
 
 def _of(parts: Bytes, kind: Kind) -> int:

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from memplan import Cluster, Model, cluster, preset
 from memplan.errors import MemplanError
-from memplan.estimate import Estimate, Verdict, estimate
+from memplan.estimate import Estimate, estimate
+from memplan.hardware import Verdict
 from memplan.layout import text_table
 from memplan.units import GiB
 from validate.meta_llama import MetaLlama

@@ -1,10 +1,11 @@
 """Hardware: GPUs, links and clusters, from datasheets."""
 
-from memplan.hardware.cluster import Cluster, Verdict, cluster, gpus_per_node, resolve_cluster
+from memplan.hardware.cluster import DEFAULT_MARGIN, Cluster, Verdict, cluster, gpus_per_node, resolve_cluster
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
 from memplan.hardware.overheads import Interval, cublas_workspace_bytes, n_communicators, outside_allocator
 
 __all__ = [
+    "DEFAULT_MARGIN",
     "DTYPES",
     "Cluster",
     "Gpu",

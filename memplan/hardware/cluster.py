@@ -16,7 +16,7 @@ from memplan.hardware.overheads import Interval
 DEFAULT_MARGIN: Final = 0.05
 """The fraction of usable memory that a plan which "fits" leaves free, unless told otherwise.
 
-A policy, not a prediction: published runs of plans that memplan predicts with nothing left open are within 4 %
+A policy, not a prediction: published runs of plans that memplan can express in full are within 4 %
 (`python -m validate published`).
 """
 
@@ -49,7 +49,7 @@ class Cluster:
             object.__setattr__(self, field, checked_count(field, getattr(self, field), most=LARGEST_CLUSTER))
         if not isinstance(self.gpu, Gpu):
             raise InvalidValue(
-                f"gpu={shown_value(self.gpu)} is not a GPU; use memplan.gpu(name), or a memplan.Gpu of your own."
+                f"gpu={shown_value(self.gpu)} is not a GPU; use memplan.gpu(name), or a memplan.Gpu."
             )
         check_link("intra_node", self.intra_node)
         check_link("inter_node", self.inter_node)
@@ -84,6 +84,19 @@ class Cluster:
         """
         usable = self.gpu.usable_bytes
         return None if usable is None else int(usable * (1 - self.margin))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: what a plan's verdict and time depend on."""
+        return {
+            "name": self.name,
+            "n_gpus": self.n_gpus,
+            "gpus_per_node": self.gpus_per_node,
+            "network": self.inter_node.name,
+            "network_bytes_per_s": self.inter_node.bytes_per_s,
+            "usable_bytes": self.gpu.usable_bytes,
+            "margin": self.margin,
+            "budget_bytes": self.budget_bytes,
+        }
 
     def verdict(self, held: Interval) -> Verdict | None:
         """Whether a GPU can hold bytes of which only an interval is known; None: it has no limit.
@@ -195,8 +208,8 @@ def network_link(text: str) -> Link:
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*(gbit/s|gb/s)\s*", short, flags=re.ASCII | re.IGNORECASE)
     if match is None:
         raise InvalidValue(
-            f"network={shown_value(text)} is not understood; use each GPU's share in one direction, as 200Gbit/s "
-            "or 25GB/s."
+            f"network={shown_value(text)} is not understood; use each GPU's share in one direction, as "
+            "200Gbit/s or 25GB/s."
         )
     rate = checked_positive("network", float(match[1]) * RATES[match[2].lower()])
     return Link(name=f"network of {match[1]} {match[2]}", bytes_per_s=rate)

@@ -21,7 +21,7 @@ DEVICE_KINDS: Final = ("cuda", "cpu")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is claimed.
+    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is known.
 
     Raises:
         InvalidValue: a name that is no text, or a rate that is no finite number above 0.
@@ -43,7 +43,7 @@ class Gpu:
 
     `kind` is torch's device type: "cuda" (NVIDIA, and AMD under ROCm) or "cpu". `memory_bytes` is the
     nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. The `*_flops_per_s` are
-    peak dense rates; None: the format is not supported, or no rate is claimed. `link` joins a node's GPUs.
+    peak dense rates; None: the format is not supported, or no rate is known. `link` joins a node's GPUs.
 
     Raises:
         InvalidValue, UnknownName: bytes that are no positive integers, rates that are no finite numbers above
@@ -83,7 +83,7 @@ class Gpu:
 
         Raises:
             UnknownName: a format that is none of `DTYPES`.
-            InvalidValue: a format for which this GPU claims no rate.
+            InvalidValue: a format of which no rate is known.
         """
         if dtype not in DTYPES:
             raise unknown_name("dtype", dtype, DTYPES)

@@ -14,18 +14,19 @@ from memplan.search.plans import Column
 from memplan.search.stages import Ends, Part
 
 
-def least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
+def least_bytes(evaluation: Evaluation, i: int, room_bytes: Column) -> Column:
     """Bytes that no plan of a grid holds less than at its worst instant; an array of its shape.
 
     The states of the pipeline's first rank, and what its forward passes leave until the first backward pass.
-    Or, of plans that are within the budget then, what they leave once all stages have gradients, and these.
+    Or, of plans that are within their room ([cell, 1]) then, what they leave once all stages have gradients,
+    and these.
     """
     if not evaluation.has_rule(i):
         return np.zeros(evaluation.grids[i].shape, np.int64)
-    return evaluation.worked_out(lambda: _least_bytes(evaluation, i, budget_bytes))
+    return evaluation.worked_out(lambda: _least_bytes(evaluation, i, room_bytes))
 
 
-def _least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
+def _least_bytes(evaluation: Evaluation, i: int, room_bytes: Column) -> Column:
     grid = evaluation.grids[i]
     rank = ranks_of(evaluation.model, grid)[0]
     ms, m_place = evaluation.micro_batches(i)
@@ -41,7 +42,7 @@ def _least_bytes(evaluation: Evaluation, i: int, budget_bytes: int) -> Column:
         saved = _bytes(evaluation, i, stage, Part.saved, slice(None))
         found += forwards[own].sum(axis=0)[m_place, None] * saved
         later += graded[own].sum(axis=0)[m_place, None] * saved
-    small = (found <= budget_bytes).any(axis=1) & (graded.min(axis=0) > NOT_YET)[m_place]
+    small = (found <= room_bytes).any(axis=1) & (graded.min(axis=0) > NOT_YET)[m_place]
     cells = np.flatnonzero(small)
     if len(cells):
         grads = sum([len(own) * _bytes(evaluation, i, stage, Part.graded, cells) for stage, own in stages])

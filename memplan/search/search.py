@@ -3,24 +3,27 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
 import numpy as np
 
 from memplan.checks import checked_choice, checked_count, checked_flag
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
-from memplan.hardware import Cluster, resolve_cluster
+from memplan.estimate import Estimate, estimate_plan
+from memplan.hardware import Cluster, Link, resolve_cluster
+from memplan.layout import html_text
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
-from memplan.search.best import Best, Kept, Rows
+from memplan.search.best import Best, Kept, Rows, n_rows
+from memplan.search.options import Objective, PlanOptions, Progress
 from memplan.search.plans import VARIED, Grid, Plans
 from memplan.search.processes import in_processes, n_cores
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
-from memplan.search.table import search_frame
+from memplan.search.table import search_dict, search_frame
 from memplan.search.verdicts import OBJECTIVES, Every, Fastest, Verdicts
 from memplan.steptime import Roofline
 
@@ -33,36 +36,71 @@ QUESTIONS: Final = ("gpus", "seq_len")
 KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
-Progress = Callable[[int], None]
-"""Told now and then how many plans have been seen."""
+
+LOOKS: Final = 4
+"""How often at most a search is done, each time with more room, until a plan that fits is found."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Found:
-    """What a search found: the best plans that fit, the nearest that do not, the first that are refused.
+    """What a search found: the best plans within the budget, the nearest beyond it, the first refused ones.
 
-    `n_slower` counts plans that are slower than all the best, whether they fit or not; `n_fit` and
-    `n_too_large` count the others, `n_refused` all there are; `refused_by` how many each rule refused, by its
-    text for the first of them.
+    A plan is *within* the budget by what it allocates, with the most that CUDA's context and NCCL's buffers
+    may take. Whether it fits is asked of the kept plans only, when they are looked at: each has its
+    estimate's verdict (`kept`), so that a search never contradicts `memplan.estimate` on a plan that it
+    shows. If none of them fits, because the caching allocator reserves more than it is asked for, the search
+    is repeated (`again`) for plans that leave room for that (`fitting`). So a plan that is said to fit does;
+    that no faster one does is sure only if it is among those kept at first.
+
+    `n_slower` counts plans that are slower than all the best, within the budget or not; `n_within` and
+    `n_beyond` count the others, `n_refused` all there are; `refused_by` how many of each kind are refused.
     """
 
     model: Model
     cluster: Cluster
     base: Plan
-    fit: Rows
-    too_large: Rows
+    within: Rows
+    beyond: Rows
     refused: Rows
-    n_fit: int
-    n_too_large: int
+    n_within: int
+    n_beyond: int
     n_slower: int
     n_refused: int
     refused_by: Mapping[str, int] = field(default_factory=dict)
+    again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_plans(self) -> int:
         """All of them."""
-        return self.n_fit + self.n_too_large + self.n_slower + self.n_refused
+        return self.n_within + self.n_beyond + self.n_slower + self.n_refused
+
+    @cached_property
+    def kept(self) -> tuple[Estimate, ...]:
+        """The plans kept within the budget, the best first; their verdicts are worked out when asked for."""
+        return tuple(self.estimates(self.within))
+
+    @cached_property
+    def best(self) -> Estimate | None:
+        """The best of the plans kept that fits, or that has no limit to fit; None if none does."""
+        return next((each for each in self.kept if each.verdict in ("fits", None)), None)
+
+    @cached_property
+    def fitting(self) -> "Found | None":
+        """Itself if one of its plans fits, or a search that leaves more room and has one; None: none has."""
+        found = self
+        for _ in range(LOOKS):
+            if found.best is not None:
+                return found
+            if not found.kept or self.again is None:
+                return None
+            found = self.again(max(map(_slack_bytes, found.kept)))
+        return None
+
+    def estimates(self, rows: Rows) -> Iterator[Estimate]:
+        """The estimates of rows, in order."""
+        for i in range(n_rows(rows)):
+            yield estimate_plan(self.model, self.plan(rows, i), self.cluster)
 
     def values(self, rows: Rows, i: int) -> dict[str, Any]:
         """The varied fields of one of the rows."""
@@ -75,9 +113,32 @@ class Found:
     def _plans(self, rows: Rows) -> Plans:
         return Plans(base=self.base, columns={name: rows[name] for name in VARIED})
 
-    def frame(self) -> "pandas.DataFrame":
+    def to_frame(self) -> "pandas.DataFrame":
         """One row per plan kept, best first: see `search`."""
         return search_frame(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `--json` prints them."""
+        return search_dict(self)
+
+    def __str__(self) -> str:
+        from memplan.search.text import search_text  # which imports this module
+
+        return search_text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Found {self.n_plans:,} plans of {self.model.name} on {self.cluster.name}, seq_len="
+            f"{self.base.seq_len}: {self.n_within:,} within the budget, {n_rows(self.within)} of them kept>"
+        )
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+
+def _slack_bytes(estimated: Estimate) -> int:
+    """What the caching allocator reserves of a plan beyond what it allocates."""
+    return (estimated.reserved_bytes or 0) - estimated.worst.peak_bytes
 
 
 def search(
@@ -86,12 +147,15 @@ def search(
     cluster: Cluster | str,
     global_batch: int,
     seq_len: int | None = None,
-    objective: str = "speed",
+    objective: Objective = "speed",
     keep: int | None = KEEP,
     exhaustive: bool = False,
     progress: Progress | None = None,
     workers: int | None = 1,
-    **options: Any,
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+    **options: Unpack[PlanOptions],
 ) -> "pandas.DataFrame":
     """Every plan that the cluster's GPUs can run, best first.
 
@@ -104,25 +168,32 @@ def search(
             "front" (all plans that none beats in both speed and memory). Or what else is to be found, then
             with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
-        keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
-            None: all.
+        keep: how many to keep of the best plans within the budget, of the nearest beyond it, and of the
+            refused ones; None: all.
         exhaustive: judge every plan. Otherwise objective="speed" leaves out those that are slower than all
-            the best, whether they fit or not: the best are the same, and if some fit, those that do not are
-            plans that could be as fast, and that took more than a bound to show that they are too large.
+            the best: the best are the same, and if some are within the budget, those that are kept of the
+            others are plans that could be as fast, and that took more than a bound to be ruled out.
         progress: called now and then with the number of plans seen.
         workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
+        gpus_per_node: GPUs in a node; left out, as in the cluster's table.
+        network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
+        margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
             `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
             `schedule`, `offload`) take one value or several and all that make a difference if left out
             (`recompute_blocks`: None); the others one value.
 
     Returns:
-        A frame with a row per plan: the varied fields; `verdict` ("fits", "too large", "refused") and `why`
-        not; `peak_bytes`, `over_bytes` (beyond the cluster's budget), `rest_bytes`, `worst_stage`, `when`;
-        `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`). Equally good
-        plans stand with the simpler first. `attrs` has the numbers of plans: `n_plans`, `n_fit`,
-        `n_too_large`, `n_slower` (left out as slower than all that are shown), `n_refused`, and `refused_by`,
-        how many each rule refused; `cluster` and `seq_len`.
+        A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
+        those that are refused, each the best first. Its columns: the varied fields; `verdict` ("fits",
+        "cannot say", "does not fit", "refused"; None on CPU ranks, which have no limit), `why` not;
+        `device_low_bytes` and `device_high_bytes`, on which the verdict hangs, where they were worked out;
+        `peak_bytes`, `over_bytes` (at least beyond what is usable), `rest_bytes`, `worst_stage`, `when`;
+        `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`); `command`, the
+        `memplan estimate` line of the plan. Equally good plans stand with the simpler first. `attrs` has the
+        numbers of plans: `n_plans`, `n_within` (the budget by what they allocate), `n_beyond`, `n_slower`
+        (left out as slower than all that are shown), `n_refused`, and `refused_by`, how many of each kind;
+        `cluster` and `seq_len`.
 
     Raises:
         PlanRefused: no plan fits, where the fewest GPUs or the longest sequence are asked for.
@@ -138,8 +209,11 @@ def search(
         exhaustive=exhaustive,
         progress=progress,
         workers=workers,
+        gpus_per_node=gpus_per_node,
+        network=network,
+        margin=margin,
         **options,
-    ).frame()
+    ).to_frame()
 
 
 def searched(
@@ -148,80 +222,109 @@ def searched(
     cluster: Cluster | str,
     global_batch: int,
     seq_len: int | None = None,
-    objective: str = "speed",
+    objective: Objective = "speed",
     keep: int | None = KEEP,
     exhaustive: bool = False,
     progress: Progress | None = None,
     workers: int | None = 1,
-    **options: Any,
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Found:
     """As `search`, without pandas.
 
     Raises:
         MemplanError: as `search`.
     """
-    model, where = resolve(model), cluster_of(cluster)
+    model, where = resolve(model), cluster_of(cluster, gpus_per_node, network, margin)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
+    asked: dict[str, Any] = {**options}
     if objective in QUESTIONS:
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
-        asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep}
+        asked |= {"cluster": where, "global_batch": global_batch, "keep": keep}
         asked |= {"exhaustive": exhaustive, "progress": progress, "workers": workers}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
-    keep = None if keep is None else checked_count("keep", keep)
-    every = checked_flag("exhaustive", exhaustive) or objective != "speed"
-    varied = {name: options.pop(name, None) for name in VARIED}
-    ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
-    space = Space(
+    varied = {name: asked.pop(name, None) for name in VARIED}
+    job = _Job(
         model=model,
-        n_gpus=where.n_gpus,
+        cluster=where,
         base=common(
             global_batch=checked_count("global_batch", global_batch),
             seq_len=model.max_seq_len if seq_len is None else seq_len,
-            **options,
+            **asked,
         ),
-        ranges=ranges,
+        ranges={name: values_of(name, value) for name, value in varied.items() if value is not None},
+        objective=objective,
+        keep=None if keep is None else checked_count("keep", keep),
+        exhaustive=checked_flag("exhaustive", exhaustive),
+        progress=progress,
+        workers=n_cores() if workers is None else checked_count("workers", workers),
     )
-    missing = Roofline().missing(space.base, where)
+    missing = Roofline().missing(job.base, where)
     if missing and OBJECTIVES[objective][0] == "step_s":
         raise InvalidValue(
             f"objective={objective!r} needs the time of a step, but {missing[0]}; use objective='memory', or "
             "another cluster."
         )
-    n_workers = n_cores() if workers is None else checked_count("workers", workers)
-    verdicts = Every(objective, keep) if every or keep is None else _fastest(space, where, keep)
-    return _run(space, where, verdicts, keep, progress, n_workers)
+    return job.found()
 
 
-def cluster_of(value: Cluster | str) -> Cluster:
+def cluster_of(
+    value: Cluster | str,
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+) -> Cluster:
     """The cluster that is searched for.
 
     Raises:
         MemplanError: none, or as `memplan.cluster`.
     """
-    where = resolve_cluster(value)
-    if where is None:
+    if value is None:
         raise InvalidValue("cluster=None is nothing to search; use '<n>x<gpu>', as in 64xh100-sxm.")
-    return where
+    where = resolve_cluster(value, gpus_per_node=gpus_per_node, network=network, margin=margin)
+    return cast(Cluster, where)
 
 
-def _run(
-    space: Space,
-    cluster: Cluster,
-    verdicts: Verdicts,
-    keep: int | None,
-    progress: Progress | None,
-    workers: int,
-) -> Found:
-    refused = _Refused(keep)
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is searched for: plans of a model on a cluster, and which of them are kept."""
+
+    model: Model
+    cluster: Cluster
+    base: Plan
+    ranges: Mapping[str, tuple[Any, ...]]
+    objective: str
+    keep: int | None
+    exhaustive: bool
+    progress: Progress | None
+    workers: int
+
+    def found(self, slack_bytes: int = 0) -> Found:
+        """What is found if `slack_bytes` of the budget are left to the caching allocator."""
+        space = Space(model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges)
+        found = _run(space, self.cluster, self._verdicts(space, slack_bytes), self)
+        return replace(found, again=self.found)
+
+    def _verdicts(self, space: Space, slack_bytes: int) -> Verdicts:
+        if self.exhaustive or self.objective != "speed" or self.keep is None:
+            return Every(self.objective, self.keep, slack_bytes)
+        return _fastest(space, self.cluster, self.keep, slack_bytes)
+
+
+def _run(space: Space, cluster: Cluster, verdicts: Verdicts, job: _Job) -> Found:
+    refused, progress = _Refused(job.keep), job.progress
 
     def told() -> None:
         if progress is not None:
             progress(refused.kept.n_seen + verdicts.n_seen)
 
     parts = [_hopeful(space, map(refused.noted, part), verdicts, cluster) for part in space.parts()]
-    workers = min(workers, len(parts))
+    workers = min(job.workers, len(parts))
     if workers == 1:
         for grids in chain.from_iterable(parts):
             verdicts.add(space.model, grids, cluster)
@@ -233,17 +336,17 @@ def _run(
             told()
     if progress is not None:
         progress(refused.kept.n_seen + refused.n_others)
-    (fit, n_fit), (too_large, n_too_large) = verdicts.fit(), verdicts.too_large()
+    (within, n_within), (beyond, n_beyond) = verdicts.within(), verdicts.beyond()
     return Found(
         model=space.model,
         cluster=cluster,
         base=space.base,
-        fit=fit,
-        too_large=too_large,
+        within=within,
+        beyond=beyond,
         refused=refused.kept.rows,
-        n_fit=n_fit,
-        n_too_large=n_too_large,
-        n_slower=refused.n_others - n_fit - n_too_large,
+        n_within=n_within,
+        n_beyond=n_beyond,
+        n_slower=refused.n_others - n_within - n_beyond,
         n_refused=refused.kept.n_seen,
         refused_by=refused.by_rule(space),
     )
@@ -260,14 +363,14 @@ def _hopeful(
 
 
 LEAN: Final[dict[str, Any]] = {"zero": 3, "micro_batch": 1, "schedule": "1f1b", "offload": False}
-"""Plans that need little memory and are little work: where some fit, it is soon known which are too slow."""
+"""Plans that need little memory and are little work: some within the budget soon tell which are too slow."""
 
 
-def _fastest(space: Space, cluster: Cluster, keep: int) -> Fastest:
-    """Verdicts that know of enough plans that fit to leave out slower ones; if any of the `LEAN` ones fit."""
+def _fastest(space: Space, cluster: Cluster, keep: int, slack_bytes: int) -> Fastest:
+    """Verdicts that may know of enough plans within the budget, `LEAN` ones, to leave out slower ones."""
     lean = {name: (value,) for name, value in LEAN.items() if value in space.of(name, (value,))}
     some = Space(model=space.model, n_gpus=space.n_gpus, base=space.base, ranges={**space.ranges, **lean})
-    verdicts = Fastest(keep)
+    verdicts = Fastest(keep, slack_bytes=slack_bytes)
     for grids in _hopeful(some, some.grids(), verdicts, cluster):
         verdicts.add(space.model, grids, cluster)
     return verdicts.begun()
@@ -282,7 +385,7 @@ def _worked_out(model: Model, cluster: Cluster, part: tuple[Verdicts, Sequence[S
 
 
 class _Refused:
-    """The plans that cannot run: the first ones, how many each rule refused; and how many plans can."""
+    """The plans that cannot run: the first ones, how many there are of each kind; and how many plans can."""
 
     def __init__(self, keep: int | None) -> None:
         self.kept = Kept(Best(keep, ("place",)))
@@ -302,7 +405,7 @@ class _Refused:
         return batch
 
     def by_rule(self, space: Space) -> dict[str, int]:
-        """How many each rule refused, by its text for the first of them, the most first."""
+        """How many there are of each kind, the most first."""
         texts = list(space.rules)
         return {texts[rule]: n for rule, n in self._counts.most_common()}
 
