@@ -46,6 +46,9 @@ DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_byt
 FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks", "offload")
 """What only FSDP2 knows."""
 
+MOST_MICRO_BATCHES: Final = 2**23
+"""More micro-batches than that in a step are a mistake, not a plan."""
+
 RULED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     "torch": {},
     "textbook": {
@@ -274,6 +277,13 @@ def _check_batch(plan: Plan) -> None:
             f"global_batch={plan.global_batch} is not a multiple of micro_batch = {plan.micro_batch} times "
             f"{replicas}; use {-(-plan.global_batch // per_pass) * per_pass}.",
             kind="global_batch is not a multiple of micro_batch x replicas",
+        )
+    if plan.n_micro_batches > MOST_MICRO_BATCHES:
+        raise PlanRefused(
+            f"global_batch={plan.global_batch} makes {plan.n_micro_batches} micro-batches of "
+            f"{plan.micro_batch} for each replica, and more than {MOST_MICRO_BATCHES} are a mistake; use a "
+            "smaller global_batch, or a larger micro_batch.",
+            kind="more micro-batches than any training accumulates",
         )
 
 

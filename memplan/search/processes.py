@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from warnings import catch_warnings, filterwarnings
 
 from memplan.errors import InvalidValue
 
@@ -41,7 +42,9 @@ def in_processes(workers: int, work: Callable[[T], R], parts: Iterable[T]) -> It
         raise InvalidValue(
             f"workers={workers} needs joblib; use workers=1, or install it: pip install 'memplan[parallel]'."
         ) from None
-    with parallel_config(backend="loky", inner_max_num_threads=1):
+    with parallel_config(backend="loky", inner_max_num_threads=1), catch_warnings():
+        # loky ends a worker whose memory has grown and starts another; no part is lost.
+        filterwarnings("ignore", message="A worker stopped while some jobs were given", category=UserWarning)
         yield from Parallel(n_jobs=workers, return_as="generator_unordered")(
             delayed(work)(part) for part in parts
         )

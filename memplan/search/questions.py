@@ -137,7 +137,7 @@ def longest_sequence(
             f"no plan was found of which it is sure that {model.name} fits with {SEQ_LEN_STEP} tokens"
             f"{nearest_text(shortest)}; use more GPUs."
         )
-    low, high = 1, 2
+    low, high = 1, max(2, model.max_seq_len // SEQ_LEN_STEP)
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)

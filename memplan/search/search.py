@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
 import numpy as np
 
-from memplan.checks import checked_choice, checked_count, checked_flag
+from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
-from memplan.estimate import Estimate, estimate_plan
+from memplan.estimate import Estimate, device_of, estimate_on, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.layout import html_text
 from memplan.models import Model, resolve
@@ -26,6 +26,7 @@ from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_dict, search_frame
 from memplan.search.verdicts import OBJECTIVES, Every, Fastest, Verdicts
 from memplan.steptime import Roofline
+from memplan.units import human_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -92,7 +93,8 @@ class Found:
         for _ in range(LOOKS):
             if found.best is not None:
                 return found
-            if not found.kept or self.again is None:
+            every = found.n_within == len(found.kept) and not found.n_slower
+            if every or self.again is None:
                 return None
             found = self.again(max(map(_slack_bytes, found.kept)))
         return None
@@ -263,6 +265,7 @@ def searched(
         progress=progress,
         workers=n_cores() if workers is None else checked_count("workers", workers),
     )
+    _check_size(job)
     missing = Roofline().missing(job.base, where)
     if missing and OBJECTIVES[objective][0] == "step_s":
         raise InvalidValue(
@@ -270,6 +273,33 @@ def searched(
             "another cluster."
         )
     return job.found()
+
+
+LARGEST_BYTES: Final = 2**57
+"""A search counts in 64-bit integers; some are sums of several times what a plan holds at its peak."""
+
+
+def _check_size(job: "_Job") -> None:
+    """Raise unless all figures are integers of 64 bits: they are if the whole batch is one on one GPU.
+
+    Raises:
+        InvalidValue: a batch or a model that is too large.
+    """
+    base = job.base
+    alone = Plan(
+        micro_batch=base.global_batch,
+        global_batch=base.global_batch,
+        seq_len=base.seq_len,
+        precision=base.precision,
+        optimizer=base.optimizer,
+    )
+    n_bytes = estimate_on(job.model, alone, device_of(job.cluster)).worst.peak_bytes
+    if n_bytes > LARGEST_BYTES:
+        raise InvalidValue(
+            f"global_batch={base.global_batch} of {base.seq_len} tokens would hold {human_bytes(n_bytes)} on "
+            f"one GPU, more than a search can count ({human_bytes(LARGEST_BYTES)}); use a smaller batch or "
+            "model."
+        )
 
 
 def cluster_of(
@@ -454,7 +484,7 @@ def common(*, global_batch: int, **options: Any) -> Plan:
     for name in options:
         if name not in Plan.__dataclass_fields__ or name == "engine":
             raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
-    several = next((n for n in divisors(global_batch) if n > 1), 1)
+    several = next((n for n in divisors(global_batch) if 1 < n <= LARGEST_CLUSTER), 1)
     refusals = []
     whole = {"dp": several, "micro_batch": global_batch // several}
     tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}, whole
