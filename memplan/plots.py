@@ -124,20 +124,48 @@ class _Bar:
 def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "_Budget | None") -> "Figure":
     reach = max([bar.peak.total_bytes for bar in bars] + ([budget.n_bytes] if budget else []))
     unit = _unit(reach)
-    figure, axes = _axes(title, subtitle, height_in=1.5 + 0.5 * len(bars), beside=[bar.label for bar in bars])
+    labels = [_folded(bar.label) for bar in bars]
+    n_lines = max(label.count("\n") for label in labels) + 1
+    height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
+    figure, axes = _axes(title, subtitle, height_in=height_in, beside=labels)
     for kind in STACK:
         _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
     for y, bar in enumerate(bars):
-        _label_total(axes, y, bar, unit)
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+        _label_total(axes, y, bar, _total_bytes(bar, budget, reach), unit)
+    axes.set_yticks(range(len(bars)), labels)
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, 1.36 * reach / unit.n_bytes)
+    axes.set_xlim(0, BEYOND * reach / unit.n_bytes)
     axes.set_xlabel(f"bytes held at the worst instant ({unit.name})")
     axes.tick_params(axis="y", length=0)
     if budget:
         axes.axvline(budget.n_bytes / unit.n_bytes, label=budget.text, zorder=3, **_DASHED)
     _legend_in_a_row(figure, axes)
     return figure
+
+
+LABEL_LENGTH: Final = 32
+"""Characters of a bar's name in a line; a longer one goes on below."""
+
+BEYOND: Final = 1.45
+"""How far the axis of bars goes on beyond the longest, for what is written there."""
+
+CHARACTER: Final = 0.0105
+"""About how much of a chart's width a bold character takes."""
+
+
+def _folded(label: str) -> str:
+    return "\n".join(fill(line, LABEL_LENGTH) for line in label.splitlines())
+
+
+def _total_bytes(bar: _Bar, budget: "_Budget | None", reach: int) -> float:
+    """Where a bar's total is written: at its end, or behind the budget's line if that would cross it."""
+    end = bar.peak.total_bytes
+    width = CHARACTER * max(len(_total_text(bar)), len(bar.when)) * BEYOND * reach
+    return budget.n_bytes if budget and end <= budget.n_bytes < end + width else end
+
+
+def _total_text(bar: _Bar) -> str:
+    return human_bytes(bar.peak.total_bytes) + ("" if bar.verdict is None else f", {bar.verdict}")
 
 
 def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "_Unit", *, room_bytes: float) -> None:
@@ -157,11 +185,10 @@ def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "_Unit", *,
     axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
 
 
-def _label_total(axes: "Axes", y: int, bar: _Bar, unit: "_Unit") -> None:
-    end = bar.peak.total_bytes / unit.n_bytes
-    total = human_bytes(bar.peak.total_bytes) + ("" if bar.verdict is None else f", {bar.verdict}")
+def _label_total(axes: "Axes", y: int, bar: _Bar, x_bytes: float, unit: "_Unit") -> None:
+    end = x_bytes / unit.n_bytes
     place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": _PAPER, "zorder": 4}
-    axes.annotate(total, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
+    axes.annotate(_total_text(bar), (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
     axes.annotate(bar.when, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
 
 
@@ -366,6 +393,8 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
 
     The kinds jump where the worst instant of the step becomes another one; a dotted line parts them.
     """
+    from matplotlib.ticker import MaxNLocator
+
     every = sorted(estimates, key=lambda e: _value(e, keyword))
     _checked_some("estimates", every)
     values = [_value(e, keyword) for e in every]
@@ -381,6 +410,7 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     if budget and budget.n_bytes < 1.15 * highest:
         axes.axhline(budget.n_bytes / unit.n_bytes, label=budget.text, **_DASHED)
     axes.set_xlim(values[0], values[-1])
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylim(0, 1.25 * highest / unit.n_bytes)
     _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
     axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))
@@ -517,11 +547,7 @@ def _budget(estimates: Sequence[Estimate]) -> _Budget | None:
     if len(clusters) < len(estimates) or len(budgets) != 1:
         return None
     name, n_bytes = budgets.pop()
-    return (
-        None
-        if n_bytes is None
-        else _Budget(n_bytes, f"budget of {name}: {human_bytes(n_bytes)} on the device")
-    )
+    return None if n_bytes is None else _Budget(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
 
 
 def _of(parts: Bytes, kind: Kind) -> int:
