@@ -2,15 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NOGPU := .venv-nogpu
 READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint format bench notebooks
+.PHONY: help demo quick nogpu test lint format bench notebooks
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
 	@echo "make quick      the quick suite: predicted beside measured"
+	@echo "make nogpu      a CUDA build of PyTorch (5 GB) beside .venv, and plans run on an H100 that is not there"
 	@echo "make test       linters, types, imports, every test"
 	@echo "make lint       linters, types, imports"
 	@echo "make format     let ruff rewrite the code"
@@ -32,6 +34,17 @@ demo: $(READY)
 
 quick: $(READY)
 	$(BIN)/python -m validate sweep --suite quick
+
+# The version that constraints.txt pins, in its CUDA build: === is not satisfied by one with a suffix such as +cpu.
+$(NOGPU)/.ready: pyproject.toml constraints.txt
+	@test -x $(NOGPU)/bin/python || $(PYTHON) -m venv $(NOGPU)
+	@echo "installing a CUDA build of PyTorch into $(NOGPU) (once; about 5 GB)"
+	@$(NOGPU)/bin/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt \
+	    -e '.[dev]' torch===$$(sed -n 's/^torch==//p' constraints.txt)
+	@touch $@
+
+nogpu: $(NOGPU)/.ready
+	$(NOGPU)/bin/python -m validate sweep --suite gpu-single --device nogpu
 
 test: lint
 	$(BIN)/python -m pytest

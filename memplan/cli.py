@@ -10,6 +10,7 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
+from memplan.device import DeviceType
 from memplan.errors import MemplanError, unknown_name
 from memplan.estimate import estimate
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
@@ -30,14 +31,13 @@ from memplan.plan import (
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
 from memplan.search.command import estimate_command as command_of
+from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, search_text
-from memplan.search.verdicts import OBJECTIVES
 from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
-from memplan.tape import Device
 from memplan.units import TB, TFLOP, GiB
 from memplan.version import versioned
 
@@ -276,7 +276,7 @@ def commands() -> None:
     "torch",
     "torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict.",
 )
-@_choice("--device", get_args(Device), None, "Whose rules; left out: the cluster's, or cuda.")
+@_choice("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -> None:
@@ -315,12 +315,6 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     "--keep",
     f"How many of the best plans to show, and of the nearest; left out: {SHOWN}, as JSON or CSV {KEEP}.",
 )
-@click.option(
-    "--exhaustive",
-    is_flag=True,
-    help="Look at every plan. Otherwise plans that a bound shows to be slower than the best are left out.",
-)
-@_count("--workers", "Processes that share the work; left out: one per core.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:

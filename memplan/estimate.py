@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from math import prod
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from memplan.allocator import OutOfMemory, Program, Replayed, replayed
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
+from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines import textbook
 from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
 from memplan.engines.torch.stage import StageKind
@@ -54,7 +55,7 @@ from memplan.steptime import (
     recomputed_flops,
     utilisation,
 )
-from memplan.tape import Backend, Device
+from memplan.tape import Backend
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
 from memplan.traffic import Collective, collectives, textbook_collectives
 from memplan.units import human_bytes
@@ -328,10 +329,24 @@ class Estimate:
         The only rule: `fits`, `memplan.search`, `advise`, `why`, charts and JSON say the same. None without
         a cluster or a limit, and for textbook accounting, which is never compared with one.
         """
-        if self.cluster is None or self.cluster.gpu.usable_bytes is None:
+        if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.plan.engine == "textbook":
             return None
+        if self.over_bytes:
+            return "does not fit"  # as `device_bytes` would say, which takes a replay
         held = self.device_bytes
         return None if held is None else self.cluster.verdict(held)
+
+    @property
+    def over_bytes(self) -> int | None:
+        """What the worst stage allocates beyond what is usable beside CUDA's context; None: no limit.
+
+        Where it is more than 0, the least of `device_bytes` is more than what is usable too: the allocator
+        holds no less than it is asked for.
+        """
+        usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
+        if usable is None or self.plan.engine == "textbook":
+            return None
+        return max(0, self.worst.peak_bytes + self._outside_allocator.low_bytes - usable)
 
     @property
     def fits(self) -> bool | None:
@@ -428,7 +443,7 @@ class Estimate:
                 "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
                 "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
                 "cluster": None if self.cluster is None else self.cluster.to_dict(),
-                "device": self.device,
+                "device": self.device.type,
                 "n_parameters": self.n_parameters,
                 "verdict": self.verdict,
                 "fits": self.fits,
@@ -491,8 +506,8 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
 
 
 def device_of(cluster: Cluster | None) -> Device:
-    """The rules that apply: the CPU's for a cluster of CPU ranks, CUDA's otherwise."""
-    return "cpu" if cluster is not None and cluster.gpu.kind == "cpu" else "cuda"
+    """What a cluster's kernels run on; an H100 without a cluster."""
+    return H100 if cluster is None else cluster.gpu.device
 
 
 def estimate(
@@ -530,13 +545,13 @@ def estimate(
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
-    device: Device | None = None,
+    device: DeviceType | None = None,
 ) -> Estimate:
     """What one plan asks of each GPU.
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
-        cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on CUDA, no limit.
+        cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
         tp: tensor-parallel ranks.
         pp: ranks of a pipeline.
@@ -624,7 +639,7 @@ def _dp_left(cluster: Cluster | None, n_other: int) -> int:
 
 
 def estimate_plan(
-    model: Model, plan: Plan, cluster: Cluster | None = None, device: Device | None = None
+    model: Model, plan: Plan, cluster: Cluster | None = None, device: DeviceType | None = None
 ) -> Estimate:
     """`estimate` for values that already exist.
 
@@ -632,42 +647,55 @@ def estimate_plan(
         MemplanError: if the plan cannot run on this model, its mesh is not the cluster, or the cluster is of
             another device.
     """
-    device = _checked_device(device, cluster)
+    runs_on = _checked_device(device, cluster)
     check_plan(model, plan)
-    check_device(plan, device)
+    check_device(plan, runs_on)
     if cluster is not None and plan.world_size != cluster.n_gpus:
         raise InvalidValue(
             f"{plan.mesh_text} = {plan.world_size} ranks are not the cluster's {cluster.n_gpus} GPUs; use "
             f"cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
         )
-    return estimate_on(model, plan, device, cluster)
+    return estimate_on(model, plan, runs_on, cluster)
 
 
-def _checked_device(asked: Device | None, cluster: Cluster | None) -> Device:
+def _checked_device(asked: DeviceType | None, cluster: Cluster | None) -> Device:
     known = device_of(cluster)
     if asked is None:
         return known
-    checked_choice("device", asked, get_args(Device))
-    if cluster is not None and asked != known:
+    checked_choice("device", asked, get_args(DeviceType))
+    if cluster is not None and asked != known.type:
         raise InvalidValue(
-            f"device={asked!r} contradicts cluster={cluster.name!r}, whose devices are of kind {known!r}; "
-            "leave one of them out."
+            f"device={asked!r} contradicts cluster={cluster.name!r}, whose devices are of type "
+            f"{known.type!r}; leave one of them out."
         )
-    return asked
+    return CPU if asked == "cpu" else known
 
 
 def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
     """`estimate` of a plan that is known to run there."""
-    by_textbook = plan.engine == "textbook"
-    gpu = None if cluster is None else cluster.gpu
-    stages = _textbook_stages(model, plan) if by_textbook else _stages(model, plan, device, gpu)
+    return estimate_of(model, plan, device, cluster, stage_estimates(model, plan, device, cluster))
+
+
+def stage_estimates(
+    model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
+) -> Iterator[StageEstimate]:
+    """One for each rank of the pipeline, worked out as it is asked for."""
+    if plan.engine == "textbook":
+        return _textbook_stages(model, plan)
+    return _stages(model, plan, device, None if cluster is None else cluster.gpu)
+
+
+def estimate_of(
+    model: Model, plan: Plan, device: Device, cluster: Cluster | None, stages: Iterable[StageEstimate]
+) -> Estimate:
+    """The estimate that these stages are of."""
     return Estimate(
         model=model,
         plan=plan,
         cluster=cluster,
         device=device,
         stages=tuple(stages),
-        confirmed="measured" if device == "cpu" and not by_textbook else "unmeasured",
+        confirmed="measured" if device.on_cpu and plan.engine != "textbook" else "unmeasured",
     )
 
 
@@ -725,7 +753,7 @@ def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | 
         flops=forward_flops(stages),
         traffic=partial(collectives, stages),
         again=partial(recomputed_flops, stages),
-        program=partial(_program, stages, passes, gpu) if stages.device == "cuda" else None,
+        program=partial(_program, stages, passes, gpu) if not stages.device.on_cpu else None,
     )
 
 

@@ -265,7 +265,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     if p == 0.0:
         return x
     run, shape, dtype = x.run, x.shape, x.dtype
-    cpu = run.setting.device == "cpu"
+    cpu = run.setting.device.on_cpu
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.run.new("grad", shape, dtype),)
@@ -287,7 +287,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     b = run.parameter(f"{name}.bias", (d,), summed=run.setting.sequence_parallel)
     shape, dtype = x.shape, x.dtype
     x = _divided_sequence(x)
-    statistics = FP32 if run.setting.device == "cuda" or w.dtype == FP32 else dtype
+    statistics = FP32 if not run.setting.device.on_cpu or w.dtype == FP32 else dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.run.grad_of(0, shape, dtype)
@@ -315,7 +315,7 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
     run = x.run
     weight = run.parameter(f"{name}.weight", (x.shape[-1],), summed=run.setting.sequence_parallel)
     x = _divided_sequence(x)
-    if run.setting.device == "cuda":
+    if not run.setting.device.on_cpu:
         return _fused_rms_norm(x, weight, name)
     dtype = x.dtype
     x = run.cast(x, FP32)
@@ -507,7 +507,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     """
     run = q.run
     n_heads = q.shape[2]
-    if run.setting.device == "cpu":
+    if run.setting.device.on_cpu:
         return _math_attention(q, k, v, dropout=True) if dropout else _flash_attention_cpu(q, k, v)
     if q.dtype != FP32:
         return _flash_attention_cuda(q, k, v)
@@ -603,7 +603,7 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
     nothing_left = run.new("rows without any allowed key", scores_shape[:-1], BOOL)
     del nothing_left, masked_out, scores, saved
     if dropout:
-        mask = run.new("dropout mask", scores_shape, FP32 if run.setting.device == "cpu" else BOOL)
+        mask = run.new("dropout mask", scores_shape, FP32 if run.setting.device.on_cpu else BOOL)
         node = run.node((probabilities.node,), (mask,), _same_backward)
         probabilities = run.new("dropped probabilities", scores_shape, FP32, node)
         del mask

@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any, Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag, checked_positive
+from memplan.device import Device
 from memplan.errors import InvalidValue, MissingRule, PlanRefused, divisors_text, shown_value
 from memplan.models import Model
 
@@ -394,8 +395,8 @@ def check_plan(model: Model, plan: Plan) -> None:
         rule(model, plan)
 
 
-def check_device(plan: Plan, device: str) -> None:
-    """Raise if PyTorch runs the plan on this device, "cpu" or "cuda", but computes it wrongly.
+def check_device(plan: Plan, device: Device) -> None:
+    """Raise if PyTorch runs the plan on this device, but computes it wrongly.
 
     Source: pytorch/pytorch issue 191763 (torch 2.12, 2.13).
 
@@ -403,7 +404,7 @@ def check_device(plan: Plan, device: str) -> None:
         PlanRefused: with value, rule and way out.
     """
     sgd = plan.optimizer in ("sgd", "sgd-momentum")
-    if device == "cpu" and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
+    if device.on_cpu and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
             "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'.",

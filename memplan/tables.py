@@ -153,7 +153,7 @@ def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def _header(estimate: Estimate) -> str:
     model, plan, cluster = estimate.model, estimate.plan, estimate.cluster
     if cluster is None:
-        place = f"none given: {DEVICES[estimate.device]}, no limit"
+        place = f"none given: {DEVICES[estimate.device.type]}, no limit"
     else:
         place = f"{printable(cluster.name)}: {cluster_text(cluster)}"
     how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
@@ -311,8 +311,7 @@ def verdict_text(estimate: Estimate) -> str:
         back = gives_back if estimate.gives_back else ""
         return f"FITS: {holds}; up to {human_bytes(budget_bytes)} fit ({usable}).{back}"
     if verdict == "does not fit":
-        over = human_bytes(held.low_bytes - usable_bytes)
-        return f"DOES NOT FIT: {holds}; {human_bytes(usable_bytes)} are usable, {over} too few at least."
+        return f"DOES NOT FIT: {holds}; {human_bytes(usable_bytes)} are usable."
     return (
         f"CANNOT SAY: {holds}; up to {human_bytes(budget_bytes)} fit ({usable}), more than "
         f"{human_bytes(usable_bytes)} do not."

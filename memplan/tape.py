@@ -15,13 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from memplan.device import H100, Device, DeviceType
 from memplan.errors import MissingRule
 from memplan.shapes import FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
 
-Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl", "fake"]
 
-USUAL_BACKENDS: Final[dict[Device, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
+USUAL_BACKENDS: Final[dict[DeviceType, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
 """What ranks talk by, unless said otherwise. PyTorch's `fake` moves nothing and holds nothing.
 
 Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp.
@@ -46,7 +46,7 @@ class Setting:
     sequence whose cross-entropy is computed one after the other.
     """
 
-    device: Device = "cuda"
+    device: Device = H100
     backend: Backend = "nccl"
     weight_dtype: DType = FP32
     autocast: DType | None = None
@@ -66,7 +66,7 @@ class Setting:
         Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`,
         `AsyncAllgatherCUDAWork`, `reduce_scatter_tensor_coalesced`).
         """
-        return self.backend == "gloo" and self.device == "cpu"
+        return self.backend == "gloo" and self.device.on_cpu
 
 
 class Call:
@@ -407,7 +407,7 @@ class Run:
         """`function(x)` keeping only `x`; what backward needs is computed again when it gets there."""
         self._region = region = Region(function, x, selective=selective)
         _mark_saved((x,))
-        if self.setting.device == "cpu":
+        if self.setting.device.on_cpu:
             region.random_state = self._random_state()
         y = function(x)
         self._region = None
@@ -504,7 +504,7 @@ class Run:
     def _recompute(self, region: Region) -> None:
         phase, self.phase = self.phase, "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
-        current_state = self._random_state() if self.setting.device == "cpu" else None
+        current_state = self._random_state() if self.setting.device.on_cpu else None
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
         with suppress(_Recomputed):
             region.function(Tensor(self, region.x.shape, region.x.dtype, region.x.storage, region.x.node))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan.allocator import CachingAllocator, OutOfMemory, Program, replayed, rounded_bytes
 from memplan.hardware.overheads import overhead_table
+from memplan.plan import SCHEDULES
 from memplan.shapes import FP32, Buffer, Event
 from memplan.timeline import Stretch, chain, events, repeated, unrolled
 from memplan.units import GiB, KiB, MiB
@@ -312,3 +314,14 @@ def test_every_overhead_says_where_it_stands():
         assert entry["retrieved"]
         low, high = entry.get("low_mib", entry.get("mib")), entry.get("high_mib", entry.get("mib"))
         assert 0 <= low <= high < GiB
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_allocator_holds_no_less_than_the_peak(schedule):
+    """So that a peak beyond what is usable needs no replay to be too much."""
+    asked: dict[str, Any] = {"dp": 2, "pp": 2, "zero": 2, "seq_len": 2048, "global_batch": 48}
+    asked["virtual_stages"] = 1 if schedule in ("1f1b", "gpipe", "zero-bubble") else 2
+    for recompute in ("none", "full"):
+        e = memplan.estimate("llama-3-8b", recompute=recompute, schedule=schedule, **asked)
+        for stage in e.stages:
+            assert stage.replayed.allocated_bytes >= stage.peak_bytes

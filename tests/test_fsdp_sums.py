@@ -1,5 +1,6 @@
 """When FSDP2 adds a split backward pass's gradients to their float32 sums."""
 
+from memplan.device import CPU
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
 from memplan.plan import Plan
@@ -17,7 +18,7 @@ def sums(recompute):
         pp=2, dp=2, zero=2, schedule="zbv", virtual_stages=2, precision="bf16-mixed", global_batch=8,
         micro_batch=1, seq_len=8, recompute=recompute,
     )  # fmt: skip
-    step = rank_estimate(MODEL, plan, plan.place(0), "cpu").timeline.step
+    step = rank_estimate(MODEL, plan, plan.place(0), CPU).timeline.step
     made = [(name, event.buffer.name) for name, event in unrolled(step) if event.sign > 0]
     return [(name, made.removesuffix(SUM)) for name, made in made if made.endswith(SUM)]
 

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memplan import Gpt, Llama, Model, Plan, parameter_count
+from memplan.device import CPU, H100, Device
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.fsdp import Group, grouped
 from memplan.engines.torch.runtime import left_behind
@@ -39,7 +40,7 @@ from memplan.plan import (
 )
 from memplan.shapes import KINDS, Buffer, Event
 from memplan.tables import ledger_rows
-from memplan.tape import CPU_RANDOM_STATE_BYTES, Device
+from memplan.tape import CPU_RANDOM_STATE_BYTES
 from memplan.timeline import Stretch, events, running_bytes
 
 
@@ -159,7 +160,7 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
         global_batch=chosen.get("dp_replicate", 1) * dp * micro_batch * n_micro_batches,
         **chosen,
     )
-    device = field("device", st.sampled_from(["cpu", "cuda"]))
+    device = field("device", st.sampled_from([CPU, H100]))
     assume(runs(model, plan, device))
     return Case(model, plan, draw(st.integers(0, pp - 1)), device)
 
@@ -295,7 +296,7 @@ def test_1f1b_needs_no_more_for_more_micro_batches_but_the_batch_itself(case):
 
 @laws(80)
 @given(
-    cases(pp=st.integers(2, 4), zero=st.just(0), schedule=st.just("1f1b"), device=st.just("cuda")),
+    cases(pp=st.integers(2, 4), zero=st.just(0), schedule=st.just("1f1b"), device=st.just(H100)),
 )
 def test_1f1b_never_needs_more_than_gpipe(case):
     assert case.on().peak_bytes <= case.on(schedule="gpipe").peak_bytes
@@ -311,7 +312,7 @@ def test_recomputation_keeps_a_blocks_output_and_nothing_else(case):
         block = stage.trace.blocks[0]
         return events("block", (*block.forward.events, *block.casts.events)).net_bytes
 
-    random_state_bytes = CPU_RANDOM_STATE_BYTES if case.device == "cpu" else 0
+    random_state_bytes = CPU_RANDOM_STATE_BYTES if case.device.on_cpu else 0
     stage, *_ = case.of()
     assert kept_bytes("full") - random_state_bytes == stage.trace.boundary.n_bytes
     assert kept_bytes("full") - random_state_bytes < kept_bytes("none")
@@ -429,7 +430,7 @@ def test_replicas_of_shards_hold_the_shards_and_one_micro_batch_more_of_nothing(
     On CPU the mesh has three times as many ranks, of 4 bytes each.
     """
     alone, beside = case.on(), case.on(**replicated(case, 3))
-    more_ranks_bytes = 4 * 2 * case.plan.world_size if case.device == "cpu" else 0
+    more_ranks_bytes = 4 * 2 * case.plan.world_size if case.device.on_cpu else 0
     assert (beside.states, beside.rest_bytes) == (alone.states, alone.rest_bytes + more_ranks_bytes)
     assert beside.peak_bytes >= alone.peak_bytes
     keeps = case.plan.set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
@@ -504,7 +505,7 @@ def test_every_block_passes_once_in_its_own_unit_whatever_the_groups():
 
 
 @laws(80)
-@given(shared("offload", device=st.just("cuda")))
+@given(shared("offload", device=st.just(H100)))
 def test_offloaded_states_are_the_hosts_and_cross_to_the_device_as_they_are_needed(case):
     kept, offloaded = case.on(), case.on(offload=True)
     kinds = ("weights", "grads", "optimizer")
@@ -527,7 +528,7 @@ def test_offloaded_states_are_the_hosts_and_cross_to_the_device_as_they_are_need
 
 
 @laws(80)
-@given(shared("offload", device=st.just("cpu")))
+@given(shared("offload", device=st.just(CPU)))
 def test_on_cpu_ranks_the_host_is_the_device(case):
     kept, offloaded = case.on(), case.on(offload=True)
     assert (offloaded.peak, offloaded.states, offloaded.collectives) == (
@@ -663,7 +664,7 @@ def test_powersgd_reduces_three_times_a_bucket_and_keeps_errors_and_factors(case
 
 
 @laws(80)
-@given(cases(device=st.just("cpu")))
+@given(cases(device=st.just(CPU)))
 def test_one_kernel_holds_no_more_than_a_loop_or_lists(case):
     assume(case.plan.optimizer in ("adam", "adamw") and case.plan.optimizer_impl == "fused")
     for other in ("for-loop", "foreach"):
@@ -811,7 +812,7 @@ def test_whoever_follows_the_ways_out_arrives_at_a_plan_that_runs(model, fields)
         ahead += [fields for fields in found if fields not in tried]
     else:
         raise AssertionError(f"no way out arrives: {[refusal_of(model, fields) for fields in tried]}")
-    rank_estimate(replace(model, tied_head=fields["tied_head"]), plan_of(fields), Rank(), "cuda")
+    rank_estimate(replace(model, tied_head=fields["tied_head"]), plan_of(fields), Rank(), H100)
 
 
 def test_the_sequence_length_offered_fits_the_table_of_positions():

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan import Plan
+from memplan.device import CPU
 from memplan.errors import PlanRefused
 from memplan.ops import cross_entropy, gradient_of_loss
 from memplan.shapes import BF16, FP32, DType, Shape
@@ -22,7 +23,7 @@ def logits_of(run: Run, shape: Shape, dtype: DType) -> Tensor:
 
 def peaks(chunks: int, *, seq_len: int = 12, batch: int = 1, dtype: DType = BF16, tp: int = 1):
     """The most a loss holds beside its logits, forward and backward, and what it saves between them."""
-    run = Run(Setting(device="cpu", loss_chunks=chunks, tp=tp))
+    run = Run(Setting(device=CPU, loss_chunks=chunks, tp=tp))
     logits = run.new(
         "logits", (batch, seq_len, VOCABULARY // tp), dtype, run.node((None,), (), lambda g, s: (None,))
     )
@@ -39,7 +40,7 @@ def peaks(chunks: int, *, seq_len: int = 12, batch: int = 1, dtype: DType = BF16
 
 def lost(chunks: int):
     """The events of a loss's backward pass."""
-    run = Run(Setting(device="cpu", loss_chunks=chunks))
+    run = Run(Setting(device=CPU, loss_chunks=chunks))
     logits = logits_of(run, (1, 12, VOCABULARY), BF16)
     loss = cross_entropy(logits)
     start = len(run.events)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memplan import Llama, Plan
+from memplan.device import CPU
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import Rank, check_plan
 from memplan.timeline import Stretch
@@ -24,7 +25,7 @@ SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
 def estimated(**plan: Any) -> StageEstimate:
     settings: dict[str, Any] = {"seq_len": 4, "precision": "fp32", "optimizer": "adam"}
-    return rank_estimate(MODEL, Plan(**settings | plan), Rank(), "cpu")
+    return rank_estimate(MODEL, Plan(**settings | plan), Rank(), CPU)
 
 
 def part(stretch: Stretch, name: str) -> Stretch:

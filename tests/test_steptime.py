@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from memplan import Gpt, Llama, Plan
+from memplan.device import CPU
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.orders import actions, order_of
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.estimate import estimate_plan
 from memplan.hardware import Link, cluster
 from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank, check_plan
-from memplan.search.stages import with_values
+from memplan.search.plans import unchecked
 from memplan.steptime import (
     Roofline,
     added,
@@ -178,9 +179,9 @@ def test_what_has_no_rate_has_no_time_and_says_so(asked, reason):
 def test_many_plans_use_the_links_that_each_of_them_uses() -> None:
     names = "pp", "dp_replicate", "dp", "tp"
     degrees = np.array([*product((1, 2, 3, 8), repeat=4)])
-    found = links_used(with_values(Plan(), **dict(zip(names, degrees.T, strict=True))), 8)
+    found = links_used(unchecked(Plan(), **dict(zip(names, degrees.T, strict=True))), 8)
     for row, each in zip(degrees.tolist(), zip(*found, strict=True), strict=True):
-        assert links_used(with_values(Plan(), **dict(zip(names, row, strict=True))), 8) == each
+        assert links_used(unchecked(Plan(), **dict(zip(names, row, strict=True))), 8) == each
 
 
 def test_a_link_that_nothing_crosses_needs_no_rate():
@@ -261,7 +262,7 @@ def test_flops_are_those_that_pytorch_runs(model, precision, recompute, blocks):
     module = Transformer(model, range(model.n_layers), seq_len=16)
     tokens = torch.randint(model.vocab_size, (2, 16))
     found, expected = counted(
-        RankStages(model, plan, Rank(), "cpu"),
+        RankStages(model, plan, Rank(), CPU),
         module,
         lambda: token_loss(module(tokens), tokens).backward(),
     )
@@ -275,7 +276,7 @@ def test_a_split_backward_pass_recomputes_what_pytorchs_does(model, recompute):
     plan = Plan(
         pp=2, schedule="zero-bubble", global_batch=2, seq_len=16, recompute=recompute, precision="fp32"
     )
-    stages = RankStages(model, plan, Rank(pp=1), "cpu")
+    stages = RankStages(model, plan, Rank(pp=1), CPU)
     module = Transformer(model, stages.layers[0], seq_len=16, first=False)
     x = torch.randn(1, 16, model.d_model, requires_grad=True)
     targets = torch.randint(model.vocab_size, (1, 16))

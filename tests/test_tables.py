@@ -90,7 +90,7 @@ def test_the_verdict_is_said_in_words():
     assert "up to 75.15 GiB fit (79.11 GiB usable, less a margin of 5%)." in joined(fits)
     assert too_large.fits is False
     assert "DOES NOT FIT: " in str(too_large)
-    assert "79.11 GiB are usable, " in joined(too_large)
+    assert "79.11 GiB are usable." in joined(too_large)
     near = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, global_batch=64, seq_len=8192)
     assert (near.verdict, near.fits) == ("cannot say", None)
     assert (

@@ -2,6 +2,7 @@
 
 import pytest
 
+from memplan.device import CPU, H100, Device
 from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
 from memplan.shapes import BF16, FP32, INT64, Event
@@ -9,7 +10,7 @@ from memplan.tape import CPU_RANDOM_STATE_BYTES, Run, Setting, Tensor
 
 
 def a_run(**setting) -> Run:
-    return Run(Setting(**{"device": "cuda", **setting}))
+    return Run(Setting(**{"device": H100, **setting}))
 
 
 def input_of(run: Run, name: str = "x") -> Tensor:
@@ -195,7 +196,7 @@ def a_block(x: Tensor) -> Tensor:
     return op(c, "d")
 
 
-def recomputed(device: str) -> tuple[Run, int]:
+def recomputed(device: Device) -> tuple[Run, int]:
     """A run whose block has been recomputed, and where its backward pass began."""
     run = a_run(device=device)
     x = input_of(run)
@@ -218,7 +219,7 @@ def test_a_recomputed_block_keeps_its_input_only():
 
 
 def test_recomputation_stops_once_the_last_saved_tensor_is_there():
-    run, start = recomputed("cuda")
+    run, start = recomputed(H100)
     after = record(run, start)
     first = after.index("+a")
     assert after[:first] == ["+d(d)/dx", "-dd"]  # the last operation saved nothing: its backward runs first
@@ -228,17 +229,17 @@ def test_recomputation_stops_once_the_last_saved_tensor_is_there():
 
 
 def test_what_is_recomputed_is_saved_until_its_own_backward():
-    run, start = recomputed("cuda")
+    run, start = recomputed(H100)
     after = record(run, start)
     assert after.index("+d(c)/dx") < after.index("-b") < after.index("+d(b)/dx") < after.index("-a")
 
 
 def test_everything_recomputed_is_freed_in_the_end():
-    run, _ = recomputed("cuda")
+    run, _ = recomputed(H100)
     assert list(alive(run)) == ["d(a)/dx"]  # what goes back to the block before
 
 
-@pytest.mark.parametrize("device, states", [("cpu", 2), ("cuda", 0)])
+@pytest.mark.parametrize("device, states", [(CPU, 2), (H100, 0)])
 def test_on_cpu_the_generators_state_is_kept_and_saved_again_beside_it(device, states):
     run, _ = recomputed(device)
     kept = [event.buffer for event in run.events if event.sign > 0 and event.buffer.name == "random state"]
@@ -303,7 +304,7 @@ def test_what_is_kept_dies_when_it_is_handed_out_or_with_its_region():
 
 def attention_pass(dropout: float, **setting) -> Run:
     """Queries, keys and values by linears, attention, merged heads; forward and backward on CPU."""
-    run = a_run(device="cpu", **setting)
+    run = a_run(device=CPU, **setting)
     x = run.new("x", (2, 4, 6), FP32, run.node((None,), (), lambda grad, saved: (None,)))
     q, k, v = (heads(linear(x, name, 6, bias=False, split="columns"), 3) for name in "qkv")
     y = merged_heads(attention(q, k, v, dropout=dropout))
@@ -329,7 +330,7 @@ def test_a_selectively_recomputed_score_is_not_added_to_in_place():
         return merged_heads(attention(q, k, v, dropout=0.1))
 
     for selective in (False, True):
-        run = a_run(device="cpu")
+        run = a_run(device=CPU)
         run.recomputed(block, run.new("x", (2, 4, 6), FP32, run.node((None,), (), lambda g, s: (None,))),
                        selective=selective)  # fmt: skip
         assert ("+scores and bias" in record(run)) == selective

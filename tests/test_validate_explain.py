@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from memplan import Plan
+from memplan.device import H100
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.plan import Rank
@@ -22,7 +23,10 @@ from validate.explain import explained, shortened
 from validate.snapshot import plain_data, read_snapshot, snapshot_comparison
 from validate.suites.models import LLAMA
 
-CASE = Case(name="one GPU", model=LLAMA, plan=Plan(micro_batch=8, seq_len=256, precision="bf16-mixed"))
+CASE = Case(
+    name="one GPU", model=LLAMA, plan=Plan(micro_batch=8, seq_len=256, precision="bf16-mixed"), device="cuda",
+    gpu="h100-sxm",
+)  # fmt: skip
 FRAMES = [
     {"filename": "/x/torch/nn/functional.py", "line": 7, "name": "linear"},
     {"filename": "/x/train.py", "line": 3, "name": "step"},
@@ -43,7 +47,7 @@ def freed(address, n_bytes):
 
 def as_recorded(case, *, extra=0, from_the_start=False, steps=2):
     """A snapshot as CUDA's allocator would write it if it did as memplan predicts, and `extra` bytes."""
-    timeline = rank_estimate(case.model, case.plan, Rank(), "cuda").timeline
+    timeline = rank_estimate(case.model, case.plan, Rank(), H100).timeline
     addresses = iter(range(0x7F0000000000, 0x7FFFFFFFFFFF, 1 << 21))
     blocks, trace, held = [], [entry("segment_alloc", 1, 1 << 30)], []
     for buffer in timeline.rest.elements():

@@ -20,13 +20,13 @@ from memplan.units import GiB, MiB
 from validate import environment, gpus, launch
 from validate.__main__ import main
 from validate.calibrate import read_timings
-from validate.cases import Case, check_case, placed
+from validate.cases import GPU_STEPS, Case, check_case, placed
 from validate.forkserver import SETTINGS
 from validate.gpus import Gpus
 from validate.judge import References, judged
 from validate.launch import PRELOADED, device_for, run_case, take_gpu
 from validate.machine import Budget
-from validate.measure import _observed_on_gpu, prepared
+from validate.measure import GpuWatch, prepared
 from validate.predict import estimated_rank
 from validate.records import Outcome, Record
 from validate.suites import suite
@@ -36,8 +36,8 @@ from validate.sweep import share_of
 
 ROOT = Path(__file__).parents[1]
 H100 = Gpus(
-    n=1, name="NVIDIA H100 80GB HBM3", memory_bytes=79 * GiB, capability="9.0", driver="580", cuda="13.0",
-    cudnn=91_000, nccl="2.28.9",
+    n=1, name="NVIDIA H100 80GB HBM3", memory_bytes=79 * GiB, capability="9.0", multiprocessors=132,
+    driver="580", cuda="13.0", cudnn=91_000, nccl="2.28.9", known_as="h100-sxm",
 )  # fmt: skip
 TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=128, max_seq_len=32)
 
@@ -47,7 +47,7 @@ def tiny(**plan):
 
 
 def on_gpu(**plan):
-    return replace(tiny(**plan), device="cuda", backend="nccl")
+    return replace(tiny(**plan), device="cuda", gpu="h100-sxm", backend="nccl", steps=GPU_STEPS)
 
 
 # What the suites ask.
@@ -95,9 +95,10 @@ def test_shared_gpus_run_no_pipeline_since_gloo_cannot_send_from_a_gpu():
 
 
 def test_ranks_get_a_gpu_each_where_there_are_enough():
-    assert (placed(tiny(dp=2), 2).device, placed(tiny(dp=2), 2).backend) == ("cuda", "nccl")
-    assert placed(tiny(dp=4), 2).backend == "gloo"
-    assert placed(on_gpu(), 0) == tiny()
+    two = replace(H100, n=2)
+    assert placed(tiny(dp=2), two) == on_gpu(dp=2)
+    assert placed(tiny(dp=4), two).backend == "gloo"
+    assert placed(replace(on_gpu(), steps=tiny().steps), None) == tiny()
 
 
 # One rank of many.
@@ -137,7 +138,8 @@ class Cuda:
         answers = {
             "is_initialized": True, "synchronize": None, "reset_peak_memory_stats": None,
             "memory_allocated": 100, "max_memory_allocated": 300, "max_memory_reserved": 400,
-            "memory_stats": {"requested_bytes.all.peak": 290}, "mem_get_info": (600, 1000),
+            "memory_stats": {"requested_bytes.all.peak": 290, "segment.all.current": 7},
+            "mem_get_info": (600, 1000), "empty_cache": None,
             "set_device": None, "set_per_process_memory_fraction": None, "_is_in_bad_fork": False,
             "get_device_properties": SimpleNamespace(total_memory=1000),
         }  # fmt: skip
@@ -158,15 +160,21 @@ def test_a_gpu_is_asked_for_its_peaks_after_the_step_and_they_are_reset_before(m
     training = prepared(tiny(), 0, torch.device("cpu"))
     training.step()
     cuda = Cuda(monkeypatch)
-    losses, seen = _observed_on_gpu(training, 50, tmp_path / "x.pickle")
+    watch = GpuWatch(tmp_path / "x.pickle")
+    watch.watch(training)
+    training.step()
+    start = len(cuda.called)
+    losses, seen = watch.observed(training)
     states, memory = seen()
     assert len(losses) == 1
     assert states.optimizer_bytes == 2 * states.weights_bytes + 4 * 21
-    assert (memory.rest_bytes, memory.peak_bytes, memory.peak_reserved_bytes) == (100, 300, 400)
-    assert (memory.peak_requested_bytes, memory.device_bytes, memory.context_bytes) == (290, 400, 50)
-    names = [call[0] for call in cuda.called]
-    order = ["reset_peak_memory_stats", "record", "dump", "max_memory_allocated"]
-    assert [name for name in names if name in order] == [*order[:3], "record", order[3]]
+    assert (memory.rest_bytes, memory.peak_bytes, memory.peak_reserved_bytes) == (100, 290, 400)
+    assert (memory.peak_allocated_bytes, memory.device_bytes, memory.context_bytes) == (300, 400, 400)
+    known = [(peaks.step, peaks.allocated_bytes, peaks.n_segments) for peaks in memory.allocator]
+    assert known == [(1, 300, 7), (2, 300, 7)]
+    names = [call[0] for call in cuda.called[start:]]
+    order = ["reset_peak_memory_stats", "record", "dump", "memory_stats"]
+    assert [name for name in names[names.index(order[0]) :] if name in order[:3]] == [*order[:3], "record"]
     assert names.index("synchronize") < names.index("reset_peak_memory_stats")
     assert ("dump", str(tmp_path / "x.pickle")) in cuda.called
 
@@ -279,7 +287,7 @@ def tried(question, micro_batch, largest):
 @pytest.mark.parametrize("largest", [0, 1, 17, 23, 24, 25, 40, 100])
 def test_the_largest_micro_batch_is_found_wherever_it_is(largest):
     model = replace(TINY, vocab_size=2048)
-    question = Question(model=model, plan=Plan(seq_len=32), limit_bytes=24 * MiB, on_gpu=False)
+    question = Question(model=model, plan=Plan(seq_len=32), limit_bytes=24 * MiB, gpus=None)
     assert question.predicted == 25
     records: list[Record] = []
     while (known := frontier(question, records)).next_try is not None:
@@ -291,7 +299,7 @@ def test_the_largest_micro_batch_is_found_wherever_it_is(largest):
 
 
 def test_a_crash_leaves_the_question_open():
-    question = Question(model=TINY, plan=Plan(seq_len=32), limit_bytes=24 * MiB, on_gpu=False)
+    question = Question(model=TINY, plan=Plan(seq_len=32), limit_bytes=24 * MiB, gpus=None)
     crashed = Record(case=question.case(3).to_dict(), outcome="crashed")
     known = frontier(question, [crashed])
     assert (known.found, known.next_try) == (None, None)

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import torch
@@ -25,10 +25,11 @@ from validate.calibrate import calibrated
 from validate.cases import LEAST_STEPS, Case, placed
 from validate.environment import environment, surroundings
 from validate.given import Given, GivenRanks, given_ranks
-from validate.gpus import Gpus, gpus_here
+from validate.gpus import Gpus, gpus_here, gpus_played
 from validate.judge import References, judged, rejudged
 from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
+from validate.nogpu import MEANING, can_be_built
 from validate.progress import progress
 from validate.records import Record, RecordFile, merged, open_records, read_records
 from validate.snapshot import snapshot_comparison
@@ -50,6 +51,9 @@ from validate.where import (
 _Command = TypeVar("_Command", bound=Callable[..., None])
 _Value = TypeVar("_Value")
 
+H100: Final = "h100-sxm"
+"""The GPU that is played unless another is named."""
+
 
 class _Program(click.Group):
     """Refusals are usage errors: a clear line and exit code 2."""
@@ -68,19 +72,26 @@ def main() -> None:
 
 _device_option = click.option(
     "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    help="Where ranks run; auto: on GPUs if there are any. GPU suites and `run`: auto; other suites: cpu.",
+    type=click.Choice(["auto", "cpu", "cuda", "nogpu"]),
+    help="Where ranks run; nogpu: on a GPU that is not there, for bytes; auto: on GPUs, else nogpu "
+    "with a CUDA build of PyTorch, else on CPU. GPU suites and `run`: auto; other suites: cpu.",
+)
+
+_gpu_option = click.option(
+    "--gpu", "gpu_name", metavar="NAME", help="With nogpu: which one, as `memplan gpus` names it (h100-sxm)."
 )
 
 
-def _n_gpus(device: str, given: Given | None) -> int:
-    """How many GPUs the ranks have: as many as a launcher started ranks, or as this machine has."""
-    gpus = None if device == "cpu" else gpus_here()
-    if gpus is None:
-        if device == "cuda":
-            raise click.UsageError("--device cuda: PyTorch sees no GPU here; leave it out.")
-        return 0
-    return given.world_size if given is not None else gpus.n
+def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None:
+    """The GPUs of the ranks, as many as a launcher started ranks or as this machine has; None: CPU."""
+    found = None if device in ("cpu", "nogpu") else gpus_here()
+    if found is None and (device == "nogpu" or (device == "auto" and can_be_built())):
+        found = gpus_played(gpu_name or H100)
+    elif gpu_name is not None:
+        raise click.UsageError(f"--gpu {gpu_name} is for --device nogpu; leave it out.")
+    if found is None and device == "cuda":
+        raise click.UsageError("--device cuda: PyTorch sees no GPU here; use nogpu, or leave it out.")
+    return replace(found, n=given.world_size) if found is not None and given is not None else found
 
 
 @main.command()
@@ -98,6 +109,7 @@ def _n_gpus(device: str, given: Given | None) -> int:
     help="Folder for every allocation; on GPUs, for memory snapshots.",
 )
 @_device_option
+@_gpu_option
 @plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
@@ -106,13 +118,14 @@ def run(
     as_json: bool,
     events: Path | None,
     device: str | None,
+    gpu_name: str | None,
     global_batch: int | None,
     **plan: Any,
 ) -> None:
     """Run one plan; under torchrun or srun, on the ranks they started."""
     given = given_ranks(os.environ)
     case = replace(_case(model, global_batch, plan), steps=steps, timeout_s=timeout_s)
-    case = placed(case, _n_gpus(device or "auto", given))
+    case = placed(case, _gpus(device or "auto", gpu_name, given))
     if given is not None and given.rank:
         GivenRanks(given).serve()
         return
@@ -120,7 +133,7 @@ def run(
     if given is not None:
         with GivenRanks(given) as ranks:
             ended = ranks.run(case)
-    elif events is not None and case.device == "cuda":
+    elif events is not None and case.torch_device == "cuda":
         ended = run_case(case, snapshots=events)
     elif events is not None:
         ended = run_case(case, keep_events=True)
@@ -152,6 +165,9 @@ def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Run nothing: explain a file of torch.cuda.memory._dump_snapshot, by rank 0 if --rank is left out.",
 )
+@click.option(
+    "--gpu", "gpu_name", default=H100, show_default=True, metavar="NAME", help="The GPU of the snapshot."
+)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the step into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
@@ -163,6 +179,7 @@ def explain(
     model: str,
     rank: int | None,
     snapshot: Path | None,
+    gpu_name: str,
     plot: Path | None,
     as_json: bool,
     global_batch: int | None,
@@ -182,8 +199,9 @@ def explain(
         checked_count("rank", rank, least=0, most=chosen.plan.world_size - 1)
     found: list[Explanation] = []
     if snapshot is not None:
+        on_gpu = replace(chosen, device="cuda", gpu=gpu_name)
         found = [
-            explained(f"{snapshot.name}, {chosen.name}", snapshot_comparison(chosen, rank or 0, snapshot))
+            explained(f"{snapshot.name}, {chosen.name}", snapshot_comparison(on_gpu, rank or 0, snapshot))
         ]
     else:
         ended = run_case(chosen, keep_events=True)
@@ -247,6 +265,7 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
     help="What all cases may take together, as 12GiB; what this machine has free if left out.",
 )
 @_device_option
+@_gpu_option
 @click.option(
     "--snapshots",
     type=click.Path(file_okay=False, path_type=Path),
@@ -265,6 +284,7 @@ def sweep(
     cores: int | None,
     memory: int | None,
     device: str | None,
+    gpu_name: str | None,
     snapshots: Path | None,
     as_json: bool,
 ) -> None:
@@ -274,10 +294,9 @@ def sweep(
         GivenRanks(given).serve()
         return
     for_gpus = suite in GPU_SUITES or suite in SEARCHES
-    n_gpus = _n_gpus(device or ("auto" if for_gpus or given else "cpu"), given)
-    gpus = replace(found, n=n_gpus) if n_gpus and (found := gpus_here()) else None
+    gpus = _gpus(device or ("auto" if for_gpus or given else "cpu"), gpu_name, given)
     chosen = _chosen(rounds(suite, gpus), only, where, part)
-    moved: Sequence[Case] = [case if for_gpus else placed(case, n_gpus) for case in chosen(())]
+    moved: Sequence[Case] = [case if for_gpus else placed(case, gpus) for case in chosen(())]
     machine = machine_budget()
     budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
     text = Record.to_json if as_json else report.row
@@ -333,7 +352,8 @@ def _place(suite: str, gpus: Gpus | None) -> str:
     """Where a GPU suite runs, so that nobody takes CPU numbers for a GPU's."""
     if gpus is None:
         return f"{suite}: PyTorch sees no GPU here, so this is its smallest form, on CPU\n"
-    return f"{suite}: on {gpus.n} x {gpus.name}, {human_bytes(gpus.memory_bytes)} each\n"
+    where = f"{suite}: on {gpus.n} x {gpus.name}, {human_bytes(gpus.memory_bytes)} each\n"
+    return where if gpus.device == "cuda" else f"{where}{MEANING}\n"
 
 
 def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tuple[list[Record], list[Case]]:
@@ -352,11 +372,15 @@ def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tup
 @main.command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep the timings in this file.")
 @click.option("--resume", is_flag=True, help="Run only the probes that the file lacks.")
-@_device_option
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="What is timed; auto: a GPU if there is one."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per probe.")
 def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool) -> None:
     """Time a device's matrix products, attention, memory and kernel launches, one operation at a time."""
-    gpus = gpus_here() if _n_gpus(device or "auto", None) else None
+    gpus = None if device == "cpu" else gpus_here()
+    if gpus is None and device == "cuda":
+        raise click.UsageError("--device cuda: PyTorch sees no GPU here; leave it out.")
     if not as_json:
         click.echo(_place("calibrate", gpus))
     chosen = torch.device("cpu" if gpus is None else "cuda:0")

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from memplan import Gpt, Llama, Model, Plan
+from memplan.device import CPU, Device, DeviceType
 from memplan.errors import PlanRefused
+from memplan.hardware import gpu
 from memplan.plan import MESH_AXES
-from memplan.tape import Backend, Device
+from memplan.tape import Backend
+from validate.gpus import Gpus
 
 LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
 """Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
@@ -29,11 +32,18 @@ SHORT_NAMES: Final = {
     "loss_chunks": "chunks",
 }  # fmt: skip
 
+RunsOn = Literal["cpu", "cuda", "nogpu"]
+"""Where ranks run: "cuda" is a GPU, "nogpu" one that is not there (`validate.nogpu`)."""
+
 REFERENCE: Final = "reference"
 """The name of a single-process run that another one is compared with."""
 
 LEAST_STEPS: Final = 6
 """Two to warm up, one whose collectives are counted, three whose memory is observed."""
+
+
+GPU_STEPS: Final = 10
+"""On GPUs: two to warm up, one whose collectives are counted, one observed; six are timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +53,9 @@ class Case:
     `steps` are optimizer steps in all; those after the first six (on a GPU four) are timed. The ranks are
     ended after `timeout_s` seconds. Equal seeds mean equal weights and tokens.
 
-    The ranks are on `device` and talk by `backend`. PyTorch's "fake" plays all ranks but `rank`, the only one
-    that runs. A rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is.
+    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. PyTorch's
+    "fake" plays all ranks but `rank`, the only one that runs. A rank whose allocator would hold more than
+    `limit_bytes` is out of memory; None: all there is.
     """
 
     name: str
@@ -53,10 +64,25 @@ class Case:
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
     timeout_s: float = 120.0
-    device: Device = "cpu"
+    device: RunsOn = "cpu"
+    gpu: str = ""
     backend: Backend = "gloo"
     rank: int = 0
     limit_bytes: int | None = None
+
+    @property
+    def torch_device(self) -> DeviceType:
+        """The device's type in PyTorch's words: for PyTorch a GPU that is not there is one."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    @property
+    def kernels(self) -> Device:
+        """What its kernels run on.
+
+        Raises:
+            UnknownName: for a GPU that is not in memplan's table.
+        """
+        return CPU if self.device == "cpu" else gpu(self.gpu).device
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -72,8 +98,15 @@ class Case:
         return LEARNING_RATES[self.plan.optimizer] * min(1.0, WIDTH / self.model.d_model)
 
     @property
+    def computes(self) -> bool:
+        """Whether what it computes means anything: not without a GPU, nor without other ranks."""
+        return self.device != "nogpu" and self.backend != "fake"
+
+    @property
     def unchecked(self) -> str:
         """Why its training is not compared with a single-process run; empty if it is."""
+        if self.device == "nogpu":
+            return "not checked at all: without a GPU nothing is computed, so losses mean nothing"
         if self.backend == "fake":
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
         if self.model.dropout:
@@ -126,14 +159,15 @@ class Case:
         return Case(model=family(**model), plan=Plan(**plan), **known)
 
 
-def placed(case: Case, n_gpus: int) -> Case:
-    """The case on so many GPUs of a machine, or on CPU if there are none.
+def placed(case: Case, gpus: Gpus | None) -> Case:
+    """The case on a machine's GPUs, or on CPU if there are none.
 
     NCCL takes one rank on each GPU; where there are more ranks than GPUs they share them and talk by gloo.
     """
-    if not n_gpus:
-        return replace(case, device="cpu", backend="gloo")
-    return replace(case, device="cuda", backend="nccl" if case.plan.world_size <= n_gpus else "gloo")
+    if gpus is None:
+        return replace(case, device="cpu", gpu="", backend="gloo")
+    backend: Backend = "nccl" if case.plan.world_size <= gpus.n else "gloo"
+    return replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, steps=GPU_STEPS)
 
 
 def check_case(case: Case) -> None:
@@ -145,7 +179,7 @@ def check_case(case: Case) -> None:
     Raises:
         PlanRefused: for a pipeline of GPU ranks over gloo.
     """
-    if case.device == "cuda" and case.backend == "gloo" and case.plan.pp > 1:
+    if case.torch_device == "cuda" and case.backend == "gloo" and case.plan.pp > 1:
         raise PlanRefused(
             f"pp={case.plan.pp}: gloo sends no tensor of a GPU; use a GPU for each rank (NCCL), or CPU ranks."
         )

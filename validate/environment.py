@@ -11,7 +11,8 @@ import torch
 
 from memplan.version import version
 from validate.cases import Case
-from validate.gpus import Gpus, gpus_here
+from validate.gpus import Gpus, gpus_here, gpus_played
+from validate.nogpu import MEANING
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -19,15 +20,25 @@ ROOT: Final = Path(__file__).parents[1]
 def environment(case: Case) -> dict[str, Any]:
     """What a case's measurement may depend on, as plain values; nothing that names a machine or a person.
 
-    `device` is "cpu", or the name of the GPU that it ran on, of which `gpu` says more.
+    `device` is "cpu", "nogpu", or the name of the GPU that it ran on, of which `gpu` says more.
     """
-    gpus = gpus_here() if case.device == "cuda" else None
-    return surroundings(gpus) | {"backend": case.backend}
+    return surroundings(gpus_of(case)) | {"backend": case.backend}
+
+
+def gpus_of(case: Case) -> Gpus | None:
+    """The GPUs that a case runs on; None on CPU."""
+    if case.device == "cpu":
+        return None
+    return gpus_here() if case.device == "cuda" else gpus_played(case.gpu)
 
 
 def surroundings(gpus: Gpus | None) -> dict[str, Any]:
     """`environment` without what is a case's: on these GPUs, or on CPU."""
-    return _software() | ({"device": "cpu"} if gpus is None else {"device": gpus.name, "gpu": asdict(gpus)})
+    if gpus is None:
+        return _software() | {"device": "cpu"}
+    if gpus.device == "nogpu":
+        return _software() | {"device": "nogpu", "meaning": MEANING, "gpu": asdict(gpus)}
+    return _software() | {"device": gpus.name, "gpu": asdict(gpus)}
 
 
 @cache

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -106,10 +106,14 @@ modules are imported whether there is a GPU asks its driver, not CUDA, which doe
 
 
 class ForkServer:
-    """The client's side: starts the server when it is first used, and again if it has ended."""
+    """The client's side: starts the server when it is first used, and again if it has ended.
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    It imports the modules `preload` once for all processes, and has the variables `environment` besides ours.
+    """
+
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._preload = tuple(preload)
+        self._environment = dict(environment or {})
         self._numbers = count()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -138,7 +142,10 @@ class ForkServer:
                         stdin=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
                         start_new_session=True,
-                        env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                        env=os.environ
+                        | SETTINGS
+                        | self._environment
+                        | {"PYTHONPATH": os.pathsep.join(sys.path)},
                     )
                 if not self._socket.recv(1):
                     raise ChildProcessError("the fork server did not start; what it printed says why")

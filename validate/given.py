@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from memplan.errors import InvalidValue
 from validate.cases import Case
-from validate.forkserver import ForkServer
 from validate.launch import (
     LAST_WORDS_S,
     Answer,
     Ended,
     Failure,
+    ForkServers,
     Program,
     Seat,
     answers,
     concluded,
     device_for,
     rank_program,
-    shared_server,
+    shared_servers,
     started,
 )
 
@@ -100,12 +100,11 @@ class GivenRanks:
     """All processes that a launcher started: rank 0 is a context that calls `run`, the others `serve`."""
 
     def __init__(
-        self, given: Given, *, program: Program = rank_program, server: ForkServer | None = None
+        self, given: Given, *, program: Program = rank_program, servers: ForkServers | None = None
     ) -> None:
         self._given = given
         self._program = program
-        self._server = server or shared_server()
-        self._server.start()
+        self._servers = servers or shared_servers()
         opens = given.hosts and given.rank == 0
         store = dist.TCPStore(
             given.host, given.port, is_master=opens, wait_for_workers=False, timeout=MEETING
@@ -169,7 +168,7 @@ class GivenRanks:
             prefix=f"{self._prefix}/{n}/ranks",
             device=device_for(case, given.local_rank),
         )
-        ranks = started([seat], self._program, self._server)
+        ranks = started([seat], self._program, self._servers.of(case))
         (answer,) = answers(ranks, case.timeout_s, stopped=lambda: self._store.check([f"{n}/stop"]))
         if isinstance(answer, Failure):
             self._store.set(f"{n}/stop", "")

@@ -130,7 +130,7 @@ def _compared(
     predictions: Sequence[Prediction] | None,
     references: References,
 ) -> Record:
-    losses = [] if case.backend == "fake" else step_losses(ranks)
+    losses = step_losses(ranks) if case.computes else []
     loss_error, gradient_error, complaint = _training_errors(case, ranks, losses, references)
     return Record(
         case=case.to_dict(),
@@ -214,7 +214,7 @@ def gradient_norms(ranks: Sequence[RankMeasurement]) -> list[float]:
 def _training_errors(
     case: Case, ranks: Sequence[RankMeasurement], losses: Sequence[float], references: References
 ) -> tuple[float | None, float | None, str]:
-    if case.backend == "fake":
+    if not case.computes:
         return None, None, ""
     exact = POWERSGD_FIRST_STEP + 1 if case.plan.ddp_comm_hook == "powersgd" else len(losses)
     start = losses[exact - 1] if exact < len(losses) else losses[0]

@@ -12,25 +12,28 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final, cast
+from threading import Lock
+from typing import Final, Self, cast
 
 import torch
 import torch.distributed as dist
 
 from memplan.errors import MemplanError, PlanRefused
+from memplan.hardware import gpu
 from memplan.units import KiB
 from validate.attribution import comparison
-from validate.cases import Case
+from validate.cases import Case, RunsOn
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
 from validate.measure import Prepare, RankMeasurement, measured_rank, prepared
+from validate.nogpu import environment_for
 from validate.records import Outcome
-from validate.standin import stand_in
+from validate.standin import stand_in, unanimous
 
 PRELOADED: Final = (
     "torch",
@@ -123,7 +126,7 @@ def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = pr
     device = torch.device(seat.device)
     if device.type == "cuda":
         take_gpu(device, seat.case.limit_bytes)
-    with process_group(seat):
+    with process_group(seat), nullcontext() if seat.case.computes else unanimous():
         measured = measured_rank(
             seat.case, seat.rank, device, keep_paths=keep_events, snapshot=seat.snapshot, prepare=prepare
         )
@@ -163,12 +166,46 @@ def attributed(case: Case, measured: RankMeasurement, *, keep_events: bool = Fal
     return replace(measured, memory=memory, attributed_fraction=fraction)
 
 
+class ForkServers:
+    """A fork server for each device that cases run on; for a GPU that is not there, one with its stand-in."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._servers: dict[tuple[RunsOn, str], ForkServer] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def of(self, case: Case) -> ForkServer:
+        """The server that a case's ranks are forked from.
+
+        Raises:
+            MemplanError: if the case's GPU is not there and cannot be played here.
+        """
+        played = case.device == "nogpu"
+        key: tuple[RunsOn, str] = ("nogpu", case.gpu) if played else ("cpu", "")
+        with self._lock:
+            if key not in self._servers:
+                environment = environment_for(gpu(case.gpu)) if played else {}
+                self._servers[key] = ForkServer(PRELOADED, environment)
+            return self._servers[key]
+
+    def close(self) -> None:
+        """Ends the servers and all that they forked."""
+        with self._lock:
+            for server in self._servers.values():
+                server.close()
+
+
 @cache
-def shared_server() -> ForkServer:
-    """One fork server for all cases of this process; it has ended when this process does."""
-    server = ForkServer(PRELOADED)
-    atexit.register(server.close)
-    return server
+def shared_servers() -> ForkServers:
+    """The fork servers for all cases of this process; they have ended when this process does."""
+    servers = ForkServers()
+    atexit.register(servers.close)
+    return servers
 
 
 def run_case(
@@ -176,7 +213,7 @@ def run_case(
     *,
     keep_events: bool = False,
     program: Program | None = None,
-    server: ForkServer | None = None,
+    servers: ForkServers | None = None,
     memory_bytes: int | None = None,
     snapshots: Path | None = None,
 ) -> Ended:
@@ -205,14 +242,18 @@ def run_case(
     ]
     program = program or partial(rank_program, keep_events=keep_events)
     try:
-        return concluded(answers(started(seats, program, server or shared_server()), case.timeout_s))
+        return concluded(
+            answers(started(seats, program, (servers or shared_servers()).of(case)), case.timeout_s)
+        )
     finally:
         del store
 
 
 def device_for(case: Case, local_rank: int) -> str:
-    """The device of a machine's `local_rank`: GPUs take turns."""
-    return "cpu" if case.device == "cpu" else f"cuda:{local_rank % torch.cuda.device_count()}"
+    """The device of a machine's `local_rank`: GPUs take turns; a played one is each process's own."""
+    if case.device == "cpu":
+        return "cpu"
+    return f"cuda:{local_rank % torch.cuda.device_count() if case.device == 'cuda' else 0}"
 
 
 def snapshot_file(folder: Path, case: Case, rank: int) -> Path:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -60,23 +61,40 @@ class States:
     optimizer_bytes: int
 
 
+ALLOCATOR_STEPS: Final = (1, 2, 10)
+"""After which steps CUDA's allocator is asked what it has held so far: it settles within the first ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorPeaks:
+    """What CUDA's allocator has held at most since the training began, and its segments after `step`."""
+
+    step: int
+    allocated_bytes: int
+    reserved_bytes: int
+    n_segments: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes in torch's allocator during a steady step.
 
-    `rest_bytes` is held between steps, `peak_bytes` at the worst instant, divided by kind in
-    `peak_by_kind` where events are known (on CPU); the step's `events` and the blocks `held` when it began
-    are known on CPU; each with the operations it happened in, if asked for.
+    `rest_bytes` is held between steps, `peak_bytes` at the worst instant: the bytes of all tensors, on a GPU
+    before its allocator rounds them up. It is divided by kind in `peak_by_kind` where events are known (on
+    CPU); the step's `events` and the blocks `held` when it began are known on CPU; each with the operations
+    it happened in, if asked for.
 
-    On a GPU `peak_requested_bytes` is the peak before CUDA's allocator rounds up, `peak_reserved_bytes` the
-    most that it held of the device. Of the device `device_bytes` were in use after the step, by whomever, and
-    `context_bytes` when this rank had CUDA's context and no tensor.
+    On a GPU `peak_allocated_bytes` is the peak of the blocks that tensors are in, `peak_reserved_bytes` the
+    most that the allocator held of the device, both in that step; `allocator` says the same of all steps up
+    to some. Of the device `device_bytes` were in use after the step, by whomever, and `context_bytes` when
+    this rank had CUDA's context and no tensor.
     """
 
     rest_bytes: int
     peak_bytes: int
+    peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    peak_requested_bytes: int | None = None
+    allocator: tuple[AllocatorPeaks, ...] = ()
     device_bytes: int | None = None
     context_bytes: int | None = None
     peak_by_kind: dict[str, int] = field(default_factory=dict)
@@ -109,24 +127,31 @@ class RankMeasurement:
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """What one step of a rank's stages and their optimizer does."""
+    """What one step of a rank's stages and their optimizer does; `after_step` is called when one is done."""
 
     gradients: Gradients
     update: Update
     axis_of_group: dict[str, str]
+    after_step: Callable[[], None] | None = None
 
     def step(self) -> float | None:
         """One whole step."""
         loss = self.gradients()
-        self.update()
+        self.finish()
         return loss
+
+    def finish(self) -> None:
+        """The end of a step, once there are gradients."""
+        self.update()
+        if self.after_step is not None:
+            self.after_step()
 
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
     """The case's stages and optimizer as they are on this rank."""
     model, plan, at = case.model, case.plan, case.plan.place(rank)
     mesh = device_mesh(plan, device)
-    drawn_on = torch.device("meta") if case.backend == "fake" else device
+    drawn_on = device if case.computes else torch.device("meta")
     modules = {
         stage: parallel_module(
             stage_module(model, plan, stage, seed=case.seed, device=drawn_on), plan, at, mesh, device
@@ -165,32 +190,32 @@ def measured_rank(
     gc.disable()
     gc.freeze()
     count_all_threads()
-    on_gpu = device.type == "cuda"
-    context_bytes = device_bytes() if on_gpu else 0
-    with nullcontext() if on_gpu else MemoryProfile(paths=keep_paths) as warm_up:
+    gpu = GpuWatch(snapshot) if device.type == "cuda" else None
+    with nullcontext() if gpu is not None else MemoryProfile(paths=keep_paths) as warm_up:
         training = prepare(case, rank, device)
-        if on_gpu:
-            torch.cuda.empty_cache()
+        if gpu is not None:
+            gpu.watch(training)
         let_ranks_go_first()
         prepared_at_s = time.monotonic()
         norm_squared = math.nan
         losses = [training.gradients()]
         if not case.unchecked:
             norm_squared = gradient_norm_squared(training.update)
-        training.update()
+        training.finish()
         losses += [training.step() for _ in range(1, WARM_UP_STEPS + case.plan.static_graph)]
         with CollectiveCounter(training.axis_of_group) as counter:
             losses.append(training.step())
-    if warm_up is None:
-        more_losses, seen = _observed_on_gpu(training, context_bytes, snapshot)
-    else:
+    if gpu is not None:
+        more_losses, seen = gpu.observed(training)
+    elif warm_up is not None:
         more_losses, seen = _observed_on_cpu(training, warm_up)
     losses += more_losses
     step_s = []
     while len(losses) < case.steps:
         loss, seconds = _timed_step(training)
         losses.append(loss)
-        step_s.append(seconds)
+        if case.device != "nogpu":
+            step_s.append(seconds)
     trained_at_s = time.monotonic()
     states, memory = seen()
     return RankMeasurement(
@@ -247,7 +272,7 @@ def _observed_step(training: Training) -> tuple[float | None, _Seen]:
         loss = training.gradients()
         seen = _seen(training)
         with record_function(UPDATE):
-            training.update()
+            training.finish()
     return loss, seen
 
 
@@ -343,25 +368,63 @@ def _peak_by_kind(step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, se
     return parts | {"other_bytes": peak.total_bytes - sum(parts.values())}
 
 
-def _observed_on_gpu(
-    training: Training, context_bytes: int, snapshot: Path | None
-) -> tuple[list[float | None], _Sight]:
-    """The loss of one steady step, and what was seen by the caching allocator's own statistics."""
-    _settled()
-    torch.cuda.reset_peak_memory_stats()
-    rest_bytes = torch.cuda.memory_allocated()
-    with nothing_held_after_waits(), snapshot_kept(snapshot):
-        loss, seen = _observed_step(training)
-        torch.cuda.synchronize()
-    memory = Memory(
-        rest_bytes=rest_bytes,
-        peak_bytes=torch.cuda.max_memory_allocated(),
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(),
-        peak_requested_bytes=torch.cuda.memory_stats()["requested_bytes.all.peak"],
-        device_bytes=device_bytes(),
-        context_bytes=context_bytes,
-    )
-    return [loss], lambda: (seen.states, memory)
+class GpuWatch:
+    """What CUDA's caching allocator says of a training, by its own statistics.
+
+    `context_bytes` of the device are in use before there is any tensor. The allocations of the observed step
+    are written to `snapshot`.
+    """
+
+    def __init__(self, snapshot: Path | None = None) -> None:
+        self.context_bytes = device_bytes()
+        self._snapshot = snapshot
+        self._n_steps = self._allocated_bytes = self._reserved_bytes = 0
+        self._peaks: list[AllocatorPeaks] = []
+
+    def watch(self, training: Training) -> None:
+        """Looks at the allocator after each of the training's steps from now on."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        training.after_step = self._after_step
+
+    def observed(self, training: Training) -> tuple[list[float | None], _Sight]:
+        """The loss of one steady step, and what was seen in it."""
+        _settled()
+        self._reset()
+        rest_bytes = torch.cuda.memory_allocated()
+        with nothing_held_after_waits(), snapshot_kept(self._snapshot):
+            loss, seen = _observed_step(training)
+            torch.cuda.synchronize()
+        memory = Memory(
+            rest_bytes=rest_bytes,
+            peak_bytes=torch.cuda.memory_stats()["requested_bytes.all.peak"],
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+            device_bytes=device_bytes(),
+            context_bytes=self.context_bytes,
+        )
+        return [loss], lambda: (seen.states, replace(memory, allocator=tuple(self._peaks)))
+
+    def _reset(self) -> None:
+        self._see()
+        torch.cuda.reset_peak_memory_stats()
+
+    def _see(self) -> None:
+        self._allocated_bytes = max(self._allocated_bytes, torch.cuda.max_memory_allocated())
+        self._reserved_bytes = max(self._reserved_bytes, torch.cuda.max_memory_reserved())
+
+    def _after_step(self) -> None:
+        self._n_steps += 1
+        if self._n_steps in ALLOCATOR_STEPS:
+            self._see()
+            self._peaks.append(
+                AllocatorPeaks(
+                    step=self._n_steps,
+                    allocated_bytes=self._allocated_bytes,
+                    reserved_bytes=self._reserved_bytes,
+                    n_segments=torch.cuda.memory_stats()["segment.all.current"],
+                )
+            )
 
 
 def device_bytes() -> int:

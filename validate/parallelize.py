@@ -106,12 +106,12 @@ def parallel_module(
     if plan.mixed and not plan.fsdp:
         stage.autocast_dtype = COMPUTE_TYPES[plan.precision]
     if mesh is None:
-        return stage
+        return materialised(stage, device)
     if plan.tp > 1:
         cut_tensors(stage, plan, at, mesh["tp"])
     if plan.fsdp:
         shard_weights(stage, plan, mesh)
-    materialised(stage, torch.device("cpu") if plan.offload else device)
+    materialised(stage, device, offload=plan.offload)
     return replicated(stage, plan, mesh["dp"]) if plan.ddp else stage
 
 

@@ -90,13 +90,13 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def snapshot_comparison(case: Case, rank: int, path: Path) -> Comparison:
-    """A snapshot beside what memplan predicts of a case's rank on CUDA.
+    """A snapshot beside what memplan predicts of a case's rank on its GPU.
 
     Raises:
         MemplanError: for a file that is no snapshot, or a plan that is refused.
     """
     snapshot = read_snapshot(path)
-    timeline = rank_estimate(case.model, case.plan, case.plan.place(rank), "cuda").timeline
+    timeline = rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels).timeline
     return Comparison(
         rest=timeline.rest, step=timeline.step, held=snapshot.held, events=snapshot.events, one_step=False
     )

@@ -7,14 +7,15 @@ hold whatever was there. `FakeWork` holds no tensor and no collective has scratc
 Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp, torch/testing/_internal/distributed/fake_pg.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -24,26 +25,40 @@ WEIGHT_STD: Final = 0.02
 
 @contextmanager
 def stand_in(rank: int, world_size: int) -> Iterator[None]:
-    """The `fake` group of all ranks.
-
-    A blocking `recv` answers yes: pipeline stages ask each other so whether all know the shapes of what they
-    receive, which all do here.
-
-    Source: torch/distributed/pipelining/stage.py (`_warmup_forward_vote`, since torch 2.13).
-    """
+    """The `fake` group of all ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    received = dist.recv
-
-    def says_yes(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = received(tensor, *args, **kwargs)
-        tensor.fill_(1)
-        return answer
-
-    with patch.object(dist, "recv", says_yes):
-        yield
+    yield
     dist.destroy_process_group()
+
+
+VOTES: Final = ("_warmup_forward_vote", "_warmup_backward_result")
+"""How pipeline stages ask each other whether all know the shapes of what they receive (since torch 2.13).
+
+Source: torch/distributed/pipelining/stage.py.
+"""
+
+
+@contextmanager
+def unanimous() -> Iterator[None]:
+    """Pipeline stages hear that all of them know the shapes, which here they do, whatever was received.
+
+    The answer is copied to the device: a GPU that is not there computes none.
+    """
+
+    def says_yes(vote: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def voted(*args: Any, **kwargs: Any) -> Tensor:
+            result = vote(*args, **kwargs)
+            return result.copy_(torch.ones(result.shape, dtype=result.dtype))
+
+        return voted
+
+    with ExitStack() as stack:
+        for name in VOTES:
+            if (vote := getattr(PipelineStage, name, None)) is not None:
+                stack.enter_context(patch.object(PipelineStage, name, says_yes(vote)))
+        yield
 
 
 def with_results(module: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -63,14 +78,17 @@ def with_results(module: DistributedDataParallel, group: dist.ProcessGroup) -> N
     module.register_comm_hook(group, all_reduced)
 
 
-def materialised(module: nn.Module, device: torch.device) -> nn.Module:
+def materialised(module: nn.Module, device: torch.device, *, offload: bool = False) -> nn.Module:
     """The module with real weights, drawn anew, where it had only shapes: this rank's part and no more.
 
-    Rotations are by no angle.
+    With `offload` its weights are on the host and its buffers on the device. Rotations are by no angle.
     """
     if not any(parameter.is_meta for parameter in module.parameters()):
         return module
-    module.to_empty(device=device)
+    module.to_empty(device="cpu" if offload else device)
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))
     for parameter in module.parameters():
         weight = parameter.detach()
         nn.init.normal_(weight.to_local() if isinstance(weight, DTensor) else weight, std=WEIGHT_STD)

@@ -14,10 +14,9 @@ from typing import Final, TypeVar
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value
 from memplan.units import GiB, MiB, human_bytes
 from validate.cases import REFERENCE, Case
-from validate.forkserver import ForkServer
 from validate.given import Given, GivenRanks
 from validate.judge import References, Runner, judged
-from validate.launch import PRELOADED, Ended, Program, run_case
+from validate.launch import Ended, ForkServers, Program, run_case
 from validate.machine import Budget
 from validate.predict import estimated_rank
 from validate.records import Record
@@ -42,6 +41,9 @@ with the same 40 s of processor time. What is measured of memory and traffic is 
 RANK_BYTES: Final = 512 * MiB
 """What a rank may take for itself: PyTorch's workspaces, threads and code (seen: 130 MiB)."""
 
+PLAYED_BYTES: Final = GiB
+"""What a rank may take of the host whose GPU is not there (seen: 0.8 GiB, PyTorch's CUDA libraries)."""
+
 UNKNOWN_BYTES: Final = 2 * GiB
 """What a rank may take whose peak has no rule."""
 
@@ -55,14 +57,14 @@ class Judge:
 
     def __init__(
         self,
-        server: ForkServer,
+        servers: ForkServers,
         run: Runner | None = None,
         *,
         program: Program | None = None,
         anyway: bool = False,
         snapshots: Path | None = None,
     ) -> None:
-        self._server = server
+        self._servers = servers
         self._program = program
         self._anyway = anyway
         self._snapshots = snapshots
@@ -80,16 +82,16 @@ class Judge:
 
     def close(self) -> None:
         """Ends what runs."""
-        self._server.close()
+        self._servers.close()
 
     def _run_here(self, case: Case) -> Ended:
         memory_bytes = rank_bytes(case) if case.device == "cpu" else None
         return run_case(
             case,
             program=self._program,
-            server=self._server,
+            servers=self._servers,
             memory_bytes=memory_bytes,
-            snapshots=self._snapshots if case.device == "cuda" and case.name != REFERENCE else None,
+            snapshots=self._snapshots if case.torch_device == "cuda" and case.name != REFERENCE else None,
         )
 
 
@@ -118,13 +120,26 @@ def rank_bytes(case: Case) -> int:
     return RANK_BYTES + 2 * max(peaks)
 
 
+@cache
+def host_bytes(case: Case) -> int:
+    """What each rank on a GPU that is not there may take of the machine: what it offloads, and a base."""
+    try:
+        return PLAYED_BYTES + max(estimated_rank(case, rank).host.total_bytes for rank in case.ranks)
+    except MemplanError:
+        return PLAYED_BYTES
+
+
 def share_of(case: Case, budget: Budget) -> Budget:
     """What a case takes of a budget while it runs: cores, at most all there are, and its ranks' memory.
 
-    On a GPU it takes all cores, so that nothing runs beside it; what it takes of the host is not counted.
+    On a GPU it takes all cores, so that nothing runs beside it; what it takes of the host is not counted. On
+    a GPU that is not there each rank keeps a core busy, and takes what the host holds of the plan.
     """
     if case.device == "cuda":
         return Budget(cores=budget.cores, memory_bytes=0)
+    if case.device == "nogpu":
+        n_ranks = len(case.ranks)
+        return Budget(cores=min(n_ranks, budget.cores), memory_bytes=n_ranks * host_bytes(case))
     n_ranks, alone = len(case.ranks), 0 if case.unchecked else rank_bytes(case.reference())
     return Budget(
         cores=min(-(-n_ranks // RANKS_PER_CORE), budget.cores),
@@ -190,12 +205,12 @@ def judging(
     snapshots: Path | None = None,
 ) -> Iterator[Judge]:
     """A judge that runs cases here, or on the ranks of a launcher; what it started ends with it."""
-    with ForkServer(PRELOADED) as server:
+    with ForkServers() as servers:
         if given is None:
-            yield Judge(server, program=program, anyway=anyway, snapshots=snapshots)
+            yield Judge(servers, program=program, anyway=anyway, snapshots=snapshots)
             return
-        with GivenRanks(given, server=server) as ranks:
-            yield Judge(server, ranks.run, anyway=anyway)
+        with GivenRanks(given, servers=servers) as ranks:
+            yield Judge(servers, ranks.run, anyway=anyway)
 
 
 class Stopped(BaseException):

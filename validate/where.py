@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from memplan import Plan
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
-from memplan.tape import Backend, Device
-from validate.cases import FAMILIES, Case, family_of
+from memplan.tape import Backend
+from validate.cases import FAMILIES, Case, RunsOn, family_of
 from validate.records import Record
 
 Value = bool | int | float | str | tuple[int, ...] | None
@@ -77,7 +77,8 @@ CASE_FIELDS: Final[Mapping[str, Field]] = {
     "n_micro_batches": Field(kind="number"),
     **{name: field for family in FAMILIES.values() for name, field in _fields_of(family).items()},
     **_fields_of(Plan),
-    "device": Field(kind="text", choices=get_args(Device)),
+    "device": Field(kind="text", choices=get_args(RunsOn)),
+    "gpu": Field(kind="text"),
     "backend": Field(kind="text", choices=get_args(Backend)),
     "rank": Field(kind="number"),
 }

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
+from memplan.device import CPU, Device
 from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.units import GB, TB, TFLOP, GiB
 
@@ -42,8 +43,9 @@ class Gpu:
     """One device.
 
     `kind` is torch's device type: "cuda" (NVIDIA, and AMD under ROCm) or "cpu". `memory_bytes` is the
-    nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. The `*_flops_per_s` are
-    peak dense rates; None: the format is not supported, or no rate is known. `link` joins a node's GPUs.
+    nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. `capability` is CUDA's
+    compute capability, None for other makers' GPUs. The `*_flops_per_s` are peak dense rates; None: the
+    format is not supported, or no rate is known. `link` joins a node's GPUs.
 
     Raises:
         InvalidValue, UnknownName: bytes that are no positive integers, rates that are no finite numbers above
@@ -55,6 +57,8 @@ class Gpu:
     kind: str = "cuda"
     memory_bytes: int | None = None
     usable_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
     memory_bytes_per_s: float | None = None
     fp32_flops_per_s: float | None = None
     tf32_flops_per_s: float | None = None
@@ -74,6 +78,15 @@ class Gpu:
             if (rate := getattr(self, field)) is not None:
                 object.__setattr__(self, field, checked_positive(field, rate))
         check_link("link", self.link)
+
+    @property
+    def device(self) -> Device:
+        """What its kernels run on.
+
+        >>> gpu("a100-80-sxm").device
+        Device(type='cuda', capability=(8, 0), multiprocessors=108)
+        """
+        return CPU if self.kind == "cpu" else Device("cuda", self.capability, self.multiprocessors)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """The peak dense rate for a number format.
@@ -148,11 +161,20 @@ def gpu(name: str) -> Gpu:
         kind=entry["kind"],
         memory_bytes=_whole(entry.get("memory_gib"), GiB),
         usable_bytes=_whole(entry.get("usable_gib"), GiB),
+        capability=_capability(entry.get("compute_capability")),
+        multiprocessors=entry.get("multiprocessors", 0),
         memory_bytes_per_s=_scaled(entry.get("memory_tb_per_s"), TB),
         **{f"{dtype}_flops_per_s": _scaled(entry.get(f"{dtype}_tflops"), TFLOP) for dtype in DTYPES},
         link=Link(name=entry["link"], bytes_per_s=_scaled(entry.get("link_gb_per_s"), GB / 2)),
         source=entry["source"],
     )
+
+
+def _capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -34,7 +34,7 @@ def estimate_command(estimated: Estimate, model: str | None = None) -> str | Non
         where = cluster_values(estimated.cluster)
         values.pop("dp", None)  # what the cluster has left
     else:
-        where = {"device": "cpu"} if estimated.device == "cpu" else {}
+        where = {"device": "cpu"} if estimated.device.on_cpu else {}
     if name is None or where is None:
         return None
     name = f"./{name}" if name.startswith("-") else name

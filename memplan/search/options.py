@@ -55,6 +55,4 @@ class SearchOptions(PlanOptions, ClusterOptions, total=False):
 
     seq_len: int | None
     keep: int | None
-    exhaustive: bool
     progress: Progress | None
-    workers: int | None

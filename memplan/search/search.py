@@ -1,11 +1,18 @@
-"""`memplan.search`: what should be run on a cluster."""
+"""`memplan.search`: what should be run on a cluster.
 
+Every plan is enumerated (`space`), refused by rule (`rules`) or bounded (`bounds`). Then plans are estimated,
+the most promising first, until no bound is better than what is kept (`judge`). So what is found is what
+estimating every plan would find, and each plan shown has the figures and the verdict of its own estimate.
+"""
+
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
 import numpy as np
@@ -17,14 +24,13 @@ from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.layout import html_text
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
-from memplan.search.best import Best, Kept, Rows, n_rows
+from memplan.search.judge import OBJECTIVES, Judge, Judged, best_first, every, front
 from memplan.search.options import Objective, PlanOptions, Progress
-from memplan.search.plans import VARIED, Grid, Plans
-from memplan.search.processes import in_processes, n_cores
+from memplan.search.plans import VARIED, Grid
+from memplan.search.pool import Pool
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_dict, search_frame
-from memplan.search.verdicts import OBJECTIVES, Every, Fastest, Verdicts
 from memplan.steptime import Roofline
 from memplan.units import human_bytes
 
@@ -37,7 +43,6 @@ QUESTIONS: Final = ("gpus", "seq_len")
 KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
-
 LOOKS: Final = 4
 """How often at most a search is done, each time with more room, until a plan that fits is found."""
 
@@ -45,7 +50,7 @@ LOOKS: Final = 4
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Found:
-    """What a search found: the best plans within the budget, the nearest beyond it, the first refused ones.
+    """What a search found: the best plans within the budget, some beyond it, the first refused ones.
 
     A plan is *within* the budget by what it allocates, with the most that CUDA's context and NCCL's buffers
     may take. Whether it fits is asked of the kept plans only, when they are looked at: each has its
@@ -54,16 +59,17 @@ class Found:
     is repeated (`again`) for plans that leave room for that (`fitting`). So a plan that is said to fit does;
     that no faster one does is sure only if it is among those kept at first.
 
-    `n_slower` counts plans that are slower than all the best, within the budget or not; `n_within` and
-    `n_beyond` count the others, `n_refused` all there are; `refused_by` how many of each kind are refused.
+    `n_within` and `n_beyond` count the plans that are known to be within the budget and beyond it, `n_slower`
+    those whose bound is worse than all the best, within it or not, `n_refused` all that are refused;
+    `refused_by` how many of each kind are.
     """
 
     model: Model
     cluster: Cluster
     base: Plan
-    within: Rows
-    beyond: Rows
-    refused: Rows
+    within: tuple[Judged, ...]
+    beyond: tuple[Judged, ...]
+    refused: tuple[dict[str, Any], ...]
     n_within: int
     n_beyond: int
     n_slower: int
@@ -94,26 +100,14 @@ class Found:
             if found.best is not None:
                 return found
             every = found.n_within == len(found.kept) and not found.n_slower
-            if every or self.again is None:
+            if every or not found.kept or self.again is None:
                 return None
             found = self.again(max(map(_slack_bytes, found.kept)))
         return None
 
-    def estimates(self, rows: Rows) -> Iterator[Estimate]:
-        """The estimates of rows, in order."""
-        for i in range(n_rows(rows)):
-            yield estimate_plan(self.model, self.plan(rows, i), self.cluster)
-
-    def values(self, rows: Rows, i: int) -> dict[str, Any]:
-        """The varied fields of one of the rows."""
-        return self._plans(rows).values(i)
-
-    def plan(self, rows: Rows, i: int) -> Plan:
-        """The plan of one of the rows."""
-        return self._plans(rows).plan(i)
-
-    def _plans(self, rows: Rows) -> Plans:
-        return Plans(base=self.base, columns={name: rows[name] for name in VARIED})
+    def estimates(self, judged: Iterable[Judged]) -> Iterator[Estimate]:
+        """The estimates of plans, in order."""
+        return (estimate_plan(self.model, one.plan, self.cluster) for one in judged)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row per plan kept, best first: see `search`."""
@@ -131,7 +125,7 @@ class Found:
     def __repr__(self) -> str:
         return (
             f"<Found {self.n_plans:,} plans of {self.model.name} on {self.cluster.name}, seq_len="
-            f"{self.base.seq_len}: {self.n_within:,} within the budget, {n_rows(self.within)} of them kept>"
+            f"{self.base.seq_len}: {self.n_within:,} within the budget, {len(self.within)} of them kept>"
         )
 
     def _repr_html_(self) -> str:
@@ -151,9 +145,7 @@ def search(
     seq_len: int | None = None,
     objective: Objective = "speed",
     keep: int | None = KEEP,
-    exhaustive: bool = False,
     progress: Progress | None = None,
-    workers: int | None = 1,
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
@@ -170,13 +162,12 @@ def search(
             "front" (all plans that none beats in both speed and memory). Or what else is to be found, then
             with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
-        keep: how many to keep of the best plans within the budget, of the nearest beyond it, and of the
-            refused ones; None: all.
-        exhaustive: judge every plan. Otherwise objective="speed" leaves out those that are slower than all
-            the best: the best are the same, and if some are within the budget, those that are kept of the
-            others are plans that could be as fast, and that took more than a bound to be ruled out.
+        keep: how many to keep of the best plans within the budget, of others beyond it, and of the refused
+            ones; None: all, every plan estimated, which takes some milliseconds each. Otherwise plans whose
+            bounds are worse than all the best are left out, within the budget or not; the others beyond it
+            are the most promising of the plans that it took an estimate to tell, or the nearest if none is
+            within.
         progress: called now and then with the number of plans seen.
-        workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
@@ -189,12 +180,13 @@ def search(
         A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
         those that are refused, each the best first. Its columns: the varied fields; `verdict` ("fits",
         "cannot say", "does not fit", "refused"; None on CPU ranks, which have no limit), `why` not;
-        `device_low_bytes` and `device_high_bytes`, on which the verdict hangs, where they were worked out;
-        `peak_bytes`, `over_bytes` (at least beyond what is usable), `rest_bytes`, `worst_stage`, `when`;
+        `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
+        is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
+        `worst_stage`, `when`;
         `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`); `command`, the
         `memplan estimate` line of the plan. Equally good plans stand with the simpler first. `attrs` has the
         numbers of plans: `n_plans`, `n_within` (the budget by what they allocate), `n_beyond`, `n_slower`
-        (left out as slower than all that are shown), `n_refused`, and `refused_by`, how many of each kind;
+        (left out as worse than all that are shown), `n_refused`, and `refused_by`, how many of each kind;
         `cluster` and `seq_len`.
 
     Raises:
@@ -208,9 +200,7 @@ def search(
         seq_len=seq_len,
         objective=objective,
         keep=keep,
-        exhaustive=exhaustive,
         progress=progress,
-        workers=workers,
         gpus_per_node=gpus_per_node,
         network=network,
         margin=margin,
@@ -226,9 +216,7 @@ def searched(
     seq_len: int | None = None,
     objective: Objective = "speed",
     keep: int | None = KEEP,
-    exhaustive: bool = False,
     progress: Progress | None = None,
-    workers: int | None = 1,
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
@@ -245,8 +233,7 @@ def searched(
     if objective in QUESTIONS:
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
-        asked |= {"cluster": where, "global_batch": global_batch, "keep": keep}
-        asked |= {"exhaustive": exhaustive, "progress": progress, "workers": workers}
+        asked |= {"cluster": where, "global_batch": global_batch, "keep": keep, "progress": progress}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     varied = {name: asked.pop(name, None) for name in VARIED}
@@ -261,9 +248,7 @@ def searched(
         ranges={name: values_of(name, value) for name, value in varied.items() if value is not None},
         objective=objective,
         keep=None if keep is None else checked_count("keep", keep),
-        exhaustive=checked_flag("exhaustive", exhaustive),
         progress=progress,
-        workers=n_cores() if workers is None else checked_count("workers", workers),
     )
     _check_size(job)
     missing = Roofline().missing(job.base, where)
@@ -330,109 +315,89 @@ class _Job:
     ranges: Mapping[str, tuple[Any, ...]]
     objective: str
     keep: int | None
-    exhaustive: bool
     progress: Progress | None
-    workers: int
 
     def found(self, slack_bytes: int = 0) -> Found:
         """What is found if `slack_bytes` of the budget are left to the caching allocator."""
         space = Space(model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges)
-        found = _run(space, self.cluster, self._verdicts(space, slack_bytes), self)
+        judge = Judge(self.model, self.cluster, Roofline(), slack_bytes)
+        with _uncollected():
+            found = _run(space, judge, self.objective, self.keep, self.progress)
         return replace(found, again=self.found)
 
-    def _verdicts(self, space: Space, slack_bytes: int) -> Verdicts:
-        if self.exhaustive or self.objective != "speed" or self.keep is None:
-            return Every(self.objective, self.keep, slack_bytes)
-        return _fastest(space, self.cluster, self.keep, slack_bytes)
 
+def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
+    refused = _Refused(keep, progress)
+    for batch in space.grids():
+        refused.note(batch)
 
-def _run(space: Space, cluster: Cluster, verdicts: Verdicts, job: _Job) -> Found:
-    refused, progress = _Refused(job.keep), job.progress
+    def grids() -> Iterator[Sequence[Grid]]:
+        for batch in space.grids():
+            yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
 
-    def told() -> None:
-        if progress is not None:
-            progress(refused.kept.n_seen + verdicts.n_seen)
-
-    parts = [_hopeful(space, map(refused.noted, part), verdicts, cluster) for part in space.parts()]
-    workers = min(job.workers, len(parts))
-    if workers == 1:
-        for grids in chain.from_iterable(parts):
-            verdicts.add(space.model, grids, cluster)
-            told()
+    if keep is None:
+        verdicts = every(judge, grids, objective)
+    elif objective == "front":
+        verdicts = front(judge, grids, keep)
     else:
-        work = partial(_worked_out, space.model, cluster)
-        for found in in_processes(workers, work, ((verdicts.begun(), list(part)) for part in parts)):
-            verdicts.join(found)
-            told()
-    if progress is not None:
-        progress(refused.kept.n_seen + refused.n_others)
-    (within, n_within), (beyond, n_beyond) = verdicts.within(), verdicts.beyond()
+        verdicts = best_first(judge, grids, objective, keep)
     return Found(
         model=space.model,
-        cluster=cluster,
+        cluster=judge.cluster,
         base=space.base,
-        within=within,
-        beyond=beyond,
-        refused=refused.kept.rows,
-        n_within=n_within,
-        n_beyond=n_beyond,
-        n_slower=refused.n_others - n_within - n_beyond,
-        n_refused=refused.kept.n_seen,
+        within=verdicts.within[:keep],
+        beyond=verdicts.beyond[:keep],
+        refused=refused.first(keep),
+        n_within=verdicts.n_within,
+        n_beyond=verdicts.n_beyond,
+        n_slower=verdicts.n_slower,
+        n_refused=refused.n_refused,
         refused_by=refused.by_rule(space),
     )
 
 
-def _hopeful(
-    space: Space, batches: Iterable[Sequence[Ruled]], verdicts: Verdicts, cluster: Cluster
-) -> Iterator[Sequence[Grid]]:
-    """The plans that run, batch by batch, and may be kept beside those that are kept by then."""
-    for batch in batches:
-        running = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
-        if some := verdicts.hopeful(space.model, running, cluster):
-            yield some
-
-
-LEAN: Final[dict[str, Any]] = {"zero": 3, "micro_batch": 1, "schedule": "1f1b", "offload": False}
-"""Plans that need little memory and are little work: some within the budget soon tell which are too slow."""
-
-
-def _fastest(space: Space, cluster: Cluster, keep: int, slack_bytes: int) -> Fastest:
-    """Verdicts that may know of enough plans within the budget, `LEAN` ones, to leave out slower ones."""
-    lean = {name: (value,) for name, value in LEAN.items() if value in space.of(name, (value,))}
-    some = Space(model=space.model, n_gpus=space.n_gpus, base=space.base, ranges={**space.ranges, **lean})
-    verdicts = Fastest(keep, slack_bytes=slack_bytes)
-    for grids in _hopeful(some, some.grids(), verdicts, cluster):
-        verdicts.add(space.model, grids, cluster)
-    return verdicts.begun()
-
-
-def _worked_out(model: Model, cluster: Cluster, part: tuple[Verdicts, Sequence[Sequence[Grid]]]) -> Verdicts:
-    """Verdicts on batches of grids."""
-    verdicts, batches = part
-    for grids in batches:
-        verdicts.add(model, grids, cluster)
-    return verdicts
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for no cycles of objects meanwhile: a search leaves few, and to look is a sixth of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Refused:
-    """The plans that cannot run: the first ones, how many there are of each kind; and how many plans can."""
+    """The plans that cannot run: the first ones, and how many there are of each kind."""
 
-    def __init__(self, keep: int | None) -> None:
-        self.kept = Kept(Best(keep, ("place",)))
-        self.n_others = 0
+    def __init__(self, keep: int | None, progress: Progress | None) -> None:
+        self._pool = Pool(2**62 if keep is None else keep)
+        self._progress = progress
         self._counts = Counter[int]()
+        self._n_seen = 0
 
-    def noted(self, batch: Sequence[Ruled]) -> Sequence[Ruled]:
-        """A batch, when its plans have been counted."""
+    @property
+    def n_refused(self) -> int:
+        """All of them."""
+        return self._pool.n_seen
+
+    def note(self, batch: Iterable[Ruled]) -> None:
+        """Counts the plans of a batch."""
         for ruled in batch:
+            self._n_seen += len(ruled.grid)
             chosen = np.flatnonzero(ruled.rule != RUNS)
-            grid = ruled.grid[chosen]
-            self.n_others += len(ruled.grid) - len(grid)
             if len(chosen):
-                self.kept.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
+                grid = ruled.grid[chosen]
+                self._pool.add(grid, [ruled.place[chosen, None]], np.ones(grid.shape, bool))
                 for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
                     self._counts[int(rule)] += int(n) * grid.shape[1]
-        return batch
+        if self._progress is not None:
+            self._progress(self._n_seen)
+
+    def first(self, keep: int | None) -> tuple[dict[str, Any], ...]:
+        """The varied fields of the first ones by their place among all plans."""
+        return tuple(entry.values for entry in islice(self._pool, keep))
 
     def by_rule(self, space: Space) -> dict[str, int]:
         """How many there are of each kind, the most first."""

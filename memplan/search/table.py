@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memplan.estimate import Estimate
 from memplan.layout import frame, interval_text, margin_text
-from memplan.search.best import n_rows
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
@@ -81,8 +80,7 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
     rows = [_row(each, model) for each in shown(found)]
     for verdict in ORDER:
         yield from (row for row in rows if row["verdict"] == verdict)
-    for i in range(n_rows(found.refused)):
-        values = found.values(found.refused, i)
+    for values in found.refused:
         why = str(refusal(found.model, found.base, values))
         yield dict.fromkeys(COLUMNS) | values | {"verdict": "refused", "why": why}
 
@@ -98,7 +96,7 @@ def shown(found: "Found") -> Iterator[Estimate]:
 
 def _row(estimated: Estimate, model: str | None) -> dict[str, Any]:
     plan, worst, verdict = estimated.plan, estimated.worst, estimated.verdict
-    held = estimated.device_bytes
+    held = None if estimated.over_bytes else estimated.device_bytes
     return {name: getattr(plan, name) for name in VARIED} | {
         "n_micro_batches": plan.n_micro_batches,
         "verdict": verdict,
@@ -106,7 +104,7 @@ def _row(estimated: Estimate, model: str | None) -> dict[str, Any]:
         "device_low_bytes": None if held is None else held.low_bytes,
         "device_high_bytes": None if held is None else held.high_bytes,
         "peak_bytes": worst.peak_bytes,
-        "over_bytes": over_bytes(estimated),
+        "over_bytes": estimated.over_bytes,
         "rest_bytes": worst.rest_bytes,
         "worst_stage": worst.stage,
         "when": worst.when,
@@ -118,25 +116,19 @@ def _row(estimated: Estimate, model: str | None) -> dict[str, Any]:
     }
 
 
-def over_bytes(estimated: Estimate) -> int | None:
-    """What a GPU would hold at least beyond what is usable; 0: it may fit; None: there is no limit."""
-    usable = None if estimated.cluster is None else estimated.cluster.gpu.usable_bytes
-    held = estimated.device_bytes
-    return None if usable is None or held is None else max(0, held.low_bytes - usable)
-
-
 def why_not(estimated: Estimate) -> str | None:
     """Why a plan does not fit, or why memplan cannot say whether it does; None if it fits.
 
     >>> from memplan import estimate
     >>> print(why_not(estimate("llama-2-7b", cluster="1xh100-sxm")))
-    at least 46.76 GiB more than the 79.11 GiB usable on stage 0: optimizer step
+    125.51 GiB are allocated on stage 0: optimizer step; 79.11 GiB are usable
     """
-    worst, cluster, held = estimated.worst, estimated.cluster, estimated.device_bytes
-    if cluster is None or held is None or estimated.verdict not in ("does not fit", "cannot say"):
+    worst, cluster, verdict = estimated.worst, estimated.cluster, estimated.verdict
+    if cluster is None or verdict not in ("does not fit", "cannot say"):
         return None
     where = f"on stage {worst.stage}: {worst.when}"
     usable = human_bytes(cluster.gpu.usable_bytes or 0)
-    if estimated.verdict == "does not fit":
-        return f"at least {human_bytes(over_bytes(estimated) or 0)} more than the {usable} usable {where}"
-    return f"{interval_text(held)} of {usable} usable, {margin_text(cluster.margin)}, {where}"
+    if verdict == "does not fit":
+        return f"{human_bytes(worst.peak_bytes)} are allocated {where}; {usable} are usable"
+    held = estimated.device_bytes or (0, 0)
+    return f"a GPU holds {interval_text(held)} {where}; {usable} are usable, {margin_text(cluster.margin)}"

@@ -73,8 +73,8 @@ def _head(found: Found) -> str:
         )
     if found.n_slower:
         lines.append(
-            f"{found.n_slower:,} were left out without a look at their memory: by a bound they are slower "
-            "than the plans below (--exhaustive looks at all)."
+            f"{found.n_slower:,} were left out without an estimate: by a bound they are worse than the plans "
+            "below."
         )
     return "\n".join(map(wrapped, lines))
 

@@ -64,7 +64,7 @@ def _check_same_job(a: Estimate, b: Estimate) -> None:
     for what, left, right in (
         ("models", a.model, b.model),
         ("clusters", a.cluster, b.cluster),
-        ("devices", a.device, b.device),
+        ("devices", a.device.type, b.device.type),
         ("global_batch", a.plan.global_batch, b.plan.global_batch),
         ("seq_len", a.plan.seq_len, b.plan.seq_len),
     ):

@@ -169,7 +169,7 @@ def _rank_lines(measured: dict[str, Any], ahead: dict[str, Any] | None) -> list[
     for key in ("weights_bytes", "grads_bytes", "optimizer_bytes", "peak_bytes"):
         guess = f"{ahead[key]:,}" if ahead else "-"
         lines.append(f"  {key:<42}{measured[key]:>16,}{guess:>16}")
-    of_gpu = ("peak_requested_bytes", "peak_reserved_bytes", "device_bytes", "context_bytes")
+    of_gpu = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "context_bytes")
     lines += [f"  {key:<42}{measured[key]:>16,}{'-':>16}" for key in of_gpu if measured.get(key) is not None]
     known = {_entry(c) for c in ahead["collectives"]} if ahead else set()
     seen = {_entry(c) for c in measured["collectives"]}

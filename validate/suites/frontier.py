@@ -28,7 +28,7 @@ class Question:
     model: Model
     plan: Plan
     limit_bytes: int
-    on_gpu: bool
+    gpus: Gpus | None
 
     def case(self, micro_batch: int) -> Case:
         """The training with this micro-batch."""
@@ -39,7 +39,9 @@ class Question:
             plan=plan,
             limit_bytes=self.limit_bytes,
         )
-        return replace(case, device="cuda", steps=STEPS) if self.on_gpu else case
+        if self.gpus is None:
+            return case
+        return replace(case, device=self.gpus.device, gpu=self.gpus.known_as, steps=STEPS)
 
     def fits(self, micro_batch: int) -> bool:
         """Whether the predicted peak is within the limit."""
@@ -137,11 +139,9 @@ def asked(gpus: Gpus | None) -> Iterator[Question]:
         plan = Plan(**options)
         if gpus is None:
             small = smallest(model)
-            yield Question(
-                model=small, plan=in_short(plan), limit_bytes=CPU_LIMITS[type(small)], on_gpu=False
-            )
+            yield Question(model=small, plan=in_short(plan), limit_bytes=CPU_LIMITS[type(small)], gpus=None)
         elif limit_bytes < gpus.memory_bytes:
-            yield Question(model=model, plan=plan, limit_bytes=limit_bytes, on_gpu=True)
+            yield Question(model=model, plan=plan, limit_bytes=limit_bytes, gpus=gpus)
 
 
 def frontiers(gpus: Gpus | None, records: Sequence[Record]) -> list[Frontier]:

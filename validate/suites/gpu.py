@@ -10,10 +10,11 @@ from typing import Any, Final
 from memplan import Llama, Model, Plan
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
+from memplan.hardware import gpu
 from memplan.models import preset
 from memplan.plan import PRECISIONS
 from memplan.tape import Backend
-from validate.cases import Case, title
+from validate.cases import GPU_STEPS, Case, title
 from validate.gpus import Gpus
 from validate.suites.models import in_small
 
@@ -28,12 +29,6 @@ LLAMA_3B: Final = replace(
     LLAMA_1B, name="llama-3b", n_layers=28, d_model=3072, n_heads=24, vocab_size=128_256
 )
 GPT2: Final = replace(preset("gpt2"), max_seq_len=32_768, tied_head=False, dropout=0.0, vocab_size=50_264)
-
-GPU_STEPS: Final = 8
-"""Two to warm up, one counted, one observed, four timed."""
-
-STAND_IN_STEPS: Final = 5
-"""One is timed: what a fake group does not wait for is no step time."""
 
 Row = tuple[Model, dict[str, Any]]
 """A model and its plan's options."""
@@ -216,7 +211,7 @@ def _cases(
             yield _on_cpu((small or smallest)(model), in_short(plan))
         else:
             fitting = with_layers_that_fit(model, plan, gpus, backend)
-            yield _on_gpu(fitting, plan, backend=backend)
+            yield _on_gpu(fitting, plan, gpus, backend=backend)
 
 
 def _stand_ins(
@@ -228,7 +223,7 @@ def _stand_ins(
         cases = [_on_cpu(small, in_short(plan), backend="fake", rank=rank) for rank in ranks]
     else:
         fitting = with_layers_that_fit(model, plan, gpus, "fake")
-        cases = [_on_gpu(fitting, plan, backend="fake", rank=rank, steps=STAND_IN_STEPS) for rank in ranks]
+        cases = [_on_gpu(fitting, plan, gpus, backend="fake", rank=rank) for rank in ranks]
     yield from (replace(case, name=f"{case.name}, rank {case.rank}") for case in cases)
 
 
@@ -240,9 +235,9 @@ def _on_cpu(model: Model, plan: Plan, **settings: Any) -> Case:
     return Case(name=_name(model, plan), model=model, plan=plan, **settings)
 
 
-def _on_gpu(model: Model, plan: Plan, *, steps: int = GPU_STEPS, **settings: Any) -> Case:
-    name = _name(model, plan)
-    return Case(name=name, model=model, plan=plan, steps=steps, device="cuda", **settings)
+def _on_gpu(model: Model, plan: Plan, gpus: Gpus, **settings: Any) -> Case:
+    case = Case(name=_name(model, plan), model=model, plan=plan, steps=GPU_STEPS, **settings)
+    return replace(case, device=gpus.device, gpu=gpus.known_as)
 
 
 def _name(model: Model, plan: Plan) -> str:
@@ -253,11 +248,12 @@ def with_layers_that_fit(model: Model, plan: Plan, gpus: Gpus, backend: Backend)
     """The model with as many layers to a pipeline stage as fit one of the GPUs, and no more than it has."""
     sharing = 1 if backend == "fake" else max(1, plan.world_size // gpus.n)
     usable_bytes = int(USABLE * gpus.memory_bytes / sharing)
+    kernels = gpu(gpus.known_as).device
 
     def fits(n_blocks: int) -> bool:
         cut = replace(model, n_layers=n_blocks * plan.n_stages)
         ends = (plan.place(rank) for rank in {0, plan.world_size - 1})
-        return all(rank_estimate(cut, plan, at, "cuda", backend).peak_bytes <= usable_bytes for at in ends)
+        return all(rank_estimate(cut, plan, at, kernels, backend).peak_bytes <= usable_bytes for at in ends)
 
     least, most = 1, -(-model.n_layers // plan.n_stages)
     while least < most:

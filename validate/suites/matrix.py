@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, Final
 
 from memplan import Gpt, Llama, Model, Plan
+from memplan.device import CPU
 from memplan.errors import MemplanError, MissingRule
 from memplan.plan import RECOMPUTES, SCHEDULES, check_device, check_plan
 from validate.cases import Case, title
@@ -112,7 +113,7 @@ def _can_run(chosen: dict[str, Any]) -> bool:
     try:
         model, plan = _asked(chosen)
         check_plan(model, plan)
-        check_device(plan, "cpu")
+        check_device(plan, CPU)
     except MissingRule:
         return True
     except MemplanError:

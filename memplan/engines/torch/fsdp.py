@@ -10,7 +10,6 @@ from memplan.engines.torch.passes import Passes, backward_order, forward_order, 
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
-from memplan.many import Many, anywhere
 from memplan.plan import SPLITTING_SCHEDULES
 from memplan.shapes import FP32, Buffer, DType, Event, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
@@ -153,7 +152,7 @@ class Unit:
         yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
-        if self.stage.device == "cpu" and self.dtype != last.dtype:
+        if self.stage.device.on_cpu and self.dtype != last.dtype:
             for parameters, n in self.parts:
                 copies = [self._chunks(p, grads[p].dtype) for p in parameters]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
@@ -184,8 +183,7 @@ class Unit:
     def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
         for p in parameters:
             padded_elements = self.stage.plan.dp * self.shard(p)
-            padded_elements *= padded_elements != p.n_elements
-            if anywhere(padded_elements):
+            if padded_elements != p.n_elements:
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
 
     def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
@@ -207,7 +205,7 @@ class Unit:
         for parameters, times in self.parts:
             found: list[Event] = []
             for p in parameters:
-                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device == "cpu" else ()
+                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.on_cpu else ()
                 found += [*(allocs(wide[p]) if first else copied), *frees(grads[p])]
             yield tuple(found), times
 
@@ -490,7 +488,7 @@ def grouped(
     The first row of a unit stands alone: it follows another unit than those after it. Rows of one block come
     as the passes do, which put the first block on its own.
     """
-    left = [(segment, n) for segment, n in order if anywhere(n)]
+    left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)
     match all_groups:
         case [Group(unit=unit, size=int(size))] if size == 1:
@@ -518,9 +516,9 @@ def in_turn(name: str, turns: Iterable[Turn]) -> Stretch:
     parts: list[Stretch] = []
     pending: list[Event] = []
     for found, times in turns:
-        if not isinstance(times, Many) and times == 1:
+        if times == 1:
             pending += found
-        elif found and anywhere(times):
+        elif found and times:
             parts += [events(name, pending), repeated(events(name, found), times)]
             pending = []
     last = events(name, pending)

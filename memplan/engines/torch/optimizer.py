@@ -44,7 +44,7 @@ def implementation(stages: RankStages) -> str:
     """
     if stages.plan.optimizer_impl != "default":
         return stages.plan.optimizer_impl
-    return "foreach" if stages.update_device == "cuda" else "for-loop"
+    return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
 def _stepping(stages: RankStages, roots: Callable[[RankStages, Counted], list[Buffer]]) -> Iterator[Event]:
@@ -181,7 +181,7 @@ def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
 
     Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu (`_foreach_tensor_norm_cuda_impl`).
     """
-    if stages.update_device == "cpu":
+    if stages.update_device.on_cpu:
         return []
     n_chunks = -(-max(stages.weight_elements(parameter) for parameter, _ in group) // CUDA_CHUNK_ELEMENTS)
     return [buffer_of("norms of chunks of gradients", (n_chunks * sum(n for _, n in group),), FP32)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
+from memplan.device import CPU, Device
 from memplan.engines.split import SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, Trace, traced, without_blocks
@@ -25,7 +26,7 @@ from memplan.shapes import (
     Shape,
     buffer_of,
 )
-from memplan.tape import USUAL_BACKENDS, Backend, Device, Setting
+from memplan.tape import USUAL_BACKENDS, Backend, Setting
 from memplan.timeline import Alive
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -52,12 +53,12 @@ class Stage:
         self.model = model
         self.plan = plan
         self.device = device
-        self.backend = backend or USUAL_BACKENDS[device]
+        self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
         self.first, self.last, self.n_blocks = kind
         self.weight_dtype = BF16 if plan.precision == "bf16" else FP32
-        self.offloads = plan.offload and device == "cuda"
-        self.update_device: Device = "cpu" if self.offloads else device
+        self.offloads = plan.offload and not device.on_cpu
+        self.update_device = CPU if self.offloads else device
 
     @cached_property
     def ends(self) -> tuple[Parameter, ...]:
@@ -133,7 +134,7 @@ def mesh_bytes(world_size: int, device: Device) -> int:
 
     Source: torch/distributed/device_mesh.py (`init_device_mesh`).
     """
-    return INT32.itemsize * world_size * (world_size > 1) * (device == "cpu")
+    return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
 
 
 class RankStages:
@@ -295,7 +296,7 @@ class RankStages:
         if self.plan.static_graph:
             n_parameters = sum(n for _, n in self.counted_parameters())
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
-            alive[in_use] += 2 if self.device == "cpu" else 1
+            alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
 
     @property

@@ -1,0 +1,35 @@
+"""What the kernels of a step run on, as far as what they allocate depends on it."""
+
+from typing import Final, Literal, NamedTuple
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+class Device(NamedTuple):
+    """A kind of device.
+
+    `type` is torch's ("cuda" for AMD's GPUs too), `capability` CUDA's compute capability, `multiprocessors`
+    how many it has. Of CPUs and AMD's GPUs neither is known.
+    """
+
+    type: DeviceType
+    capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is no GPU."""
+        return self.type == "cpu"
+
+    def at_least(self, major: int, minor: int = 0) -> bool:
+        """Whether it is a GPU of this compute capability or a later one.
+
+        >>> H100.at_least(9), H100.at_least(10), CPU.at_least(8)
+        (True, False, False)
+        """
+        return self.capability is not None and self.capability >= (major, minor)
+
+
+CPU: Final = Device("cpu")
+H100: Final = Device("cuda", (9, 0), 132)
+"""What an estimate without a cluster is for."""

@@ -1,0 +1,124 @@
+"""The GPU that is not there: its memory (compiled and run here), and what is said where it cannot be played.
+
+What PyTorch's CUDA build makes of it is measured outside CI, and replayed from `data/`.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from memplan.errors import InvalidValue
+from memplan.hardware import gpu
+from validate.__main__ import main
+from validate.gpus import known_as
+from validate.nogpu import build, environment_for
+
+PLAYED = Path(build.__file__).parent / "played"
+
+PROGRAM = """
+#include "device.h"
+#include <cstdio>
+#include <cstring>
+using namespace played;
+int main() {
+    char small[4096], back[4096];
+    std::memset(small, 7, sizeof small);
+    void* a = allocate(1 << 20);
+    void* b = allocate(100ull << 30);  // more than the machine has, and less than the GPU
+    std::printf("%d %d %d\\n", a != nullptr, b != nullptr, allocate(1ull << 30) == nullptr);
+    std::printf("%zu %d %d\\n", used_bytes(), on_device(static_cast<char*>(a) + 99), on_device(small));
+    copy(a, small, sizeof small);
+    copy(back, a, sizeof back);
+    std::printf("%d\\n", back[4095]);
+    copy(back, static_cast<char*>(a) + 4000, 200);  // a part of it that nothing was copied to
+    std::printf("%d\\n", back[0]);
+    copy(static_cast<char*>(a) + 100, b, 50);  // unknown bytes over known ones
+    copy(back, static_cast<char*>(a) + 90, 20);
+    std::printf("%d\\n", back[0]);
+    copy(back, static_cast<char*>(a) + 150, 20);
+    std::printf("%d\\n", back[0]);
+    bool released = release(a);
+    std::printf("%d %d\\n", released, release(a));
+    void* host = allocate_on_host(99);
+    bool locked = locked_on_host(host), freed = release_on_host(host);
+    std::printf("%d %d %d\\n", locked, freed, locked_on_host(host));
+    std::printf("%zu %s %d.%d\\n", used_bytes() >> 30, gpu().name.c_str(), gpu().major, gpu().minor);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_device_memory_is_address_space_that_ends_where_the_gpu_s_does(tmp_path):
+    (tmp_path / "main.cpp").write_text(PROGRAM)
+    sources = [str(tmp_path / "main.cpp"), str(PLAYED / "device.cpp")]
+    command = ["g++", *build.FLAGS, "-Werror", f"-I{PLAYED}", *sources, "-o", str(tmp_path / "program")]
+    subprocess.run(command, check=True, timeout=120)
+    around = {
+        "MEMPLAN_NOGPU_NAME": "x", "MEMPLAN_NOGPU_CAPABILITY": "86", "MEMPLAN_NOGPU_MULTIPROCESSORS": "2",
+        "MEMPLAN_NOGPU_BYTES": str(101 * 2**30),
+    }  # fmt: skip
+    done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=True, env=around)
+    assert done.stdout.splitlines() == [
+        "1 1 1", f"{2**21 + 100 * 2**30} 1 0", "7", "0", "0", "7", "1 0", "1 1 0", "100 x 8.6",
+    ]  # fmt: skip
+    lacking = subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=False, env={})
+    assert "started by validate/nogpu" in lacking.stderr
+
+
+def test_a_cpu_build_of_pytorch_is_told_apart_in_one_line(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    build.library.cache_clear()
+    done = CliRunner().invoke(main, ["sweep", "--suite", "gpu-single", "--device", "nogpu"])
+    assert done.exit_code == 2
+    assert "is a CPU build" in done.output
+    assert "`make nogpu` sets one up" in " ".join(done.output.split())
+    assert not build.can_be_built()
+
+
+def test_without_a_compiler_there_is_one_line(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.delenv("CXX", raising=False)
+    build.library.cache_clear()
+    with pytest.raises(build.NoGpuUnavailable, match="no C\\+\\+ compiler was found; install g\\+\\+"):
+        build.library()
+
+
+def test_only_processes_started_for_it_get_the_stand_in(monkeypatch, tmp_path):
+    monkeypatch.setattr("validate.nogpu.processes.library", lambda: tmp_path / build.LIBRARY)
+    around = environment_for(gpu("h100-sxm"))
+    assert around["LD_PRELOAD"] == str(tmp_path / build.LIBRARY)
+    assert around["MEMPLAN_NOGPU_CAPABILITY"] == "90"
+    assert around["MEMPLAN_NOGPU_BYTES"] == str(gpu("h100-sxm").usable_bytes)
+    assert "LD_PRELOAD" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["mi300x", "cpu"])
+def test_only_nvidia_s_gpus_can_be_played(name):
+    with pytest.raises(InvalidValue, match="no CUDA compute capability; use one of NVIDIA's"):
+        environment_for(gpu(name))
+
+
+def test_a_real_gpu_is_known_by_what_its_kernels_depend_on():
+    assert known_as("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40 * 2**30) in ("a100-40-sxm", "a100-40-pcie")
+    assert known_as("NVIDIA H200", (9, 0), 132, 150_000_000_000) == "h200"
+    with pytest.raises(InvalidValue, match="add it to memplan/hardware"):
+        known_as("NVIDIA Thor", (11, 0), 20, 2**37)
+
+
+def test_a_gpu_is_named_for_nogpu_only():
+    done = CliRunner().invoke(main, ["run", "--device", "cpu", "--gpu", "h100-sxm"])
+    assert done.exit_code == 2
+    assert "--gpu h100-sxm is for --device nogpu" in done.output
+
+
+def test_every_nvidia_gpu_of_the_table_says_its_capability():
+    for name in ("a100-80-sxm", "h100-sxm", "b200"):
+        known = gpu(name)
+        assert known.device.capability == known.capability
+        assert known.multiprocessors > 100

@@ -1,0 +1,15 @@
+"""A GPU that is not there: PyTorch's CUDA build over a played CUDA runtime, on any machine.
+
+Kernels do nothing and device memory is address space without pages; everything above them is the real thing:
+the dispatcher and its choice of kernels, autograd, optimizers, DDP, FSDP2, tensor parallelism, pipelines,
+`ProcessGroupNCCL` and the CUDA caching allocator with its statistics and its out-of-memory errors. So bytes
+are measured, and nothing else: no values, no times, none of what a GPU's driver and NCCL hold for themselves.
+
+The stand-in is a shared library (`played/`, C++), loaded before PyTorch into processes started for it alone
+(`environment_for`), never into the user's own.
+"""
+
+from validate.nogpu.build import NoGpuUnavailable, can_be_built
+from validate.nogpu.processes import MEANING, environment_for
+
+__all__ = ["MEANING", "NoGpuUnavailable", "can_be_built", "environment_for"]

@@ -1,0 +1,47 @@
+// The GPU that is not there: what it is, and its memory, which is address space without pages.
+#pragma once
+#include <cstddef>
+#include <string>
+
+namespace played {
+
+// What the environment of the process says of the GPU (`MEMPLAN_NOGPU_*`, set by validate/nogpu).
+struct Gpu {
+    std::string name;
+    int major, minor;             // compute capability
+    int multiprocessors;
+    size_t memory_bytes;
+    int threads_per_multiprocessor;
+    size_t shared_per_multiprocessor, shared_per_block;
+};
+const Gpu& gpu();
+
+// Device memory: `allocate` returns nullptr when the GPU's memory ends.
+void* allocate(size_t bytes);
+bool release(void* address);
+size_t used_bytes();
+bool on_device(const void* address);
+
+// Virtual memory management: addresses are reserved first, physical memory is taken from the GPU by itself.
+void* reserve(size_t bytes);
+void unreserve(void* address, size_t bytes);
+bool take(size_t bytes);
+void give_back(size_t bytes);
+
+// Memory of the host that is locked to its pages, allocated so or locked later, which PyTorch asks about.
+void* allocate_on_host(size_t bytes);
+bool release_on_host(void* address);
+void lock_on_host(void* address, size_t bytes);
+bool unlock_on_host(void* address);
+bool locked_on_host(const void* address);
+
+// Copies really happen up to `SMALL`: shapes, counters, pickled objects. Device bytes that no copy has written
+// (kernels do nothing) are read as zeros, so that no value depends on what was at an address before.
+constexpr size_t SMALL = 1 << 20;
+void copy(void* to, const void* from, size_t bytes);
+void set(void* to, int value, size_t bytes);
+
+// A new handle: of a stream, an event, a library.
+void* handle();
+
+}  // namespace played

@@ -1,0 +1,115 @@
+// NCCL, played: communicators without peers. A small operand is answered as if every rank had sent the same,
+// so that what PyTorch compares or reads back of a collective is sound; a large one stays unknown.
+// Source: docs.nvidia.com/deeplearning/nccl; nccl.h.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "device.h"
+
+using namespace played;
+
+namespace {
+
+constexpr size_t ID_BYTES = 128;  // ncclUniqueId
+
+struct Communicator {
+    int rank, ranks;
+};
+
+// Bytes of an element, by ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, float16, float32, float64,
+// bfloat16, float8e4m3, float8e5m2.
+size_t element_bytes(int type) {
+    constexpr size_t known[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return known[type];
+}
+
+int joined(Communicator** communicator, int ranks, int rank) {
+    *communicator = new Communicator{rank, ranks};
+    return 0;
+}
+
+struct UniqueId {
+    char bytes[ID_BYTES];
+};
+
+}  // namespace
+
+extern "C" {
+
+const char* ncclGetErrorString(int) { return "an error of the played NCCL"; }
+const char* ncclGetLastError(Communicator*) { return ""; }
+
+int ncclGetUniqueId(UniqueId* id) {
+    std::memset(id, 0, sizeof *id);
+    return 0;
+}
+
+int ncclCommInitRank(Communicator** made, int ranks, UniqueId, int rank) { return joined(made, ranks, rank); }
+
+int ncclCommInitRankConfig(Communicator** made, int ranks, UniqueId, int rank, void*) {
+    return joined(made, ranks, rank);
+}
+
+int ncclCommInitRankScalable(Communicator** made, int ranks, int rank, int, UniqueId*, void*) {
+    return joined(made, ranks, rank);
+}
+
+int ncclCommSplit(Communicator* whole, int, int, Communicator** made, void*) {
+    return joined(made, whole->ranks, whole->rank);
+}
+
+int ncclCommDestroy(Communicator* communicator) {
+    delete communicator;
+    return 0;
+}
+
+int ncclCommAbort(Communicator* communicator) { return ncclCommDestroy(communicator); }
+
+int ncclCommCount(Communicator* communicator, int* ranks) {
+    *ranks = communicator->ranks;
+    return 0;
+}
+
+int ncclCommUserRank(Communicator* communicator, int* rank) {
+    *rank = communicator->rank;
+    return 0;
+}
+
+int ncclCommGetAsyncError(Communicator*, int* error) {
+    *error = 0;
+    return 0;
+}
+
+int ncclAllReduce(const void* from, void* to, size_t n, int type, int, Communicator*, void*) {
+    if (from != to) copy(to, from, n * element_bytes(type));
+    return 0;
+}
+
+int ncclReduce(const void* from, void* to, size_t n, int type, int, int root, Communicator* group, void*) {
+    if (group->rank == root && from != to) copy(to, from, n * element_bytes(type));
+    return 0;
+}
+
+int ncclBroadcast(const void* from, void* to, size_t n, int type, int, Communicator*, void*) {
+    if (from != to) copy(to, from, n * element_bytes(type));
+    return 0;
+}
+
+int ncclAllGather(const void* from, void* to, size_t n, int type, Communicator* group, void*) {
+    size_t bytes = n * element_bytes(type);
+    for (int rank = 0; rank < group->ranks && bytes * group->ranks <= SMALL; ++rank) {
+        char* slot = static_cast<char*>(to) + rank * bytes;
+        if (slot != from) copy(slot, from, bytes);
+    }
+    return 0;
+}
+
+int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, Communicator* group, void*) {
+    size_t bytes = n * element_bytes(type);
+    const char* own = static_cast<const char*>(from) + group->rank * bytes;
+    if (own != to) copy(to, own, bytes);
+    return 0;
+}
+
+}  // extern "C"

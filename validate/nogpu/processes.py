@@ -1,0 +1,37 @@
+"""What a process is started with so that PyTorch finds the GPU that is not there."""
+
+import os
+from typing import Final
+
+from memplan.errors import InvalidValue
+from memplan.hardware import Gpu
+from validate.nogpu.build import library
+
+MEANING: Final = (
+    "PyTorch's CUDA software over a played CUDA runtime, no GPU: bytes are PyTorch's own, "
+    "values and times mean nothing"
+)
+"""What every record of such a run says of itself."""
+
+
+def environment_for(gpu: Gpu) -> dict[str, str]:
+    """The variables that make a process find this GPU, with as much memory as PyTorch sees of a real one.
+
+    Raises:
+        InvalidValue: for a GPU that is not NVIDIA's.
+        NoGpuUnavailable: if the stand-in cannot be built here.
+    """
+    if gpu.capability is None or gpu.usable_bytes is None:
+        raise InvalidValue(f"gpu={gpu.name!r} has no CUDA compute capability; use one of NVIDIA's GPUs.")
+    played = library()
+    major, minor = gpu.capability
+    folders = [str(played.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {
+        "LD_PRELOAD": str(played),
+        "LD_LIBRARY_PATH": os.pathsep.join(folders),
+        "TRITON_LIBCUDA_PATH": str(played.parent),
+        "MEMPLAN_NOGPU_NAME": f"{gpu.title} (not there)",
+        "MEMPLAN_NOGPU_CAPABILITY": str(10 * major + minor),
+        "MEMPLAN_NOGPU_MULTIPROCESSORS": str(gpu.multiprocessors),
+        "MEMPLAN_NOGPU_BYTES": str(gpu.usable_bytes),
+    }
