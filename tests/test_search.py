@@ -98,7 +98,7 @@ def test_the_frame_says_why_not():
     too_large = small[small["verdict"] == "does not fit"]
     assert (too_large["over_bytes"] == too_large["peak_bytes"] + 300 * MiB - GiB).all()
     assert too_large["device_low_bytes"].isna().all()
-    assert too_large["why"].str.contains(r"GiB are allocated on stage \d: .*; 1.00 GiB are usable").all()
+    assert too_large["why"].str.contains(r"iB are allocated on stage \d: .*; 1.00 GiB are usable").all()
     assert frame.attrs["n_refused"] == sum(frame.attrs["refused_by"].values())
     for name in ("peak_bytes", "device_low_bytes", "device_high_bytes", "over_bytes", "n_micro_batches"):
         assert frame[name].dtype == "Int64"

@@ -19,7 +19,7 @@ import numpy as np
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
-from memplan.estimate import Estimate, device_of, estimate_on, estimate_plan
+from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.layout import html_text
 from memplan.models import Model, resolve
@@ -32,7 +32,6 @@ from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_dict, search_frame
 from memplan.steptime import Roofline
-from memplan.units import human_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -250,7 +249,6 @@ def searched(
         keep=None if keep is None else checked_count("keep", keep),
         progress=progress,
     )
-    _check_size(job)
     missing = Roofline().missing(job.base, where)
     if missing and OBJECTIVES[objective][0] == "step_s":
         raise InvalidValue(
@@ -258,33 +256,6 @@ def searched(
             "another cluster."
         )
     return job.found()
-
-
-LARGEST_BYTES: Final = 2**57
-"""A search counts in 64-bit integers; some are sums of several times what a plan holds at its peak."""
-
-
-def _check_size(job: "_Job") -> None:
-    """Raise unless all figures are integers of 64 bits: they are if the whole batch is one on one GPU.
-
-    Raises:
-        InvalidValue: a batch or a model that is too large.
-    """
-    base = job.base
-    alone = Plan(
-        micro_batch=base.global_batch,
-        global_batch=base.global_batch,
-        seq_len=base.seq_len,
-        precision=base.precision,
-        optimizer=base.optimizer,
-    )
-    n_bytes = estimate_on(job.model, alone, device_of(job.cluster)).worst.peak_bytes
-    if n_bytes > LARGEST_BYTES:
-        raise InvalidValue(
-            f"global_batch={base.global_batch} of {base.seq_len} tokens would hold {human_bytes(n_bytes)} on "
-            f"one GPU, more than a search can count ({human_bytes(LARGEST_BYTES)}); use a smaller batch or "
-            "model."
-        )
 
 
 def cluster_of(
