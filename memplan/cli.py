@@ -1,20 +1,21 @@
 """The command line: `memplan estimate|search|advise|compare|models|gpus`, each with `--json`."""
 
-import csv
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from difflib import get_close_matches
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
 from memplan.device import DeviceType
-from memplan.errors import MemplanError, unknown_name
+from memplan.errors import MemplanError, did_you_mean, unknown_name
 from memplan.estimate import estimate
+from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.layout import text_table
+from memplan.layout import csv_of, text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import (
     DDP_COMM_HOOKS,
@@ -48,6 +49,9 @@ except ModuleNotFoundError:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Of every command of the project."""
+
 
 class Refused(click.ClickException):
     """What memplan refuses, as one message on stderr and exit code 2."""
@@ -56,13 +60,18 @@ class Refused(click.ClickException):
 
 
 class Commands(click.Group):
-    """Commands whose refusals are messages; an unknown command is told the nearest one."""
+    """Commands whose refusals are one line on stderr; an unknown command is told the nearest one."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except MemplanError as refusal:
             raise Refused(str(refusal)) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE or not error.strerror:
+                raise
+            where = "" if error.filename is None else f"{shown_path(error.filename)}: "
+            raise Refused(f"{where}{error.strerror}.") from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
@@ -71,9 +80,7 @@ class Commands(click.Group):
 
 
 def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise Refused(f"unknown command {name[:80]!r}{hint} Commands: {', '.join(known)}.")
+    raise Refused(f"unknown command {name[:80]!r}{did_you_mean(name, known)} Commands: {', '.join(known)}.")
 
 
 def count_or_text(value: object) -> int | str:
@@ -260,7 +267,7 @@ def _number(text: str) -> float | str:
         return text
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(package_name="memplan")
 def commands() -> None:
     """Bytes, traffic and rough time of a distributed training job, before the GPUs are reserved."""
@@ -417,9 +424,7 @@ def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
 
 
 def _print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    click.echo(csv_of(rows, columns), nl=False)
 
 
 @commands.command("models")
@@ -484,8 +489,30 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """The entry point: whatever the terminal cannot show is written as an escape."""
+    """The entry point of `memplan`."""
+    command_line(commands, "memplan")
+
+
+def command_line(group: click.Group, name: str) -> NoReturn:
+    """Runs commands as a program and ends it.
+
+    Whatever the terminal cannot show is written as an escape; an output that cannot be written is one line on
+    stderr and exit code 2; one that nobody reads any more ends the program without a word.
+    """
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
-    commands(prog_name="memplan")
+    try:
+        try:
+            group(prog_name=name)
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer has nowhere to go: Python would complain of it when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"Error: the output cannot be written ({error.strerror}).", file=sys.stderr)
+        code = 1 if error.errno == errno.EPIPE else 2
+    sys.exit(code)

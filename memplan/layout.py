@@ -3,7 +3,9 @@
 Text that is too long for its line or its column goes on below; nothing is cut.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from textwrap import wrap
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 WIDTH: Final = 80
 """Columns of a terminal; no line is longer."""
 
-NARROWEST: Final = 12
+FORMULAS: Final = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet takes for a formula."""
+
+NARROWEST: Final = 8
 """A column is not made narrower than that."""
 
 
@@ -122,3 +127,23 @@ def html_text(text: str) -> str:
     '<pre>a &lt; b</pre>'
     """
     return f"<pre>{escape(text)}</pre>"
+
+
+def csv_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Rows as CSV with a head; None is an empty cell, and a text that looks like a formula is quoted.
+
+    >>> print(csv_of([{"case": "=1+1", "peak_error": -0.5}, {"case": None}], ["case", "peak_error"]))
+    case,peak_error
+    '=1+1,-0.5
+    ,
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula begins with an apostrophe: it is shown, not run."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULAS) else value

@@ -446,7 +446,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     """Measured and predicted peak of every case that ran, and the signed error beside the tolerance.
 
     A record is an object of `python -m validate`, with `case`, `outcome`, `predicted` and `measured`; of each
-    case the rank is shown whose prediction is farthest off.
+    case the peak of the fullest rank is shown, and the error of the rank whose prediction is farthest off.
     """
     every = list(records)
     pairs = [_pair(r) for r in every if r.get("outcome") == "ok" and r.get("predicted") and r.get("measured")]
@@ -460,7 +460,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
               markeredgewidth=2, color="black", label="predicted")  # fmt: skip
     left.set_yticks(rows, [p.name for p in pairs], fontsize=8)
     left.set_ylim(len(pairs) - 0.4, -0.6)
-    left.set_xlabel(f"peak of the rank farthest off ({unit.name})")
+    left.set_xlabel(f"peak of the fullest rank ({unit.name})")
     if len(every) > len(pairs):
         text = f"{len(every) - len(pairs)} more cases have no run or no prediction"
         left.set_title(text, loc="left", fontsize=9, color=MUTED)
@@ -477,17 +477,17 @@ class _Pair:
     name: str
     predicted_bytes: int
     measured_bytes: int
-
-    @property
-    def error(self) -> float:
-        """Prediction / measurement - 1."""
-        return self.predicted_bytes / self.measured_bytes - 1
+    error: float
+    """Prediction / measurement - 1 of the rank farthest off, and its ..."""
+    off_bytes: int
 
 
 def _pair(record: Mapping[str, Any]) -> _Pair:
     ranks = zip(record["predicted"]["ranks"], record["measured"]["ranks"], strict=True)
-    pairs = [_Pair(record["case"]["name"], p["peak_bytes"], m["peak_bytes"]) for p, m in ranks]
-    return max(pairs, key=lambda pair: abs(pair.error))
+    peaks = [(ahead["peak_bytes"], seen["peak_bytes"]) for ahead, seen in ranks]
+    fullest = max(peaks, key=lambda pair: pair[1])
+    worst = max(peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    return _Pair(record["case"]["name"], *fullest, worst[0] / worst[1] - 1, worst[0] - worst[1])
 
 
 def _verdict(pairs: Sequence[_Pair], tolerance: float) -> str:
@@ -509,9 +509,8 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     axes.set_xlim(-reach, reach)
     place: dict[str, Any] = {"ha": "right", "va": "center", "transform": axes.get_yaxis_transform()}
     for y, pair in enumerate(pairs):
-        off_bytes = pair.predicted_bytes - pair.measured_bytes
-        axes.text(1, y, f"{off_bytes:+,} B", fontsize=8, color=MUTED, **place)
-    axes.set_title("off by", loc="right", fontsize=8, color=MUTED)
+        axes.text(1, y, f"{pair.off_bytes:+,} B", fontsize=8, color=MUTED, **place)
+    axes.set_title("farthest rank off by", loc="right", fontsize=8, color=MUTED)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)

@@ -22,9 +22,14 @@ from validate.suites.models import GPT, LLAMA
 HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">&amp;"
 
 
-def rank(peak_bytes, number=0):
+def rank(peak_bytes):
     known = {"weights_bytes": 1, "grads_bytes": 2, "optimizer_bytes": 3, "peak_bytes": peak_bytes}
-    return known | {"rank": number, "pp": 0, "dp": 0, "tp": number, "collectives": []}
+    return known | {"collectives": []}
+
+
+def ranks(peak_bytes, n):
+    """The last one has the peak that is asked for, the others 1000 bytes."""
+    return [rank(1000)] * (n - 1) + [rank(peak_bytes)]
 
 
 def record(
@@ -34,8 +39,14 @@ def record(
     return Record(
         case=case.to_dict(),
         outcome="ok",
-        predicted={"ranks": [rank(1000), rank(predicted_bytes, 1)]},
-        measured={"ranks": [rank(1000), rank(measured_bytes, 1)], "losses": [2.0, 1.0]},
+        predicted={"ranks": ranks(predicted_bytes, case.plan.world_size)},
+        measured={
+            "ranks": [
+                known | {"rank": i, "pp": 0, "dp": 0, "tp": i}
+                for i, known in enumerate(ranks(measured_bytes, case.plan.world_size))
+            ],
+            "losses": [2.0, 1.0],
+        },
         peak_error=predicted_bytes / measured_bytes - 1,
         states_off_bytes=0,
         collectives_off=0,
@@ -122,7 +133,7 @@ def test_the_listing_fits_80_columns_and_names_what_did_not_run(file):
 
 def test_where_filters_by_plan_and_by_outcome(file):
     assert "2 cases" in run(file, "--where", "outcome != 'ok'").output
-    assert "1 cases" in run(file, "--where", "tp>1 and abs(peak_error)>0.01").output
+    assert "1 case: " in run(file, "--where", "tp>1 and abs(peak_error)>0.01").output
     refused = run(file, "--where", "pq>1")
     assert refused.exit_code == 2
     assert "did you mean" in refused.output

@@ -13,14 +13,17 @@ from statistics import median
 from typing import Any, Final
 
 from memplan import Cluster, Model, cluster, preset
-from memplan.errors import MemplanError
+from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import Estimate, estimate
+from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
 from memplan.layout import text_table
 from memplan.units import GiB
 from validate.meta_llama import MetaLlama
+from validate.shipped import data_folder
 
-ROWS: Final = Path("data/published/memory.csv")
+ROWS: Final = data_folder() / "published" / "memory.csv"
+"""The rows that come with memplan."""
 
 TOLERANCE: Final = 0.1
 """The largest error of a row that was run as predicted."""
@@ -154,23 +157,58 @@ class Compared:
         }
 
 
+LARGEST_BYTES: Final = 2**24
+
+COLUMNS: Final = (
+    *("row_id", "framework", "model", "gpu", "n_gpus", "dp", "tp", "cp", "pp", "sp", "zero_stage", "offload"),
+    *("micro_batch_per_gpu", "grad_accum", "seq_len", "precision", "optimizer", "recompute", "compile"),
+    *("peak_mem_gib", "mem_kind", "oom", "lora", "notes", "suspect"),
+)
+"""The columns that are read."""
+
+
 def read_rows(path: Path) -> list[Row]:
     """The file's rows.
 
     Raises:
-        MemplanError: if there is no such file.
+        MemplanError: a file that cannot be read, or that lacks a column or a cell.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
-        raise MemplanError(
-            f"{path} cannot be read ({error.strerror}); give the path of memory.csv."
-        ) from None
+        text = file_text(path, most_bytes=LARGEST_BYTES, what="file as data/published/memory.csv")
+        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise InvalidValue(f"has no column {missing[0]!r}; see data/README.md for the columns.")
+        rows: list[Row] = list(reader)
+    except csv.Error as error:
+        raise of_file(path, InvalidValue(f"is no CSV ({error}); give another file.")) from None
+    except MemplanError as error:
+        raise of_file(path, error) from None
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise of_file(
+                path, InvalidValue(f"row {number} has not as many cells as there are columns; mend it.")
+            )
+    return rows
 
 
 def compared(row: Row) -> Compared:
-    """A row beside its prediction."""
+    """A row beside its prediction.
+
+    Raises:
+        MemplanError: a row that is no plan: with its number.
+    """
+    try:
+        return _compared(row)
+    except MemplanError as error:
+        raise type(error)(f"row {shown_value(row['row_id'])}: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise InvalidValue(
+            f"row {shown_value(row['row_id'])} has no number where one is needed: {error}"
+        ) from None
+
+
+def _compared(row: Row) -> Compared:
     reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
     if reason:
         return Compared(row=row, reason=reason)

@@ -16,8 +16,9 @@ from pathlib import Path
 from pickletools import opcodes
 from typing import Any, ClassVar, Final
 
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import rank_estimate
+from memplan.files import file_bytes, of_file, shown_path
 from validate.attribution import Comparison
 from validate.blocks import Block
 from validate.cases import Case
@@ -30,6 +31,8 @@ WAY_OUT: Final = (
     "use a file that torch.cuda.memory._dump_snapshot wrote after "
     "torch.cuda.memory._record_memory_history(), switched on before the step."
 )
+
+FEWER: Final = "record fewer entries (max_entries of torch.cuda.memory._record_memory_history)"
 
 PLAIN: Final = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
@@ -65,13 +68,12 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises:
         InvalidValue: a file that is too large, no plain data, or no snapshot with a trace.
     """
-    n_bytes = path.stat().st_size
-    if n_bytes > LARGEST_BYTES:
-        raise InvalidValue(
-            f"{path} has {n_bytes:,} bytes, and snapshots of up to {LARGEST_BYTES:,} are read; record fewer "
-            "entries (max_entries of torch.cuda.memory._record_memory_history)."
-        )
-    data = plain_data(path.read_bytes(), str(path))
+    try:
+        content = file_bytes(path, most_bytes=LARGEST_BYTES, what="memory snapshot", smaller=FEWER)
+    except MemplanError as error:
+        raise of_file(path, error) from None
+    name = shown_path(path)
+    data = plain_data(content, name)
     try:
         traces: Sequence[Sequence[Mapping[str, Any]]] = data["device_traces"]
         device = max(range(len(traces)), key=lambda i: len(traces[i]))
@@ -83,9 +85,9 @@ def read_snapshot(path: Path) -> Snapshot:
         ]
         snapshot = _snapshot(blocks, traces[device])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InvalidValue(f"{path} is no memory snapshot ({error!r}); {WAY_OUT}") from None
+        raise InvalidValue(f"{name} is no memory snapshot ({shown_value(error, 200)}); {WAY_OUT}") from None
     if not snapshot.events:
-        raise InvalidValue(f"{path} has no trace of allocations; {WAY_OUT}")
+        raise InvalidValue(f"{name} has no trace of allocations; {WAY_OUT}")
     return snapshot
 
 
