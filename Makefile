@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick nogpu test lint format bench notebooks
+.PHONY: help demo quick nogpu test lint fuzz format bench notebooks
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
@@ -15,6 +15,7 @@ help:
 	@echo "make nogpu      a CUDA build of PyTorch (5 GB) beside .venv, and plans run on an H100 that is not there"
 	@echo "make test       linters, types, imports, every test"
 	@echo "make lint       linters, types, imports"
+	@echo "make fuzz       100,000 hostile inputs for every reader and command (about ten minutes)"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      how long one estimate takes, and a million plans"
 	@echo "make notebooks  execute the notebooks in place"
@@ -54,6 +55,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

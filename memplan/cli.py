@@ -15,7 +15,7 @@ from memplan.errors import MemplanError, did_you_mean, unknown_name
 from memplan.estimate import estimate
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.layout import csv_of, text_table
+from memplan.layout import csv_of, printable, text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import (
     DDP_COMM_HOOKS,
@@ -62,11 +62,19 @@ class Refused(click.ClickException):
 class Commands(click.Group):
     """Commands whose refusals are one line on stderr; an unknown command is told the nearest one."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _refused(error) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except MemplanError as refusal:
-            raise Refused(str(refusal)) from None
+            raise Refused(one_line(str(refusal))) from None
+        except click.UsageError as error:
+            raise _refused(error) from None
         except OSError as error:
             if error.errno == errno.EPIPE or not error.strerror:
                 raise
@@ -77,6 +85,21 @@ class Commands(click.Group):
         if self.get_command(ctx, args[0]) is None:
             _unknown_command(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
+
+
+def _refused(error: click.UsageError) -> Refused:
+    """click's own words for a wrong flag or argument, and where to read on, in a line."""
+    where = "" if error.ctx is None else f" Try '{error.ctx.command_path} -h' for help."
+    return Refused(one_line(f"{error.format_message()}{where}"))
+
+
+def one_line(text: str) -> str:
+    """A message without line breaks, and without what could move a terminal's cursor.
+
+    >>> one_line("tp=3 is refused;  use 1")
+    'tp=3 is refused; use 1'
+    """
+    return printable(" ".join(text.split()))
 
 
 def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:

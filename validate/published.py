@@ -13,6 +13,8 @@ from statistics import median
 from typing import Any, Final
 
 from memplan import Cluster, Model, cluster, preset
+from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
+from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
@@ -208,6 +210,10 @@ def compared(row: Row) -> Compared:
         ) from None
 
 
+def _bytes(peak_gib: str) -> int:
+    return checked_count("peak_mem_gib in bytes", round(float(peak_gib) * GiB), most=LARGEST_GPU_BYTES)
+
+
 def _compared(row: Row) -> Compared:
     reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
     if reason:
@@ -218,7 +224,7 @@ def _compared(row: Row) -> Compared:
         row=row,
         differences=tuple(text for text, holds in DIFFERENCES if holds(row)),
         plan=_plan_text(row, e),
-        published_bytes=round(float(peak_gib) * GiB) if peak_gib else None,
+        published_bytes=_bytes(peak_gib) if peak_gib else None,
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
     )

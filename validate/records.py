@@ -139,22 +139,21 @@ def _record(row: Mapping[str, Any], environment: dict[str, Any] | None) -> Recor
         for side in ("predicted", "measured")
         if row.get(side) is not None
     }
-    record = Record(**{**row, "environment": environment, "case": case.to_dict(), **sides})
-    _checked()(_values(record))
+    values = {**row, "environment": environment, "case": case.to_dict(), **sides}
+    _checked()(values)
+    record = Record(**values)
     if record.peak_error is not None and None in (record.states_off_bytes, record.collectives_off):
         raise InvalidValue("it has peak_error, but not states_off_bytes and collectives_off")
     return record
 
 
-def _values(record: Record) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in fields(Record)}
-
-
 def _case(values: Mapping[str, Any]) -> Case:
     try:
         return Case.from_dict(values)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InvalidValue(f"its case is none ({error!r})") from None
+    except MemplanError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidValue(f"its case is none ({shown_value(error, 200)})") from None
 
 
 def _unpacked(side: str, packed: Any, n_ranks: int) -> dict[str, Any]:
@@ -270,9 +269,12 @@ def _refused_number(text: str) -> float:
     raise InvalidValue(f"{text[:40]} is no finite number")
 
 
+NO_CASE: Final = {"name": "", "model": {}, "plan": {}}
+"""Of a line that says only with what the next ones were made."""
+
+
 def _environment(values: Any) -> dict[str, Any] | None:
-    probe = Record(case={}, outcome="refused", environment=values)
-    _checked()(_values(probe))
+    _checked()({"case": NO_CASE, "outcome": "refused", "environment": values})
     found: dict[str, Any] | None = values
     return found
 

@@ -10,12 +10,15 @@ those that were asked for, before the allocator rounds them up.
 
 import io
 import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickletools import opcodes
 from typing import Any, ClassVar, Final
 
+from memplan.checks import LARGEST_BYTES as MOST_BYTES
+from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import rank_estimate
 from memplan.files import file_bytes, of_file, shown_path
@@ -44,6 +47,9 @@ PLAIN: Final = (
     *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
 )
 """The opcodes of plain data."""
+
+BROKEN: Final = (pickle.UnpicklingError, struct.error, EOFError, MemoryError)
+"""What Python's reader raises for a pickle that was cut off or changed, beside the errors of any code."""
 
 NAMES: Final = {opcode.code: opcode.name for opcode in opcodes}
 
@@ -117,7 +123,7 @@ def plain_data(content: bytes, name: str) -> Any:
         name_of_code = NAMES.get(chr(code)) if isinstance(code, int) else None
         said = f"{name_of_code} makes more than plain data" if name_of_code else "it is no pickle"
         raise InvalidValue(f"{name} is not read: {said}; {WAY_OUT}") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, TypeError, AttributeError) as error:
+    except (*BROKEN, AttributeError, IndexError, TypeError, ValueError) as error:
         raise InvalidValue(f"{name} is no whole pickle ({error}); {WAY_OUT}") from None
 
 
@@ -140,7 +146,7 @@ def _snapshot(at_end: Sequence[tuple[int, int, str]], trace: Sequence[Mapping[st
     born: dict[int, int] = {}
     sizes: list[int] = []
     for entry in entries:
-        address, n_bytes = _count(entry["addr"]), _count(entry["size"])
+        address, n_bytes = _count(entry["addr"]), _bytes(entry["size"])
         if entry["action"] == "alloc":
             born[address] = n_bytes
             sizes.append(n_bytes)
@@ -172,9 +178,11 @@ def _held_block(address: int, n_bytes: int, origin: str) -> Block:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise TypeError(f"{value!r} is no address and no number of bytes")
+    return checked_count("an address", value, least=0, most=2**64)
+
+
+def _bytes(value: object) -> int:
+    return checked_count("a size", value, least=0, most=MOST_BYTES)
 
 
 def _origin(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from memplan.errors import MemplanError, MissingRule
+from memplan.layout import printable
 from memplan.tables import batch_text
 from memplan.units import human_bytes
 from validate.cases import Case
@@ -33,12 +34,14 @@ def row(record: Record) -> str:
 
     A case that did not run shows its outcome, and below it the reason's last line.
     """
-    name, *rest = textwrap.wrap(record.case["name"], 30, subsequent_indent="  ") or [""]
+    name, *rest = textwrap.wrap(printable(record.case["name"]), 30, subsequent_indent="  ") or [""]
     lines = [f"{name:<31}{_figures(record)}".rstrip(), *rest]
     if record.outcome != "ok":
-        lines += textwrap.wrap(record.headline, 79, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(
+            printable(record.headline), 79, initial_indent="    ", subsequent_indent="    "
+        )
     if record.anyway:
-        said = f"run anyway, {record.anyway}"
+        said = printable(f"run anyway, {record.anyway}")
         lines += textwrap.wrap(said, 79, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -119,17 +122,17 @@ def _axis_lines(axes: Iterable[AxisRow]) -> Iterator[str]:
         median_text, worst_text = (
             f"{part[key]:.5%}" if part["ran"] else "-" for key in ("median_peak_error", "worst_peak_error")
         )
-        exact, value = f"{part['exact']}/{part['ran']}", str(part["value"])
+        exact, value = f"{part['exact']}/{part['ran']}", printable(str(part["value"]))
         figures = f"{part['cases']:>6}{part['ran']:>6}{median_text:>10}{worst_text:>10}{exact:>10}"
         if len(value) > VALUE_WIDTH:
-            yield from textwrap.wrap(f"{name:<22}{value}", 79, subsequent_indent=" " * 24)
+            yield from textwrap.wrap(printable(f"{name:<22}{value}"), 79, subsequent_indent=" " * 24)
             name = value = ""
         yield f"{name:<22}{value:<{VALUE_WIDTH}}{figures}"
 
 
 def _named(name: str, figure: str) -> list[str]:
     """A name in as many lines as it takes, with a figure in the first."""
-    first, *rest = textwrap.wrap(name, 70, subsequent_indent="  ") or [""]
+    first, *rest = textwrap.wrap(printable(name), 70, subsequent_indent="  ") or [""]
     return [f"{first:<71}{figure:>8}", *rest]
 
 
@@ -157,7 +160,7 @@ def plan_lines(cases: Sequence[Case], budget: Budget) -> Iterator[str]:
     """What would be run: of each case its ranks, the largest predicted peak, and what it may take."""
     yield f"{'case':<44}{'ranks':>6}{'peak':>13}{'may take':>13}"
     for case in cases:
-        name, *rest = textwrap.wrap(case.name, 43, subsequent_indent="  ") or [""]
+        name, *rest = textwrap.wrap(printable(case.name), 43, subsequent_indent="  ") or [""]
         yield f"{name:<44}{len(case.ranks):>6}{_room_cells(case, budget)}"
         yield from rest
     has = f"{budget.cores} cores and {human_bytes(budget.memory_bytes)}"
@@ -177,23 +180,27 @@ def _room_cells(case: Case, budget: Budget) -> str:
 
 def details(record: Record) -> str:
     """One case rank by rank, predicted beside measured, and its collectives."""
+    return "\n".join(printable(line) for text in _details(record) for line in text.splitlines() or [""])
+
+
+def _details(record: Record) -> list[str]:
     batch = batch_text(Case.from_dict(record.case).plan)
     lines = [record.case["name"], f"batch: {batch}", f"outcome: {record.outcome}"]
     if record.reason:
         lines.append(record.reason)
     if record.measured is None:
-        return "\n".join(lines)
+        return lines
     predicted = record.predicted["ranks"] if record.predicted else [None] * len(record.measured["ranks"])
     for measured, ahead in zip(record.measured["ranks"], predicted, strict=True):
         lines += ["", *_rank_lines(measured, ahead)]
-    losses = " ".join(f"{loss:.4f}" for loss in record.measured["losses"])
+    losses = " ".join("-" if loss is None else f"{loss:.4f}" for loss in record.measured["losses"])
     lines += ["", f"loss per step: {losses or '-'}"]
     if record.unchecked:
         lines.append(f"training: {record.unchecked}")
     for label, error in (("loss", record.loss_error), ("first gradient", record.gradient_error)):
         if error is not None:
             lines.append(f"{label} beside the single-process run: {error:.1e} off")
-    return "\n".join(lines)
+    return lines
 
 
 def _rank_lines(measured: dict[str, Any], ahead: dict[str, Any] | None) -> list[str]:
