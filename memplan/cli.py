@@ -53,6 +53,10 @@ SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 """Of every command of the project."""
 
 
+WHOLE: Final = 1000
+"""Characters of a command's first sentence: click would cut it off after 45."""
+
+
 class Refused(click.ClickException):
     """What memplan refuses, as one message on stderr and exit code 2."""
 
@@ -85,6 +89,12 @@ class Commands(click.Group):
         if self.get_command(ctx, args[0]) is None:
             _unknown_command(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        known = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, each.get_short_help_str(limit=WHOLE)) for name, each in known if each is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def _refused(error: click.UsageError) -> Refused:
@@ -522,6 +532,9 @@ def command_line(group: click.Group, name: str) -> NoReturn:
     Whatever the terminal cannot show is written as an escape; an output that cannot be written is one line on
     stderr and exit code 2; one that nobody reads any more ends the program without a word.
     """
+    if sys.stdout is None:
+        print("Error: the output cannot be written (it is closed).", file=sys.stderr)
+        sys.exit(2)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")

@@ -597,7 +597,7 @@ def inputs_of(target: Target, total: int) -> int:
     return round(total * shares[target.name] / sum(shares.values()))
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--inputs", default=100_000, show_default=True, help="How many in all; with --only, of that target."
 )

@@ -332,9 +332,6 @@ def sweep(
     if snapshots is not None:
         (check_folder if resume else check_new_folder)("--snapshots", snapshots)
     text = Record.to_json if as_json else report.row
-    if not as_json:
-        click.echo(_place(suite, gpus) if for_gpus else "", nl=for_gpus)
-        click.echo(report.header())
     records: list[Record] = []
     try:
         with (
@@ -342,6 +339,9 @@ def sweep(
             open_records(out, resume=resume) if out else nullcontext() as file,
             judging(given, anyway=anyway, snapshots=snapshots) as judge,
         ):
+            if not as_json:
+                click.echo(_place(suite, gpus) if for_gpus else "", nl=for_gpus)
+                click.echo(report.header())
             while moved:
                 known, waiting = _divided(moved, file, retry)
                 for record in known:
@@ -429,12 +429,13 @@ def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool)
     gpus = None if device == "cpu" else gpus_here()
     if gpus is None and device == "cuda":
         raise InvalidValue("--device cuda: PyTorch sees no GPU here; leave it out.")
-    if not as_json:
-        click.echo(_place("calibrate", gpus))
+    said = "" if as_json else f"{_place('calibrate', gpus)}\n"
     chosen = torch.device("cpu" if gpus is None else "cuda:0")
     try:
         with stoppable():
             for timing in calibrated(chosen, surroundings(gpus), out, resume=resume):
+                click.echo(said, nl=False)
+                said = ""
                 click.echo(timing.to_json() if as_json else str(timing))
     except Stopped as stop:
         click.echo(f"stopped by {stop}; --resume runs the probes that are left", err=True)

@@ -78,6 +78,12 @@ class Gpu:
             if (rate := getattr(self, field)) is not None:
                 object.__setattr__(self, field, checked_positive(field, rate))
         check_link("link", self.link)
+        if self.capability is not None:
+            object.__setattr__(self, "capability", _checked_capability(self.capability))
+        checked_count("multiprocessors", self.multiprocessors, least=0)
+        for field in ("title", "source"):
+            if not isinstance(text := getattr(self, field), str):
+                raise InvalidValue(f"{field}={shown_value(text)} is not allowed; use a text.")
 
     @property
     def device(self) -> Device:
@@ -111,6 +117,13 @@ class Gpu:
 def _check_name(what: str, name: object) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidValue(f"{what} is {shown_value(name)}; use a text that is not empty.")
+
+
+def _checked_capability(value: object) -> tuple[int, int]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidValue(f"capability={shown_value(value)} is not allowed; use two numbers, as (9, 0).")
+    major, minor = (checked_count("capability", part, least=0, most=99) for part in value)
+    return major, minor
 
 
 def check_link(name: str, link: object) -> None:
