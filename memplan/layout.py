@@ -97,6 +97,8 @@ def printable(text: str) -> str:
     >>> print(printable("a\x1bb"))
     a\x1bb
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

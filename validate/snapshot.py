@@ -22,6 +22,7 @@ from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import rank_estimate
 from memplan.files import file_bytes, of_file, shown_path
+from memplan.layout import printable
 from validate.attribution import Comparison
 from validate.blocks import Block
 from validate.cases import Case
@@ -186,7 +187,10 @@ def _bytes(value: object) -> int:
 
 
 def _origin(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The calls that asked for a block, outermost first."""
-    return " > ".join(
-        f"{frame['name']} ({Path(str(frame['filename'])).name}:{frame['line']})" for frame in reversed(frames)
+    """The calls that asked for a block, outermost first; whatever a file says there, it can be printed."""
+    return printable(
+        " > ".join(
+            f"{frame['name']} ({Path(str(frame['filename'])).name}:{frame['line']})"
+            for frame in reversed(frames)
+        )
     )
