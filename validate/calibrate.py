@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memplan.checks import LARGEST_BYTES as LARGEST_SIZE
+from memplan.checks import checked_choice, checked_count, checked_positive
 from memplan.errors import InvalidValue, MemplanError
 from memplan.files import file_bytes, of_file, shown_path
 from memplan.units import KiB, MiB
@@ -279,11 +281,19 @@ def read_timings(path: Path) -> list[Timing]:
 
 
 def _timing(row: Mapping[str, Any]) -> Timing:
+    """The timing of a line, each field checked."""
     found = Timing(**row)
-    numbers = (found.runs, found.median_s, found.least_s, found.flops_per_s, found.bytes_per_s)
-    right = isinstance(found.kind, str) and isinstance(found.dtype, str) and isinstance(found.sizes, dict)
-    if not right or not all(n is None or isinstance(n, int | float) for n in numbers):
-        raise TypeError("a field is of another type")
+    checked_choice("kind", found.kind, get_args(Kind))
+    checked_choice("dtype", found.dtype, tuple(DTYPES))
+    checked_count("runs", found.runs)
+    if not isinstance(found.sizes, dict):
+        raise TypeError("its sizes are no object")
+    for name, size in found.sizes.items():
+        checked_count(name, size, least=0, most=LARGEST_SIZE)
+    rates = {name: getattr(found, name) for name in ("flops_per_s", "bytes_per_s")}
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    for name, value in ({"median_s": found.median_s, "least_s": found.least_s} | known).items():
+        checked_positive(name, value)
     return found
 
 

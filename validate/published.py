@@ -19,7 +19,7 @@ from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
-from memplan.layout import text_table
+from memplan.layout import printable, text_table
 from memplan.units import GiB
 from validate.meta_llama import MetaLlama
 from validate.shipped import data_folder
@@ -191,7 +191,7 @@ def read_rows(path: Path) -> list[Row]:
             raise of_file(
                 path, InvalidValue(f"row {number} has not as many cells as there are columns; mend it.")
             )
-    return rows
+    return [{name: printable(cell) for name, cell in row.items()} for row in rows]
 
 
 def compared(row: Row) -> Compared:
@@ -321,7 +321,7 @@ def _memory(source: str, rows: Sequence[Compared]) -> str:
         return ""
     cells = [("row", "plan", "GiB", "memplan", "error", "but for")]
     cells += [(c.number, c.plan, *_figures(c), "+".join(c.differences)) for c in measured]
-    held = measured[0].row["mem_kind"].split()[0]
+    held = measured[0].row["mem_kind"].partition(" ")[0]
     return f"{source}: {held}\n{text_table(cells, '<<>>><', flexible=1)}"
 
 
