@@ -15,6 +15,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [block for block in re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL) if "make " not in block]
 """The README's commands for a terminal; those of `make` are for a checkout, which CI runs anyway."""
 
+(SUITE,) = re.findall(r"```toml\n(.*?)\n```", README, re.DOTALL)
+"""The README's suite, which its commands call mine.toml."""
+
 NOT_RUN = ("pip install", "torchrun", "--suite gpu-", "--suite matrix", "calibrate", "part*")
 """Commands that download, that need GPUs or a launcher, or that take a night."""
 
@@ -86,6 +89,7 @@ def test_the_installed_package_is_the_wheels(installed, tmp_path):
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.splitlines()[0][:60])
 def test_the_readmes_commands_run_outside_the_repository(installed, block, tmp_path):
     """Each ends with 0, but for the one that shows a refusal."""
+    (tmp_path / "mine.toml").write_text(SUITE)
     for command in re.sub(r"\\\n\s*", "", block).splitlines():
         if command.startswith("#") or any(word in command for word in NOT_RUN):
             continue
