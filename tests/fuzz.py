@@ -21,6 +21,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from html.parser import HTMLParser
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
@@ -592,9 +593,9 @@ def tried(target: Target, *, seed: int, first: int, n_inputs: int) -> Outcome:
 
 
 def inputs_of(target: Target, total: int) -> int:
-    """How many of all inputs are a target's."""
+    """How many of all inputs are a target's, rounded up."""
     shares = {each.name: SHARES.get(each.name, 1.0) for each in TARGETS}
-    return round(total * shares[target.name] / sum(shares.values()))
+    return ceil(total * shares[target.name] / sum(shares.values()))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

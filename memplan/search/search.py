@@ -117,9 +117,9 @@ class Found:
         return search_dict(self)
 
     def __str__(self) -> str:
-        from memplan.search.text import search_text  # which imports this module
+        from memplan.search.text import SHOWN, search_text  # which imports this module
 
-        return search_text(self)
+        return search_text(self, most=SHOWN)
 
     def __repr__(self) -> str:
         return (

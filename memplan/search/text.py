@@ -28,10 +28,10 @@ HEADINGS: Final = {
 ROUGH: Final = "Times are rough: a roofline that no run has confirmed."
 
 
-def search_text(found: Found, model: str | None = None) -> str:
+def search_text(found: Found, model: str | None = None, most: int | None = None) -> str:
     """The plans kept: the best, or the nearest if none fits; what kinds were refused; and what to type.
 
-    `model`: how the model was named on the command line.
+    `model`: how the model was named on the command line; `most`: plans of each verdict, None: all.
     """
     rows = list(search_rows(found, model))
     parts = [_head(found)]
@@ -40,8 +40,11 @@ def search_text(found: Found, model: str | None = None) -> str:
     for verdict, heading in HEADINGS.items():
         chosen = [row for row in rows if row["verdict"] == verdict]
         if chosen and not (fit and verdict == "does not fit"):
-            parts.append(f"{heading}\n{_plans(chosen, len(shown) + 1)}")
-            shown += chosen
+            first = chosen[:most]
+            parts.append(f"{heading}\n{_plans(first, len(shown) + 1)}")
+            if more := len(chosen) - len(first):
+                parts.append(f"{more} more of these are kept: see to_frame().")
+            shown += first
     if not fit and shown:
         parts.append(wrapped(f"Plan 1: {shown[0]['why']}."))
     if found.refused_by:
