@@ -57,6 +57,10 @@ WHOLE: Final = 1000
 """Characters of a command's first sentence: click would cut it off after 45."""
 
 
+NO_COMMAND: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click raises, from 8.2 on, to print the help of a group without a command."""
+
+
 class Refused(click.ClickException):
     """What memplan refuses, as one message on stderr and exit code 2."""
 
@@ -70,6 +74,8 @@ class Commands(click.Group):
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError as error:
+            if isinstance(error, NO_COMMAND):
+                raise
             raise _refused(error) from None
 
     def invoke(self, ctx: click.Context) -> Any:
