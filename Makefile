@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NOGPU := .venv-nogpu
+EMPTY := .venv-wheel
 READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick nogpu test lint format bench notebooks
+.PHONY: help demo quick nogpu test lint wheel fuzz format bench notebooks
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
@@ -15,6 +16,8 @@ help:
 	@echo "make nogpu      a CUDA build of PyTorch (5 GB) beside .venv, and plans run on an H100 that is not there"
 	@echo "make test       linters, types, imports, every test"
 	@echo "make lint       linters, types, imports"
+	@echo "make wheel      the wheel, installed in an empty environment"
+	@echo "make fuzz       100,000 hostile inputs for every reader and command (about ten minutes)"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      how long one estimate takes, and a million plans"
 	@echo "make notebooks  execute the notebooks in place"
@@ -54,6 +57,18 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# With its dependencies as the wheel names them; tests/test_wheel.py runs the README's commands from it.
+wheel: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(PYTHON) -m venv --clear $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd / && $(CURDIR)/$(EMPTY)/bin/memplan estimate gpt2 --cluster 8xh100-sxm --zero 3 --ledger
+	cd / && $(CURDIR)/$(EMPTY)/bin/memplan search gpt2 --cluster 2xh100-sxm --global-batch 8 --keep 1
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,24 +1,50 @@
 """memplan: bytes, traffic and time of a training job, before the GPUs are reserved."""
 
-from memplan.errors import MemplanError
-from memplan.estimate import Estimate, estimate
-from memplan.hardware import Cluster, cluster
+from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
+from memplan.estimate import Estimate, StageEstimate, estimate
+from memplan.hardware import Cluster, Gpu, Interval, Link, Verdict, cluster, gpu, gpu_names
 from memplan.models import Gpt, Llama, Model, model_from_config, parameter_count, preset, preset_names
 from memplan.plan import Plan
-from memplan.search import Advice, advise, largest_model, longest_sequence, search, smallest_cluster, why
+from memplan.search import (
+    Advice,
+    Change,
+    Found,
+    advise,
+    largest_model,
+    longest_sequence,
+    search,
+    smallest_cluster,
+    why,
+)
+from memplan.version import version
+
+__version__ = version()
 
 __all__ = [
     "Advice",
+    "Change",
     "Cluster",
     "Estimate",
+    "Found",
     "Gpt",
+    "Gpu",
+    "Interval",
+    "InvalidValue",
+    "Link",
     "Llama",
     "MemplanError",
+    "MissingRule",
     "Model",
     "Plan",
+    "PlanRefused",
+    "StageEstimate",
+    "UnknownName",
+    "Verdict",
     "advise",
     "cluster",
     "estimate",
+    "gpu",
+    "gpu_names",
     "largest_model",
     "longest_sequence",
     "model_from_config",

@@ -144,7 +144,9 @@ class CachingAllocator:
         """
         n_bytes = rounded_bytes(n_bytes)
         small = n_bytes <= SMALL_BYTES
-        pool = self._pools.setdefault((stream, small), Pool(small=small))
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(small=small)
         block = pool.best(n_bytes)
         if block is not None:
             pool.take(block)
@@ -155,7 +157,8 @@ class CachingAllocator:
         if self._splits(block, n_bytes):
             self._split(block, n_bytes)
         self.allocated_bytes += block.n_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def free(self, block: Block) -> None:

@@ -1,11 +1,16 @@
 """Checks of single values, shared by models, plans and clusters."""
 
+from math import inf
+from numbers import Real
 from typing import Final
 
 from memplan.errors import InvalidValue, shown_value, unknown_name
 
 LARGEST: Final = 2**31 - 1
 """No count in a plan or a model is larger: beyond it a value is a mistake, not a plan."""
+
+LARGEST_BYTES: Final = 2**50
+"""No GPU holds more: beyond 1 PiB a capacity is a mistake."""
 
 LARGEST_CLUSTER: Final = 2**20
 """More GPUs than that is a mistake, not a cluster."""
@@ -18,10 +23,23 @@ def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGE
         InvalidValue: if it is not an integer (booleans and floats are not) or out of range.
     """
     if hasattr(value, "__index__") and not isinstance(value, bool):
-        number = int(value.__index__())
+        try:
+            number = int(value.__index__())
+        except TypeError:  # an array of several numbers has the method, and cannot answer it
+            number = least - 1
         if least <= number <= most:
             return number
     raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use an integer from {least} to {most}.")
+
+
+def _float(value: object) -> float | None:
+    """A number as a float; None for what is none, and for integers that overflow one."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def checked_fraction(name: str, value: object) -> float:
@@ -30,8 +48,9 @@ def checked_fraction(name: str, value: object) -> float:
     Raises:
         InvalidValue: if it is not a number in that range (NaN is not).
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < 1.0:
-        return float(value)
+    number = _float(value)
+    if number is not None and 0.0 <= number < 1.0:
+        return number
     raise InvalidValue(
         f"{name}={shown_value(value)} is not allowed; use a number from 0 up to, not including, 1."
     )
@@ -41,11 +60,12 @@ def checked_positive(name: str, value: object) -> float:
     """`value` as a finite float above 0.
 
     Raises:
-        InvalidValue: if it is not a number in that range (NaN and infinity are not).
+        InvalidValue: if it is not a number in that range (NaN, infinity and what overflows a float are not).
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value < float("inf"):
-        return float(value)
-    raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use a number above 0.")
+    number = _float(value)
+    if number is not None and 0.0 < number < inf:
+        return number
+    raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use a finite number above 0.")
 
 
 def checked_flag(name: str, value: object) -> bool:

@@ -1,19 +1,21 @@
 """The command line: `memplan estimate|search|advise|compare|models|gpus`, each with `--json`."""
 
-import csv
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from difflib import get_close_matches
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, get_args
 
-from memplan.errors import MemplanError, unknown_name
+from memplan.device import DeviceType
+from memplan.errors import MemplanError, did_you_mean, unknown_name
 from memplan.estimate import estimate
-from memplan.hardware import Gpu, gpu, gpu_names
-from memplan.layout import text_table
+from memplan.files import shown_path
+from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
+from memplan.layout import csv_of, printable, text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import (
     DDP_COMM_HOOKS,
@@ -29,14 +31,16 @@ from memplan.plan import (
 )
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
+from memplan.search.command import estimate_command as command_of
 from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
-from memplan.search.table import counts, search_rows
+from memplan.search.table import search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, search_text
-from memplan.search.why import why
+from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.units import TB, TFLOP, GiB
+from memplan.version import versioned
 
 try:
     import click
@@ -44,6 +48,17 @@ except ModuleNotFoundError:
     raise SystemExit("memplan's commands need click; install it with: pip install 'memplan[cli]'.") from None
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Of every command of the project."""
+
+
+WHOLE: Final = 1000
+"""Characters of a command's first sentence: click would cut it off after 45."""
+
+
+NO_COMMAND: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click raises, from 8.2 on, to print the help of a group without a command."""
 
 
 class Refused(click.ClickException):
@@ -53,24 +68,58 @@ class Refused(click.ClickException):
 
 
 class Commands(click.Group):
-    """Commands whose refusals are messages; an unknown command is told the nearest one."""
+    """Commands whose refusals are one line on stderr; an unknown command is told the nearest one."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            if isinstance(error, NO_COMMAND):
+                raise
+            raise _refused(error) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except MemplanError as refusal:
-            raise Refused(str(refusal)) from None
+            raise Refused(one_line(str(refusal))) from None
+        except click.UsageError as error:
+            raise _refused(error) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE or not error.strerror:
+                raise
+            where = "" if error.filename is None else f"{shown_path(error.filename)}: "
+            raise Refused(f"{where}{error.strerror}.") from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             _unknown_command(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        known = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, each.get_short_help_str(limit=WHOLE)) for name, each in known if each is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _refused(error: click.UsageError) -> Refused:
+    """click's own words for a wrong flag or argument, and where to read on, in a line."""
+    where = "" if error.ctx is None else f" Try '{error.ctx.command_path} -h' for help."
+    return Refused(one_line(f"{error.format_message()}{where}"))
+
+
+def one_line(text: str) -> str:
+    """A message without line breaks, and without what could move a terminal's cursor.
+
+    >>> one_line("tp=3 is refused;  use 1")
+    'tp=3 is refused; use 1'
+    """
+    return printable(" ".join(text.split()))
+
 
 def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise Refused(f"unknown command {name[:80]!r}{hint} Commands: {', '.join(known)}.")
+    raise Refused(f"unknown command {name[:80]!r}{did_you_mean(name, known)} Commands: {', '.join(known)}.")
 
 
 def count_or_text(value: object) -> int | str:
@@ -95,8 +144,36 @@ def _count(flag: str, text: str, *, default: int | None = None, required: bool =
     )
 
 
-def _choice(flag: str, choices: tuple[str, ...], default: str, text: str) -> Callable[[F], F]:
-    return click.option(flag, default=default, metavar="|".join(choices), help=text, show_default=True)
+def _choice(flag: str, choices: tuple[str, ...], default: str | None, text: str) -> Callable[[F], F]:
+    shown = default is not None
+    return click.option(flag, default=default, metavar="|".join(choices), help=text, show_default=shown)
+
+
+ZERO: Final = (
+    "0 DDP, 1 shards optimizer state (DDP with torch's ZeroRedundancyOptimizer, whose ranks are uneven), "
+    "2 gradients too, 3 weights too (both FSDP2)."
+)
+
+
+def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
+    """The flags that name a cluster and say what of it is not as in its table."""
+    return _all_of(
+        [
+            click.option("--cluster", required=required, metavar="NxGPU", help=text),
+            _count("--gpus-per-node", "GPUs in a node; left out: as such GPUs are usually built in."),
+            click.option(
+                "--network",
+                metavar="RATE",
+                help="Each GPU's share of the network between nodes, as 200Gbit/s or 25GB/s.",
+            ),
+            click.option(
+                "--margin",
+                type=_number,
+                metavar="X",
+                help=f"Part of usable memory that a plan which fits leaves free; left out: {DEFAULT_MARGIN}.",
+            ),
+        ]
+    )
 
 
 def plan_options(**defaults: Any) -> Callable[[F], F]:
@@ -117,20 +194,24 @@ def plan_options(**defaults: Any) -> Callable[[F], F]:
     options = (
         count("dp", "Data-parallel ranks; left out: what the cluster has left."),
         count("tp", "Tensor-parallel ranks."),
-        count("pp", "Ranks of a pipeline."),
+        count("pp", "Pipeline-parallel ranks."),
         count("dp_replicate", "Replicas of the dp ranks that shard between them (HSDP)."),
-        count("zero", "0 DDP, 1 shards optimizer state, 2 gradients too, 3 weights too."),
+        count("zero", ZERO),
         flag("sequence_parallel", "Divide the sequence over the tensor axis too."),
-        count("micro_batch", "Sequences per micro-batch and replica."),
-        count("global_batch", "Sequences per step; left out: one micro-batch per stage and replica."),
+        count("micro_batch", "Sequences in one forward and backward pass of a replica."),
+        count(
+            "global_batch",
+            "Sequences per optimizer step, by gradient accumulation if need be; left out: one micro-batch "
+            "per pipeline stage and replica.",
+        ),
         count("seq_len", "Tokens per sequence; left out: the model's context."),
         choice("precision", PRECISIONS, "Number formats."),
         choice("optimizer", OPTIMIZERS, "Optimizer."),
         choice("optimizer_impl", OPTIMIZER_IMPLS, "One parameter at a time, all at once, or one kernel."),
-        choice("recompute", RECOMPUTES, "Which activations are computed again."),
-        count("recompute_blocks", "Only in the first so many blocks of each stage."),
+        choice("recompute", RECOMPUTES, "Activation checkpointing: what is computed again in backward."),
+        count("recompute_blocks", "Recompute only in the first N blocks of each stage."),
         choice("schedule", SCHEDULES, "Order of micro-batches in a pipeline."),
-        count("virtual_stages", "Pipeline stages per rank."),
+        count("virtual_stages", "Pipeline stages on each pipeline rank."),
         click.option(
             "--layers-per-stage",
             type=_counts,
@@ -141,7 +222,10 @@ def plan_options(**defaults: Any) -> Callable[[F], F]:
         count("fsdp_blocks", "Blocks in a row that share a unit."),
         flag("offload", "FSDP2 keeps the states on the host."),
         click.option(
-            "--clip-grad-norm", type=_number, metavar="X", help="Largest norm of the gradient; left out: any."
+            "--clip-grad-norm",
+            type=_number,
+            metavar="X",
+            help="Clip the norm of the gradient to this; left out: no clipping.",
         ),
         click.option(
             "--set-to-none/--no-set-to-none",
@@ -169,11 +253,11 @@ def search_options() -> Callable[[F], F]:
         "dp": "Data-parallel ranks.",
         "dp_replicate": "Replicas of the dp ranks that shard between them (HSDP).",
         "tp": "Tensor-parallel ranks.",
-        "pp": "Ranks of a pipeline.",
-        "virtual_stages": "Pipeline stages per rank.",
-        "zero": "0 DDP, 1 shards optimizer state, 2 gradients too, 3 weights too.",
-        "micro_batch": "Sequences per micro-batch and replica.",
-        "recompute_blocks": "Recompute only in the first so many blocks of each stage.",
+        "pp": "Pipeline-parallel ranks.",
+        "virtual_stages": "Pipeline stages on each pipeline rank.",
+        "zero": ZERO,
+        "micro_batch": "Sequences in one forward and backward pass of a replica.",
+        "recompute_blocks": "Recompute only in the first N blocks of each stage.",
     }
     options: list[Callable[[Any], Any]] = [
         click.option(_flag(name), type=_counts, metavar="N,N,...", help=text) for name, text in counts.items()
@@ -222,7 +306,7 @@ def _number(text: str) -> float | str:
         return text
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(package_name="memplan")
 def commands() -> None:
     """Bytes, traffic and rough time of a distributed training job, before the GPUs are reserved."""
@@ -230,9 +314,15 @@ def commands() -> None:
 
 @commands.command("estimate")
 @click.argument("model")
-@click.option("--cluster", metavar="NxGPU", help="As in 64xh100-sxm; left out: memory and traffic only.")
+@cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
-@_choice("--engine", ENGINES, "torch", "Whose accounting.")
+@_choice(
+    "--engine",
+    ENGINES,
+    "torch",
+    "torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict.",
+)
+@_choice("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -> None:
@@ -255,23 +345,22 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 
 @commands.command("search")
 @click.argument("model")
-@click.option(
-    "--cluster",
-    required=True,
-    metavar="NxGPU",
-    help="As in 64xh100-sxm; all of it is used, unless for `gpus`.",
-)
+@cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
 @_count("--global-batch", "Sequences per step.", required=True)
 @_count("--seq-len", "Tokens per sequence; left out: the model's context.")
 @_choice(
     "--objective",
     (*OBJECTIVES, *QUESTIONS),
     "speed",
-    "What the best plan has most, or least, of; or the fewest of the cluster's gpus that suffice, or the "
-    "longest seq_len, each with its fastest plans (of micro-batches of 1 unless told otherwise).",
+    "speed: most tokens per second; memory: least bytes; micro_batch: the largest; front: all plans that "
+    "none beats in both speed and memory; gpus: the fewest of the cluster that suffice; seq_len: the longest "
+    "sequence (the last two with micro-batches of 1 unless told otherwise).",
 )
 @search_options()
-@_count("--keep", f"Plans of each verdict to keep; left out: {SHOWN}, as JSON or CSV {KEEP}.")
+@_count(
+    "--keep",
+    f"How many of the best plans to show, and of the nearest; left out: {SHOWN}, as JSON or CSV {KEEP}.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
@@ -285,16 +374,16 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     with _counting("plans") as progress:
         result = searched(model, progress=progress, **asked)
     if as_csv:
-        _print_csv(search_rows(result), SEARCH_COLUMNS)
+        _print_csv(search_rows(result, model), SEARCH_COLUMNS)
     elif as_json:
-        _print_json({"plans": list(search_rows(result)), **counts(result)})
+        _print_json(search_dict(result, model))
     else:
-        click.echo(search_text(result))
+        click.echo(search_text(result, model))
 
 
 @commands.command("advise")
 @click.argument("model")
-@click.option("--cluster", required=True, metavar="NxGPU", help="As in 64xh100-sxm.")
+@cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The changes as CSV instead of text.")
@@ -306,18 +395,18 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     with _counting("plans") as progress:
         advice = advise(estimate(model, **asked), progress)
     if as_csv:
-        _print_csv(map(advice.row, advice.changes), ADVICE_COLUMNS)
+        _print_csv(advice.rows(model), ADVICE_COLUMNS)
     elif as_json:
-        _print_json(advice.to_dict())
+        _print_json(advice.to_dict(model))
     else:
-        click.echo(advice_text(advice))
+        click.echo(advice_text(advice, model))
 
 
 @commands.command("compare")
 @click.argument("model")
 @click.argument("plan_a")
 @click.argument("plan_b")
-@click.option("--cluster", required=True, metavar="NxGPU", help="As in 64xh100-sxm.")
+@cluster_options()
 @_count("--global-batch", "Sequences per step.", required=True)
 @_count("--seq-len", "Tokens per sequence; left out: the model's context.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -328,9 +417,12 @@ def compare_command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **as
     """
     a, b = (estimate(model, **asked, **fields_of(text)) for text in (plan_a, plan_b))
     if as_json:
-        _print_json({"a": a.to_dict(), "b": b.to_dict(), "why": why(a, b)})
+        plans = {
+            name: each.to_dict() | {"command": command_of(each, model)} for name, each in (("a", a), ("b", b))
+        }
+        _print_json(versioned({**plans, "why": why(a, b)}))
     else:
-        click.echo(why(a, b))
+        click.echo(compared_text(a, b, model))
 
 
 def fields_of(text: str) -> dict[str, Any]:
@@ -371,9 +463,7 @@ def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
 
 
 def _print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    click.echo(csv_of(rows, columns), nl=False)
 
 
 @commands.command("models")
@@ -438,8 +528,33 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """The entry point: whatever the terminal cannot show is written as an escape."""
+    """The entry point of `memplan`."""
+    command_line(commands, "memplan")
+
+
+def command_line(group: click.Group, name: str) -> NoReturn:
+    """Runs commands as a program and ends it.
+
+    Whatever the terminal cannot show is written as an escape; an output that cannot be written is one line on
+    stderr and exit code 2; one that nobody reads any more ends the program without a word.
+    """
+    if sys.stdout is None:
+        print("Error: the output cannot be written (it is closed).", file=sys.stderr)
+        sys.exit(2)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
-    commands(prog_name="memplan")
+    try:
+        try:
+            group(prog_name=name)
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer has nowhere to go: Python would complain of it when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"Error: the output cannot be written ({error.strerror}).", file=sys.stderr)
+        code = 1 if error.errno == errno.EPIPE else 2
+    sys.exit(code)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 
 class MemplanError(ValueError):
@@ -16,12 +18,28 @@ class UnknownName(MemplanError):
     """A name that is in no table; the text offers the nearest ones."""
 
 
-class PlanRefused(MemplanError):
+class Refusal(MemplanError):
+    """A plan that is refused; `kind` says in a line which plans are, and why, without this one's values."""
+
+    def __init__(self, text: str, *, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind or text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), kind=self.kind), self.args
+
+
+class PlanRefused(Refusal):
     """A plan that cannot run: the text says which rule refuses it and what would be accepted."""
 
 
-class MissingRule(MemplanError):
+class MissingRule(Refusal):
     """No rule states what this operation costs; nothing is assumed in its place."""
+
+
+def kind_of(error: MemplanError) -> str:
+    """Which plans are refused for the same reason; of another error its text."""
+    return error.kind if isinstance(error, Refusal) else str(error)
 
 
 def shown_value(value: object, most: int = 40) -> str:
@@ -38,16 +56,31 @@ def shown_value(value: object, most: int = 40) -> str:
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
-    """The error for a name that is not in a table, with the nearest match.
+    """The error for a name that is not in a table, with the names that it may stand for.
 
     >>> print(unknown_name("model", "lama-2-7b", ["gpt2", "llama-2-7b"]))
     unknown model 'lama-2-7b'; did you mean 'llama-2-7b'? Known: gpt2, llama-2-7b.
     """
     names = sorted(known)
     shown = name[:80] if isinstance(name, str) else shown_value(name)
-    near = get_close_matches(shown.lower(), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return UnknownName(f"unknown {what} {shown!r}{hint} Known: {', '.join(names)}.")
+    return UnknownName(f"unknown {what} {shown!r}{did_you_mean(shown, names)} Known: {', '.join(names)}.")
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
+    """The names that begin with what was written, or the nearest one, as the end of an error's first line.
+
+    >>> did_you_mean("h100", ["h100-sxm", "h100-pcie", "h200"])
+    "; did you mean 'h100-sxm' or 'h100-pcie'?"
+    >>> did_you_mean("h10-sxm", ["h100-sxm", "v100"]), did_you_mean("", ["v100"])
+    ("; did you mean 'h100-sxm'?", '.')
+    """
+    names, asked = list(known), name.strip().lower()
+    begun = [each for each in names if asked and each.lower().startswith(asked)]
+    near = begun[:most] or get_close_matches(asked, names, n=1, cutoff=0.4)
+    if not near:
+        return "."
+    *others, last = map(repr, near)
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 
 def divisors_text(n: int, limit: int = 12) -> str:

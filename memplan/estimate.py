@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from memplan.checks import LARGEST_CLUSTER, checked_count
-from memplan.device import H100, Device
+from memplan.allocator import OutOfMemory
+from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
+from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines import textbook
 from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
 from memplan.engines.torch.stage import StageKind
@@ -17,11 +18,29 @@ from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
     Interval,
+    Link,
+    Verdict,
+    n_communicators,
     outside_allocator,
     resolve_cluster,
 )
+from memplan.layout import html_text
 from memplan.models import Model, parameter_count, resolve
-from memplan.plan import Plan, Rank, check_device, check_plan, stage_layers
+from memplan.plan import (
+    DdpCommHook,
+    Engine,
+    FsdpUnits,
+    Optimizer,
+    OptimizerImpl,
+    Plan,
+    Precision,
+    Rank,
+    Recompute,
+    Schedule,
+    check_device,
+    check_plan,
+    stage_layers,
+)
 from memplan.replay import Program, Replayed, replayed
 from memplan.steptime import (
     RankWork,
@@ -38,6 +57,8 @@ from memplan.steptime import (
 from memplan.tape import Backend
 from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
 from memplan.traffic import Collective, collectives, textbook_collectives
+from memplan.units import human_bytes
+from memplan.version import versioned
 
 if TYPE_CHECKING:
     import pandas
@@ -45,11 +66,8 @@ if TYPE_CHECKING:
 
 Confirmation = Literal["measured", "unmeasured"]
 
-Verdict = Literal["fits", "within the margin", "does not fit"]
-"""Whether the device holds a plan; "within the margin": that depends on what is known as a range only."""
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StageEstimate:
     """What one rank of a pipeline holds and sends; the figures are worked out when asked for.
 
@@ -64,6 +82,9 @@ class StageEstimate:
     traffic: Callable[[], tuple[Collective, ...]] = field(repr=False, compare=False)
     again: Callable[[], int] = field(repr=False, compare=False)
     program: Callable[[], Program] | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<StageEstimate of stage {self.stage}: peak {human_bytes(self.peak_bytes)}>"
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -91,6 +112,19 @@ class StageEstimate:
     def replayed(self) -> Replayed | None:
         """`replay` with the allocator's defaults and no limit."""
         return self.replay()
+
+    def replayed_within(self, limit_bytes: int) -> Replayed | None:
+        """`replay` with a limit, done once; None if that runs out of memory."""
+        if limit_bytes not in self._known_within:
+            try:
+                self._known_within[limit_bytes] = self.replay(limit_bytes=limit_bytes)
+            except OutOfMemory:
+                self._known_within[limit_bytes] = None
+        return self._known_within[limit_bytes]
+
+    @cached_property
+    def _known_within(self) -> dict[int, Replayed | None]:
+        return {}
 
     @cached_property
     def states(self) -> Bytes:
@@ -191,18 +225,19 @@ class StageEstimate:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """What a plan asks of each GPU: per pipeline stage, the rank of it that holds most.
 
     `confirmed` is "measured" where the rules behind it have been compared with real runs (CPU ranks), and
     "unmeasured" where they are read from sources only (CUDA). `time_model` turns work into seconds:
-    `dataclasses.replace` puts another in its place.
+    `dataclasses.replace` puts another in its place. `device` is whose rules it was estimated by.
     """
 
     model: Model
     plan: Plan
     cluster: Cluster | None
+    device: Device
     stages: tuple[StageEstimate, ...]
     confirmed: Confirmation
     time_model: TimeModel = field(default_factory=Roofline)
@@ -238,19 +273,6 @@ class Estimate:
         return self.busiest.collectives
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the peak is within the cluster's budget; None without a cluster or a limit.
-
-        The peak is of allocated bytes; the budget's margin stands in for fragmentation, the CUDA context
-        and communication buffers (see `memplan.hardware.Cluster.budget_bytes`). Textbook accounting is never
-        compared with it: None.
-        """
-        if self.cluster is None or self.plan.engine == "textbook":
-            return None
-        budget_bytes = self.cluster.budget_bytes
-        return None if budget_bytes is None else self.peak.total_bytes <= budget_bytes
-
-    @property
     def reserved_bytes(self) -> int | None:
         """What the caching allocator holds for the worst stage; None where there is none (CPU, textbook).
 
@@ -264,34 +286,78 @@ class Estimate:
         """What the worst stage's process holds on its GPU, as `nvidia-smi` shows it; None on CPU.
 
         At least what is allocated: the rest of what is reserved is given back before memory runs out. At most
-        what is reserved. With it CUDA's context and NCCL's buffers, as far as their ranges go.
+        what is reserved; where that is beyond the cluster's budget, what is reserved within it, if a replay
+        shows that the allocator gets along with so much (`gives_back`). With it CUDA's context and NCCL's
+        buffers, as far as their ranges go.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
         replay = self.worst.replayed
         if replay is None:
             return None
+        within = self._within_budget
+        most_bytes = replay.reserved_bytes if within is None else within.reserved_bytes
+        outside = self._outside_allocator
+        return Interval(replay.allocated_bytes + outside.low_bytes, most_bytes + outside.high_bytes)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the plan keeps within the budget only as cached blocks are given back, which takes time."""
+        return self._within_budget is not None
+
+    @property
+    def _outside_allocator(self) -> Interval:
         plan = self.plan
-        n_axes = sum(n > 1 for n in (plan.dp, plan.dp_replicate, plan.tp, plan.pp))
-        outside = outside_allocator(n_axes + (n_axes > 1))
-        return Interval(
-            replay.allocated_bytes + outside.low_bytes, replay.reserved_bytes + outside.high_bytes
-        )
+        return outside_allocator(n_communicators(plan.pp, plan.dp_replicate, plan.dp, plan.tp))
+
+    @property
+    def _within_budget(self) -> Replayed | None:
+        """The replay within the budget; None if it needs none, or runs out of memory there."""
+        budget_bytes = None if self.cluster is None else self.cluster.budget_bytes
+        replay = self.worst.replayed
+        if budget_bytes is None or replay is None:
+            return None
+        limit_bytes = budget_bytes - self._outside_allocator.high_bytes
+        if not replay.allocated_bytes <= limit_bytes < replay.reserved_bytes:
+            return None
+        return self.worst.replayed_within(limit_bytes)
 
     @property
     def verdict(self) -> Verdict | None:
-        """What `device_bytes` say of the GPU's usable bytes; None without a cluster or a limit.
+        """Whether each GPU holds the plan: `memplan.Cluster.verdict` of `device_bytes`.
 
-        `fits` is the quicker question, and what `search` asks: whether the allocated peak keeps to a budget
-        whose margin stands in for all else. This one asks what that margin has to hold.
+        The only rule: `fits`, `memplan.search`, `advise`, `why`, charts and JSON say the same. None without
+        a cluster or a limit, and for textbook accounting, which is never compared with one.
+        """
+        if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.plan.engine == "textbook":
+            return None
+        if self.over_bytes:
+            return "does not fit"  # as `device_bytes` would say, which takes a replay
+        held = self.device_bytes
+        return None if held is None else self.cluster.verdict(held)
+
+    @property
+    def over_bytes(self) -> int | None:
+        """What the worst stage allocates beyond what is usable beside CUDA's context; None: no limit.
+
+        Where it is more than 0, the least of `device_bytes` is more than what is usable too: the allocator
+        holds no less than it is asked for.
         """
         usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
-        held = None if usable is None else self.device_bytes
-        if usable is None or held is None:
+        if usable is None or self.plan.engine == "textbook":
             return None
-        if held.high_bytes <= usable:
-            return "fits"
-        return "does not fit" if held.low_bytes > usable else "within the margin"
+        return max(0, self.worst.peak_bytes + self._outside_allocator.low_bytes - usable)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the `verdict` is "fits" or "does not fit"; None: "cannot say", or there is none."""
+        said: dict[Verdict | None, bool] = {"fits": True, "does not fit": False}
+        return said.get(self.verdict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What should be known of the plan that no figure says."""
+        return tuple(notes_of(self.model, self.plan))
 
     @property
     def time_missing(self) -> tuple[str, ...]:
@@ -300,7 +366,7 @@ class Estimate:
 
     @property
     def stage_times(self) -> tuple[StepTime, ...] | None:
-        """The step of each stage of the pipeline; None without a cluster that claims the rates."""
+        """The step of each stage of the pipeline; None without a cluster whose rates are known."""
         if self.cluster is None or self.time_missing:
             return None
         return self.time_model.step_times([stage.work for stage in self.stages], self.plan, self.cluster)
@@ -313,7 +379,7 @@ class Estimate:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step; None without a cluster that claims the rates."""
+        """Seconds of a step; None without a cluster whose rates are known."""
         return None if (time := self.time) is None else time.total_s
 
     @property
@@ -361,11 +427,6 @@ class Estimate:
         """The step of a stage (the worst one if None), for `memplan.timeline.running_bytes` and plots."""
         return (self.worst if stage is None else self._stage(stage)).timeline.step
 
-    @property
-    def device(self) -> Device:
-        """Whose rules it was estimated by."""
-        return device_of(self.cluster)
-
     def _stage(self, stage: int) -> StageEstimate:
         return self.stages[checked_count("stage", stage, least=0, most=len(self.stages) - 1)]
 
@@ -377,21 +438,26 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""
-        return {
-            "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
-            "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
-            "cluster": self.cluster.name if self.cluster is not None else None,
-            "n_parameters": self.n_parameters,
-            "fits": self.fits,
-            "verdict": self.verdict,
-            "reserved_bytes": self.reserved_bytes,
-            "device_bytes": None if (held := self.device_bytes) is None else held._asdict(),
-            "confirmed": self.confirmed,
-            "peak": self.peak.to_dict(),
-            "worst_stage": self.worst.stage,
-            **self._time_dict(),
-            "stages": [stage.to_dict() for stage in self.stages],
-        }
+        return versioned(
+            {
+                "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
+                "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
+                "cluster": None if self.cluster is None else self.cluster.to_dict(),
+                "device": self.device.type,
+                "n_parameters": self.n_parameters,
+                "verdict": self.verdict,
+                "fits": self.fits,
+                "device_bytes": None if (held := self.device_bytes) is None else held._asdict(),
+                "reserved_bytes": self.reserved_bytes,
+                "gives_back": self.gives_back,
+                "confirmed": self.confirmed,
+                "notes": list(self.notes),
+                "peak": self.peak.to_dict(),
+                "worst_stage": self.worst.stage,
+                **self._time_dict(),
+                "stages": [stage.to_dict() for stage in self.stages],
+            }
+        )
 
     def _time_dict(self) -> dict[str, Any]:
         time = self.time
@@ -415,6 +481,29 @@ class Estimate:
 
         return estimate_text(self)
 
+    def __repr__(self) -> str:
+        where = "" if self.cluster is None else f" on {self.cluster.name}"
+        peak = f"peak {human_bytes(self.worst.peak_bytes)}"
+        return f"<Estimate of {self.model.name}{where}, {self.plan.mesh_text}, zero={self.plan.zero}: {peak}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+
+def notes_of(model: Model, plan: Plan) -> Iterator[str]:
+    """What should be known of a plan that no figure says."""
+    if plan.seq_len > model.max_seq_len:
+        yield (
+            f"seq_len={plan.seq_len} is longer than {model.name}'s context of {model.max_seq_len} tokens "
+            "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
+            "learns from it is another question."
+        )
+    if plan.zero == 1 and plan.dp > 1 and plan.engine == "torch":
+        yield (
+            "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out whole "
+            "tensors: ranks hold unequal parts, and the fullest rank is shown."
+        )
+
 
 def device_of(cluster: Cluster | None) -> Device:
     """What a cluster's kernels run on; an H100 without a cluster."""
@@ -434,25 +523,29 @@ def estimate(
     micro_batch: int = 1,
     global_batch: int | None = None,
     seq_len: int | None = None,
-    precision: str = "bf16-mixed",
-    optimizer: str = "adamw",
-    recompute: str = "none",
+    precision: Precision = "bf16-mixed",
+    optimizer: Optimizer = "adamw",
+    recompute: Recompute = "none",
     recompute_blocks: int | None = None,
-    schedule: str = "1f1b",
+    schedule: Schedule = "1f1b",
     virtual_stages: int = 1,
     layers_per_stage: Sequence[int] | None = None,
-    fsdp_units: str = "block",
+    fsdp_units: FsdpUnits = "block",
     fsdp_blocks: int = 1,
     offload: bool = False,
-    optimizer_impl: str = "default",
+    optimizer_impl: OptimizerImpl = "default",
     clip_grad_norm: float | None = None,
     set_to_none: bool = True,
     gradient_as_bucket_view: bool = False,
     static_graph: bool = False,
     bucket_cap_bytes: int | None = None,
-    ddp_comm_hook: str = "none",
+    ddp_comm_hook: DdpCommHook = "none",
     loss_chunks: int = 1,
-    engine: str = "torch",
+    engine: Engine = "torch",
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+    device: DeviceType | None = None,
 ) -> Estimate:
     """What one plan asks of each GPU.
 
@@ -471,12 +564,12 @@ def estimate(
         precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed" (with a loss scaler).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
         recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
-        recompute_blocks: only the first so many blocks of each stage; left out, all.
+        recompute_blocks: recompute only the first that many blocks of each stage; left out, all.
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".
         virtual_stages: pipeline stages on each rank of the pipeline.
         layers_per_stage: blocks of each stage in model order; left out, as even as possible.
         fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
-        fsdp_blocks: so many blocks in a row share a unit.
+        fsdp_blocks: blocks in a row that share a unit.
         offload: FSDP2 keeps weights, gradients and optimizer state on the host.
         optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
@@ -486,13 +579,18 @@ def estimate(
         bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
         ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        engine: "torch", or "textbook": the papers' closed forms, for teaching, never a verdict on `fits`.
+        engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict.
+        gpus_per_node: GPUs in a node; left out, as in the cluster's table.
+        network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
+        margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
+        device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
+            what `python -m validate` measures on processes of this machine.
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
     model = resolve(model)
-    cluster = resolve_cluster(cluster)
+    cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
         dp = _dp_left(cluster, prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items()))
@@ -506,27 +604,27 @@ def estimate(
         micro_batch=micro_batch,
         global_batch=0 if global_batch is None else checked_count("global_batch", global_batch),
         seq_len=model.max_seq_len if seq_len is None else seq_len,
-        precision=cast(Any, precision),
-        optimizer=cast(Any, optimizer),
-        recompute=cast(Any, recompute),
+        precision=precision,
+        optimizer=optimizer,
+        recompute=recompute,
         recompute_blocks=recompute_blocks,
-        schedule=cast(Any, schedule),
+        schedule=schedule,
         virtual_stages=virtual_stages,
         layers_per_stage=cast(Any, layers_per_stage),
-        fsdp_units=cast(Any, fsdp_units),
+        fsdp_units=fsdp_units,
         fsdp_blocks=fsdp_blocks,
         offload=offload,
-        optimizer_impl=cast(Any, optimizer_impl),
+        optimizer_impl=optimizer_impl,
         clip_grad_norm=clip_grad_norm,
         set_to_none=set_to_none,
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
         bucket_cap_bytes=bucket_cap_bytes,
-        ddp_comm_hook=cast(Any, ddp_comm_hook),
+        ddp_comm_hook=ddp_comm_hook,
         loss_chunks=loss_chunks,
         engine=engine,
     )
-    return estimate_plan(model, plan, cluster)
+    return estimate_plan(model, plan, cluster, device)
 
 
 def _dp_left(cluster: Cluster | None, n_other: int) -> int:
@@ -540,20 +638,37 @@ def _dp_left(cluster: Cluster | None, n_other: int) -> int:
     return cluster.n_gpus // n_other
 
 
-def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> Estimate:
+def estimate_plan(
+    model: Model, plan: Plan, cluster: Cluster | None = None, device: DeviceType | None = None
+) -> Estimate:
     """`estimate` for values that already exist.
 
     Raises:
-        MemplanError: if the plan cannot run on this model, or its mesh is not the cluster.
+        MemplanError: if the plan cannot run on this model, its mesh is not the cluster, or the cluster is of
+            another device.
     """
+    runs_on = _checked_device(device, cluster)
     check_plan(model, plan)
-    check_device(plan, device_of(cluster))
+    check_device(plan, runs_on)
     if cluster is not None and plan.world_size != cluster.n_gpus:
         raise InvalidValue(
             f"{plan.mesh_text} = {plan.world_size} ranks are not the cluster's {cluster.n_gpus} GPUs; use "
             f"cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
         )
-    return estimate_on(model, plan, device_of(cluster), cluster)
+    return estimate_on(model, plan, runs_on, cluster)
+
+
+def _checked_device(asked: DeviceType | None, cluster: Cluster | None) -> Device:
+    known = device_of(cluster)
+    if asked is None:
+        return known
+    checked_choice("device", asked, get_args(DeviceType))
+    if cluster is not None and asked != known.type:
+        raise InvalidValue(
+            f"device={asked!r} contradicts cluster={cluster.name!r}, whose devices are of type "
+            f"{known.type!r}; leave one of them out."
+        )
+    return CPU if asked == "cpu" else known
 
 
 def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
@@ -578,6 +693,7 @@ def estimate_of(
         model=model,
         plan=plan,
         cluster=cluster,
+        device=device,
         stages=tuple(stages),
         confirmed="measured" if device.on_cpu and plan.engine != "textbook" else "unmeasured",
     )

@@ -1,9 +1,18 @@
-"""Rows as text for a terminal of 80 columns, and as pandas frames for those who have pandas."""
+"""Rows as text for a terminal of 80 columns, and as pandas frames for those who have pandas.
 
-from collections.abc import Mapping, Sequence
+Text that is too long for its line or its column goes on below; nothing is cut.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import zip_longest
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.errors import MemplanError
+from memplan.units import binary_unit, scaled
 
 if TYPE_CHECKING:
     import pandas
@@ -11,9 +20,15 @@ if TYPE_CHECKING:
 WIDTH: Final = 80
 """Columns of a terminal; no line is longer."""
 
+FORMULAS: Final = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet takes for a formula."""
+
+NARROWEST: Final = 8
+"""A column is not made narrower than that."""
+
 
 def frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "pandas.DataFrame":
-    """Rows as a frame with these columns.
+    """Rows as a frame with these columns; whole numbers stay whole where others are missing (`Int64`).
 
     Raises:
         MemplanError: if pandas is not installed.
@@ -22,41 +37,58 @@ def frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "pandas.
         from pandas import DataFrame
     except ModuleNotFoundError:
         raise MemplanError("a frame needs pandas; install it with: pip install 'memplan[tables]'.") from None
-    return DataFrame(rows, columns=list(columns))
+    found = DataFrame(rows, columns=list(columns))
+    for name in columns:
+        values = {type(row.get(name)) for row in rows}
+        if values == {int, type(None)}:
+            found[name] = found[name].astype("Int64")
+    return found
 
 
 def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: int | None = None) -> str:
     """Rows of cells in columns two spaces apart, the first row their headings.
 
     `sides` has one of "<" and ">" per column. If the lines would be longer than `WIDTH`, the cells of the
-    column `flexible` are cut.
+    column `flexible` go on in further lines.
 
     >>> print(text_table([("name", "bytes"), ("wq", "4096"), ("norm", "16")], "<>"))
     name  bytes
     wq     4096
     norm     16
+    >>> print(text_table([("rule", "n"), ("tp=3 does not divide n_heads=32; " * 3, "1")], "<>", flexible=0))
+    rule                                                                           n
+    tp=3 does not divide n_heads=32; tp=3 does not divide n_heads=32; tp=3 does    1
+    not divide n_heads=32;
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     too_wide = sum(widths) + 2 * (len(widths) - 1) - WIDTH
     if flexible is not None and too_wide > 0:
-        widths[flexible] = max(4, widths[flexible] - too_wide)
+        widths[flexible] = max(NARROWEST, widths[flexible] - too_wide)
     columns = list(zip(sides, widths, strict=True))
     return "\n".join(
-        "  ".join(
-            f"{cut(cell, width):{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)
-        ).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(line, columns, strict=True)).rstrip()
         for row in rows
+        for line in _lines(row, widths)
     )
 
 
-def cut(text: str, width: int) -> str:
-    """`text` in at most `width` characters, its middle left out.
+def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """A row's lines: cells that are too long go on in the lines below."""
+    cells = [
+        wrap(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths, strict=True)
+    ]
+    return zip_longest(*cells, fillvalue="")
 
-    >>> cut("gather weights", 20), cut("gather weights", 10)
-    ('gather weights', 'gath..ghts')
+
+def wrapped(text: str, *, indent: str = "") -> str:
+    """Text in lines of at most `WIDTH` characters; those after the first are indented.
+
+    >>> text = "cluster  64xh100-sxm: 8 nodes of 8, InfiniBand NDR of 400 Gbit/s for each GPU"
+    >>> print(wrapped(text, indent="   "))
+    cluster  64xh100-sxm: 8 nodes of 8, InfiniBand NDR of 400 Gbit/s for each
+       GPU
     """
-    half = (width - 2) // 2
-    return text if len(text) <= width else f"{text[: width - 2 - half]}..{text[-half:]}"
+    return "\n".join(wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)) or text
 
 
 def printable(text: str) -> str:
@@ -65,4 +97,55 @@ def printable(text: str) -> str:
     >>> print(printable("a\x1bb"))
     a\x1bb
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def margin_text(margin: float) -> str:
+    """The margin for people.
+
+    >>> margin_text(0.05), margin_text(0)
+    ('less a margin of 5%', 'no margin')
+    """
+    return f"less a margin of {100 * margin:g}%" if margin else "no margin"
+
+
+def interval_text(held: tuple[int, int]) -> str:
+    """An interval of bytes, in the unit of its upper end.
+
+    >>> interval_text((2**30, 3 * 2**30))
+    '1.00 to 3.00 GiB'
+    """
+    unit, name = binary_unit(held[1])
+    low, high = (scaled(n_bytes, unit, 0 if unit == 1 else 2) for n_bytes in held)
+    return f"{low} to {high} {name}"
+
+
+def html_text(text: str) -> str:
+    """Text for a notebook, as it would stand in a terminal.
+
+    >>> html_text("a < b")
+    '<pre>a &lt; b</pre>'
+    """
+    return f"<pre>{escape(text)}</pre>"
+
+
+def csv_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Rows as CSV with a head; None is an empty cell, and a text that looks like a formula is quoted.
+
+    >>> print(csv_of([{"case": "=1+1", "peak_error": -0.5}, {"case": None}], ["case", "peak_error"]))
+    case,peak_error
+    '=1+1,-0.5
+    ,
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula begins with an apostrophe: it is shown, not run."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULAS) else value

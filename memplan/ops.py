@@ -535,10 +535,11 @@ def _sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
 def rope(x: Tensor) -> Tensor:
     """Pairs of elements turned by their position's angle, as complex float32 numbers; saves the angles only.
 
-    The backward product resolves the angles' conjugate, a copy of (seq, d_head / 2) complex numbers; that is
-    the size of one head's float32 sequence.
+    The backward product wants its gradient by token, and resolves the angles' conjugate, a copy of
+    (seq, d_head / 2) complex numbers; that is the size of one head's float32 sequence.
 
-    Source: torch/csrc/autograd/FunctionsManual.cpp (`mul_tensor_backward`), ATen/ConjugateFallback.cpp.
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`mul_tensor_backward`), ATen/ConjugateFallback.cpp,
+    tools/autograd/derivatives.yaml (`view_as_real`).
     """
     run, shape, dtype = x.run, x.shape, x.dtype
     seq, half = shape[1], shape[3] // 2
@@ -551,6 +552,7 @@ def rope(x: Tensor) -> Tensor:
         return (grad_x,)
 
     turned = run.new("rotated", shape, FP32, run.node((wide.node,), (), backward))
+    turned.node = run.node((turned.node,), (), lambda grad, saved: (_by_token(grad),))
     return run.cast(turned, dtype)
 
 
@@ -697,6 +699,12 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
         grad_left.by_head = grad_right.by_head = apart
         return grad_left, grad_right
 
+    def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
+        (grad_scores,) = _same_backward(grad, saved)
+        if not grad.run.setting.device.on_cpu:
+            _like(grad, "grad times probabilities")
+        return (grad_scores,)
+
     def scores_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_q, grad_k = product_backward(grad, saved)
         grad_k.by_head = min(batch, seq) > 1
@@ -722,10 +730,11 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
         scores = run.new("scores and bias", scores_shape, FP32)
     probabilities = run.new("probabilities", scores_shape, FP32)
     saved = Tensor(run, scores_shape, FP32, probabilities.storage)
-    probabilities.node = run.node((node,), (saved,), _same_backward)
+    probabilities.node = run.node((node,), (saved,), softmax_backward)
     masked_out = run.new("keys not allowed", scores_shape, BOOL)
     nothing_left = run.new("rows without any allowed key", scores_shape[:-1], BOOL)
-    del nothing_left, masked_out, scores, saved
+    zero = None if run.setting.device.on_cpu else run.new("0", (), FP32)
+    del nothing_left, masked_out, scores, saved, zero
     if dropout:
         mask = run.new("dropout mask", scores_shape, FP32 if run.setting.device.on_cpu else BOOL)
         node = run.node((probabilities.node,), (mask,), _same_backward)
@@ -765,7 +774,7 @@ def repeated_heads(x: Tensor, n_heads: int, *, by_head: bool = False) -> Tensor:
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.run.new("grad", shape, dtype)
-        grad_x.by_head = grad.by_head
+        grad_x.by_head = by_head and min(shape[1:3]) > 1
         return (grad_x,)
 
     node = run.node((x.node,), (), backward)

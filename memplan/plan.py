@@ -18,6 +18,7 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v"]
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
+Engine = Literal["torch", "textbook"]
 
 PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
@@ -45,6 +46,9 @@ DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_byt
 
 FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks", "offload")
 """What only FSDP2 knows."""
+
+MOST_MICRO_BATCHES: Final = 2**23
+"""More micro-batches than that in a step are a mistake, not a plan."""
 
 RULED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
     "torch": {},
@@ -98,9 +102,9 @@ class Plan:
             over the tensor axis (`all_reduce`, `reduce_scatter_tensor`) return. So norms, rotary positions,
             activations, dropout, casts and residual sums are computed again, and under sequence parallelism
             the sequence is all-gathered again. (The textbook's "selective" is the paper's: attention's core.)
-        recompute_blocks: recompute only the first so many blocks of each stage; None: all.
+        recompute_blocks: recompute only that many blocks at the start of each stage; None: all.
         fsdp_units: what FSDP2 gathers together: each "block", the ends too ("block+ends"), or the "model".
-        fsdp_blocks: so many blocks in a row share a unit.
+        fsdp_blocks: how many blocks in a row share a unit.
         offload: FSDP2 keeps weights, gradients and optimizer state on the host.
         optimizer_impl: one parameter at a time, all at once, or in one kernel; "default": torch's choice.
         clip_grad_norm: the largest norm of the whole gradient; None: not clipped.
@@ -140,7 +144,7 @@ class Plan:
     bucket_cap_bytes: int | None = None
     ddp_comm_hook: DdpCommHook = "none"
     loss_chunks: int = 1
-    engine: str = "torch"
+    engine: Engine = "torch"
 
     def __post_init__(self) -> None:
         for field in ("dp", "tp", "pp", "dp_replicate"):
@@ -261,7 +265,8 @@ def _check_world(plan: Plan) -> None:
     if plan.world_size > LARGEST_CLUSTER:
         raise PlanRefused(
             f"{plan.mesh_text} = {plan.world_size} ranks are more than {LARGEST_CLUSTER}; "
-            "use smaller degrees."
+            "use smaller degrees.",
+            kind="more ranks than any cluster has",
         )
 
 
@@ -271,7 +276,15 @@ def _check_batch(plan: Plan) -> None:
         replicas = f"dp_replicate x dp = {plan.n_replicas}" if plan.dp_replicate > 1 else f"dp = {plan.dp}"
         raise PlanRefused(
             f"global_batch={plan.global_batch} is not a multiple of micro_batch = {plan.micro_batch} times "
-            f"{replicas}; use {-(-plan.global_batch // per_pass) * per_pass}."
+            f"{replicas}; use {-(-plan.global_batch // per_pass) * per_pass}.",
+            kind="global_batch is not a multiple of micro_batch x replicas",
+        )
+    if plan.n_micro_batches > MOST_MICRO_BATCHES:
+        raise PlanRefused(
+            f"global_batch={plan.global_batch} makes {plan.n_micro_batches} micro-batches of "
+            f"{plan.micro_batch} for each replica, and more than {MOST_MICRO_BATCHES} are a mistake; use a "
+            "smaller global_batch, or a larger micro_batch.",
+            kind="more micro-batches than any training accumulates",
         )
 
 
@@ -279,7 +292,8 @@ def _check_sequence(plan: Plan) -> None:
     if plan.sequence_parallel and plan.tp == 1:
         raise PlanRefused(
             "sequence_parallel=True divides the sequence over the tensor axis, but tp=1; "
-            "use tp of 2 or more, or sequence_parallel=False."
+            "use tp of 2 or more, or sequence_parallel=False.",
+            kind="sequence parallelism without tensor parallelism",
         )
 
 
@@ -289,7 +303,8 @@ def _check_tools(plan: Plan) -> None:
     if plan.dp_replicate > 1 and not plan.fsdp:
         raise PlanRefused(
             f"dp_replicate={plan.dp_replicate} replicates shards (HSDP), but zero={plan.zero} shards no "
-            "weights; use zero=2 or 3, or dp for replicas."
+            "weights; use zero=2 or 3, or dp for replicas.",
+            kind="HSDP (dp_replicate) with a ZeRO stage that shards no weights",
         )
     for tool, options, used, way_out in (
         ("DistributedDataParallel", DDP_OPTIONS, plan.ddp, "zero=0 or 1 and dp of 2 or more"),
@@ -300,7 +315,8 @@ def _check_tools(plan: Plan) -> None:
             if not used and value != plain[option].default:
                 raise PlanRefused(
                     f"{option}={value!r} is an option of {tool}, which zero={plan.zero}, dp={plan.dp} does "
-                    f"not use; leave it out, or use {way_out}."
+                    f"not use; leave it out, or use {way_out}.",
+                    kind="options of DDP or FSDP2 on plans that do not use it",
                 )
 
 
@@ -310,7 +326,8 @@ def _check_static_graph(plan: Plan) -> None:
         raise PlanRefused(
             f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
             "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
-            f"static_graph=False{single}."
+            f"static_graph=False{single}.",
+            kind="static_graph with gradient accumulation, which fails in PyTorch",
         )
 
 
@@ -319,17 +336,20 @@ def _check_options(plan: Plan) -> None:
     if plan.fsdp_blocks > 1 and plan.fsdp_units == "model":
         raise PlanRefused(
             f"fsdp_blocks={plan.fsdp_blocks} says how many blocks share a unit, but fsdp_units='model' makes "
-            "one unit of all; use fsdp_units='block' or 'block+ends', or fsdp_blocks=1."
+            "one unit of all; use fsdp_units='block' or 'block+ends', or fsdp_blocks=1.",
+            kind="fsdp_blocks although the whole model is one unit",
         )
     if plan.recompute_blocks is not None and plan.recompute == "none":
         raise PlanRefused(
             f"recompute_blocks={plan.recompute_blocks} says which blocks to recompute, but recompute='none'; "
-            "use recompute='full' or 'selective', or leave it out."
+            "use recompute='full' or 'selective', or leave it out.",
+            kind="recompute_blocks although nothing is recomputed",
         )
     if plan.loss_chunks > plan.seq_len:
         raise PlanRefused(
             f"loss_chunks={plan.loss_chunks} is more than the seq_len={plan.seq_len} tokens to divide; "
-            f"use {plan.seq_len} or less."
+            f"use {plan.seq_len} or less.",
+            kind="more loss chunks than tokens",
         )
 
 
@@ -387,7 +407,8 @@ def check_device(plan: Plan, device: Device) -> None:
     if device.on_cpu and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
-            "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'."
+            "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'.",
+            kind="fused bfloat16 SGD on CPU, which PyTorch computes wrongly",
         )
 
 
@@ -395,7 +416,8 @@ def _check_positions(model: Model, plan: Plan) -> None:
     if model.learned_positions and plan.seq_len > model.max_seq_len:
         raise PlanRefused(
             f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
-            f"positions of {model.name}; use {model.max_seq_len} or less."
+            f"positions of {model.name}; use {model.max_seq_len} or less.",
+            kind="sequences longer than the table of learned positions",
         )
 
 
@@ -405,7 +427,8 @@ def _check_rules(model: Model, plan: Plan) -> None:
         if value not in ruled:
             raise MissingRule(
                 f"{option}={value!r} has no rule yet in the {plan.engine} engine; use "
-                f"{' or '.join(map(repr, ruled))}."
+                f"{' or '.join(map(repr, ruled))}.",
+                kind="options that the engine has no rule for",
             )
 
 
@@ -419,14 +442,18 @@ def _check_tensor_axis(model: Model, plan: Plan) -> None:
             choices = f"one of {divisors_text(shared)}" if shared > 1 else "tp=1"
             if shared < gcd(model.n_kv_heads, model.d_ff) and plan.engine == "torch":
                 choices += f", or pad vocab_size={model.vocab_size} to a multiple of tp"
-            raise PlanRefused(f"tp={plan.tp} does not divide {name}={total}; use {choices}.")
+            raise PlanRefused(
+                f"tp={plan.tp} does not divide {name}={total}; use {choices}.",
+                kind="tp does not divide the heads, d_ff or the vocabulary",
+            )
     if plan.sequence_parallel and plan.seq_len % plan.tp:
         divisible = -(-plan.seq_len // plan.tp) * plan.tp
         if model.learned_positions:
             divisible = min(divisible, model.max_seq_len // plan.tp * plan.tp)
         raise PlanRefused(
             f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use "
-            f"{f'seq_len={divisible}' if divisible else 'sequence_parallel=False'}."
+            f"{f'seq_len={divisible}' if divisible else 'sequence_parallel=False'}.",
+            kind="tp does not divide the sequence under sequence parallelism",
         )
 
 
@@ -434,7 +461,8 @@ def _check_layers(model: Model, plan: Plan) -> None:
     if plan.virtual_stages > 1 and plan.pp == 1:
         raise PlanRefused(
             f"virtual_stages={plan.virtual_stages} are stages of a pipeline, but pp=1; use pp of 2 or more, "
-            "or virtual_stages=1."
+            "or virtual_stages=1.",
+            kind="virtual stages without a pipeline",
         )
     stages = f"pp={plan.pp}"
     if plan.virtual_stages > 1:
@@ -442,22 +470,28 @@ def _check_layers(model: Model, plan: Plan) -> None:
     if plan.layers_per_stage is None:
         most = model.n_layers
         if plan.pp > most:
-            raise PlanRefused(f"pp={plan.pp} is more than n_layers={most}; use at most {most}.")
+            raise PlanRefused(
+                f"pp={plan.pp} is more than n_layers={most}; use at most {most}.",
+                kind="more pipeline stages than layers",
+            )
         if plan.n_stages > most:
             raise PlanRefused(
                 f"{stages} is more than n_layers={most}; use virtual_stages={most // plan.pp} or smaller "
-                "degrees."
+                "degrees.",
+                kind="more pipeline stages than layers",
             )
         return
     given = f"layers_per_stage={plan.layers_per_stage}"
     if len(plan.layers_per_stage) != plan.n_stages:
         raise PlanRefused(
-            f"{given} names {len(plan.layers_per_stage)} stages, but {stages}; name {plan.n_stages}."
+            f"{given} names {len(plan.layers_per_stage)} stages, but {stages}; name {plan.n_stages}.",
+            kind="layers_per_stage for another number of stages",
         )
     if sum(plan.layers_per_stage) != model.n_layers:
         raise PlanRefused(
             f"{given} adds up to {sum(plan.layers_per_stage)} blocks, but n_layers={model.n_layers}; "
-            f"make it add up to {model.n_layers}."
+            f"make it add up to {model.n_layers}.",
+            kind="layers_per_stage for another number of layers",
         )
     _check_empty_stages(plan, plan.layers_per_stage)
 
@@ -469,12 +503,14 @@ def _check_empty_stages(plan: Plan, layers: tuple[int, ...]) -> None:
         if set(plan.stages_of(rank)) <= set(empty):
             raise PlanRefused(
                 f"layers_per_stage={layers} leaves rank {rank} of the pipeline without weights ('optimizer "
-                "got an empty parameter list'); give it at least 1 block, or use fewer pp."
+                "got an empty parameter list'); give it at least 1 block, or use fewer pp.",
+                kind="a pipeline rank without weights",
             )
     if empty:
         raise MissingRule(
             f"layers_per_stage={layers} leaves stage {empty[0]} without blocks, which only the first and the "
-            "last stage have a rule for; give it at least 1."
+            "last stage have a rule for; give it at least 1.",
+            kind="a middle stage without blocks, which has no rule",
         )
 
 
@@ -482,7 +518,8 @@ def _check_ends(model: Model, plan: Plan) -> None:
     if plan.pp > 1 and model.tied_head:
         raise PlanRefused(
             f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
-            "tied; use pp=1, or the model with tied_head=False."
+            "tied; use pp=1, or the model with tied_head=False.",
+            kind="a pipeline of a model whose embedding and head are tied",
         )
 
 
@@ -492,13 +529,15 @@ def _check_stages(model: Model, plan: Plan) -> None:
     if plan.schedule in SINGLE_STAGE_SCHEDULES and plan.virtual_stages > 1:
         raise PlanRefused(
             f"schedule={plan.schedule!r} runs one stage on each rank, but virtual_stages="
-            f"{plan.virtual_stages}; use schedule='interleaved-1f1b', or virtual_stages=1."
+            f"{plan.virtual_stages}; use schedule='interleaved-1f1b', or virtual_stages=1.",
+            kind="gpipe or 1f1b with several stages on a rank",
         )
     if plan.schedule in V_SCHEDULES and plan.virtual_stages != 2:
         raise PlanRefused(
             f"schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}: ZBV requires exactly 2 "
             f"stages per rank, but got {plan.virtual_stages} (PyTorch); use virtual_stages=2, or "
-            "schedule='zero-bubble'."
+            "schedule='zero-bubble'.",
+            kind="zbv or dualpipe-v without exactly 2 stages on a rank",
         )
 
 
@@ -511,7 +550,8 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
             f"schedule={plan.schedule!r} goes back through a block in parts, but recompute='selective' lets "
             "it once ('Trying to backward an extra time. You are only allowed to backward once on any region "
             "computed under selective activation checkpoint.'); use recompute='full' or 'none', or "
-            "schedule='interleaved-1f1b'."
+            "schedule='interleaved-1f1b'.",
+            kind="zero-bubble, zbv or dualpipe-v with selective recomputation, which fails in PyTorch",
         )
     if plan.dp == 1 or plan.zero == 2:
         return
@@ -523,7 +563,8 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
         )
     raise PlanRefused(
         f"schedule={plan.schedule!r} loses gradients with zero={plan.zero}: {why}; use zero=2, or "
-        "schedule='interleaved-1f1b'."
+        "schedule='interleaved-1f1b'.",
+        kind="zero-bubble, zbv or dualpipe-v with DDP, ZeRO-1 or ZeRO-3, which lose gradients",
     )
 
 
@@ -552,7 +593,8 @@ def _check_micro_batches(model: Model, plan: Plan) -> None:
     if m < least:
         raise PlanRefused(
             f"schedule={plan.schedule!r}: {reason}; use global_batch="
-            f"{plan.n_replicas * plan.micro_batch * least}."
+            f"{plan.n_replicas * plan.micro_batch * least}.",
+            kind="too few micro-batches for the schedule, or not a multiple of its rounds",
         )
 
 
@@ -573,7 +615,8 @@ def _check_update(model: Model, plan: Plan) -> None:
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the DTensors of zero="
             f"{plan.zero}, tp={plan.tp} (Operator aten._fused_sgd_.default does not have a sharding strategy "
-            "registered); use optimizer_impl='foreach' or 'for-loop'."
+            "registered); use optimizer_impl='foreach' or 'for-loop'.",
+            kind="fused SGD on sharded weights, which fails in PyTorch",
         )
     if listed and not plan.set_to_none and tensors_alone:
         reason = (
@@ -583,7 +626,9 @@ def _check_update(model: Model, plan: Plan) -> None:
         )
         raise PlanRefused(
             f"set_to_none=False with optimizer_impl={plan.optimizer_impl!r} zeroes all gradients at once, "
-            f"which fails beside tp={plan.tp} ({reason}); use optimizer_impl='for-loop', or set_to_none=True."
+            f"which fails beside tp={plan.tp} ({reason}); use optimizer_impl='for-loop', or "
+            "set_to_none=True.",
+            kind="gradients zeroed all at once beside tensor parallelism, which fails in PyTorch",
         )
     if plan.precision != "fp16-mixed":
         return
@@ -591,32 +636,37 @@ def _check_update(model: Model, plan: Plan) -> None:
         raise PlanRefused(
             f"precision='fp16-mixed' unscales all gradients at once, which fails beside tp={plan.tp} "
             "(aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor); "
-            "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'."
+            "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'.",
+            kind="fp16-mixed beside tensor parallelism alone, which fails in PyTorch",
         )
     if plan.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the overflow flag that "
             "precision='fp16-mixed' shares over all ranks (_foreach_sub_: output with shape [] doesn't match "
-            "the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'."
+            "the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'.",
+            kind="fused Adam with fp16-mixed over several ranks, which fails in PyTorch",
         )
 
 
 def _check_data_axis(model: Model, plan: Plan) -> None:
     if plan.zero and plan.dp == 1:
         raise PlanRefused(
-            f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0."
+            f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
+            kind="a ZeRO stage without data-parallel ranks",
         )
     if model.tied_head and plan.fsdp_units == "block+ends":
         raise PlanRefused(
             f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
             "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
-            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False."
+            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
+            kind="fsdp_units=block+ends of a model whose embedding and head are tied",
         )
     if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
         raise PlanRefused(
             f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
             f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
-            "tp=1, or the model with tied_head=False."
+            "tp=1, or the model with tied_head=False.",
+            kind="DDP beside tensor parallelism of a model whose embedding and head are tied",
         )
 
 

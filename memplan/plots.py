@@ -17,6 +17,7 @@ import numpy as np
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
+from memplan.hardware import Verdict
 from memplan.plan import Plan
 from memplan.shapes import DType, Kind, Shape
 from memplan.tables import layers_text
@@ -85,9 +86,17 @@ AXIS_LABELS: Final = {
 
 
 def stage_peaks(estimate: Estimate) -> "Figure":
-    """The worst instant of each pipeline stage by kind, and the cluster's budget if there is one."""
-    stages = estimate.stages
-    bars = [_Bar(f"stage {s.stage}\n{_layers_text(s.layers)}", s.peak, s.when) for s in stages]
+    """The worst instant of each pipeline stage by kind, the verdict at the worst; the cluster's budget."""
+    stages, worst = estimate.stages, estimate.worst
+    bars = [
+        _Bar(
+            f"stage {s.stage}\n{_layers_text(s.layers)}",
+            s.peak,
+            s.when,
+            estimate.verdict if s is worst else None,
+        )
+        for s in stages
+    ]
     one = len(stages) == 1
     title = "Peak bytes of one GPU" if one else "Peak bytes of one GPU in each pipeline stage"
     return _stacked_bars(title, _common([estimate]), bars, _budget([estimate]))
@@ -99,7 +108,7 @@ def compare(estimates: Mapping[str, Estimate]) -> "Figure":
     The budget is drawn where all plans have the same one.
     """
     _checked_some("estimates", estimates)
-    bars = [_Bar(name, e.peak, e.worst.when) for name, e in estimates.items()]
+    bars = [_Bar(name, e.peak, e.worst.when, e.verdict) for name, e in estimates.items()]
     every = list(estimates.values())
     return _stacked_bars("Peak bytes of the fullest GPU", _common(every), bars, _budget(every))
 
@@ -109,25 +118,54 @@ class _Bar:
     label: str
     peak: Bytes
     when: str
+    verdict: Verdict | None
 
 
 def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "_Budget | None") -> "Figure":
     reach = max([bar.peak.total_bytes for bar in bars] + ([budget.n_bytes] if budget else []))
     unit = _unit(reach)
-    figure, axes = _axes(title, subtitle, height_in=1.5 + 0.5 * len(bars), beside=[bar.label for bar in bars])
+    labels = [_folded(bar.label) for bar in bars]
+    n_lines = max(label.count("\n") for label in labels) + 1
+    height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
+    figure, axes = _axes(title, subtitle, height_in=height_in, beside=labels)
     for kind in STACK:
         _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
     for y, bar in enumerate(bars):
-        _label_total(axes, y, bar, unit, budget)
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+        _label_total(axes, y, bar, _total_bytes(bar, budget, reach), unit)
+    axes.set_yticks(range(len(bars)), labels)
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, 1.36 * reach / unit.n_bytes)
+    axes.set_xlim(0, BEYOND * reach / unit.n_bytes)
     axes.set_xlabel(f"bytes held at the worst instant ({unit.name})")
     axes.tick_params(axis="y", length=0)
     if budget:
         axes.axvline(budget.n_bytes / unit.n_bytes, label=budget.text, zorder=3, **_DASHED)
     _legend_in_a_row(figure, axes)
     return figure
+
+
+LABEL_LENGTH: Final = 32
+"""Characters of a bar's name in a line; a longer one goes on below."""
+
+BEYOND: Final = 1.45
+"""How far the axis of bars goes on beyond the longest, for what is written there."""
+
+CHARACTER: Final = 0.0105
+"""About how much of a chart's width a bold character takes."""
+
+
+def _folded(label: str) -> str:
+    return "\n".join(fill(line, LABEL_LENGTH) for line in label.splitlines())
+
+
+def _total_bytes(bar: _Bar, budget: "_Budget | None", reach: int) -> float:
+    """Where a bar's total is written: at its end, or behind the budget's line if that would cross it."""
+    end = bar.peak.total_bytes
+    width = CHARACTER * max(len(_total_text(bar)), len(bar.when)) * BEYOND * reach
+    return budget.n_bytes if budget and end <= budget.n_bytes < end + width else end
+
+
+def _total_text(bar: _Bar) -> str:
+    return human_bytes(bar.peak.total_bytes) + ("" if bar.verdict is None else f", {bar.verdict}")
 
 
 def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "_Unit", *, room_bytes: float) -> None:
@@ -147,12 +185,10 @@ def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "_Unit", *,
     axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
 
 
-def _label_total(axes: "Axes", y: int, bar: _Bar, unit: "_Unit", budget: "_Budget | None") -> None:
-    over = budget is not None and bar.peak.total_bytes > budget.n_bytes
-    end = bar.peak.total_bytes / unit.n_bytes
-    total = human_bytes(bar.peak.total_bytes) + (", does not fit" if over else "")
+def _label_total(axes: "Axes", y: int, bar: _Bar, x_bytes: float, unit: "_Unit") -> None:
+    end = x_bytes / unit.n_bytes
     place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": _PAPER, "zorder": 4}
-    axes.annotate(total, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
+    axes.annotate(_total_text(bar), (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
     axes.annotate(bar.when, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
 
 
@@ -357,6 +393,8 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
 
     The kinds jump where the worst instant of the step becomes another one; a dotted line parts them.
     """
+    from matplotlib.ticker import MaxNLocator
+
     every = sorted(estimates, key=lambda e: _value(e, keyword))
     _checked_some("estimates", every)
     values = [_value(e, keyword) for e in every]
@@ -372,6 +410,7 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     if budget and budget.n_bytes < 1.15 * highest:
         axes.axhline(budget.n_bytes / unit.n_bytes, label=budget.text, **_DASHED)
     axes.set_xlim(values[0], values[-1])
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylim(0, 1.25 * highest / unit.n_bytes)
     _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
     axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))
@@ -407,7 +446,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     """Measured and predicted peak of every case that ran, and the signed error beside the tolerance.
 
     A record is an object of `python -m validate`, with `case`, `outcome`, `predicted` and `measured`; of each
-    case the rank is shown whose prediction is farthest off.
+    case the peak of the fullest rank is shown, and the error of the rank whose prediction is farthest off.
     """
     every = list(records)
     pairs = [_pair(r) for r in every if r.get("outcome") == "ok" and r.get("predicted") and r.get("measured")]
@@ -421,7 +460,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
               markeredgewidth=2, color="black", label="predicted")  # fmt: skip
     left.set_yticks(rows, [p.name for p in pairs], fontsize=8)
     left.set_ylim(len(pairs) - 0.4, -0.6)
-    left.set_xlabel(f"peak of the rank farthest off ({unit.name})")
+    left.set_xlabel(f"peak of the fullest rank ({unit.name})")
     if len(every) > len(pairs):
         text = f"{len(every) - len(pairs)} more cases have no run or no prediction"
         left.set_title(text, loc="left", fontsize=9, color=MUTED)
@@ -438,17 +477,17 @@ class _Pair:
     name: str
     predicted_bytes: int
     measured_bytes: int
-
-    @property
-    def error(self) -> float:
-        """Prediction / measurement - 1."""
-        return self.predicted_bytes / self.measured_bytes - 1
+    error: float
+    """Prediction / measurement - 1 of the rank farthest off, and its ..."""
+    off_bytes: int
 
 
 def _pair(record: Mapping[str, Any]) -> _Pair:
     ranks = zip(record["predicted"]["ranks"], record["measured"]["ranks"], strict=True)
-    pairs = [_Pair(record["case"]["name"], p["peak_bytes"], m["peak_bytes"]) for p, m in ranks]
-    return max(pairs, key=lambda pair: abs(pair.error))
+    peaks = [(ahead["peak_bytes"], seen["peak_bytes"]) for ahead, seen in ranks]
+    fullest = max(peaks, key=lambda pair: pair[1])
+    worst = max(peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    return _Pair(record["case"]["name"], *fullest, worst[0] / worst[1] - 1, worst[0] - worst[1])
 
 
 def _verdict(pairs: Sequence[_Pair], tolerance: float) -> str:
@@ -470,9 +509,8 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     axes.set_xlim(-reach, reach)
     place: dict[str, Any] = {"ha": "right", "va": "center", "transform": axes.get_yaxis_transform()}
     for y, pair in enumerate(pairs):
-        off_bytes = pair.predicted_bytes - pair.measured_bytes
-        axes.text(1, y, f"{off_bytes:+,} B", fontsize=8, color=MUTED, **place)
-    axes.set_title("off by", loc="right", fontsize=8, color=MUTED)
+        axes.text(1, y, f"{pair.off_bytes:+,} B", fontsize=8, color=MUTED, **place)
+    axes.set_title("farthest rank off by", loc="right", fontsize=8, color=MUTED)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)
@@ -502,8 +540,8 @@ class _Budget:
 
 
 def _budget(estimates: Sequence[Estimate]) -> _Budget | None:
-    """The budget that all have in common; None if there is none."""
-    clusters = [e.cluster for e in estimates if e.cluster is not None]
+    """The budget that all have in common; None if there is none, or no verdict hangs on it (textbook)."""
+    clusters = [e.cluster for e in estimates if e.cluster is not None and e.plan.engine != "textbook"]
     budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
     if len(clusters) < len(estimates) or len(budgets) != 1:
         return None

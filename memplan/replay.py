@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
-from memplan.allocator import Block, CachingAllocator
+from memplan.allocator import Block, CachingAllocator, OutOfMemory
 from memplan.shapes import Buffer, Event
 from memplan.timeline import Alive, Stretch, add_net, chain, repeated
 
@@ -33,12 +33,13 @@ MOST_EVENTS: Final = 500_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What one rank allocates and frees: `setup` before the first step, then steps that are all alike.
+    """What one rank allocates and frees: its `setup`, then, nothing being cached, steps that are all alike.
 
     What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
     what is `kept`; with a `first_step` all of it stays, as zeroed gradients do.
 
     Attributes whose meaning their name does not tell:
+        start: what the first step begins with, to be kept.
         second: what happens once, before the second step.
         states: the optimizer's, made in the first step before the stretch called `update_name`.
         beside: what the first allocation of each of these buffers brings with it, in the first step.
@@ -48,6 +49,7 @@ class Program:
 
     setup: tuple[Event, ...]
     step: Stretch
+    start: tuple[Event, ...] = ()
     first_step: Stretch | None = None
     second: tuple[Event, ...] = ()
     kept: Alive = field(default_factory=Counter)
@@ -93,8 +95,14 @@ def replayed(
     if left_out >= 3 * FEW:
         found = _extrapolated(program, left_out, expandable_segments)
         enough = found is not None and (found.settled or _n_events(program.step) > MOST_EVENTS)
-        if found is not None and enough and (limit_bytes is None or found.reserved_bytes <= limit_bytes):
-            return found
+        if found is not None and enough:
+            if limit_bytes is None or found.reserved_bytes <= limit_bytes:
+                return found
+            if found.allocated_bytes > limit_bytes:
+                raise OutOfMemory(
+                    f"{found.allocated_bytes} bytes are in use at once, limit_bytes={limit_bytes}; "
+                    "use a smaller plan."
+                )
     return _replayed(program, limit_bytes, expandable_segments)
 
 
@@ -234,6 +242,7 @@ class _Replay:
         self.not_yet = Counter(program.kept)
         self._events(program.setup)
         allocator.release_cached()
+        self._events(program.start)
         self.n_steps = 0
         self.at_rest = self._all_held()
         self.at_rest.update(program.states)

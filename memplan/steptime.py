@@ -2,7 +2,8 @@
 
 The formulas' numeric arguments are Python numbers or NumPy arrays over plans. What they are given is counted:
 FLOPs by the trace, bytes by `memplan.traffic`; rates are the datasheets', the one other constant is
-`EFFICIENCY`. A rate that nobody claims is never made up: then there is no step time, and `missing` says why.
+`EFFICIENCY`. A rate that no datasheet states is never made up: then there is no step time, and `missing` says
+why.
 """
 
 from collections import Counter
@@ -388,7 +389,7 @@ def utilisation(flops: Quantity, step_s: Quantity, n_gpus: Count, peak_flops_per
 
 
 def peak_flops_per_s(plan: Plan, cluster: Cluster) -> float | None:
-    """The peak dense rate of the plan's matrix products; None where the GPU claims none."""
+    """The peak dense rate of the plan's matrix products; None where none is stated."""
     rate: float | None = getattr(cluster.gpu, f"{MATMUL_TYPES[plan.precision]}_flops_per_s")
     return rate
 
@@ -424,7 +425,7 @@ class Roofline:
         )
 
     def missing(self, plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
-        """The rates that nobody claims."""
+        """Why there is no step time: the rates that are not known."""
         return tuple(_missing(plan, cluster))
 
     def step_times(self, ranks: Sequence[RankWork], plan: Plan, cluster: Cluster) -> tuple[StepTime, ...]:
@@ -447,18 +448,18 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
         return
     gpu = cluster.gpu
     if not peak_flops_per_s(plan, cluster):
-        yield f"{gpu.name} claims no peak rate for {MATMUL_TYPES[plan.precision]}"
+        yield f"no peak rate is known of {gpu.name} in {MATMUL_TYPES[plan.precision]}"
     if not gpu.memory_bytes_per_s:
-        yield f"{gpu.name} claims no memory rate"
+        yield f"no memory rate is known of {gpu.name}"
     if plan.offload:
         yield "no rate is known to and in the host's memory, where offloaded states are updated"
     if cluster.intra_node.bytes_per_s and cluster.inter_node.bytes_per_s:
         return
     within, between = links_used(plan, cluster.gpus_per_node)
     if within.any() and not cluster.intra_node.bytes_per_s:
-        yield f"no rate is claimed within a node ({cluster.intra_node.name})"
+        yield f"no rate is known within a node ({cluster.intra_node.name})"
     if between.any() and not cluster.inter_node.bytes_per_s:
-        yield f"no rate is claimed between nodes ({cluster.inter_node.name})"
+        yield f"no rate is known between nodes ({cluster.inter_node.name})"
 
 
 Yes: TypeAlias = npt.NDArray[np.bool_]

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import repeat
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from memplan.estimate import Estimate, StageEstimate
-from memplan.layout import WIDTH, cut, frame, printable, text_table
+from memplan.estimate import Estimate, StageEstimate, notes_of
+from memplan.hardware import Cluster
+from memplan.layout import frame, interval_text, margin_text, printable, text_table, wrapped
+from memplan.models import Model
 from memplan.plan import Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.units import binary_unit, human_bytes, scaled, time_unit
@@ -30,6 +31,8 @@ CONFIRMED: Final = {
     "measured": "CPU rules, confirmed by real runs: python -m validate compares them.",
     "unmeasured": "CUDA rules are read from sources; no GPU run has confirmed them yet.",
 }
+DEVICES: Final = {"cuda": "CUDA rules", "cpu": "the CPU's rules, as `python -m validate` measures them"}
+
 TEXTBOOK: Final = (
     "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"
     "16-bit activations; no buffers): for teaching and for checking formulas."
@@ -126,9 +129,14 @@ def estimate_text(estimate: Estimate) -> str:
     """
     textbook = estimate.plan.engine == "textbook"
     parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
-    parts += [_collectives(estimate), _time(estimate)]
+    parts += [_collectives(estimate), _time(estimate), *notes_text(estimate.model, estimate.plan)]
     parts.append(TEXTBOOK if textbook else CONFIRMED[estimate.confirmed])
     return "\n\n".join(part for part in parts if part)
+
+
+def notes_text(model: Model, plan: Plan) -> list[str]:
+    """What should be known of a plan that no figure says, each in lines of its own."""
+    return [wrapped(f"Note: {note}") for note in notes_of(model, plan)]
 
 
 def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -145,9 +153,9 @@ def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def _header(estimate: Estimate) -> str:
     model, plan, cluster = estimate.model, estimate.plan, estimate.cluster
     if cluster is None:
-        place = "none given: CUDA rules, no limit"
+        place = f"none given: {DEVICES[estimate.device.type]}, no limit"
     else:
-        place = f"{printable(cluster.name)}: {_nodes(cluster.n_nodes, cluster.gpus_per_node)}"
+        place = f"{printable(cluster.name)}: {cluster_text(cluster)}"
     how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
     how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
     how += f", fsdp_units={plan.fsdp_units}" if plan.fsdp_units != "block" else ""
@@ -157,9 +165,9 @@ def _header(estimate: Estimate) -> str:
         "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_layers} layers",
         "cluster": place,
         "mesh": f"{plan.mesh_text}, {how}",
-        "batch": f"{plan.global_batch} x {plan.seq_len} tokens; micro-batches of {plan.micro_batch}: "
-        f"{plan.n_micro_batches} per replica",
-        "kept as": f"{plan.precision}, {plan.optimizer}, recompute={plan.recompute}, engine={plan.engine}",
+        "batch": batch_text(plan),
+        "options": f"precision={plan.precision}, optimizer={plan.optimizer}, {_recompute(plan)}, "
+        f"engine={plan.engine}",
     }
     update = f", {plan.optimizer_impl}" if plan.optimizer_impl != "default" else ""
     update += f", clip_grad_norm={plan.clip_grad_norm:g}" if plan.clip_grad_norm is not None else ""
@@ -170,7 +178,44 @@ def _header(estimate: Estimate) -> str:
         lines["loss"] = f"cross-entropy over {plan.loss_chunks} chunks of the sequence"
     if update:
         lines["update"] = f"{plan.optimizer}{update}"
-    return "\n".join(cut(f"{label:<9}{line}", WIDTH) for label, line in lines.items())
+    return "\n".join(wrapped(f"{label:<9}{line}", indent=" " * 9) for label, line in lines.items())
+
+
+def batch_text(plan: Plan) -> str:
+    """How the tokens of a step are divided into passes.
+
+    >>> batch_text(Plan(dp=2, micro_batch=2, global_batch=24, seq_len=8))
+    '24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas (gradient accumulation)'
+    """
+    n, replicas = plan.n_micro_batches, plan.n_replicas
+    passes = f"{n} micro-batch{'es' * (n > 1)} of {plan.micro_batch}"
+    each = f" for each of {replicas} replicas" if replicas > 1 else ""
+    again = " (gradient accumulation)" if n > 1 and plan.pp == 1 else ""
+    return f"{plan.global_batch} x {plan.seq_len} tokens; {passes}{each}{again}"
+
+
+def _recompute(plan: Plan) -> str:
+    some = (
+        "" if plan.recompute_blocks is None else f" in the first {plan.recompute_blocks} blocks of each stage"
+    )
+    return f"recompute={plan.recompute}{some}"
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """The nodes of a cluster and what joins them.
+
+    >>> from memplan.hardware import cluster
+    >>> cluster_text(cluster("16xh100-sxm")), cluster_text(cluster("1xcpu"))
+    ('2 nodes of 8 (NVLink 4), InfiniBand NDR of 400 Gbit/s for each GPU', '1 node of 1')
+    """
+    n, each = cluster.n_nodes, cluster.gpus_per_node
+    inside = f" ({printable(cluster.intra_node.name)})" if each > 1 else ""
+    nodes = f"{n} node{'s' * (n > 1)} of {each}{inside}"
+    if n == 1:
+        return nodes
+    rate = cluster.inter_node.bytes_per_s
+    gbit = "" if rate is None else f" of {8 * rate / 1e9:g} Gbit/s for each GPU"
+    return f"{nodes}, {printable(cluster.inter_node.name)}{gbit}"
 
 
 def _ddp_options(plan: Plan) -> str:
@@ -185,10 +230,6 @@ def _ddp_options(plan: Plan) -> str:
     if plan.ddp_comm_hook != "none":
         options.append(f"hook {plan.ddp_comm_hook}")
     return ", ".join(options)
-
-
-def _nodes(n_nodes: int, gpus_per_node: int) -> str:
-    return f"{n_nodes} node{'s' * (n_nodes > 1)} of {gpus_per_node}"
 
 
 def _stages(estimate: Estimate) -> str:
@@ -239,36 +280,42 @@ def _brief(text: str) -> str:
 
 def _verdict(estimate: Estimate) -> str:
     where = f"stage {estimate.worst.stage}, " if len(estimate.stages) > 1 else ""
-    peak = f"Peak {human_bytes(estimate.peak.total_bytes)}: {where}{estimate.worst.when}."
-    return "\n".join(cut(line, WIDTH) for line in (peak, _fits(estimate), *_on_device(estimate)))
+    lines = [f"Peak {human_bytes(estimate.peak.total_bytes)}: {where}{estimate.worst.when}."]
+    if (reserved_bytes := estimate.reserved_bytes) is not None:
+        lines.append(f"The caching allocator reserves {human_bytes(reserved_bytes)} for it.")
+    return "\n".join(map(wrapped, (*lines, verdict_text(estimate))))
 
 
-def _fits(estimate: Estimate) -> str:
-    cluster = estimate.cluster
-    budget_bytes = cluster.budget_bytes if cluster is not None else None
+def verdict_text(estimate: Estimate) -> str:
+    """The verdict and what it hangs on: what a GPU holds as an interval, what is usable, and the margin.
+
+    >>> from memplan import estimate
+    >>> print(verdict_text(estimate("gpt2", cluster="1xh100-sxm")))
+    FITS: a GPU holds 2.96 to 4.11 GiB (CUDA's context and NCCL's buffers included); up to 75.15 GiB fit
+    (79.11 GiB usable, less a margin of 5%).
+    """
+    cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
     if estimate.plan.engine == "textbook":
-        return "No verdict: textbook accounting is never one on whether a plan fits."
-    if cluster is None or budget_bytes is None:
-        return "No verdict: " + ("no cluster was given." if cluster is None else "CPU ranks have no limit.")
-    left_bytes = budget_bytes - estimate.peak.total_bytes
-    usable = human_bytes(cluster.gpu.usable_bytes or 0)
-    budget = f"{human_bytes(budget_bytes)} ({usable} less {cluster.margin:.0%})"
-    if left_bytes >= 0:
-        return f"FITS: {human_bytes(left_bytes)} of {budget} are left."
-    return f"DOES NOT FIT: {human_bytes(-left_bytes)} more than {budget}."
-
-
-def _on_device(estimate: Estimate) -> list[str]:
-    """What the caching allocator makes of the peak, and the process of that."""
-    reserved_bytes, held = estimate.reserved_bytes, estimate.device_bytes
-    if reserved_bytes is None or held is None:
-        return []
-    ends = f"{human_bytes(held.low_bytes)} to {human_bytes(held.high_bytes)}"
-    verdict = "" if estimate.verdict is None else f": {estimate.verdict}"
-    return [
-        f"Reserved by the caching allocator: {human_bytes(reserved_bytes)}.",
-        f"On the GPU with CUDA's context and NCCL's buffers: {ends}{verdict}.",
-    ]
+        return "No verdict: textbook accounting says nothing of whether a plan fits."
+    if held is None:
+        return "No verdict: CPU ranks have no limit."
+    holds = f"a GPU holds {interval_text(held)} (CUDA's context and NCCL's buffers included)"
+    if cluster is None or verdict is None:
+        return (
+            f"No verdict: {'no cluster was given' if cluster is None else 'the GPU has no limit'}; {holds}."
+        )
+    usable_bytes, budget_bytes = cluster.gpu.usable_bytes or 0, cluster.budget_bytes or 0
+    usable = f"{human_bytes(usable_bytes)} usable, {margin_text(cluster.margin)}"
+    if verdict == "fits":
+        gives_back = " To keep within, the allocator gives back cached blocks, which takes time."
+        back = gives_back if estimate.gives_back else ""
+        return f"FITS: {holds}; up to {human_bytes(budget_bytes)} fit ({usable}).{back}"
+    if verdict == "does not fit":
+        return f"DOES NOT FIT: {holds}; {human_bytes(usable_bytes)} are usable."
+    return (
+        f"CANNOT SAY: {holds}; up to {human_bytes(budget_bytes)} fit ({usable}), more than "
+        f"{human_bytes(usable_bytes)} do not."
+    )
 
 
 def _host(estimate: Estimate) -> str:
@@ -280,14 +327,14 @@ def _host(estimate: Estimate) -> str:
     parts = ", ".join(f"{BRIEF_KINDS[kind]} {scaled(n, unit, 2)}" for kind, n in kinds.items() if n)
     pinned = human_bytes(max(stage.host_pinned_bytes for stage in estimate.stages))
     total = f"Host {human_bytes(held.total_bytes)} for each GPU, {pinned} of it page-locked: {name} of"
-    return "\n".join(cut(line, WIDTH) for line in (total, parts))
+    return "\n".join(map(wrapped, (total, parts)))
 
 
 def _time(estimate: Estimate) -> str:
     """The step's seconds, and the parts of them that are not 0."""
     time = estimate.time
     if time is None:
-        return "\n".join(wrap(f"No step time: {'; '.join(estimate.time_missing)}.", WIDTH))
+        return wrapped(f"No step time: {'; '.join(estimate.time_missing)}.")
     unit, name = time_unit(time.total_s)
     rate, each = estimate.tokens_per_s or 0.0, estimate.tokens_per_s_per_gpu or 0.0
     total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} tokens/s, {_rate(each)} per GPU, "
@@ -295,8 +342,7 @@ def _time(estimate: Estimate) -> str:
     parts = [
         f"{part.removesuffix('_s')} {scaled(s, unit, 2)}" for part, s in time.parts.items() if s >= unit / 200
     ]
-    lines = [total, *wrap(f"= {' + '.join(parts)}", WIDTH), *wrap(estimate.time_model.label, WIDTH)]
-    return "\n".join(lines)
+    return "\n".join(map(wrapped, (total, f"= {' + '.join(parts)}", estimate.time_model.label)))
 
 
 def _rate(per_s: float) -> str:

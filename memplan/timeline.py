@@ -151,13 +151,22 @@ def _highs(stretch: Stretch, start: int, suffix: str) -> Iterator[tuple[str, int
         return
     if stretch.repeats > 1:
         part = stretch.parts[0]
-        yield from _highs(part, start, f"{suffix}, first of {stretch.repeats}")
+        yield from _highs(part, start, f", {repeat_text(1, stretch)}{suffix}")
         last = start + (stretch.repeats - 1) * part.net_bytes
-        yield from _highs(part, last, f"{suffix}, last of {stretch.repeats}")
+        yield from _highs(part, last, f", {repeat_text(stretch.repeats, stretch)}{suffix}")
         return
     for part in stretch.parts:
         yield from _highs(part, start, suffix)
         start += part.net_bytes
+
+
+def repeat_text(i: int, stretch: Stretch) -> str:
+    """Which of a stretch's equal repetitions is meant: of a block, or of a micro-batch's passes.
+
+    >>> repeat_text(1, repeated(events("block", ()), 7))
+    'repetition 1 of 7'
+    """
+    return f"repetition {i} of {stretch.repeats}"
 
 
 def alive_at_high(stretch: Stretch, alive: Alive) -> str:
@@ -166,8 +175,8 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
         part = stretch.parts[0]
         if part.net_bytes > 0:
             add_net(part, alive, stretch.repeats - 1)
-            return f"{alive_at_high(part, alive)}, last of {stretch.repeats}"
-        return f"{alive_at_high(part, alive)}, first of {stretch.repeats}"
+            return f"{alive_at_high(part, alive)}, {repeat_text(stretch.repeats, stretch)}"
+        return f"{alive_at_high(part, alive)}, {repeat_text(1, stretch)}"
     if stretch.parts:
         live, best, worst = 0, -1, 0
         for i, part in enumerate(stretch.parts):

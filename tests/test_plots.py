@@ -40,7 +40,12 @@ def every_chart(one, staged):
         "compare": plots.compare({"one GPU": one, "a much longer name, on\ntwo lines": staged}),
         "step_timeline": plots.step_timeline(one),
         "step_timeline of a long step": plots.step_timeline(long),
-        "compare beside long names": plots.compare({"8 sequences of a batch in 8 passes": long}),
+        "compare beside long names": plots.compare(
+            {
+                "8 sequences of a batch in 8 passes": long,
+                "a plan whose name says " + 9 * "very " + "much": long,
+            }
+        ),
         "ledger_at_peak": plots.ledger_at_peak(staged),
         "sweep": plots.sweep("micro_batch", sweep),
         "predicted_beside_measured": plots.predicted_beside_measured(
@@ -155,3 +160,28 @@ def test_charts_need_no_screen_and_no_pyplot(one):
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL, timeout=60)
+
+
+def test_a_textbook_chart_has_no_verdict_and_no_budget():
+    textbook = memplan.estimate("gpt3-175b", cluster="1xh100-sxm", engine="textbook")
+    texts = [text.get_text() for text in plots.stage_peaks(textbook).axes[0].texts]
+    assert not any("fit" in text for text in texts)
+    assert not any("budget" in text.get_text() for text in plots.stage_peaks(textbook).legends[0].get_texts())
+
+
+@pytest.mark.parametrize("seq_len", [4096, 8192, 9216])
+def test_a_chart_says_the_estimates_verdict_and_no_line_goes_through_it(seq_len):
+    e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, seq_len=seq_len)
+    figure = plots.stage_peaks(e)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    total = next(text for text in axes.texts if e.verdict in text.get_text())
+    (line,) = [line for line in axes.lines if "budget" in str(line.get_label())]
+    box = total.get_window_extent().transformed(axes.transData.inverted())
+    assert not box.x0 < float(np.asarray(line.get_xdata())[0]) < box.x1
+
+
+def test_counts_have_no_ticks_between_them():
+    figure = plots.sweep("micro_batch", [memplan.estimate("gpt2", micro_batch=n) for n in (1, 2, 3)])
+    figure.draw_without_rendering()
+    assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())

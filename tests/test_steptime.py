@@ -149,17 +149,17 @@ def test_recomputation_lowers_utilisation_and_counts_as_no_work():
     "asked,reason",
     [
         ({}, "no cluster was given"),
-        ({"cluster": "2xcpu"}, "cpu claims no peak rate for bf16"),
-        ({"cluster": "8xv100-32"}, "v100-32 claims no peak rate for bf16"),
+        ({"cluster": "2xcpu"}, "no peak rate is known of cpu in bf16"),
+        ({"cluster": "8xv100-32"}, "no peak rate is known of v100-32 in bf16"),
         ({"cluster": "8xh100-sxm", "zero": 3, "offload": True}, "the host's memory"),
         ({"cluster": "8xh100-sxm", "engine": "textbook"}, "the textbook's accounting has none"),
         (
             {"cluster": replace(cluster("16xh100-sxm"), inter_node=Link(name="rumour"))},
-            "no rate is claimed between nodes (rumour)",
+            "no rate is known between nodes (rumour)",
         ),
         (
-            {"cluster": replace(cluster("8xh100-sxm"), intra_node=Link(name="cut", bytes_per_s=0.0))},
-            "no rate is claimed within a node (cut)",
+            {"cluster": replace(cluster("8xh100-sxm"), intra_node=Link(name="cut"))},
+            "no rate is known within a node (cut)",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_an_efficiency_out_of_range_is_refused(efficiency):
 
 
 def test_a_roofline_without_rates_refuses():
-    with pytest.raises(InvalidValue, match="there is no step time: cpu claims no peak rate"):
+    with pytest.raises(InvalidValue, match="there is no step time: no peak rate is known of cpu"):
         Roofline().step_times([], Plan(), cluster("1xcpu"))
 
 

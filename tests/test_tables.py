@@ -86,13 +86,26 @@ def test_the_verdict_is_said_in_words():
     fits = memplan.estimate("gpt2", cluster="1xh100-sxm")
     too_large = memplan.estimate("llama-3-70b", cluster="1xh100-sxm")
     assert fits.fits is True
-    assert "FITS: " in str(fits)
-    assert "left." in str(fits)
+    assert "FITS: a GPU holds 2.96 to 4.11 GiB (" in str(fits)
+    assert "up to 75.15 GiB fit (79.11 GiB usable, less a margin of 5%)." in joined(fits)
     assert too_large.fits is False
     assert "DOES NOT FIT: " in str(too_large)
-    assert " more than 75.15 GiB (79.11 GiB less 5%)." in str(too_large)
-    assert "No verdict: no cluster was given." in str(memplan.estimate("gpt2"))
+    assert "79.11 GiB are usable." in joined(too_large)
+    near = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, global_batch=64, seq_len=9216)
+    assert (near.verdict, near.fits) == ("cannot say", None)
+    assert (
+        "up to 75.15 GiB fit (79.11 GiB usable, less a margin of 5%), more than 79.11 GiB do not."
+        in joined(near)
+    )
+    assert "FITS: " not in str(near)
+    assert "FIT: " not in str(near)
+    assert "No verdict: no cluster was given; a GPU holds " in str(memplan.estimate("gpt2"))
     assert "No verdict: CPU ranks have no limit." in str(memplan.estimate("llama-3-8b", cluster="1xcpu"))
+
+
+def joined(estimate):
+    """The text without its line breaks."""
+    return " ".join(str(estimate).split())
 
 
 def test_what_no_run_has_confirmed_says_so():
@@ -115,7 +128,7 @@ def test_many_stages_are_elided_but_never_the_worst():
 def test_every_result_says_the_batch_and_how_many_micro_batches_make_it():
     estimate = memplan.estimate("gpt2", dp=2, seq_len=8, micro_batch=2, global_batch=24)
     batch = {"global_batch": 24, "micro_batch": 2, "n_micro_batches": 6}
-    assert "24 x 8 tokens; micro-batches of 2: 6 per replica" in str(estimate)
+    assert "24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas (gradient" in str(estimate)
     assert batch.items() <= estimate.to_dict()["plan"].items()
     assert batch.items() <= stages_frame(estimate).iloc[0].to_dict().items()
 

@@ -98,7 +98,7 @@ def test_what_is_alive_at_the_high_of_repetitions_that_grow():
     kept, short_lived = buffer(6, "kept"), buffer(4, "short-lived")
     part = events("block", [Event(1, kept), Event(1, short_lived), Event(-1, short_lived)])
     counts: Counter[Buffer] = Counter()
-    assert alive_at_high(repeated(part, 3), counts) == "block, last of 3"
+    assert alive_at_high(repeated(part, 3), counts) == "block, repetition 3 of 3"
     assert +counts == Counter({kept: 3, short_lived: 1})
 
 
@@ -106,7 +106,7 @@ def test_what_is_alive_at_the_high_of_repetitions_that_shrink():
     old, gradient = buffer(6, "old"), buffer(4, "gradient")
     part = events("block", [Event(1, gradient), Event(-1, gradient), Event(-1, old)])
     counts = Counter({old: 3})
-    assert alive_at_high(repeated(part, 3), counts) == "block, first of 3"
+    assert alive_at_high(repeated(part, 3), counts) == "block, repetition 1 of 3"
     assert +counts == Counter({old: 3, gradient: 1})
 
 
@@ -114,7 +114,7 @@ def test_nested_repetitions_are_named_from_the_inside():
     inner = repeated(steps(5, 3, -3, name="block"), 2)
     assert alive(repeated(chain("micro-batch", inner, steps(-10, name="end")), 4)) == (
         13,
-        "block, last of 2, first of 4",
+        "block, repetition 2 of 2, repetition 1 of 4",
     )
 
 
@@ -142,8 +142,8 @@ def test_instants_of_repetitions_are_their_first_and_last():
     )
     assert instants(step, 100) == [
         Instant(when="a", total_bytes=102),
-        Instant(when="b, first of 3", total_bytes=109),
-        Instant(when="b, last of 3", total_bytes=115),
+        Instant(when="b, repetition 1 of 3", total_bytes=109),
+        Instant(when="b, repetition 3 of 3", total_bytes=115),
         Instant(when="s", total_bytes=111),
     ]
 

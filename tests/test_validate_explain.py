@@ -117,7 +117,7 @@ def test_a_case_is_explained_on_80_columns_in_json_and_as_a_picture(tmp_path):
         (["llama-small, dp2", "--tp", 2], "leave out --tp, or CASE"),
         (["llama-small, dp2", "--rank", 2], "rank=2 is not allowed; use an integer from 0 to 1."),
         (["--tp", 3], "tp=3 does not divide"),
-        (["--snapshot", "nowhere.pickle"], "does not exist"),
+        (["--snapshot", "nowhere.pickle"], "no such file; give the path of a memory snapshot"),
     ],
 )
 def test_refusals_say_the_way_out(arguments, complaint):
@@ -249,7 +249,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path, data):
 
 def test_a_file_that_is_too_large_is_refused_unread(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "LARGEST_BYTES", 10)
-    with pytest.raises(InvalidValue, match="and snapshots of up to 10 are read"):
+    with pytest.raises(InvalidValue, match=r"is larger than 10 bytes, .*; record fewer entries"):
         read_snapshot(written(tmp_path, {"segments": [], "device_traces": [[]]}))
 
 

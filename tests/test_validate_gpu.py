@@ -160,7 +160,7 @@ def test_a_gpu_is_asked_for_its_peaks_after_the_step_and_they_are_reset_before(m
     training = prepared(tiny(), 0, torch.device("cpu"))
     training.step()
     cuda = Cuda(monkeypatch)
-    watch = GpuWatch(tmp_path / "x.pickle")
+    watch = GpuWatch(frozenset({1, 2}), tmp_path / "x.pickle")
     watch.watch(training)
     training.step()
     start = len(cuda.called)
@@ -345,7 +345,7 @@ class Missing:
         if name.partition(".")[0] in ("allpairspy", "rapidfuzz"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-sys.argv[1:] = ["sweep", "--suite", "gpu-frontier", "--only", "nothing"]
+sys.argv[1:] = ["sweep", "--suite", "gpu-frontier", "--list"]
 runpy.run_module("validate", run_name="__main__")
 """
 
@@ -355,4 +355,4 @@ def test_gpu_suites_start_without_the_packages_that_only_the_matrix_and_explain_
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert "0 cases" in done.stdout
+    assert done.stdout

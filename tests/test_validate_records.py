@@ -16,9 +16,10 @@ from validate.__main__ import main
 from validate.cases import Case
 from validate.collectives import Collective
 from validate.judge import collectives_off, gradient_norms, peak_error, states_off_bytes, step_losses
+from validate.lines import DiskFull
 from validate.measure import Memory, RankMeasurement, States
 from validate.predict import Prediction
-from validate.records import DiskFull, Record, merged, open_records, read_records
+from validate.records import Record, merged, open_records, read_records
 from validate.suites.models import LLAMA
 
 MEASURED = Path(__file__).parents[1] / "data" / "measurements"
@@ -69,12 +70,13 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
 def test_what_is_said_twice_is_written_once_and_read_back(tmp_path):
     rank = {
         "weights_bytes": 8,
+        "grads_bytes": 8,
+        "optimizer_bytes": 16,
         "collectives": [{"kind": "send", "axis": "pp", "calls": 1, "payload_bytes": 4}],
     }
     sides = {"ranks": [rank | {"peak_bytes": 10}, rank | {"peak_bytes": 11}]}
-    record = replace(
-        RECORD, predicted=sides, measured=sides | {"losses": [2.0, 1.0]}, environment={"torch": "2"}
-    )
+    seen = {"ranks": [each | {"rank": i} for i, each in enumerate(sides["ranks"])], "losses": [2.0, 1.0]}
+    record = replace(RECORD, predicted=sides, measured=seen, environment={"torch": "2"})
     file = tmp_path / "records.jsonl"
     with open_records(file, resume=False) as records:
         for name in "ab":
@@ -213,7 +215,7 @@ def test_every_record_says_the_batch_and_how_many_micro_batches_make_it(tmp_path
     batch = {"global_batch": 24, "micro_batch": 2, "n_micro_batches": 6}
     assert batch.items() <= record.case["plan"].items()
     assert Case.from_dict(record.case) == case
-    assert "24 x 8 tokens; micro-batches of 2: 6 per replica" in report.details(record)
+    assert "24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas" in report.details(record)
 
 
 def test_what_was_measured_is_set_beside_what_is_predicted_now(tmp_path):

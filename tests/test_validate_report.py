@@ -2,11 +2,13 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
+from itertools import chain
 
 import pytest
 from click.testing import CliRunner
@@ -15,16 +17,22 @@ from memplan import Plan
 from validate import report
 from validate.__main__ import main
 from validate.cases import Case
-from validate.records import PEAK_TOLERANCE, Record, open_records
+from validate.records import PEAK_TOLERANCE, Record, merged, open_records, read_records
 from validate.report import page, tables
+from validate.shipped import data_folder
 from validate.suites.models import GPT, LLAMA
 
 HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">&amp;"
 
 
-def rank(peak_bytes, number=0):
+def rank(peak_bytes):
     known = {"weights_bytes": 1, "grads_bytes": 2, "optimizer_bytes": 3, "peak_bytes": peak_bytes}
-    return known | {"rank": number, "pp": 0, "dp": 0, "tp": number, "collectives": []}
+    return known | {"collectives": []}
+
+
+def ranks(peak_bytes, n):
+    """The last one has the peak that is asked for, the others 1000 bytes."""
+    return [rank(1000)] * (n - 1) + [rank(peak_bytes)]
 
 
 def record(
@@ -34,8 +42,14 @@ def record(
     return Record(
         case=case.to_dict(),
         outcome="ok",
-        predicted={"ranks": [rank(1000), rank(predicted_bytes, 1)]},
-        measured={"ranks": [rank(1000), rank(measured_bytes, 1)], "losses": [2.0, 1.0]},
+        predicted={"ranks": ranks(predicted_bytes, case.plan.world_size)},
+        measured={
+            "ranks": [
+                known | {"rank": i, "pp": 0, "dp": 0, "tp": i}
+                for i, known in enumerate(ranks(measured_bytes, case.plan.world_size))
+            ],
+            "losses": [2.0, 1.0],
+        },
         peak_error=predicted_bytes / measured_bytes - 1,
         states_off_bytes=0,
         collectives_off=0,
@@ -122,7 +136,7 @@ def test_the_listing_fits_80_columns_and_names_what_did_not_run(file):
 
 def test_where_filters_by_plan_and_by_outcome(file):
     assert "2 cases" in run(file, "--where", "outcome != 'ok'").output
-    assert "1 cases" in run(file, "--where", "tp>1 and abs(peak_error)>0.01").output
+    assert "1 case: " in run(file, "--where", "tp>1 and abs(peak_error)>0.01").output
     refused = run(file, "--where", "pq>1")
     assert refused.exit_code == 2
     assert "did you mean" in refused.output
@@ -225,6 +239,35 @@ def test_the_address_sorts_filters_and_searches(opened):
     assert opened("sort=-predicted_peak_bytes&outcome=ok").names[0] == HOSTILE
     assert opened("sort=case&name=FA").names == ["far"]
     assert opened("sort=%22%5D&tp=%3Cb%3E&zero=3").shown == "0 of 7"
+
+
+OVERLAPS = """
+const boxes = [...document.querySelectorAll("table")].map((table) => table.getBoundingClientRect());
+const over = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+const pairs = boxes.flatMap((a, i) => boxes.slice(i + 1).filter((b) => over(a, b)));
+const wide = boxes.filter((box) => box.right > window.innerWidth || box.left < 0);
+document.title = `${boxes.length} tables, ${pairs.length} overlap, ${wide.length} are too wide`;
+"""
+"""Writes into the page's title how many of its tables are not as wide as they may be."""
+
+
+@pytest.mark.parametrize("width", [1400, 1000])
+def test_no_table_of_the_page_runs_into_another_or_out_of_the_window(browser, tmp_path, width):
+    measured = data_folder() / "measurements"
+    written = tmp_path / "report.html"
+    files = [measured / f"{name}.jsonl" for name in ("matrix", "models", "gpu-standin")]
+    text = page.html(merged(chain.from_iterable(map(read_records, files))), sources=[])
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text).replace(
+        "</body>", f"<script>{OVERLAPS}</script></body>"
+    )
+    written.write_text(text)
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}")
+    done = subprocess.run(
+        [browser, *options, f"--window-size={width},2000", "--dump-dom", written.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    title = _Page(done.stdout).title
+    assert title.endswith("tables, 0 overlap, 0 are too wide"), title
 
 
 def test_the_page_needs_no_network_and_escapes_what_it_is_given():

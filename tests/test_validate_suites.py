@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 
 from memplan import Plan
-from memplan.errors import InvalidValue, MissingRule, PlanRefused, UnknownName
+from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
 from memplan.plan import OPTIMIZERS, RECOMPUTES, check_plan, stage_layers
 from validate.cases import Case
 from validate.suites import SUITES, suite
+from validate.suites.file import PLAN_KEYS
 from validate.suites.models import LLAMA
 from validate.suites.quick import quick
 
@@ -142,10 +143,10 @@ def test_a_suite_from_a_file_tries_every_combination_of_its_lists(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "has no cases; use"),
+        ("", r"there are no cases; write \[\[case\]\]"),
         ("[[case]\n", "is no suite"),
-        ("[case]\ndp = 2\n", "has no cases"),
-        ("[[cases]]\ndp = 2\n", "has 'cases'; use one table"),
+        ("[case]\ndp = 2\n", "there are no cases"),
+        ("[[cases]]\ndp = 2\n", "unknown table 'cases'; did you mean 'case'"),
         ("[[case]]\ndq = 2\n", "case 1: unknown key 'dq'; did you mean 'dp'"),
         ("[[case]]\n[[case]]\nzero = 5\n", "case 2: zero=5 is not allowed; use an integer from 0 to 3"),
         ("[[case]]\nmodel = 'lama-small'\n", "case 1: unknown model 'lama-small'"),
@@ -153,15 +154,28 @@ def test_a_suite_from_a_file_tries_every_combination_of_its_lists(tmp_path):
             "[[case]]\nmodel = { family = 'lama' }\n",
             "case 1: unknown model family 'lama'; did you mean 'llama'",
         ),
-        ("[[case]]\nmodel = { family = 'llama' }\n", "case 1: .*missing"),
-        ("[[case]]\n[[case]]\n", "two cases named 'llama-small, one rank'"),
+        ("[[case]]\nmodel = { family = 'llama' }\n", "case 1: the model has no n_layers; a llama"),
+        ("[[case]]\n[[case]]\n", "case 2: a case named 'llama-small, one rank' is there already"),
+        ("[[case]]\nsteps = 'many'\n", "case 1: steps='many' is not allowed; use an integer from 6"),
+        ("[[case]]\nseed = 1.5\n", "case 1: seed=1.5 is not allowed; use an integer from 0"),
+        ("[[case]]\ntimeout_s = nan\n", "case 1: timeout_s=nan is not allowed; use a finite number"),
+        ("[[case]]\nname = 7\n", "case 1: name=7 is not allowed; use a text"),
+        ("[[case]]\ndp = []\n", "case 1 has an empty list"),
+        ("defaults = 1\n[[case]]\n", "defaults=1 is no table"),
+        ("a = " + "[" * 5000, "is no suite"),
     ],
 )
 def test_a_file_that_is_no_suite_is_refused_with_the_place(tmp_path, text, message):
-    with pytest.raises(InvalidValue, match=message):
+    with pytest.raises(MemplanError, match=message):
         suite(written(tmp_path, text))
 
 
+def test_a_suite_of_too_many_combinations_is_refused_at_once(tmp_path):
+    lists = "\n".join(f"{name} = {[*range(1, 40)]}" for name in PLAN_KEYS[:7])
+    with pytest.raises(InvalidValue, match=r"its lists make 137231006679 cases, and more than 10000 are a"):
+        suite(written(tmp_path, f"[[case]]\n{lists}\n"))
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(InvalidValue, match=r"none\.toml is no suite"):
+    with pytest.raises(InvalidValue, match=r"none\.toml: no such file; give the path of a suite"):
         suite(str(tmp_path / "none.toml"))

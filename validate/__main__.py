@@ -1,5 +1,6 @@
 """The command line: python -m validate run | sweep | report | explain | rejudge | published | calibrate."""
 
+import io
 import json
 import os
 import sys
@@ -15,8 +16,9 @@ import torch
 
 from memplan import Plan
 from memplan.checks import checked_count
-from memplan.cli import plan_options
-from memplan.errors import MemplanError, PlanRefused
+from memplan.cli import SETTINGS, Commands, command_line, plan_options
+from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
+from memplan.files import shown_path
 from memplan.plan import check_plan
 from memplan.units import human_bytes
 from validate import published, report
@@ -30,13 +32,15 @@ from validate.judge import References, judged, rejudged
 from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.nogpu import MEANING, can_be_built
+from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
 from validate.records import Record, RecordFile, merged, open_records, read_records
+from validate.shipped import found_files
 from validate.snapshot import snapshot_comparison
-from validate.suites import SEARCHES, Rounds, case_named, model_named, rounds
+from validate.suites import NAMES, SEARCHES, Rounds, case_named, model_named, rounds
 from validate.suites.frontier import frontiers
 from validate.suites.gpu import GPU_SUITES
-from validate.sweep import ONE_AT_A_TIME, RETRIED, Stopped, judging, part_of, stoppable, swept
+from validate.sweep import ONE_AT_A_TIME, RETRIED, Stopped, check_room, judging, part_of, stoppable, swept
 from validate.where import (
     CASE_FIELDS,
     EXAMPLE,
@@ -51,21 +55,17 @@ from validate.where import (
 _Command = TypeVar("_Command", bound=Callable[..., None])
 _Value = TypeVar("_Value")
 
+FORMATS: Final = ("png", "svg", "pdf")
+"""What a step can be drawn as, by the end of the file's name."""
+
+DRAWN: Final = "memplan explain"
+"""The title in a drawing's metadata, by which it is known again."""
+
 H100: Final = "h100-sxm"
 """The GPU that is played unless another is named."""
 
 
-class _Program(click.Group):
-    """Refusals are usage errors: a clear line and exit code 2."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except MemplanError as error:
-            raise click.UsageError(str(error)) from None
-
-
-@click.group(cls=_Program)
+@click.group(cls=Commands, context_settings=SETTINGS)
 def main() -> None:
     """Really run plans, with real processes and collectives, beside what memplan predicts."""
 
@@ -88,9 +88,9 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
     if found is None and (device == "nogpu" or (device == "auto" and can_be_built())):
         found = gpus_played(gpu_name or H100)
     elif gpu_name is not None:
-        raise click.UsageError(f"--gpu {gpu_name} is for --device nogpu; leave it out.")
+        raise InvalidValue(f"--gpu {gpu_name} is for --device nogpu; leave it out.")
     if found is None and device == "cuda":
-        raise click.UsageError("--device cuda: PyTorch sees no GPU here; use nogpu, or leave it out.")
+        raise InvalidValue("--device cuda: PyTorch sees no GPU here; use nogpu, or leave it out.")
     return replace(found, n=given.world_size) if found is not None and given is not None else found
 
 
@@ -105,7 +105,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--events",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="Folder for every allocation; on GPUs, for memory snapshots.",
 )
 @_device_option
@@ -129,6 +129,10 @@ def run(
     if given is not None and given.rank:
         GivenRanks(given).serve()
         return
+    if given is None:
+        check_room(case, machine_budget())
+    if events is not None:
+        check_new_folder("--events", events)
     ended = None
     if given is not None:
         with GivenRanks(given) as ranks:
@@ -162,13 +166,13 @@ def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
 @click.option("--rank", type=int, help="Which rank; left out: the one that is explained least.")
 @click.option(
     "--snapshot",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="Run nothing: explain a file of torch.cuda.memory._dump_snapshot, by rank 0 if --rank is left out.",
 )
 @click.option(
     "--gpu", "gpu_name", default=H100, show_default=True, metavar="NAME", help="The GPU of the snapshot."
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the step into this file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the step into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
 @click.pass_context
@@ -197,7 +201,17 @@ def explain(
     check_plan(chosen.model, chosen.plan)
     if rank is not None:
         checked_count("rank", rank, least=0, most=chosen.plan.world_size - 1)
+    drawn = output_files(
+        {"--plot": (plot, lambda head: not head or DRAWN.encode() in head)},
+        inputs=[] if snapshot is None else [snapshot],
+    )
+    if plot is not None and plot.suffix[1:] not in FORMATS:
+        raise InvalidValue(
+            f"--plot {shown_path(plot)} says no format; let its name end in {', '.join(FORMATS)}."
+        )
     found: list[Explanation] = []
+    if snapshot is None:
+        check_room(chosen, machine_budget())
     if snapshot is not None:
         on_gpu = replace(chosen, device="cuda", gpu=gpu_name)
         found = [
@@ -209,8 +223,10 @@ def explain(
             raise click.ClickException(f"{chosen.name}: {ended.outcome}\n{ended.reason}")
         found = [explained(f"{chosen.name}, rank {r.rank}", comparison(chosen, r)) for r in ended.ranks]
     shown = found[rank] if rank is not None and snapshot is None else min(found, key=lambda e: e.fraction)
-    if plot is not None:
-        shown.plot().savefig(plot, dpi=150)
+    for file in drawn.values():
+        image = io.BytesIO()
+        shown.plot().savefig(image, format=file.path.suffix[1:], dpi=150, metadata={"Title": DRAWN})
+        file.write(image.getvalue())
     if as_json:
         click.echo(json.dumps(shown.to_dict()))
         return
@@ -224,7 +240,7 @@ def _refuse_both(context: click.Context, names: Iterable[str]) -> None:
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             flag = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"CASE says its own model and plan; leave out {flag}, or CASE.")
+            raise InvalidValue(f"CASE says its own model and plan; leave out {flag}, or CASE.")
 
 
 def _where_option(known: Mapping[str, Field]) -> Callable[[_Command], _Command]:
@@ -244,13 +260,21 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
 
 
 @main.command()
-@click.option("--suite", default="quick", show_default=True, help="A suite's name, or a TOML file.")
-@click.option("--only", default="", help="Only the cases whose name contains this.")
+@click.option(
+    "--suite",
+    default="quick",
+    show_default=True,
+    metavar="NAME|FILE.toml",
+    help=f"One of {', '.join(NAMES)}; or a TOML file, as the README describes it.",
+)
+@click.option("--only", default="", metavar="TEXT", help="Only the cases whose name contains this.")
 @_where_option(CASE_FIELDS)
 @click.option("--part", metavar="I/N", default="1/1", help="Only the i-th of n parts, one for each machine.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep the records in this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Keep the records in this file.")
 @click.option("--resume", is_flag=True, help="Run only the cases that the file lacks.")
 @click.option("--retry", is_flag=True, help="With --resume, run again what crashed or took too much.")
+@click.option("--list", "as_list", is_flag=True, help="Print the names of the cases, and run nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be run and what it may take; run nothing.")
 @click.option("--anyway", is_flag=True, help="Run what memplan refuses too, to hear PyTorch's own reason.")
 @click.option(
     "--cores",
@@ -268,7 +292,7 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
 @_gpu_option
 @click.option(
     "--snapshots",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="On GPUs: a folder for a memory snapshot of every rank, as `explain --snapshot` reads them.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
@@ -280,6 +304,8 @@ def sweep(
     out: Path | None,
     resume: bool,
     retry: bool,
+    as_list: bool,
+    dry_run: bool,
     anyway: bool,
     cores: int | None,
     memory: int | None,
@@ -295,14 +321,17 @@ def sweep(
         return
     for_gpus = suite in GPU_SUITES or suite in SEARCHES
     gpus = _gpus(device or ("auto" if for_gpus or given else "cpu"), gpu_name, given)
-    chosen = _chosen(rounds(suite, gpus), only, where, part)
+    chosen = _chosen(rounds(suite, gpus), only, where, part, suite)
     moved: Sequence[Case] = [case if for_gpus else placed(case, gpus) for case in chosen(())]
     machine = machine_budget()
     budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
+    if as_list or dry_run:
+        for line in (case.name for case in moved) if as_list else report.plan_lines(moved, budget):
+            click.echo(line)
+        return
+    if snapshots is not None:
+        (check_folder if resume else check_new_folder)("--snapshots", snapshots)
     text = Record.to_json if as_json else report.row
-    if not as_json:
-        click.echo(_place(suite, gpus) if for_gpus else "", nl=for_gpus)
-        click.echo(report.header())
     records: list[Record] = []
     try:
         with (
@@ -310,6 +339,9 @@ def sweep(
             open_records(out, resume=resume) if out else nullcontext() as file,
             judging(given, anyway=anyway, snapshots=snapshots) as judge,
         ):
+            if not as_json:
+                click.echo(_place(suite, gpus) if for_gpus else "", nl=for_gpus)
+                click.echo(report.header())
             while moved:
                 known, waiting = _divided(moved, file, retry)
                 for record in known:
@@ -338,12 +370,28 @@ def sweep(
     _finish(records)
 
 
-def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str) -> Rounds:
-    """The cases of a suite that the options leave."""
+def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: str) -> Rounds:
+    """The cases of a suite that the options leave.
+
+    Raises:
+        InvalidValue: filters that leave none of the first ones: with the nearest name.
+    """
 
     def chosen(records: Sequence[Record]) -> list[Case]:
-        cases = [case for case in cases_of(records) if only in case.name]
-        return part_of([case for case in cases if where is None or where(case_facts(case))], part)
+        every = cases_of(records)
+        named = [case for case in every if only in case.name]
+        cases = [case for case in named if where is None or where(case_facts(case))]
+        if not records and not named:
+            near = did_you_mean(only, [case.name for case in every])
+            raise InvalidValue(
+                f"--only {shown_value(only)} is in no case's name of {suite}{near} --list has them."
+            )
+        if not records and not cases and where is not None:
+            raise InvalidValue(
+                f"--where {shown_value(where.text)} is true of none of {len(named)} cases of {suite}; use "
+                "another expression, or --list to see them."
+            )
+        return part_of(cases, part)
 
     return chosen
 
@@ -370,7 +418,7 @@ def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tup
 
 
 @main.command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep the timings in this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Keep the timings in this file.")
 @click.option("--resume", is_flag=True, help="Run only the probes that the file lacks.")
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="What is timed; auto: a GPU if there is one."
@@ -380,13 +428,14 @@ def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool)
     """Time a device's matrix products, attention, memory and kernel launches, one operation at a time."""
     gpus = None if device == "cpu" else gpus_here()
     if gpus is None and device == "cuda":
-        raise click.UsageError("--device cuda: PyTorch sees no GPU here; leave it out.")
-    if not as_json:
-        click.echo(_place("calibrate", gpus))
+        raise InvalidValue("--device cuda: PyTorch sees no GPU here; leave it out.")
+    said = "" if as_json else f"{_place('calibrate', gpus)}\n"
     chosen = torch.device("cpu" if gpus is None else "cuda:0")
     try:
         with stoppable():
             for timing in calibrated(chosen, surroundings(gpus), out, resume=resume):
+                click.echo(said, nl=False)
+                said = ""
                 click.echo(timing.to_json() if as_json else str(timing))
     except Stopped as stop:
         click.echo(f"stopped by {stop}; --resume runs the probes that are left", err=True)
@@ -394,12 +443,10 @@ def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool)
 
 
 @main.command("report")
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @_where_option(RECORD_FIELDS)
-@click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), help="Write one row per case.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of its own.")
+@click.option("--csv", type=click.Path(path_type=Path), help="Write one row per case.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page of its own.")
 @click.option("--brief", is_flag=True, help="Only the tables by axis, the worst cases and what failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
 def report_files(
@@ -410,23 +457,31 @@ def report_files(
     brief: bool,
     as_json: bool,
 ) -> None:
-    """What files of records say, each case once: of several records of a case the last one counts."""
+    """What files of records say, each case once: of several records of a case the last one counts.
+
+    FILES that begin with data/ and are not here are those that come with memplan.
+    """
     from validate.report import page, tables
 
-    every = list(chain.from_iterable(map(read_records, files)))
+    sources = list(found_files(files))
+    outputs = output_files(
+        {"--csv": (csv, begins_with(tables.CSV_START)), "--html": (html, page.is_page)}, inputs=sources
+    )
+    every = list(chain.from_iterable(map(read_records, sources)))
     records = merged(every)
     n_superseded = len(every) - len(records)
     if where is not None:
         records = [record for record in records if where(record_facts(record))]
     table = tables.frame(records)
-    if csv is not None:
-        table.to_csv(csv, index=False)
-    if html is not None:
-        html.write_text(page.html(records, sources=[file.name for file in files], n_superseded=n_superseded))
+    if "--csv" in outputs:
+        outputs["--csv"].write(tables.csv_text(table))
+    if "--html" in outputs:
+        names = [file.name for file in sources]
+        outputs["--html"].write(page.html(records, sources=names, n_superseded=n_superseded))
     if as_json:
         for record in records:
             click.echo(record.to_json())
-    elif csv or html:
+    elif outputs:
         click.echo(report.summary(records))
     else:
         click.echo(report.listing(records, tables.rows_of(tables.by_axis(table)), brief=brief))
@@ -435,16 +490,13 @@ def report_files(
 
 
 @main.command("rejudge")
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
-@click.option(
-    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write."
-)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The file to write.")
 def rejudge(files: tuple[Path, ...], out: Path) -> None:
     """Set what was measured beside what memplan predicts now, several files in one; nothing is run."""
-    records = [rejudged(record) for record in merged(chain.from_iterable(map(read_records, files)))]
     with open_records(out, resume=False) as file:
+        every = chain.from_iterable(map(read_records, found_files(files)))
+        records = [rejudged(record) for record in merged(every)]
         for record in records:
             file.append(record)
     click.echo(report.summary(records))
@@ -452,11 +504,14 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
 
 
 @main.command("published")
-@click.argument("file", type=click.Path(path_type=Path), default=published.ROWS)
+@click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each row.")
-def compare_published(file: Path, as_json: bool) -> None:
-    """Others' measurements of GPU memory beside what memplan says; nothing is run."""
-    rows = [published.compared(row) for row in published.read_rows(file)]
+def compare_published(file: Path | None, as_json: bool) -> None:
+    """Others' measurements of GPU memory beside what memplan says; nothing is run.
+
+    FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out.
+    """
+    rows = [published.compared(row) for row in published.read_rows(file or published.ROWS)]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row.to_dict()))
@@ -473,4 +528,4 @@ def _finish(records: list[Record]) -> None:
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m validate")
+    command_line(main, "python -m validate")

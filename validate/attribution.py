@@ -261,14 +261,20 @@ def _both(base: Matched, made: Matched, *, blocks: tuple[Block, ...]) -> Matched
     )
 
 
+MOST_CELLS: Final = 50_000_000
+"""Of a table of blocks and tensors, 8 bytes each: beyond it they are not set side by side in order."""
+
+
 def _in_order(blocks: Sequence[int], tensors: Sequence[int]) -> list[tuple[int, int]]:
-    """Places of equal sizes: the common subsequence that has most bytes.
+    """Places of equal sizes: the common subsequence that has most bytes; none if there are too many to tell.
 
     Source: Needleman and Wunsch 1970, without mismatches.
 
     >>> _in_order([8, 4, 16], [4, 8, 16])
     [(0, 1), (2, 2)]
     """
+    if len(blocks) * len(tensors) > MOST_CELLS:
+        return []
     sizes = np.array(tensors, dtype=np.int64)
     best = np.zeros((len(blocks) + 1, len(tensors) + 1), dtype=np.int64)
     for i, n_bytes in enumerate(blocks):
@@ -345,7 +351,10 @@ def _with_padding(tensors: Iterable[Buffer]) -> Iterator[tuple[Buffer, ...]]:
 
 
 MOST_SUMS: Final = 20_000
-"""How many sums of blocks are tried."""
+"""How many sums of blocks are kept."""
+
+MOST_TRIES: Final = 20 * MOST_SUMS
+"""How often a block is added to a sum: a snapshot may have hundreds of thousands of equal blocks."""
 
 
 def _holding(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
@@ -353,12 +362,26 @@ def _holding(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
     origins: defaultdict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         origins[block.path].append(block)
+    tries = iter(range(MOST_TRIES))
     for some in (*origins.values(), blocks):
-        sums: dict[int, tuple[Block, ...]] = {0: ()}
-        for block in sorted(some, key=lambda block: -block.n_bytes):
-            for total, chosen in list(sums.items()):
-                if total + block.n_bytes <= n_bytes and len(sums) < MOST_SUMS:
-                    sums.setdefault(total + block.n_bytes, (*chosen, block))
-        if n_bytes in sums:
-            return sums[n_bytes]
+        if found := _adding_up_to(n_bytes, some, tries):
+            return found
     return ()
+
+
+def _adding_up_to(n_bytes: int, blocks: Sequence[Block], tries: Iterator[int]) -> tuple[Block, ...]:
+    """The first blocks found, large ones first, that have so many bytes; none if tries run out before."""
+    last: dict[int, Block | None] = {0: None}
+    for block in sorted(blocks, key=lambda block: -block.n_bytes):
+        for total in list(last):
+            if next(tries, None) is None:
+                return ()
+            if total + block.n_bytes <= n_bytes and len(last) < MOST_SUMS:
+                last.setdefault(total + block.n_bytes, block)
+        if n_bytes in last:
+            break
+    found: list[Block] = []
+    while (taken := last.get(n_bytes)) is not None:
+        found.append(taken)
+        n_bytes -= taken.n_bytes
+    return tuple(found[::-1])

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memplan.errors import InvalidValue
+from memplan.checks import LARGEST_BYTES as LARGEST_SIZE
+from memplan.checks import checked_choice, checked_count, checked_positive
+from memplan.errors import InvalidValue, MemplanError
+from memplan.files import file_bytes, of_file, shown_path
 from memplan.units import KiB, MiB
+from validate.lines import open_lines
 
 Kind = Literal["matmul", "attention", "attention backward", "copy", "add", "launch", "synchronize"]
 
@@ -241,18 +245,56 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def read_timings(path: Path) -> list[Timing]:
-    """The timings of a file; a last line without its end is left out.
+LARGEST_BYTES: Final = 2**26
+"""A calibration has some hundred lines."""
+
+STARTS: Final = (b'{"kind":', b'{"environment":')
+"""How every line of a file of timings begins."""
+
+
+def timings(content: bytes, path: Path) -> list[Timing]:
+    """The timings of a file's whole lines.
 
     Raises:
         InvalidValue: a line that is no timing.
     """
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
     try:
-        rows = [json.loads(line) for line in lines]
-        return [Timing(**row) for row in rows if row.keys() != {"environment"}]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InvalidValue(f"{path} is no calibration ({error}); use a file of `calibrate --out`.") from None
+        rows = [json.loads(line) for line in content.splitlines()]
+        return [_timing(row) for row in rows if row.keys() != {"environment"}]
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidValue(
+            f"{shown_path(path)} is no calibration ({error}); use a file of `calibrate --out`."
+        ) from None
+
+
+def read_timings(path: Path) -> list[Timing]:
+    """The timings of a file; a last line without its end is left out.
+
+    Raises:
+        InvalidValue: a file that cannot be read, or a line that is no timing.
+    """
+    try:
+        content = file_bytes(path, most_bytes=LARGEST_BYTES, what="file of `calibrate --out`")
+    except MemplanError as error:
+        raise of_file(path, error) from None
+    return timings(content[: content.rfind(b"\n") + 1], path)
+
+
+def _timing(row: Mapping[str, Any]) -> Timing:
+    """The timing of a line, each field checked."""
+    found = Timing(**row)
+    checked_choice("kind", found.kind, get_args(Kind))
+    checked_choice("dtype", found.dtype, tuple(DTYPES))
+    checked_count("runs", found.runs)
+    if not isinstance(found.sizes, dict):
+        raise TypeError("its sizes are no object")
+    for name, size in found.sizes.items():
+        checked_count(name, size, least=0, most=LARGEST_SIZE)
+    rates = {name: getattr(found, name) for name in ("flops_per_s", "bytes_per_s")}
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    for name, value in ({"median_s": found.median_s, "least_s": found.least_s} | known).items():
+        checked_positive(name, value)
+    return found
 
 
 def calibrated(
@@ -261,29 +303,26 @@ def calibrated(
     """Runs the probes that the file lacks, adding each as it is done; yields those of the file too.
 
     Raises:
-        InvalidValue: a file that has timings and is not to be resumed.
+        InvalidValue: a file that has timings and is not to be resumed, or that is of something else.
+        CannotWrite: a file that cannot be written.
     """
-    known: dict[str, Timing] = {}
-    if out is not None and out.exists():
-        if not resume:
-            raise InvalidValue(
-                f"{out} exists; use --resume to run the probes that it lacks, or another file."
-            )
-        known = {timing.key: timing for timing in read_timings(out)}
-        whole = out.read_text(encoding="utf-8")
-        out.write_text(whole[: whole.rfind("\n") + 1], encoding="utf-8")
+    if out is None:
+        yield from _calibrated(device, {}, lambda line: None)
+        return
+    with open_lines(out, resume=resume, starts=STARTS) as lines:
+        known = {timing.key: timing for timing in timings(lines.content, out)}
+        lines.cut_torn_line()
+        lines.append(json.dumps({"environment": dict(environment)}))
+        yield from _calibrated(device, known, lines.append)
+
+
+def _calibrated(
+    device: torch.device, known: Mapping[str, Timing], keep: Callable[[str], None]
+) -> Iterator[Timing]:
     torch.set_num_threads(1)
-    _add_line(out, json.dumps({"environment": dict(environment)}))
     for probe in probes(device):
         timing = known.get(probe.key)
         if timing is None:
             timing = timed(probe, device)
-            _add_line(out, timing.to_json())
+            keep(timing.to_json())
         yield timing
-
-
-def _add_line(out: Path | None, line: str) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")

@@ -206,7 +206,7 @@ def title(model: Model, plan: Plan) -> str:
 
     >>> from memplan.models import preset
     >>> title(preset("gpt2"), Plan(dp=2, zero=3, precision="bf16", offload=True))
-    'gpt2, dp2 zero3 bf16 offload'
+    'gpt2 tied dropout, dp2 zero3 bf16 offload'
     """
     words = [f"{axis}{getattr(plan, axis)}" for axis in MESH_AXES if getattr(plan, axis) > 1] or ["one rank"]
     words += [f"zero{plan.zero}"] if plan.zero else []

@@ -2,15 +2,14 @@
 
 import platform
 import subprocess
-import tomllib
 from dataclasses import asdict
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from memplan.version import version
 from validate.cases import Case
 from validate.gpus import Gpus, gpus_here, gpus_played
 from validate.nogpu import MEANING
@@ -45,22 +44,13 @@ def surroundings(gpus: Gpus | None) -> dict[str, Any]:
 @cache
 def _software() -> dict[str, Any]:
     return {
-        "memplan": _version(),
+        "memplan": version(),
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
         "processor": _processor(),
     }
-
-
-def _version() -> str:
-    """memplan's version, also of a checkout that is not installed."""
-    try:
-        return version("memplan")
-    except PackageNotFoundError:
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        return str(project["version"])
 
 
 def _commit() -> str | None:

@@ -13,13 +13,19 @@ from statistics import median
 from typing import Any, Final
 
 from memplan import Cluster, Model, cluster, preset
-from memplan.errors import MemplanError
-from memplan.estimate import Estimate, Verdict, estimate
-from memplan.layout import text_table
+from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue, MemplanError, shown_value
+from memplan.estimate import Estimate, estimate
+from memplan.files import file_text, of_file
+from memplan.hardware import Verdict
+from memplan.layout import printable, text_table
 from memplan.units import GiB
 from validate.meta_llama import MetaLlama
+from validate.shipped import data_folder
 
-ROWS: Final = Path("data/published/memory.csv")
+ROWS: Final = data_folder() / "published" / "memory.csv"
+"""The rows that come with memplan."""
 
 TOLERANCE: Final = 0.1
 """The largest error of a row that was run as predicted."""
@@ -153,23 +159,62 @@ class Compared:
         }
 
 
+LARGEST_BYTES: Final = 2**24
+
+COLUMNS: Final = (
+    *("row_id", "framework", "model", "gpu", "n_gpus", "dp", "tp", "cp", "pp", "sp", "zero_stage", "offload"),
+    *("micro_batch_per_gpu", "grad_accum", "seq_len", "precision", "optimizer", "recompute", "compile"),
+    *("peak_mem_gib", "mem_kind", "oom", "lora", "notes", "suspect"),
+)
+"""The columns that are read."""
+
+
 def read_rows(path: Path) -> list[Row]:
     """The file's rows.
 
     Raises:
-        MemplanError: if there is no such file.
+        MemplanError: a file that cannot be read, or that lacks a column or a cell.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-    except OSError as error:
-        raise MemplanError(
-            f"{path} cannot be read ({error.strerror}); give the path of memory.csv."
-        ) from None
+        text = file_text(path, most_bytes=LARGEST_BYTES, what="file as data/published/memory.csv")
+        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise InvalidValue(f"has no column {missing[0]!r}; see data/README.md for the columns.")
+        rows: list[Row] = list(reader)
+    except csv.Error as error:
+        raise of_file(path, InvalidValue(f"is no CSV ({error}); give another file.")) from None
+    except MemplanError as error:
+        raise of_file(path, error) from None
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise of_file(
+                path, InvalidValue(f"row {number} has not as many cells as there are columns; mend it.")
+            )
+    return [{name: printable(cell) for name, cell in row.items()} for row in rows]
 
 
 def compared(row: Row) -> Compared:
-    """A row beside its prediction."""
+    """A row beside its prediction.
+
+    Raises:
+        MemplanError: a row that is no plan: with its number.
+    """
+    try:
+        return _compared(row)
+    except MemplanError as error:
+        raise type(error)(f"row {shown_value(row['row_id'])}: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise InvalidValue(
+            f"row {shown_value(row['row_id'])} has no number where one is needed: {error}"
+        ) from None
+
+
+def _bytes(peak_gib: str) -> int:
+    return checked_count("peak_mem_gib in bytes", round(float(peak_gib) * GiB), most=LARGEST_GPU_BYTES)
+
+
+def _compared(row: Row) -> Compared:
     reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
     if reason:
         return Compared(row=row, reason=reason)
@@ -179,7 +224,7 @@ def compared(row: Row) -> Compared:
         row=row,
         differences=tuple(text for text, holds in DIFFERENCES if holds(row)),
         plan=_plan_text(row, e),
-        published_bytes=round(float(peak_gib) * GiB) if peak_gib else None,
+        published_bytes=_bytes(peak_gib) if peak_gib else None,
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
     )
@@ -276,7 +321,7 @@ def _memory(source: str, rows: Sequence[Compared]) -> str:
         return ""
     cells = [("row", "plan", "GiB", "memplan", "error", "but for")]
     cells += [(c.number, c.plan, *_figures(c), "+".join(c.differences)) for c in measured]
-    held = measured[0].row["mem_kind"].split()[0]
+    held = measured[0].row["mem_kind"].partition(" ")[0]
     return f"{source}: {held}\n{text_table(cells, '<<>>><', flexible=1)}"
 
 

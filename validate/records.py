@@ -1,18 +1,26 @@
-"""One record per case: what was asked, predicted and measured, and the verdict; kept as JSON lines."""
+"""One record per case: what was asked, predicted and measured, and the verdict; kept as JSON lines.
 
-import fcntl
+A file may come from anywhere: whatever it holds, it is records as `record.schema.json` says, or refused.
+"""
+
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from memplan.errors import InvalidValue, MemplanError
+import fastjsonschema
+
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue, MemplanError, shown_value
+from memplan.files import file_bytes, of_file, shown_path
 from validate.cases import Case
 from validate.columns import columns, rows
+from validate.lines import Lines, open_lines
 
 Outcome = Literal["ok", "refused", "crashed", "timed-out", "out-of-memory", "wrong-loss"]
 
@@ -76,13 +84,14 @@ class Record:
         return first if re.match(r"rank \d+ ", first) or not rest else rest[-1].strip()
 
     @property
-    def worst_peaks(self) -> tuple[int, int] | None:
-        """Predicted and measured peak of the rank that is farthest off; None unless both are known."""
+    def fullest_peaks(self) -> tuple[int, int] | None:
+        """Predicted and measured peak of the rank that held most; None unless both are known."""
         if self.predicted is None or self.measured is None:
             return None
         ranks = zip(self.predicted["ranks"], self.measured["ranks"], strict=True)
-        pairs = [(ahead["peak_bytes"], seen["peak_bytes"]) for ahead, seen in ranks]
-        return max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+        return max(
+            ((ahead["peak_bytes"], seen["peak_bytes"]) for ahead, seen in ranks), key=lambda pair: pair[1]
+        )
 
     def to_json(self) -> str:
         """One line of JSON with every field."""
@@ -115,13 +124,70 @@ def _line(record: Record) -> str:
 
 
 def _record(row: Mapping[str, Any], environment: dict[str, Any] | None) -> Record:
-    record = Record(**row, environment=environment)
+    """The record of a line.
+
+    Raises:
+        MemplanError: if it is none: with the field and the rule.
+    """
+    unknown = set(row) - {field.name for field in fields(Record)}
+    if unknown or not isinstance(row.get("case"), dict):
+        what = f"has {shown_value(min(unknown))}" if unknown else "has no case"
+        raise InvalidValue(f"it {what}")
+    case = _case(row["case"])
     sides = {
-        side: known | {"ranks": [_unpacked_rank(rank) for rank in rows(known["ranks"])]}
+        side: _unpacked(side, row[side], len(case.ranks))
         for side in ("predicted", "measured")
-        if (known := row.get(side)) is not None
+        if row.get(side) is not None
     }
-    return replace(record, case=Case.from_dict(row["case"]).to_dict(), **sides)
+    values = {**row, "environment": environment, "case": case.to_dict(), **sides}
+    _checked()(values)
+    record = Record(**values)
+    if record.peak_error is not None and None in (record.states_off_bytes, record.collectives_off):
+        raise InvalidValue("it has peak_error, but not states_off_bytes and collectives_off")
+    return record
+
+
+def _case(values: Mapping[str, Any]) -> Case:
+    try:
+        return Case.from_dict(values)
+    except MemplanError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidValue(f"its case is none ({shown_value(error, 200)})") from None
+
+
+def _unpacked(side: str, packed: Any, n_ranks: int) -> dict[str, Any]:
+    """One side of a record with a row for each rank, as they are before `columns` packs them."""
+    ranks = packed.get("ranks") if isinstance(packed, dict) else None
+    if not isinstance(ranks, dict) or set(ranks) != {"n", "shared", "by_rank"}:
+        raise InvalidValue(f"its {side}.ranks are not columns of n, shared and by_rank")
+    if checked_count(f"its {side}.ranks.n", ranks["n"]) != n_ranks:
+        raise InvalidValue(f"its {side}.ranks.n={ranks['n']} are not the {n_ranks} ranks of its case")
+    if not isinstance(ranks["shared"], dict) or not isinstance(ranks["by_rank"], dict):
+        raise InvalidValue(f"its {side}.ranks.shared or by_rank is no object")
+    for name, values in ranks["by_rank"].items():
+        if not isinstance(values, list) or len(values) != n_ranks:
+            raise InvalidValue(f"its {side}.ranks.by_rank.{name[:40]} is no list of {n_ranks} values")
+    found: dict[str, Any] = packed | {"ranks": [_unpacked_rank(rank) for rank in rows(ranks)]}
+    return found
+
+
+SCHEMA: Final = Path(__file__).with_name("record.schema.json")
+
+
+@cache
+def _checked() -> Callable[[dict[str, Any]], object]:
+    """Raises InvalidValue for a record that is not as the schema says: with the field and the rule."""
+    validate = fastjsonschema.compile(json.loads(SCHEMA.read_text(encoding="utf-8")), use_default=False)
+
+    def check(record: dict[str, Any]) -> object:
+        try:
+            return validate(record)
+        except fastjsonschema.JsonSchemaValueException as error:
+            said = error.message.removeprefix("data.").removeprefix("data ")
+            raise InvalidValue(f"its {said[:200]}") from None
+
+    return check
 
 
 _COLLECTIVE: Final = ("kind", "axis", "calls", "payload_bytes")
@@ -133,8 +199,16 @@ def _packed_rank(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked_rank(rank: Mapping[str, Any]) -> dict[str, Any]:
-    entries = [dict(zip(_COLLECTIVE, entry, strict=True)) for entry in rank["collectives"]]
-    return dict(rank) | {"collectives": entries}
+    packed = rank.get("collectives")
+    if not isinstance(packed, list) or not all(
+        isinstance(entry, list) and len(entry) == len(_COLLECTIVE) for entry in packed
+    ):
+        raise InvalidValue(f"its collectives are not lists of {', '.join(_COLLECTIVE)}")
+    return dict(rank) | {"collectives": [dict(zip(_COLLECTIVE, entry, strict=True)) for entry in packed]}
+
+
+LARGEST_BYTES: Final = 2**30
+"""Files of records are read whole: a larger one has to be divided."""
 
 
 def read_records(path: Path) -> list[Record]:
@@ -143,7 +217,10 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         InvalidValue: a line that is no record, with its number.
     """
-    content = path.read_bytes()
+    try:
+        content = file_bytes(path, most_bytes=LARGEST_BYTES, what="file of records")
+    except MemplanError as error:
+        raise of_file(path, error) from None
     return _records(path, content[: content.rfind(b"\n") + 1])
 
 
@@ -152,54 +229,69 @@ def _records(path: Path, content: bytes) -> list[Record]:
     environment = None
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = _row(line)
             if row.keys() == {"environment"}:
-                environment = row["environment"]
+                environment = _environment(row["environment"])
             else:
                 records.append(_record(row, environment))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except MemplanError as error:
+            why = _one_line(str(error))
             raise InvalidValue(
-                f"{path}, line {number} is not a record of validate ({error}); "
-                "use a file that `sweep --out` wrote."
+                f"{shown_path(path)}, line {number} is not a record of validate: {why}; use a file that "
+                "`sweep --out` wrote."
             ) from None
     return records
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".;")[:400]
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """A line's object; no number is infinite or none."""
+    try:
+        row = json.loads(line, parse_constant=_refused_number, parse_float=_finite)
+    except RecursionError:
+        raise InvalidValue("it is nested too deeply") from None
+    except ValueError as error:
+        raise error if isinstance(error, MemplanError) else InvalidValue(f"it is no JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise InvalidValue(f"it is {type(row).__name__}, not an object")
+    return row
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if isfinite(value) else _refused_number(text)
+
+
+def _refused_number(text: str) -> float:
+    raise InvalidValue(f"{text[:40]} is no finite number")
+
+
+NO_CASE: Final = {"name": "", "model": {}, "plan": {}}
+"""Of a line that says only with what the next ones were made."""
+
+
+def _environment(values: Any) -> dict[str, Any] | None:
+    _checked()({"case": NO_CASE, "outcome": "refused", "environment": values})
+    found: dict[str, Any] | None = values
+    return found
 
 
 STARTS: Final = (b'{"case":', b'{"environment":')
 """How every line starts."""
 
 
-def _whole_bytes(content: bytes) -> int:
-    """The length of a file without a last line that was not written to its end."""
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        return end if _is_torn(content[end:]) else len(content)
-    start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
-    try:
-        json.loads(content[start:end] or b"{}")
-    except ValueError:
-        return start if _is_torn(content[start:end]) else end
-    return end
-
-
-def _is_torn(line: bytes) -> bool:
-    """Whether it is the beginning of a line of ours, or the zeros that a loss of power leaves."""
-    begun = any(line.startswith(start) or start.startswith(line) for start in STARTS)
-    return begun or not line.strip(b"\0\n")
-
-
-class DiskFull(MemplanError):
-    """A record that could not be kept."""
-
-
 class RecordFile:
     """A file that one sweep adds records to; use `open_records`."""
 
-    def __init__(self, path: Path, descriptor: int, known: list[Record]) -> None:
-        self.path = path
-        self.known = known
-        self._descriptor = descriptor
-        self._environment = known[-1].environment if known else None
+    def __init__(self, lines: Lines) -> None:
+        self.path = lines.path
+        self.known = _records(lines.path, lines.content)
+        lines.cut_torn_line()
+        self._lines = lines
+        self._environment = self.known[-1].environment if self.known else None
 
     def append(self, record: Record) -> None:
         """Adds a record, to the disk: all of it or nothing.
@@ -208,24 +300,9 @@ class RecordFile:
             DiskFull: if it cannot be written; what the file had before it still has.
         """
         if record.environment != self._environment:
-            self._write(json.dumps({"environment": record.environment}, separators=(",", ":")))
+            self._lines.append(json.dumps({"environment": record.environment}, separators=(",", ":")))
             self._environment = record.environment
-        self._write(_line(record))
-
-    def _write(self, line: str) -> None:
-        content = line.encode() + b"\n"
-        end = os.fstat(self._descriptor).st_size
-        try:
-            written = os.write(self._descriptor, content)
-            while written < len(content):
-                written += os.write(self._descriptor, content[written:])
-            os.fsync(self._descriptor)
-        except OSError as error:
-            os.ftruncate(self._descriptor, end)
-            raise DiskFull(
-                f"{self.path} cannot be written ({error.strerror}); its records so far are safe: make room "
-                "and continue with --resume."
-            ) from None
+        self._lines.append(_line(record))
 
 
 @contextmanager
@@ -237,25 +314,7 @@ def open_records(path: Path, *, resume: bool) -> Iterator[RecordFile]:
     Raises:
         InvalidValue: if it has records and they are not to be resumed, if another process is adding to it,
             or if it is no file of records.
+        CannotWrite: if it is no regular file, or cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidValue(
-                f"another sweep is adding to {path}; wait for it, or use another file for --out."
-            ) from None
-        if os.fstat(descriptor).st_size and not resume:
-            raise InvalidValue(
-                f"{path} exists; use --resume to run the cases that it lacks, or another file for --out."
-            )
-        content = path.read_bytes()
-        whole_bytes = _whole_bytes(content)
-        known = _records(path, content[:whole_bytes])
-        if whole_bytes < len(content):
-            os.ftruncate(descriptor, whole_bytes)
-        yield RecordFile(path, descriptor, known)
-    finally:
-        os.close(descriptor)
+    with open_lines(path, resume=resume, starts=STARTS) as lines:
+        yield RecordFile(lines)

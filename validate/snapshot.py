@@ -10,14 +10,19 @@ those that were asked for, before the allocator rounds them up.
 
 import io
 import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickletools import opcodes
 from typing import Any, ClassVar, Final
 
-from memplan.errors import InvalidValue
+from memplan.checks import LARGEST_BYTES as MOST_BYTES
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import rank_estimate
+from memplan.files import file_bytes, of_file, shown_path
+from memplan.layout import printable
 from validate.attribution import Comparison
 from validate.blocks import Block
 from validate.cases import Case
@@ -31,6 +36,8 @@ WAY_OUT: Final = (
     "torch.cuda.memory._record_memory_history(), switched on before the step."
 )
 
+FEWER: Final = "record fewer entries (max_entries of torch.cuda.memory._record_memory_history)"
+
 PLAIN: Final = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
@@ -41,6 +48,9 @@ PLAIN: Final = (
     *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
 )
 """The opcodes of plain data."""
+
+BROKEN: Final = (pickle.UnpicklingError, struct.error, EOFError, MemoryError)
+"""What Python's reader raises for a pickle that was cut off or changed, beside the errors of any code."""
 
 NAMES: Final = {opcode.code: opcode.name for opcode in opcodes}
 
@@ -65,13 +75,12 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises:
         InvalidValue: a file that is too large, no plain data, or no snapshot with a trace.
     """
-    n_bytes = path.stat().st_size
-    if n_bytes > LARGEST_BYTES:
-        raise InvalidValue(
-            f"{path} has {n_bytes:,} bytes, and snapshots of up to {LARGEST_BYTES:,} are read; record fewer "
-            "entries (max_entries of torch.cuda.memory._record_memory_history)."
-        )
-    data = plain_data(path.read_bytes(), str(path))
+    try:
+        content = file_bytes(path, most_bytes=LARGEST_BYTES, what="memory snapshot", smaller=FEWER)
+    except MemplanError as error:
+        raise of_file(path, error) from None
+    name = shown_path(path)
+    data = plain_data(content, name)
     try:
         traces: Sequence[Sequence[Mapping[str, Any]]] = data["device_traces"]
         device = max(range(len(traces)), key=lambda i: len(traces[i]))
@@ -83,9 +92,9 @@ def read_snapshot(path: Path) -> Snapshot:
         ]
         snapshot = _snapshot(blocks, traces[device])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InvalidValue(f"{path} is no memory snapshot ({error!r}); {WAY_OUT}") from None
+        raise InvalidValue(f"{name} is no memory snapshot ({shown_value(error, 200)}); {WAY_OUT}") from None
     if not snapshot.events:
-        raise InvalidValue(f"{path} has no trace of allocations; {WAY_OUT}")
+        raise InvalidValue(f"{name} has no trace of allocations; {WAY_OUT}")
     return snapshot
 
 
@@ -115,7 +124,7 @@ def plain_data(content: bytes, name: str) -> Any:
         name_of_code = NAMES.get(chr(code)) if isinstance(code, int) else None
         said = f"{name_of_code} makes more than plain data" if name_of_code else "it is no pickle"
         raise InvalidValue(f"{name} is not read: {said}; {WAY_OUT}") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, TypeError, AttributeError) as error:
+    except (*BROKEN, AttributeError, IndexError, TypeError, ValueError) as error:
         raise InvalidValue(f"{name} is no whole pickle ({error}); {WAY_OUT}") from None
 
 
@@ -138,7 +147,7 @@ def _snapshot(at_end: Sequence[tuple[int, int, str]], trace: Sequence[Mapping[st
     born: dict[int, int] = {}
     sizes: list[int] = []
     for entry in entries:
-        address, n_bytes = _count(entry["addr"]), _count(entry["size"])
+        address, n_bytes = _count(entry["addr"]), _bytes(entry["size"])
         if entry["action"] == "alloc":
             born[address] = n_bytes
             sizes.append(n_bytes)
@@ -170,13 +179,18 @@ def _held_block(address: int, n_bytes: int, origin: str) -> Block:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise TypeError(f"{value!r} is no address and no number of bytes")
+    return checked_count("an address", value, least=0, most=2**64)
+
+
+def _bytes(value: object) -> int:
+    return checked_count("a size", value, least=0, most=MOST_BYTES)
 
 
 def _origin(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The calls that asked for a block, outermost first."""
-    return " > ".join(
-        f"{frame['name']} ({Path(str(frame['filename'])).name}:{frame['line']})" for frame in reversed(frames)
+    """The calls that asked for a block, outermost first; whatever a file says there, it can be printed."""
+    return printable(
+        " > ".join(
+            f"{frame['name']} ({Path(str(frame['filename'])).name}:{frame['line']})"
+            for frame in reversed(frames)
+        )
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, TypeVar
 
-from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value
+from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, shown_value
 from memplan.units import GiB, MiB, human_bytes
 from validate.cases import REFERENCE, Case
 from validate.given import Given, GivenRanks
@@ -187,13 +187,36 @@ def _left(budget: Budget, shares: Iterable[Budget]) -> Budget:
 
 
 def _too_large(case: Case, share: Budget, budget: Budget) -> Record:
-    return Record(
-        case=case.to_dict(),
-        outcome="refused",
-        reason=f"its ranks may take {human_bytes(share.memory_bytes)}, twice the predicted peaks and "
-        f"{human_bytes(RANK_BYTES)} each, but the budget is {human_bytes(budget.memory_bytes)}; "
-        "use --memory, or a smaller case.",
+    reason = f"{_room_text(share, budget)}; use --memory, or a smaller case."
+    return Record(case=case.to_dict(), outcome="refused", reason=reason)
+
+
+def _room_text(share: Budget, budget: Budget) -> str:
+    return (
+        f"its ranks may take {human_bytes(share.memory_bytes)}, twice the predicted peaks and "
+        f"{human_bytes(RANK_BYTES)} each, but the budget is {human_bytes(budget.memory_bytes)}"
     )
+
+
+def check_room(case: Case, budget: Budget) -> None:
+    """Raise unless this machine has room for all of a case's ranks at once.
+
+    Raises:
+        PlanRefused: with what they may take.
+    """
+    n_ranks = len(case.ranks)
+    if case.torch_device == "cpu" and n_ranks * RANK_BYTES > budget.memory_bytes:
+        raise PlanRefused(
+            f"{case.plan.mesh_text} = {n_ranks} ranks are as many processes, of at least "
+            f"{human_bytes(RANK_BYTES)} each, but this machine has {human_bytes(budget.memory_bytes)} free; "
+            "use smaller degrees, or start the ranks on several machines with torchrun."
+        )
+    try:
+        share = share_of(case, budget)
+    except MemplanError:
+        return  # refused for another reason, which is told when it is judged
+    if share.memory_bytes > budget.memory_bytes:
+        raise PlanRefused(f"{_room_text(share, budget)}; use a smaller plan or model.")
 
 
 @contextmanager

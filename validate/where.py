@@ -91,7 +91,7 @@ RECORD_FIELDS: Final[Mapping[str, Field]] = {
     "predicted_peak_bytes": Field(kind="number", after_run=True),
     "measured_peak_bytes": Field(kind="number", after_run=True),
 }
-"""And what a run adds; the peaks are those of the rank farthest off."""
+"""And what a run adds; the peaks are of the rank that held most."""
 
 
 def case_facts(case: Case) -> dict[str, Value]:
@@ -105,7 +105,7 @@ def case_facts(case: Case) -> dict[str, Value]:
 
 def record_facts(record: Record) -> dict[str, Value]:
     """What is known of a record: its case, and what its run has shown."""
-    peaks = record.worst_peaks
+    peaks = record.fullest_peaks
     return {
         **case_facts(Case.from_dict(record.case)),
         **{name: getattr(record, name) for name in _fields_of(Record)},

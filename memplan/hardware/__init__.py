@@ -1,19 +1,22 @@
 """Hardware: GPUs, links and clusters, from datasheets."""
 
-from memplan.hardware.cluster import Cluster, cluster, gpus_per_node, resolve_cluster
+from memplan.hardware.cluster import DEFAULT_MARGIN, Cluster, Verdict, cluster, gpus_per_node, resolve_cluster
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
-from memplan.hardware.overheads import Interval, outside_allocator
+from memplan.hardware.overheads import Interval, n_communicators, outside_allocator
 
 __all__ = [
+    "DEFAULT_MARGIN",
     "DTYPES",
     "Cluster",
     "Gpu",
     "Interval",
     "Link",
+    "Verdict",
     "cluster",
     "gpu",
     "gpu_names",
     "gpus_per_node",
+    "n_communicators",
     "outside_allocator",
     "resolve_cluster",
 ]

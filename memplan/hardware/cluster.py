@@ -1,19 +1,27 @@
-"""Many GPUs: nodes of equal GPUs, joined by a network."""
+"""Many GPUs: nodes of equal GPUs, joined by a network; and whether a plan's bytes fit on each of them."""
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
-from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction
+from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
 from memplan.errors import InvalidValue, shown_value
-from memplan.hardware.gpu import Gpu, Link, gpu, gpu_names
+from memplan.hardware.gpu import Gpu, Link, check_link, gpu, gpu_names
+from memplan.hardware.overheads import Interval
 
 DEFAULT_MARGIN: Final = 0.05
-"""The fraction of usable memory that `fits` leaves free unless told otherwise: a policy, not a prediction."""
+"""The fraction of usable memory that a plan which "fits" leaves free, unless told otherwise.
+
+A policy, not a prediction: published runs of plans that memplan can express in full are within 4 %
+(`python -m validate published`).
+"""
+
+Verdict = Literal["fits", "does not fit", "cannot say"]
+"""Whether each GPU of a cluster can hold a plan."""
 
 
 @final
@@ -24,8 +32,8 @@ class Cluster:
     `margin` is the fraction of each GPU's usable bytes that a plan must leave free to count as fitting.
 
     Raises:
-        InvalidValue: a count that is no positive integer, a margin outside [0, 1), or a last node that is
-            not full.
+        InvalidValue: a count that is no positive integer, a `gpu` or a link of another type, a margin outside
+            [0, 1), or a last node that is not full.
     """
 
     n_gpus: int
@@ -39,13 +47,19 @@ class Cluster:
     def __post_init__(self) -> None:
         for field in ("n_gpus", "gpus_per_node"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field), most=LARGEST_CLUSTER))
-        checked_fraction("margin", self.margin)
+        if not isinstance(self.gpu, Gpu):
+            raise InvalidValue(
+                f"gpu={shown_value(self.gpu)} is not a GPU; use memplan.gpu(name), or a memplan.Gpu."
+            )
+        check_link("intra_node", self.intra_node)
+        check_link("inter_node", self.inter_node)
+        object.__setattr__(self, "margin", checked_fraction("margin", self.margin))
         if self.n_gpus % self.gpus_per_node:
             full = self.n_gpus // self.gpus_per_node * self.gpus_per_node
             choices = f"{full} or {full + self.gpus_per_node}" if full else f"{self.gpus_per_node}"
             raise InvalidValue(
                 f"n_gpus={self.n_gpus} does not fill nodes of gpus_per_node={self.gpus_per_node}; "
-                f"use {choices}, or a Cluster with another gpus_per_node."
+                f"use {choices} GPUs, or another gpus_per_node."
             )
 
     @property
@@ -60,12 +74,9 @@ class Cluster:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What a plan may hold on one GPU and still fit; None: no limit.
+        """The most that a plan which "fits" may hold on one GPU; None: no limit.
 
         budget = usable_bytes x (1 - margin), rounded down.
-
-        Neglects: what else runs on the GPU. The margin stands in for what is not in the compared number:
-            the CUDA context, communication buffers and fragmentation, until they are predicted.
 
         >>> from memplan.units import GiB
         >>> round(cluster("8xh100-sxm").budget_bytes / GiB, 2)  # 79.11 x 0.95
@@ -73,6 +84,39 @@ class Cluster:
         """
         usable = self.gpu.usable_bytes
         return None if usable is None else int(usable * (1 - self.margin))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: what a plan's verdict and time depend on."""
+        return {
+            "name": self.name,
+            "n_gpus": self.n_gpus,
+            "gpus_per_node": self.gpus_per_node,
+            "network": self.inter_node.name,
+            "network_bytes_per_s": self.inter_node.bytes_per_s,
+            "usable_bytes": self.gpu.usable_bytes,
+            "margin": self.margin,
+            "budget_bytes": self.budget_bytes,
+        }
+
+    def verdict(self, held: Interval) -> Verdict | None:
+        """Whether a GPU can hold bytes of which only an interval is known; None: it has no limit.
+
+        "fits": even the most of it leaves the margin free. "does not fit": even the least of it is more than
+        is usable. "cannot say": neither; what decides is known as a range only.
+
+        Neglects: what else runs on the GPU.
+
+        >>> c = cluster("8xh100-sxm")  # 79.11 GiB usable, 75.15 GiB less the margin
+        >>> from memplan.units import GiB
+        >>> [c.verdict(Interval(low * GiB, high * GiB)) for low, high in ((70, 75), (70, 76), (80, 85))]
+        ['fits', 'cannot say', 'does not fit']
+        """
+        usable, budget = self.gpu.usable_bytes, self.budget_bytes
+        if usable is None or budget is None:
+            return None
+        if held.high_bytes <= budget:
+            return "fits"
+        return "does not fit" if held.low_bytes > usable else "cannot say"
 
 
 @cache
@@ -82,33 +126,93 @@ def node_table() -> MappingProxyType[str, dict[str, Any]]:
     return MappingProxyType(tomllib.loads(text))
 
 
-def cluster(text: str) -> Cluster:
+def cluster(
+    text: str,
+    *,
+    gpus_per_node: int | None = None,
+    network: "Link | str | None" = None,
+    margin: float | None = None,
+) -> Cluster:
     """The cluster "<n>x<gpu>", of the nodes in which `clusters.toml` puts that GPU.
 
     Up to one node's worth is one node of exactly that many; more must fill whole nodes.
 
+    Args:
+        text: how many GPUs of which kind.
+        gpus_per_node: another number of GPUs in a node than the table's.
+        network: another network between nodes: each GPU's share in one direction, as "200Gbit/s" or
+            "25GB/s", or a Link.
+        margin: the fraction of usable memory that a plan which "fits" leaves free.
+
     >>> c = cluster("64xh100-sxm")
     >>> c.n_nodes, c.intra_node.name, c.inter_node.bytes_per_s / 1e9
     (8, 'NVLink 4', 50.0)
+    >>> c = cluster("64xh100-sxm", gpus_per_node=4, network="200Gbit/s", margin=0.1)
+    >>> c.n_nodes, c.inter_node.bytes_per_s / 1e9, c.margin
+    (16, 25.0, 0.1)
     >>> cluster("4xcpu").budget_bytes is None
     True
 
     Raises:
-        UnknownName: a GPU that is in no table, with the nearest one.
+        UnknownName: a GPU that is in no table, with those that it may stand for.
         InvalidValue: a text of another form, or a count that is zero, huge or leaves a node half full.
     """
     n_gpus, name = _count_and_name(text)
     device = gpu(name)
     node = _node_of(name)
     rate = node.get("network_gbit_per_s_per_gpu")
-    return Cluster(
+    found = Cluster(
         n_gpus=n_gpus,
         gpu=device,
-        gpus_per_node=min(n_gpus, node["gpus_per_node"]),
+        gpus_per_node=min(n_gpus, node["gpus_per_node"] if gpus_per_node is None else n_gpus),
         intra_node=device.link,
         inter_node=Link(name=node["network"], bytes_per_s=None if rate is None else rate * 1e9 / 8),
         source=node["source"],
     )
+    return changed(found, gpus_per_node=gpus_per_node, network=network, margin=margin)
+
+
+def changed(
+    found: Cluster, *, gpus_per_node: int | None, network: "Link | str | None", margin: float | None
+) -> Cluster:
+    """A cluster with other nodes, another network or another margin; None: as it is.
+
+    Raises:
+        InvalidValue: as `cluster`.
+    """
+    changes: dict[str, Any] = {}
+    if gpus_per_node is not None:
+        most = checked_count("gpus_per_node", gpus_per_node, most=LARGEST_CLUSTER)
+        changes["gpus_per_node"] = min(most, found.n_gpus)
+    if network is not None:
+        changes["inter_node"] = network if isinstance(network, Link) else network_link(network)
+    if margin is not None:
+        changes["margin"] = margin
+    return replace(found, **changes) if changes else found
+
+
+RATES: Final = {"gbit/s": 1e9 / 8, "gb/s": 1e9}
+"""Units of a network's rate, in bytes per second."""
+
+
+def network_link(text: str) -> Link:
+    """A network by its rate: each GPU's share in one direction.
+
+    >>> network_link("400Gbit/s").bytes_per_s == network_link("50 GB/s").bytes_per_s == 50e9
+    True
+
+    Raises:
+        InvalidValue: a text of another form.
+    """
+    short = text if isinstance(text, str) and len(text) <= 40 else ""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*(gbit/s|gb/s)\s*", short, flags=re.ASCII | re.IGNORECASE)
+    if match is None:
+        raise InvalidValue(
+            f"network={shown_value(text)} is not understood; use each GPU's share in one direction, as "
+            "200Gbit/s or 25GB/s."
+        )
+    rate = checked_positive("network", float(match[1]) * RATES[match[2].lower()])
+    return Link(name="a network", bytes_per_s=rate)
 
 
 def gpus_per_node(name: str) -> int:
@@ -128,13 +232,28 @@ def _node_of(name: str) -> dict[str, Any]:
     return next(entry for entry in node_table().values() if name in entry["gpus"])
 
 
-def resolve_cluster(value: "Cluster | str | None") -> Cluster | None:
-    """A Cluster from itself or from "<n>x<gpu>"; None stays None.
+def resolve_cluster(
+    value: "Cluster | str | None",
+    *,
+    gpus_per_node: int | None = None,
+    network: "Link | str | None" = None,
+    margin: float | None = None,
+) -> Cluster | None:
+    """A Cluster from itself or from "<n>x<gpu>", with the changes that are asked for; None stays None.
 
     Raises:
-        UnknownName, InvalidValue: as `cluster`.
+        UnknownName, InvalidValue: as `cluster`; or a change of no cluster.
     """
-    return value if value is None or isinstance(value, Cluster) else cluster(value)
+    asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "network": network, "margin": margin}
+    if value is None:
+        for name, given in asked.items():
+            if given is not None:
+                raise InvalidValue(
+                    f"{name}={shown_value(given)} says more of a cluster, but there is none; add "
+                    "cluster='<n>x<gpu>', or leave it out."
+                )
+        return None
+    return changed(value, **asked) if isinstance(value, Cluster) else cluster(value, **asked)
 
 
 def _count_and_name(text: str) -> tuple[int, str]:

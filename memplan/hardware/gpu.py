@@ -7,21 +7,34 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final, final
 
+from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
 from memplan.device import CPU, Device
-from memplan.errors import InvalidValue, unknown_name
+from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
 """The number formats a peak rate may be stated for."""
 
+DEVICE_KINDS: Final = ("cuda", "cpu")
+"""torch's types of the devices that memplan has rules for."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is claimed."""
+    """A connection of one GPU: `bytes_per_s` in one direction, None where no rate is known.
+
+    Raises:
+        InvalidValue: a name that is no text, or a rate that is no finite number above 0.
+    """
 
     name: str
     bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("a link's name", self.name)
+        if self.bytes_per_s is not None:
+            object.__setattr__(self, "bytes_per_s", checked_positive("bytes_per_s", self.bytes_per_s))
 
 
 @final
@@ -31,8 +44,12 @@ class Gpu:
 
     `kind` is torch's device type: "cuda" (NVIDIA, and AMD under ROCm) or "cpu". `memory_bytes` is the
     nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. `capability` is CUDA's
-    compute capability, None for other makers' GPUs. The `*_flops_per_s` are
-    peak dense rates; None: the format is not supported, or no rate is claimed. `link` joins a node's GPUs.
+    compute capability, None for other makers' GPUs. The `*_flops_per_s` are peak dense rates; None: the
+    format is not supported, or no rate is known. `link` joins a node's GPUs.
+
+    Raises:
+        InvalidValue, UnknownName: bytes that are no positive integers, rates that are no finite numbers above
+            0, another kind, or a link that is no `Link`.
     """
 
     name: str
@@ -51,6 +68,23 @@ class Gpu:
     link: Link
     source: str = ""
 
+    def __post_init__(self) -> None:
+        _check_name("a GPU's name", self.name)
+        checked_choice("kind", self.kind, DEVICE_KINDS)
+        for field in ("memory_bytes", "usable_bytes"):
+            if (n_bytes := getattr(self, field)) is not None:
+                object.__setattr__(self, field, checked_count(field, n_bytes, most=LARGEST_BYTES))
+        for field in ("memory_bytes_per_s", *(f"{dtype}_flops_per_s" for dtype in DTYPES)):
+            if (rate := getattr(self, field)) is not None:
+                object.__setattr__(self, field, checked_positive(field, rate))
+        check_link("link", self.link)
+        if self.capability is not None:
+            object.__setattr__(self, "capability", _checked_capability(self.capability))
+        checked_count("multiprocessors", self.multiprocessors, least=0)
+        for field in ("title", "source"):
+            if not isinstance(text := getattr(self, field), str):
+                raise InvalidValue(f"{field}={shown_value(text)} is not allowed; use a text.")
+
     @property
     def device(self) -> Device:
         """What its kernels run on.
@@ -68,7 +102,7 @@ class Gpu:
 
         Raises:
             UnknownName: a format that is none of `DTYPES`.
-            InvalidValue: a format for which this GPU claims no rate.
+            InvalidValue: a format of which no rate is known.
         """
         if dtype not in DTYPES:
             raise unknown_name("dtype", dtype, DTYPES)
@@ -78,6 +112,30 @@ class Gpu:
             known = ", ".join(name for name, value in rates.items() if value is not None) or "none"
             raise InvalidValue(f"dtype={dtype!r} has no peak rate on {self.name}; it states {known}.")
         return rate
+
+
+def _check_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise InvalidValue(f"{what} is {shown_value(name)}; use a text that is not empty.")
+
+
+def _checked_capability(value: object) -> tuple[int, int]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidValue(f"capability={shown_value(value)} is not allowed; use two numbers, as (9, 0).")
+    major, minor = (checked_count("capability", part, least=0, most=99) for part in value)
+    return major, minor
+
+
+def check_link(name: str, link: object) -> None:
+    """Raise unless a value is a `Link`.
+
+    Raises:
+        InvalidValue: for anything else.
+    """
+    if not isinstance(link, Link):
+        raise InvalidValue(
+            f"{name}={shown_value(link)} is not a link; use memplan.Link(name=..., bytes_per_s=...)."
+        )
 
 
 @cache

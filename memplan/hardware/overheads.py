@@ -23,6 +23,18 @@ def overhead_table() -> MappingProxyType[str, dict[str, Any]]:
     return MappingProxyType(tomllib.loads(text))
 
 
+def n_communicators(*axes: Any) -> Any:
+    """NCCL communicators of a mesh, by the ranks along each axis: one number each, or arrays over meshes.
+
+    One for each axis with more than one rank, and one for all ranks where there are several such axes.
+
+    >>> n_communicators(1, 1, 1, 1), n_communicators(1, 1, 8, 1), n_communicators(2, 1, 2, 8)
+    (0, 1, 4)
+    """
+    n = sum(1 * (axis > 1) for axis in axes)
+    return n + 1 * (n > 1)
+
+
 def outside_allocator(n_communicators: int) -> Interval:
     """What the caching allocator does not know of: CUDA's context, and each communicator's buffers.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
-from memplan.errors import InvalidValue, divisors_text
+from memplan.errors import InvalidValue, divisors_text, shown_value
 from memplan.tape import Tensor
 
 MOST_LAYERS: Final = 10_000
@@ -41,6 +41,8 @@ class Model(ABC):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidValue(f"name={shown_value(self.name)} is not allowed; use a text that is not empty.")
         object.__setattr__(self, "n_layers", checked_count("n_layers", self.n_layers, most=MOST_LAYERS))
         for field in ("d_model", "n_heads", "d_ff", "vocab_size", "max_seq_len"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field)))

@@ -5,7 +5,6 @@ The file is data from outside: whatever it holds, the result is a Model or a Mem
 
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, MemplanError, unknown_name
+from memplan.files import file_text, of_file
 from memplan.models.base import Model
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
@@ -38,10 +38,10 @@ def model_from_config(path: str | os.PathLike[str]) -> Model:
     """
     file = _config_file(path)
     try:
-        config = _parsed(_text(file))
+        config = _parsed(file_text(file, most_bytes=LARGEST_CONFIG_BYTES, what="config.json"))
         return _reader(config)(config, _name(file))
     except MemplanError as error:
-        raise type(error)(f"{_shown(file)}: {error}") from None
+        raise of_file(file, error) from None
 
 
 def _config_file(path: str | os.PathLike[str]) -> Path:
@@ -57,44 +57,6 @@ def _config_file(path: str | os.PathLike[str]) -> Path:
 def _name(file: Path) -> str:
     """The folder's name for a config.json, the file's own name for any other."""
     return (file.resolve().parent.name if file.name == "config.json" else file.stem) or "config"
-
-
-def _text(file: Path) -> str:
-    """The file's text; only a regular file of a sensible length is read, and a pipe is never waited for."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError:
-        raise InvalidValue(
-            "no such file; give the path of a config.json or of the folder that holds it."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InvalidValue(f"cannot be opened ({error}); give a readable config.json.") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidValue("is not a regular file; give the path of a config.json.")
-        data = _first_bytes(descriptor, LARGEST_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise InvalidValue(f"cannot be read ({error}); give a readable config.json.") from None
-    finally:
-        os.close(descriptor)
-    if len(data) > LARGEST_CONFIG_BYTES:
-        raise InvalidValue(
-            f"is larger than {LARGEST_CONFIG_BYTES} bytes, which no config.json is; "
-            "give the model's own config.json."
-        )
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidValue(
-            f"is not UTF-8 text (byte {error.start}); save it as UTF-8, as Hugging Face does."
-        ) from None
-
-
-def _first_bytes(descriptor: int, most: int) -> bytes:
-    data = b""
-    while len(data) < most and (chunk := os.read(descriptor, most - len(data))):
-        data += chunk
-    return data
 
 
 def _parsed(text: str) -> Config:

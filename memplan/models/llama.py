@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from memplan.checks import checked_flag
+from memplan.checks import checked_flag, checked_positive
 from memplan.models.base import Model
 from memplan.ops import (
     attention,
@@ -38,6 +38,7 @@ class Llama(Model):
         Model.__post_init__(self)
         checked_flag("attention_bias", self.attention_bias)
         checked_flag("mlp_bias", self.mlp_bias)
+        object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)

@@ -2,19 +2,32 @@
 
 from functools import cache
 
+from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
 from memplan.shapes import INT64, n_elements
 from memplan.tape import Run, Setting, Tensor
 
 
-@cache
 def parameter_count(model: Model) -> int:
     """Elements of all weights; a tied head counts once.
 
     >>> from memplan.models.presets import preset
     >>> parameter_count(preset("llama-2-7b"))
     6738415616
+
+    Raises:
+        InvalidValue: for anything but a Model.
     """
+    if not isinstance(model, Model):
+        raise InvalidValue(
+            f"model={shown_value(model)} is not a Model; use memplan.preset(name), or "
+            "memplan.model_from_config(path)."
+        )
+    return _counted(model)
+
+
+@cache
+def _counted(model: Model) -> int:
     run = Run(Setting(micro_batch=1, seq_len=1))
     x = model.embed(Tensor(run, (1, 1), INT64))
     ends = dict(run.parameters)

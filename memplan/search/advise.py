@@ -5,17 +5,35 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, final
 
-from memplan.errors import MemplanError, PlanRefused
+from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
-from memplan.layout import frame
+from memplan.layout import frame, html_text
 from memplan.plan import RECOMPUTES, Plan
-from memplan.search.search import Progress, searched
+from memplan.search.command import estimate_command
+from memplan.search.options import Progress
+from memplan.search.search import searched
 from memplan.search.space import divisors
+from memplan.steptime import Roofline
+from memplan.version import versioned
 
 if TYPE_CHECKING:
     import pandas
 
-COLUMNS: Final = ("change", "freed_bytes", "peak_bytes", "fits", "step_s", "slower_s", "why_not")
+COLUMNS: Final = (
+    "change",
+    "freed_bytes",
+    "peak_bytes",
+    "verdict",
+    "device_low_bytes",
+    "device_high_bytes",
+    "step_s",
+    "slower_s",
+    "why_not",
+    "command",
+)
+
+KEEP: Final = 10
+"""Combinations that are kept to find one that fits."""
 
 
 @final
@@ -29,39 +47,57 @@ class Change:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Advice:
-    """What can be changed of a plan, cheapest first, and the fastest combination of it that fits."""
+    """What can be changed of a plan, cheapest first, and the best combination found that fits, if any."""
 
     asked: Estimate
     changes: tuple[Change, ...]
     best: Estimate | None
 
-    def frame(self) -> "pandas.DataFrame":
-        """One row per change: the bytes it frees at the peak, whether it fits then, what it costs a step."""
-        return frame([self.row(change) for change in self.changes], COLUMNS)
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row per change: the bytes it frees at the peak, the verdict then, what it costs a step."""
+        return frame(self.rows(), COLUMNS)
 
-    def row(self, change: Change) -> dict[str, Any]:
-        """A change as plain values."""
+    def rows(self, model: str | None = None) -> list[dict[str, Any]]:
+        """The changes as plain values; `model`: how the model was named on the command line."""
+        return [self._row(change, model) for change in self.changes]
+
+    def _row(self, change: Change, model: str | None) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"change": change.text, "why_not": change.why_not}
         if change.estimated is None:
             return row
         after, before = change.estimated, self.asked
+        held = after.device_bytes
         return row | {
             "freed_bytes": _freed_bytes(before, after),
             "peak_bytes": after.peak.total_bytes,
-            "fits": after.fits,
+            "verdict": after.verdict,
+            "device_low_bytes": None if held is None else held.low_bytes,
+            "device_high_bytes": None if held is None else held.high_bytes,
             "step_s": after.step_s,
             "slower_s": _slower_s(before, after),
+            "command": estimate_command(after, model),
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `--json` prints them."""
-        return {
-            "asked": self.asked.to_dict(),
-            "changes": [self.row(change) for change in self.changes],
-            "best": None if self.best is None else self.best.to_dict(),
-        }
+    def to_dict(self, model: str | None = None) -> dict[str, Any]:
+        """Plain values, as `--json` prints them; `model`: how the model was named on the command line."""
+        best = None
+        if self.best is not None:
+            best = self.best.to_dict() | {"command": estimate_command(self.best, model)}
+        return versioned({"asked": self.asked.to_dict(), "changes": self.rows(model), "best": best})
+
+    def __str__(self) -> str:
+        from memplan.search.text import advice_text  # which imports this module
+
+        return advice_text(self)
+
+    def __repr__(self) -> str:
+        best = "no combination found that fits" if self.best is None else f"best: {self.best!r}"
+        return f"<Advice on {self.asked!r}: {len(self.changes)} changes, {best}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
 
 def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
@@ -69,13 +105,18 @@ def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
 
     The changes are those that people are told when memory is short: a smaller micro-batch, recomputation,
     the next ZeRO stages, sequence parallelism, more tensor or pipeline ranks (fewer replicas), offload.
-    Each alone first; then the fastest of all their combinations that fits. `progress` is called now and then
-    with the number of combinations seen.
+    Each alone first; then the fastest that is found among all their combinations and fits. `progress` is
+    called now and then with the number of combinations seen.
 
     Raises:
+        InvalidValue: a value that is no estimate.
         PlanRefused: an estimate without a cluster that has a limit.
     """
-    if asked.cluster is None or asked.fits is None:
+    if not isinstance(asked, Estimate):
+        raise InvalidValue(
+            f"asked={shown_value(asked)} is no estimate; use memplan.advise(memplan.estimate(...))."
+        )
+    if asked.verdict is None:
         raise PlanRefused("advise needs a limit to fit; estimate the plan with cluster='<n>x<gpu>'.")
     changes = [_tried(asked, text, fields) for text, fields in _single_changes(asked.plan)]
     useful = [c for c in changes if c.estimated is not None and _freed_bytes(asked, c.estimated) > 0]
@@ -83,7 +124,7 @@ def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
     return Advice(
         asked=asked,
         changes=(*sorted(useful, key=lambda c: _cost(asked, c)), *rest),
-        best=asked if asked.fits else _best(asked, progress),
+        best=asked if asked.verdict == "fits" else _best(asked, progress),
     )
 
 
@@ -132,7 +173,7 @@ def _tried(asked: Estimate, text: str, fields: dict[str, Any]) -> Change:
 
 
 def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
-    """The fastest plan that fits and changes nothing but what is advised."""
+    """The fastest plan found that fits and changes only what is advised; without rates, the smallest."""
     plan, where = asked.plan, asked.cluster
     if where is None:
         return None
@@ -153,5 +194,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
         "offload": [True] if plan.offload else None,
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}
-    result = searched(asked.model, cluster=where, keep=1, progress=progress, **chosen)
-    return estimate_plan(asked.model, result.fit[0].plan, where) if result.fit else None
+    if asked.step_s is None and Roofline().missing(replace(plan, offload=False), where):
+        chosen["objective"] = "memory"
+    found = searched(asked.model, cluster=where, keep=KEEP, progress=progress, **chosen).fitting
+    return None if found is None else found.best

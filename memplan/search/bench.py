@@ -131,7 +131,7 @@ def lines(most: int) -> Iterator[tuple[str, ...]]:
         )
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--most", default=10**7, show_default=True, help="Leave out searches of more plans.")
 def main(most: int) -> None:
     """All plans of large clusters, searched to the best, beside one estimate per call."""

@@ -1,9 +1,13 @@
-"""Plans estimated one by one, the most promising first, as long as one may be better than what is kept."""
+"""Plans estimated one by one, the most promising first, as long as one may be better than what is kept.
+
+A plan is *within* the budget if its allocated bytes, with the most that CUDA's context and NCCL's buffers may
+take, are; only such a plan can have the verdict "fits". The rest, what the caching allocator reserves beyond,
+takes a replay, which is asked for the plans that are kept (`memplan.search.search.Found`).
+"""
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any, Final, final
 
@@ -11,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.estimate import Estimate, estimate_of, estimate_plan, stage_estimates
-from memplan.hardware import Cluster
+from memplan.hardware import Cluster, n_communicators, outside_allocator
 from memplan.models import Model
-from memplan.plan import Plan
+from memplan.plan import MESH_AXES, Plan
 from memplan.search.bounds import Bounds, bounds
 from memplan.search.plans import Grid, number_of
 from memplan.search.pool import SIMPLER, Keys, Pool
@@ -27,6 +31,11 @@ OBJECTIVES: Final = {
 }
 """What is least in the best plan, and of equal ones: the time of a step (so most tokens per second), ..."""
 
+MOST_OUTSIDE_BYTES: Final = np.array(
+    [outside_allocator(n).high_bytes for n in range(n_communicators(*[2] * len(MESH_AXES)) + 1)]
+)
+"""The most that is held beside the caching allocator's bytes, by the number of communicators."""
+
 HELD: Final = 2**16
 """Plans that are held by their bounds at first; more if these turn out to be too few."""
 
@@ -34,16 +43,15 @@ HELD: Final = 2**16
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A plan with figures of its estimate; `over_bytes` beyond the cluster's budget: 0 if it fits.
+    """A plan with figures of its estimate; `over_bytes` beyond its room: 0 if it is within the budget.
 
-    An unknown time is infinite. `rest` says all other figures when asked.
+    An unknown time is infinite.
     """
 
     plan: Plan
     peak_bytes: int
     over_bytes: int
     step_s: float
-    rest: Callable[[], dict[str, Any]]
 
     @property
     def simpler(self) -> tuple[int, ...]:
@@ -62,28 +70,42 @@ class Judged:
 
 @final
 class Judge:
-    """Bounds and estimates of plans of one model on one cluster."""
+    """Bounds and estimates of plans of one model on one cluster.
 
-    def __init__(self, model: Model, cluster: Cluster, time_model: Roofline) -> None:
+    `slack_bytes` of the budget are left to what the caching allocator reserves beyond what is allocated.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, time_model: Roofline, slack_bytes: int = 0) -> None:
         self.model, self.cluster, self.time_model = model, cluster, time_model
-        self.budget_bytes = inf if cluster.budget_bytes is None else cluster.budget_bytes
+        usable = inf if cluster.budget_bytes is None else cluster.budget_bytes - slack_bytes
+        self._room = usable - MOST_OUTSIDE_BYTES.astype(np.float64)
+        """By the number of communicators."""
 
     def bounds(self, grids: Sequence[Grid]) -> Iterator[tuple[Grid, Bounds]]:
         """Grids with the least bytes and the least seconds of their plans."""
         return bounds(self.model, grids, self.cluster, self.time_model)
 
-    def fitting(self, plan: Plan) -> Judged | None:
-        """A plan's figures if it fits: no more ranks are looked at than it takes to tell."""
-        device = self.cluster.gpu.device
+    def room_bytes(self, grid: Grid) -> NDArray[np.float64]:
+        """What a grid's plans may allocate and be within the budget, by cell: [cell, 1]."""
+        axes = (grid.structure[axis] if axis in grid.structure else grid.cells[axis] for axis in MESH_AXES)
+        return self._room_of(*axes)[:, None]
+
+    def _room_of(self, *axes: Any) -> NDArray[np.float64]:
+        """By the ranks along each axis of a mesh."""
+        return np.asarray(self._room[n_communicators(*axes)], np.float64)
+
+    def within(self, plan: Plan) -> Judged | None:
+        """A plan's figures if it is within the budget: no more ranks are looked at than it takes to tell."""
+        device, room_bytes = self.cluster.gpu.device, self._room_of(*_axes(plan))
         stages = []
         for stage in stage_estimates(self.model, plan, device, self.cluster):
-            if stage.peak_bytes > self.budget_bytes:
+            if stage.peak_bytes > room_bytes:
                 return None
             stages.append(stage)
         return self._judged(estimate_of(self.model, plan, device, self.cluster, stages))
 
     def __call__(self, plan: Plan) -> Judged:
-        """A plan's figures, whether it fits or not."""
+        """A plan's figures, whether it is within the budget or not."""
         return self._judged(estimate_plan(self.model, plan, self.cluster))
 
     def _judged(self, estimate: Estimate) -> Judged:
@@ -93,25 +115,28 @@ class Judge:
         return Judged(
             plan=estimate.plan,
             peak_bytes=peak_bytes,
-            over_bytes=int(max(0, peak_bytes - self.budget_bytes)),
+            over_bytes=int(max(0.0, peak_bytes - float(self._room_of(*_axes(estimate.plan))))),
             step_s=inf if step_s is None else step_s,
-            rest=partial(_rest, estimate),
         )
+
+
+def _axes(plan: Plan) -> tuple[int, ...]:
+    return tuple([getattr(plan, axis) for axis in MESH_AXES])
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdicts:
-    """The best plans that fit, others that do not; how many of both are known, and how many are left out.
+    """The best plans within the budget, others beyond it; how many of both are known, how many are left out.
 
-    Those that do not fit are the most promising of the plans that took an estimate to tell; where none fits,
-    the nearest of all.
+    Those beyond are the most promising of the plans that took an estimate to tell; where none is within, the
+    nearest of all.
     """
 
-    fit: tuple[Judged, ...]
-    too_large: tuple[Judged, ...]
-    n_fit: int
-    n_too_large: int
+    within: tuple[Judged, ...]
+    beyond: tuple[Judged, ...]
+    n_within: int
+    n_beyond: int
     n_slower: int
 
 
@@ -123,42 +148,42 @@ def best_first(judge: Judge, grids: Grids, objective: str, keep: int) -> Verdict
     """The `keep` best plans by an objective: as if every plan had been estimated."""
     most = HELD
     while True:
-        pool, n_plans, n_too_large = _pooled(judge, grids, objective, most)
-        fit, too_large, done = _judged_in_order(judge, pool, objective, keep)
+        pool, n_plans, n_beyond = _pooled(judge, grids, objective, most)
+        within, beyond, done = _judged_in_order(judge, pool, objective, keep)
         if done:
             break
         most *= 8
-    return _verdicts(judge, grids, fit[:keep], too_large, (n_plans, len(fit), n_too_large), keep)
+    return _verdicts(judge, grids, within[:keep], beyond, (n_plans, len(within), n_beyond), keep)
 
 
 def _verdicts(
     judge: Judge,
     grids: Grids,
-    fit: Sequence[Judged],
-    too_large: Sequence[Plan],
+    within: Sequence[Judged],
+    beyond: Sequence[Plan],
     counted: tuple[int, int, int],
     keep: int,
 ) -> Verdicts:
-    """What is known: `counted` are all plans, those known to fit, and those too large by their bound."""
-    n_plans, n_fit, n_too_large = counted
-    n_too_large = n_too_large + len(too_large) if fit else n_plans
-    others = [judge(plan) for plan in too_large[:keep]] if fit else nearest(judge, grids, keep)
+    """What is known: `counted` are all plans, those known to be within, and those beyond by their bound."""
+    n_plans, n_within, n_beyond = counted
+    n_beyond = n_beyond + len(beyond) if within else n_plans
+    others = [judge(plan) for plan in beyond[:keep]] if within else nearest(judge, grids, keep)
     return Verdicts(
-        fit=tuple(fit),
-        too_large=tuple(others),
-        n_fit=n_fit,
-        n_too_large=n_too_large,
-        n_slower=n_plans - n_fit - n_too_large,
+        within=tuple(within),
+        beyond=tuple(others),
+        n_within=n_within,
+        n_beyond=n_beyond,
+        n_slower=n_plans - n_within - n_beyond,
     )
 
 
 def _pooled(judge: Judge, grids: Grids, objective: str, most: int) -> tuple[Pool, int, int]:
-    """The most promising plans; how many there are, and how many are too large by their bound."""
+    """The most promising plans; how many there are, and how many are beyond the budget by their bound."""
     pool, n_plans = Pool(most), 0
     for batch in grids():
         for grid, (memory, seconds) in judge.bounds(batch):
             n_plans += len(grid)
-            pool.add(grid, _keys(grid, objective, memory, seconds), memory <= judge.budget_bytes)
+            pool.add(grid, _keys(grid, objective, memory, seconds), memory <= judge.room_bytes(grid))
     return pool, n_plans, n_plans - pool.n_seen
 
 
@@ -174,19 +199,19 @@ def _keys(grid: Grid, objective: str, memory: NDArray[np.float64], seconds: NDAr
 def _judged_in_order(
     judge: Judge, pool: Pool, objective: str, keep: int
 ) -> tuple[list[Judged], list[Plan], bool]:
-    """Plans that fit, best first, and that do not; and whether no other plan can be among the best."""
-    fit: list[tuple[tuple[float, ...], Judged]] = []
-    too_large: list[Plan] = []
+    """Plans within the budget, best first, and plans beyond; and whether no other can be among the best."""
+    within: list[tuple[tuple[float, ...], Judged]] = []
+    beyond: list[Plan] = []
     for entry in pool:
-        if len(fit) >= keep and entry.keys > fit[keep - 1][0]:
-            return [found for _, found in fit], too_large, True
+        if len(within) >= keep and entry.keys > within[keep - 1][0]:
+            return [found for _, found in within], beyond, True
         plan = entry.plan
-        if (found := judge.fitting(plan)) is None:
-            too_large.append(plan)
+        if (found := judge.within(plan)) is None:
+            beyond.append(plan)
         else:
-            insort(fit, (found.keys(objective), found), key=lambda ranked: ranked[0])
-    enough = pool.cut == inf or (len(fit) >= keep and fit[keep - 1][0][0] < pool.cut)
-    return [found for _, found in fit], too_large, enough
+            insort(within, (found.keys(objective), found), key=lambda ranked: ranked[0])
+    enough = pool.cut == inf or (len(within) >= keep and within[keep - 1][0][0] < pool.cut)
+    return [found for _, found in within], beyond, enough
 
 
 def front(judge: Judge, grids: Grids, keep: int) -> Verdicts:
@@ -194,25 +219,27 @@ def front(judge: Judge, grids: Grids, keep: int) -> Verdicts:
 
     A plan is estimated unless one that was estimated before is as good as its bounds in both.
     """
-    fit: list[Judged] = []
-    too_large: list[Plan] = []
-    n_plans = n_too_large = n_fit = 0
+    within: list[Judged] = []
+    beyond: list[Plan] = []
+    n_plans = n_beyond = n_within = 0
     for batch in grids():
         for grid, (memory, seconds) in judge.bounds(batch):
             n_plans += len(grid)
             pool = Pool(len(grid))
-            pool.add(grid, [seconds, memory], memory <= judge.budget_bytes)
-            n_too_large += len(grid) - pool.n_seen
+            pool.add(grid, [seconds, memory], memory <= judge.room_bytes(grid))
+            n_beyond += len(grid) - pool.n_seen
             for entry in pool:
-                if any(kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in fit):
+                if any(
+                    kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in within
+                ):
                     continue
                 plan = entry.plan
-                if (found := judge.fitting(plan)) is None:
-                    too_large.append(plan)
+                if (found := judge.within(plan)) is None:
+                    beyond.append(plan)
                     continue
-                n_fit += 1
-                fit = on_front([*fit, found])
-    return _verdicts(judge, grids, fit[:keep], too_large, (n_plans, n_fit, n_too_large), keep)
+                n_within += 1
+                within = on_front([*within, found])
+    return _verdicts(judge, grids, within[:keep], beyond, (n_plans, n_within, n_beyond), keep)
 
 
 def on_front(found: Iterable[Judged]) -> list[Judged]:
@@ -225,40 +252,34 @@ def on_front(found: Iterable[Judged]) -> list[Judged]:
 
 
 def every(judge: Judge, grids: Grids, objective: str) -> Verdicts:
-    """Every plan, estimated: those that fit, best first, then those that do not, the nearest first."""
+    """Every plan, estimated: those within the budget, best first, then those beyond it, the nearest first."""
     plans = [grid.all() for batch in grids() for grid in batch]
-    found = [_alone(judge(some.plan(i))) for some in plans for i in range(len(some))]
-    fit = sorted((one for one in found if not one.over_bytes), key=lambda one: one.keys(objective))
-    too_large = sorted((one for one in found if one.over_bytes), key=_over)
+    found = [judge(some.plan(i)) for some in plans for i in range(len(some))]
+    within = sorted((one for one in found if not one.over_bytes), key=lambda one: one.keys(objective))
+    beyond = sorted((one for one in found if one.over_bytes), key=_over)
     if objective == "front":
-        fit = on_front(fit)
-    n_too_large = len(too_large)
+        within = on_front(within)
+    n_beyond = len(beyond)
     return Verdicts(
-        fit=tuple(fit),
-        too_large=tuple(too_large),
-        n_fit=len(found) - n_too_large,
-        n_too_large=n_too_large,
+        within=tuple(within),
+        beyond=tuple(beyond),
+        n_within=len(found) - n_beyond,
+        n_beyond=n_beyond,
         n_slower=0,
     )
 
 
-def _alone(judged: Judged) -> Judged:
-    """A plan's figures without its estimate, which is a hundred times as large."""
-    known = judged.rest()
-    return replace(judged, rest=lambda: known)
-
-
 def nearest(judge: Judge, grids: Grids, keep: int) -> list[Judged]:
-    """The plans that need least beyond the budget, where none fits."""
+    """The plans that need least beyond their room, where none is within it."""
     most = HELD
     while True:
         pool = Pool(most)
         for batch in grids():
             for grid, (memory, _) in judge.bounds(batch):
-                pool.add(grid, [memory], np.ones(grid.shape, np.bool_))
+                pool.add(grid, [memory - judge.room_bytes(grid)], np.ones(grid.shape, np.bool_))
         found: list[Judged] = []
         for entry in pool:
-            if len(found) >= keep and entry.keys[0] > found[keep - 1].peak_bytes:
+            if len(found) >= keep and entry.keys[0] > found[keep - 1].over_bytes:
                 return found[:keep]
             insort(found, judge(entry.plan), key=_over)
         if pool.cut == inf:
@@ -268,17 +289,3 @@ def nearest(judge: Judge, grids: Grids, keep: int) -> list[Judged]:
 
 def _over(judged: Judged) -> tuple[int, ...]:
     return (judged.over_bytes, *judged.simpler)
-
-
-def _rest(estimated: Estimate) -> dict[str, Any]:
-    """Figures of an estimate as plain values; a time that nobody knows is None."""
-    worst = estimated.worst
-    return {
-        "rest_bytes": worst.rest_bytes,
-        "worst_stage": worst.stage,
-        "when": worst.when,
-        "step_s": estimated.step_s,
-        "tokens_per_s": estimated.tokens_per_s,
-        "tokens_per_s_per_gpu": estimated.tokens_per_s_per_gpu,
-        "mfu": estimated.mfu,
-    }

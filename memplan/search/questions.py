@@ -3,24 +3,33 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
-from memplan.errors import InvalidValue, PlanRefused
+from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.hardware import Cluster, gpus_per_node
 from memplan.models import Model, parameter_count, preset_names, resolve
+from memplan.search.options import SearchOptions
 from memplan.search.search import Found, cluster_of, searched
 from memplan.search.table import search_rows
 
 SEQ_LEN_STEP: Final = 256
 """Sequence lengths are asked in multiples of this many tokens."""
 
+PROBED: Final = 5
+"""Plans that are kept of a search that asks only whether any fits."""
+
 SMALLEST: Final = {"micro_batch": 1}
 """What a question about room alone tries unless told otherwise: a larger micro-batch needs more of it."""
 
 
 def smallest_cluster(
-    model: Model | str, gpu: str, *, global_batch: int, most_gpus: int = 1024, **options: Any
+    model: Model | str | os.PathLike[str],
+    gpu: str,
+    *,
+    global_batch: int,
+    most_gpus: int = 1024,
+    **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans of the fewest GPUs of a kind that can train the model, fastest first.
 
@@ -31,13 +40,21 @@ def smallest_cluster(
         MemplanError: as `memplan.search`.
     """
     checked_count("most_gpus", most_gpus, most=LARGEST_CLUSTER)
-    node = gpus_per_node(gpu)
+    nodes = options.pop("gpus_per_node", None)
+    node = (
+        gpus_per_node(gpu) if nodes is None else checked_count("gpus_per_node", nodes, most=LARGEST_CLUSTER)
+    )
     whole = most_gpus if most_gpus < node else most_gpus // node * node
-    return smallest_part(model, cluster=f"{whole}x{gpu}", global_batch=global_batch, **options)
+    where = cluster_of(f"{whole}x{gpu}", node, options.pop("network", None), options.pop("margin", None))
+    return smallest_part(model, cluster=where, global_batch=global_batch, **options)
 
 
 def smallest_part(
-    model: Model | str | os.PathLike[str], *, cluster: Cluster | str, global_batch: int, **options: Any
+    model: Model | str | os.PathLike[str],
+    *,
+    cluster: Cluster | str,
+    global_batch: int,
+    **options: Unpack[SearchOptions],
 ) -> Found:
     """As `smallest_cluster`, of the GPUs of a cluster.
 
@@ -45,14 +62,35 @@ def smallest_part(
         PlanRefused: if all of it is too small: with what the nearest plan lacks.
         MemplanError: as `memplan.search`.
     """
-    model, whole = resolve(model), cluster_of(cluster)
+    model, whole, asked = _asked(model, cluster, options)
     last: Found | None = None
     for where in parts(whole):
-        last = searched(model, cluster=where, global_batch=global_batch, **(SMALLEST | options))
-        if last.n_fit:
-            return last
+        last, fits = _probed(model, where, global_batch, asked)
+        if fits:
+            return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else ""
-    raise PlanRefused(f"{model.name} does not fit on {whole.name}{lacks}; use more GPUs or fewer states.")
+    raise PlanRefused(
+        f"no plan was found of which it is sure that {model.name} fits on {whole.name}{lacks}; use more GPUs "
+        "or fewer states."
+    )
+
+
+def _asked(
+    model: Model | str | os.PathLike[str], cluster: Cluster | str, options: SearchOptions
+) -> tuple[Model, Cluster, dict[str, Any]]:
+    """A question's model, its cluster, and the options that are left."""
+    asked: dict[str, Any] = {**SMALLEST, **options}
+    changes = (asked.pop(name, None) for name in ("gpus_per_node", "network", "margin"))
+    return resolve(model), cluster_of(cluster, *changes), asked
+
+
+def _probed(
+    model: Model, where: Cluster, global_batch: int, asked: dict[str, Any], **also: Any
+) -> tuple[Found, bool]:
+    """A search that keeps a few plans, and whether one of them fits."""
+    few = asked | {"keep": min(asked.get("keep") or PROBED, PROBED)} | also
+    found = searched(model, cluster=where, global_batch=global_batch, **few)
+    return found, found.fitting is not None
 
 
 def parts(whole: Cluster) -> Iterator[Cluster]:
@@ -68,11 +106,16 @@ def parts(whole: Cluster) -> Iterator[Cluster]:
 
 
 def longest_sequence(
-    model: Model | str | os.PathLike[str], *, cluster: Cluster | str, global_batch: int, **options: Any
+    model: Model | str | os.PathLike[str],
+    *,
+    cluster: Cluster | str,
+    global_batch: int,
+    **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans that fit with the longest sequence, a multiple of 256 tokens; fastest first.
 
-    Options as in `memplan.search`, micro-batches of 1 unless told otherwise.
+    Options as in `memplan.search`, micro-batches of 1 unless told otherwise. The sequence may be longer than
+    the model's context where positions are rotary; the result says so.
 
     Assumes: what fits at one length fits at every shorter one.
 
@@ -80,36 +123,36 @@ def longest_sequence(
         PlanRefused: if no plan fits the shortest one: with what the nearest plan lacks.
         MemplanError: as `memplan.search`.
     """
-    model = resolve(model)
-    if "seq_len" in options:
-        raise InvalidValue(f"seq_len={options['seq_len']} is what is asked for; leave it out.")
+    model, where, asked = _asked(model, cluster, options)
+    if "seq_len" in asked:
+        raise InvalidValue(f"seq_len={shown_value(asked['seq_len'])} is what is asked for; leave it out.")
 
-    def at(n: int) -> Found:
-        asked = SMALLEST | options | {"seq_len": n * SEQ_LEN_STEP}
-        return searched(model, cluster=cluster, global_batch=global_batch, **asked)
+    def fits(n: int) -> bool:
+        return _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)[1]
 
     most = model.max_seq_len // SEQ_LEN_STEP if model.learned_positions else 2**22 // SEQ_LEN_STEP
-    best = at(1)
-    if not best.n_fit:
+    shortest, any_fits = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
+    if not any_fits:
         raise PlanRefused(
-            f"{model.name} fits with no sequence of {SEQ_LEN_STEP} tokens{nearest_text(best)}; use more GPUs."
+            f"no plan was found of which it is sure that {model.name} fits with {SEQ_LEN_STEP} tokens"
+            f"{nearest_text(shortest)}; use more GPUs."
         )
-    low, high = 1, 2
-    while high <= most and (tried := at(high)).n_fit:
-        best, low, high = tried, high, 2 * high
+    low, high = 1, max(2, model.max_seq_len // SEQ_LEN_STEP)
+    while high <= most and fits(high):
+        low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        tried = at(middle)
-        if tried.n_fit:
-            best, low = tried, middle
-        else:
-            high = middle
-    return best
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return searched(model, cluster=where, global_batch=global_batch, **asked, seq_len=low * SEQ_LEN_STEP)
 
 
 def largest_model(
-    names: Sequence[Model | str] | None = None, *, cluster: Cluster | str, global_batch: int, **options: Any
+    names: Sequence[Model | str] | None = None,
+    *,
+    cluster: Cluster | str,
+    global_batch: int,
+    **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans of the largest of these models (presets' names or Models; None: all presets) that fits.
 
@@ -119,21 +162,28 @@ def largest_model(
         PlanRefused: if none fits: with what the nearest plan of the smallest lacks.
         MemplanError: as `memplan.search`.
     """
+    if isinstance(names, str | Model | os.PathLike) or not isinstance(names, Sequence | None):
+        raise InvalidValue(
+            f"names={shown_value(names)} is no list of models; use a list of names or Models, as ['gpt2'], "
+            "or leave it out for all presets."
+        )
     models = [resolve(name) for name in (preset_names() if names is None else names)]
     if not models:
         raise InvalidValue("names=[] leaves nothing to try; name at least one model.")
     last: Found | None = None
     for model in sorted(models, key=parameter_count, reverse=True):
-        last = searched(model, cluster=cluster, global_batch=global_batch, **(SMALLEST | options))
-        if last.n_fit:
-            return last
+        _, where, asked = _asked(model, cluster, options)
+        last, fits = _probed(model, where, global_batch, asked)
+        if fits:
+            return searched(model, cluster=where, global_batch=global_batch, **asked)
+    lacks = nearest_text(last) if last else ""
     raise PlanRefused(
-        f"none of {len(models)} models fits on {cluster_of(cluster).name}"
-        f"{nearest_text(last) if last else ''}; use a smaller model or more GPUs."
+        f"no plan was found of which it is sure that any of {len(models)} models fits on "
+        f"{cluster_of(cluster).name}{lacks}; use a smaller model or more GPUs."
     )
 
 
 def nearest_text(result: Found) -> str:
     """What the nearest plan lacks, for an error's text."""
-    row = next(iter(search_rows(replace(result, fit=()))), None)
+    row = next((row for row in search_rows(result) if row["why"] is not None), None)
     return "" if row is None else f" (nearest: {row['why']})"

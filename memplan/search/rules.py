@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, kind_of
 from memplan.models import Model
 from memplan.plan import MODEL_RULES, PLAN_RULES, Plan
 from memplan.search.plans import Column
@@ -35,7 +35,7 @@ class Rules:
     """The rules of `check_plan`, for plans that have in common with `base` what no axis varies.
 
     What a rule reads of a plan is noted. So a grid's axes that make none of it are left out, and what a rule
-    says of the other places holds along them too. `texts` numbers what plans are refused for.
+    says of the other places holds along them too. `texts` numbers the kinds of plans that are refused.
     """
 
     def __init__(self, model: Model, base: Plan, texts: dict[str, int]) -> None:
@@ -76,7 +76,7 @@ class Rules:
         return np.array(numbers).reshape([len(axis) for axis in chosen])
 
     def number(self, text: str | None) -> int:
-        """Of what a plan is refused for; `RUNS` if it is not."""
+        """Of the kind of a refused plan; `RUNS` if it is not refused."""
         return RUNS if text is None else self.texts.setdefault(text, len(self.texts))
 
 
@@ -105,7 +105,7 @@ class _Rule:
         self.known: dict[tuple[Any, ...], str | None] = {}
 
     def said(self, values: Mapping[str, Any]) -> str | None:
-        """Why it refuses the plan; None if it does not."""
+        """The kind of plans it refuses for the same reason; None if it does not refuse the plan."""
         key = tuple([values[name] for name in self.read])
         if key not in self.known:
             plan = _Read(values)
@@ -121,7 +121,7 @@ class _Rule:
         try:
             self.rule(cast("Plan", plan))
         except MemplanError as error:
-            return str(error)
+            return kind_of(error)
         return None
 
 

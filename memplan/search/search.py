@@ -2,7 +2,7 @@
 
 Every plan is enumerated (`space`), refused by rule (`rules`) or bounded (`bounds`). Then plans are estimated,
 the most promising first, until no bound is better than what is kept (`judge`). So what is found is what
-estimating every plan would find, and each plan shown has the figures of its own estimate.
+estimating every plan would find, and each plan shown has the figures and the verdict of its own estimate.
 """
 
 import gc
@@ -10,23 +10,27 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
 import numpy as np
 
-from memplan.checks import checked_choice, checked_count, checked_flag
+from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
-from memplan.hardware import Cluster, resolve_cluster
+from memplan.estimate import Estimate, estimate_plan
+from memplan.hardware import Cluster, Link, resolve_cluster
+from memplan.layout import html_text
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
 from memplan.search.judge import OBJECTIVES, Judge, Judged, best_first, every, front
+from memplan.search.options import Objective, PlanOptions, Progress
 from memplan.search.plans import VARIED, Grid
 from memplan.search.pool import Pool
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
-from memplan.search.table import search_frame
+from memplan.search.table import search_dict, search_frame
 from memplan.steptime import Roofline
 
 if TYPE_CHECKING:
@@ -38,40 +42,98 @@ QUESTIONS: Final = ("gpus", "seq_len")
 KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
-Progress = Callable[[int], None]
-"""Told now and then how many plans have been seen."""
+LOOKS: Final = 4
+"""How often at most a search is done, each time with more room, until a plan that fits is found."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Found:
-    """What a search found: the best plans that fit, others that do not, the first that are refused.
+    """What a search found: the best plans within the budget, some beyond it, the first refused ones.
 
-    `n_fit` and `n_too_large` count the plans that are known to fit and not to, `n_slower` those whose bound
-    is worse than all the best, whether they fit or not, `n_refused` all that are refused; `refused_by` how
-    many each rule refused, by its text for the first of them.
+    A plan is *within* the budget by what it allocates, with the most that CUDA's context and NCCL's buffers
+    may take. Whether it fits is asked of the kept plans only, when they are looked at: each has its
+    estimate's verdict (`kept`), so that a search never contradicts `memplan.estimate` on a plan that it
+    shows. If none of them fits, because the caching allocator reserves more than it is asked for, the search
+    is repeated (`again`) for plans that leave room for that (`fitting`). So a plan that is said to fit does;
+    that no faster one does is sure only if it is among those kept at first.
+
+    `n_within` and `n_beyond` count the plans that are known to be within the budget and beyond it, `n_slower`
+    those whose bound is worse than all the best, within it or not, `n_refused` all that are refused;
+    `refused_by` how many of each kind are.
     """
 
     model: Model
     cluster: Cluster
     base: Plan
-    fit: tuple[Judged, ...]
-    too_large: tuple[Judged, ...]
+    within: tuple[Judged, ...]
+    beyond: tuple[Judged, ...]
     refused: tuple[dict[str, Any], ...]
-    n_fit: int
-    n_too_large: int
+    n_within: int
+    n_beyond: int
     n_slower: int
     n_refused: int
     refused_by: Mapping[str, int] = field(default_factory=dict)
+    again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_plans(self) -> int:
         """All of them."""
-        return self.n_fit + self.n_too_large + self.n_slower + self.n_refused
+        return self.n_within + self.n_beyond + self.n_slower + self.n_refused
 
-    def frame(self) -> "pandas.DataFrame":
+    @cached_property
+    def kept(self) -> tuple[Estimate, ...]:
+        """The plans kept within the budget, the best first; their verdicts are worked out when asked for."""
+        return tuple(self.estimates(self.within))
+
+    @cached_property
+    def best(self) -> Estimate | None:
+        """The best of the plans kept that fits, or that has no limit to fit; None if none does."""
+        return next((each for each in self.kept if each.verdict in ("fits", None)), None)
+
+    @cached_property
+    def fitting(self) -> "Found | None":
+        """Itself if one of its plans fits, or a search that leaves more room and has one; None: none has."""
+        found = self
+        for _ in range(LOOKS):
+            if found.best is not None:
+                return found
+            every = found.n_within == len(found.kept) and not found.n_slower
+            if every or not found.kept or self.again is None:
+                return None
+            found = self.again(max(map(_slack_bytes, found.kept)))
+        return None
+
+    def estimates(self, judged: Iterable[Judged]) -> Iterator[Estimate]:
+        """The estimates of plans, in order."""
+        return (estimate_plan(self.model, one.plan, self.cluster) for one in judged)
+
+    def to_frame(self) -> "pandas.DataFrame":
         """One row per plan kept, best first: see `search`."""
         return search_frame(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `--json` prints them."""
+        return search_dict(self)
+
+    def __str__(self) -> str:
+        from memplan.search.text import SHOWN, search_text  # which imports this module
+
+        return search_text(self, most=SHOWN)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Found {self.n_plans:,} plans of {self.model.name} on {self.cluster.name}, seq_len="
+            f"{self.base.seq_len}: {self.n_within:,} within the budget, {len(self.within)} of them kept>"
+        )
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+
+def _slack_bytes(estimated: Estimate) -> int:
+    """What the caching allocator reserves of a plan beyond what it allocates."""
+    return (estimated.reserved_bytes or 0) - estimated.worst.peak_bytes
 
 
 def search(
@@ -80,10 +142,13 @@ def search(
     cluster: Cluster | str,
     global_batch: int,
     seq_len: int | None = None,
-    objective: str = "speed",
+    objective: Objective = "speed",
     keep: int | None = KEEP,
     progress: Progress | None = None,
-    **options: Any,
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+    **options: Unpack[PlanOptions],
 ) -> "pandas.DataFrame":
     """Every plan that the cluster's GPUs can run, best first.
 
@@ -96,23 +161,32 @@ def search(
             "front" (all plans that none beats in both speed and memory). Or what else is to be found, then
             with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
-        keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
-            None: all, every plan estimated, which takes some milliseconds each. Otherwise plans whose bounds
-            are worse than all the best are left out, whether they fit or not; those that do not fit are then
-            the most promising of the plans that it took an estimate to tell, or the nearest if none fits.
+        keep: how many to keep of the best plans within the budget, of others beyond it, and of the refused
+            ones; None: all, every plan estimated, which takes some milliseconds each. Otherwise plans whose
+            bounds are worse than all the best are left out, within the budget or not; the others beyond it
+            are the most promising of the plans that it took an estimate to tell, or the nearest if none is
+            within.
         progress: called now and then with the number of plans seen.
+        gpus_per_node: GPUs in a node; left out, as in the cluster's table.
+        network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
+        margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
             `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
             `schedule`, `offload`) take one value or several and all that make a difference if left out
             (`recompute_blocks`: None); the others one value.
 
     Returns:
-        A frame with a row per plan: the varied fields; `verdict` ("fits", "too large", "refused") and `why`
-        not; `peak_bytes`, `over_bytes` (beyond the cluster's budget), `rest_bytes`, `worst_stage`, `when`;
-        `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`). Equally good
-        plans stand with the simpler first. `attrs` has the numbers of plans: `n_plans`, `n_fit`,
-        `n_too_large`, `n_slower` (left out as worse than all that are shown), `n_refused`, and `refused_by`,
-        how many each rule refused; `cluster` and `seq_len`.
+        A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
+        those that are refused, each the best first. Its columns: the varied fields; `verdict` ("fits",
+        "cannot say", "does not fit", "refused"; None on CPU ranks, which have no limit), `why` not;
+        `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
+        is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
+        `worst_stage`, `when`;
+        `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`); `command`, the
+        `memplan estimate` line of the plan. Equally good plans stand with the simpler first. `attrs` has the
+        numbers of plans: `n_plans`, `n_within` (the budget by what they allocate), `n_beyond`, `n_slower`
+        (left out as worse than all that are shown), `n_refused`, and `refused_by`, how many of each kind;
+        `cluster` and `seq_len`.
 
     Raises:
         PlanRefused: no plan fits, where the fewest GPUs or the longest sequence are asked for.
@@ -126,8 +200,11 @@ def search(
         objective=objective,
         keep=keep,
         progress=progress,
+        gpus_per_node=gpus_per_node,
+        network=network,
+        margin=margin,
         **options,
-    ).frame()
+    ).to_frame()
 
 
 def searched(
@@ -136,58 +213,88 @@ def searched(
     cluster: Cluster | str,
     global_batch: int,
     seq_len: int | None = None,
-    objective: str = "speed",
+    objective: Objective = "speed",
     keep: int | None = KEEP,
     progress: Progress | None = None,
-    **options: Any,
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Found:
     """As `search`, without pandas.
 
     Raises:
         MemplanError: as `search`.
     """
-    model, where = resolve(model), cluster_of(cluster)
+    model, where = resolve(model), cluster_of(cluster, gpus_per_node, network, margin)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
+    asked: dict[str, Any] = {**options}
     if objective in QUESTIONS:
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
-        asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep}
-        asked |= {"progress": progress}
+        asked |= {"cluster": where, "global_batch": global_batch, "keep": keep, "progress": progress}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
-    keep = None if keep is None else checked_count("keep", keep)
-    varied = {name: options.pop(name, None) for name in VARIED}
-    ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
-    space = Space(
+    varied = {name: asked.pop(name, None) for name in VARIED}
+    job = _Job(
         model=model,
-        n_gpus=where.n_gpus,
+        cluster=where,
         base=common(
             global_batch=checked_count("global_batch", global_batch),
             seq_len=model.max_seq_len if seq_len is None else seq_len,
-            **options,
+            **asked,
         ),
-        ranges=ranges,
+        ranges={name: values_of(name, value) for name, value in varied.items() if value is not None},
+        objective=objective,
+        keep=None if keep is None else checked_count("keep", keep),
+        progress=progress,
     )
-    missing = Roofline().missing(space.base, where)
+    missing = Roofline().missing(job.base, where)
     if missing and OBJECTIVES[objective][0] == "step_s":
         raise InvalidValue(
             f"objective={objective!r} needs the time of a step, but {missing[0]}; use objective='memory', or "
             "another cluster."
         )
-    with _uncollected():
-        return _run(space, Judge(model, where, Roofline()), objective, keep, progress)
+    return job.found()
 
 
-def cluster_of(value: Cluster | str) -> Cluster:
+def cluster_of(
+    value: Cluster | str,
+    gpus_per_node: int | None = None,
+    network: Link | str | None = None,
+    margin: float | None = None,
+) -> Cluster:
     """The cluster that is searched for.
 
     Raises:
         MemplanError: none, or as `memplan.cluster`.
     """
-    where = resolve_cluster(value)
-    if where is None:
+    if value is None:
         raise InvalidValue("cluster=None is nothing to search; use '<n>x<gpu>', as in 64xh100-sxm.")
-    return where
+    where = resolve_cluster(value, gpus_per_node=gpus_per_node, network=network, margin=margin)
+    return cast(Cluster, where)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is searched for: plans of a model on a cluster, and which of them are kept."""
+
+    model: Model
+    cluster: Cluster
+    base: Plan
+    ranges: Mapping[str, tuple[Any, ...]]
+    objective: str
+    keep: int | None
+    progress: Progress | None
+
+    def found(self, slack_bytes: int = 0) -> Found:
+        """What is found if `slack_bytes` of the budget are left to the caching allocator."""
+        space = Space(model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges)
+        judge = Judge(self.model, self.cluster, Roofline(), slack_bytes)
+        with _uncollected():
+            found = _run(space, judge, self.objective, self.keep, self.progress)
+        return replace(found, again=self.found)
 
 
 def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
@@ -209,11 +316,11 @@ def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress:
         model=space.model,
         cluster=judge.cluster,
         base=space.base,
-        fit=verdicts.fit[:keep],
-        too_large=verdicts.too_large[:keep],
+        within=verdicts.within[:keep],
+        beyond=verdicts.beyond[:keep],
         refused=refused.first(keep),
-        n_fit=verdicts.n_fit,
-        n_too_large=verdicts.n_too_large,
+        n_within=verdicts.n_within,
+        n_beyond=verdicts.n_beyond,
         n_slower=verdicts.n_slower,
         n_refused=refused.n_refused,
         refused_by=refused.by_rule(space),
@@ -233,7 +340,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Refused:
-    """The plans that cannot run: the first ones, and how many each rule refused."""
+    """The plans that cannot run: the first ones, and how many there are of each kind."""
 
     def __init__(self, keep: int | None, progress: Progress | None) -> None:
         self._pool = Pool(2**62 if keep is None else keep)
@@ -264,7 +371,7 @@ class _Refused:
         return tuple(entry.values for entry in islice(self._pool, keep))
 
     def by_rule(self, space: Space) -> dict[str, int]:
-        """How many each rule refused, by its text for the first of them, the most first."""
+        """How many there are of each kind, the most first."""
         texts = list(space.rules)
         return {texts[rule]: n for rule, n in self._counts.most_common()}
 
@@ -313,7 +420,7 @@ def common(*, global_batch: int, **options: Any) -> Plan:
     for name in options:
         if name not in Plan.__dataclass_fields__ or name == "engine":
             raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
-    several = next((n for n in divisors(global_batch) if n > 1), 1)
+    several = next((n for n in divisors(global_batch) if 1 < n <= LARGEST_CLUSTER), 1)
     refusals = []
     whole = {"dp": several, "micro_batch": global_batch // several}
     tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}, whole

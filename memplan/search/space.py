@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, kind_of
 from memplan.models import Model
 from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, check_plan
 from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
@@ -83,7 +83,7 @@ class Space:
     base: Plan
     ranges: Mapping[str, tuple[Any, ...]]
     rules: dict[str, int] = field(default_factory=dict)
-    """What plans are refused for, by the first one's text, numbered as they were met."""
+    """The kinds of plans that are refused, numbered as they were met."""
 
     def grids(self, most: int = MOST_CELLS) -> Iterator[list[Ruled]]:
         """All plans: batches of grids of one kind, about `most` cells at a time.
@@ -269,7 +269,8 @@ class _Pipeline:
             first = int(self.there[..., tp, several].argmax()) * self.structures[-1]
             if not each:
                 values = mesh._asdict() | {"micro_batch": micro_batches[0]}
-                found[i] = first, self.rules.number(refusal(self.space.model, self.space.base, values))
+                error = refusal(self.space.model, self.space.base, values)
+                found[i] = first, self.rules.number(None if error is None else kind_of(error))
             elif not can_run[tp, several]:
                 found[i] = first, int(self.always[..., tp, several, 0].flat[first])
         return found
@@ -378,12 +379,12 @@ def _zeros(dp: int, dp_replicate: int) -> tuple[int, ...]:
     return (0, 1, 2, 3) if dp > 1 else (0,)
 
 
-def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> str | None:
+def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> MemplanError | None:
     """Why a plan cannot run; None if it can."""
     try:
         check_plan(model, replace(base, **values))
     except MemplanError as error:
-        return str(error)
+        return error
     return None
 
 

@@ -1,26 +1,41 @@
 """Why one plan ranks before another, in words and figures."""
 
-from collections.abc import Iterator
+from dataclasses import fields
+from typing import Final
 
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
-from memplan.layout import text_table
+from memplan.layout import text_table, wrapped
+from memplan.search.command import command_text, estimate_command
 from memplan.shapes import KINDS
+from memplan.tables import verdict_text
 from memplan.units import human_bytes
+
+RANK: Final = {"fits": 0, "cannot say": 1, "does not fit": 2}
+"""What ranks before what; verdicts that are not known rank with no other one."""
 
 
 def why(a: Estimate, b: Estimate) -> str:
     """Which of two plans for the same job is better, and what makes the difference.
 
-    What fits is better than what does not; then the shorter step, then the lower peak. Seconds are those of
-    `memplan.steptime`.
+    A plan that fits is better than one of which memplan cannot say, and that than one that does not fit; of
+    equal verdicts the shorter step is better, then the lower peak. What is not known equals nothing: plans of
+    which a time is not known are not ranked by time. Seconds are those of `memplan.steptime`.
 
     Raises:
-        InvalidValue: estimates of different models, clusters or batches, which compare as nothing.
+        InvalidValue: values that are no estimates, or estimates of different models, clusters or batches.
     """
     _check_same_job(a, b)
     lines = [f"a: {plan_text(a)}", f"b: {plan_text(b)}", "", _verdict(a, b)]
-    return "\n".join([*lines, *_fit(a, b), "", _table(a, b), *_traffic(a, b)])
+    lines += [f"{name}: {verdict_text(each)}" for name, each in (("a", a), ("b", b))]
+    return "\n".join([*map(wrapped, lines), "", _table(a, b), *_traffic(a, b)])
+
+
+def compared_text(a: Estimate, b: Estimate, model: str | None = None) -> str:
+    """`why`, and what to type to see each plan in full; `model`: how it was named on the command line."""
+    commands = [(name, estimate_command(each, model)) for name, each in (("a", a), ("b", b))]
+    shown = [command_text(command, head=f"{name}: ") for name, command in commands if command is not None]
+    return "\n".join([why(a, b), *([""] if shown else []), *shown])
 
 
 def plan_text(estimated: Estimate) -> str:
@@ -34,56 +49,58 @@ def plan_text(estimated: Estimate) -> str:
     parts = [plan.mesh_text]
     if plan.pp > 1:
         parts.append(f"schedule={plan.schedule}")
-    for name in ("virtual_stages", "zero", "sequence_parallel", "recompute", "recompute_blocks", "offload"):
-        value = getattr(plan, name)
-        if value != type(plan).__dataclass_fields__[name].default:
-            parts.append(f"{name}={value}")
+    said = ("dp", "tp", "pp", "dp_replicate", "micro_batch", "global_batch", "seq_len", "schedule")
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if field.name not in said and value != field.default:
+            parts.append(f"{field.name}={value}")
     return ", ".join([*parts, f"micro_batch={plan.micro_batch}"])
 
 
 def _check_same_job(a: Estimate, b: Estimate) -> None:
-    for name, left, right in (
-        ("model", a.model.name, b.model.name),
-        ("cluster", a.cluster and a.cluster.name, b.cluster and b.cluster.name),
+    for name, each in (("a", a), ("b", b)):
+        if not isinstance(each, Estimate):
+            raise InvalidValue(f"{name}={shown_value(each)} is no estimate; use memplan.estimate(...).")
+    for what, left, right in (
+        ("models", a.model, b.model),
+        ("clusters", a.cluster, b.cluster),
+        ("devices", a.device.type, b.device.type),
         ("global_batch", a.plan.global_batch, b.plan.global_batch),
         ("seq_len", a.plan.seq_len, b.plan.seq_len),
     ):
         if left != right:
+            names = [shown_value(getattr(value, "name", value)) for value in (left, right)]
             raise InvalidValue(
-                f"{name}={left!r} and {name}={right!r} are different jobs; compare plans of the same one."
+                f"{what} {names[0]} and {names[1]} differ, so these are different jobs; compare plans of the "
+                "same one."
             )
 
 
 def _verdict(a: Estimate, b: Estimate) -> str:
-    fits = {True: 0, None: 0, False: 1}
-    worse_fit = fits[a.fits] - fits[b.fits]
-    if worse_fit:
-        return f"{'b' if worse_fit > 0 else 'a'} is better: it fits, the other does not."
+    if a.verdict is not None and b.verdict is not None and a.verdict != b.verdict:
+        better, worse = sorted((("a", a), ("b", b)), key=lambda pair: RANK[str(pair[1].verdict)])
+        said = {"fits": "it fits", "cannot say": "it may fit", "does not fit": ""}[str(better[1].verdict)]
+        other = "does not" if worse[1].verdict == "does not fit" else "may not"
+        return f"{better[0]} is better: {said}, the other {other}."
     if a.step_s is not None and b.step_s is not None and a.step_s != b.step_s:
         name, fast, slow = ("a", a.step_s, b.step_s) if a.step_s < b.step_s else ("b", b.step_s, a.step_s)
-        of_a = _parts(a)
-        parts = {part: seconds - of_a[part] for part, seconds in _parts(b).items()}
+        of_a, of_b = _parts(a), _parts(b)
+        parts = {part: of_b.get(part, 0.0) - seconds for part, seconds in of_a.items()}
         most = max(parts, key=lambda part: parts[part] if name == "a" else -parts[part])
         return (
             f"{name} is better: {slow / fast:.2f} times as fast, {slow - fast:.3g} s less a step; most of it "
             f"is {most.removesuffix('_s')} ({abs(parts[most]):.3g} s)."
         )
-    held = a.peak.total_bytes, b.peak.total_bytes
-    if held[0] == held[1]:
+    less_bytes = b.peak.total_bytes - a.peak.total_bytes
+    name, lower = "a" if less_bytes > 0 else "b", human_bytes(abs(less_bytes))
+    unknown = [name for name, each in (("a", a), ("b", b)) if each.step_s is None]
+    if unknown:
+        reasons = "; ".join(dict.fromkeys(reason for each in (a, b) for reason in each.time_missing))
+        held = f"{name} holds {lower} less at the peak" if less_bytes else "both hold the same at the peak"
+        return f"Which is faster is not known: no step time of {' and '.join(unknown)} ({reasons}); {held}."
+    if not less_bytes:
         return "They are equally good; the simpler one stands first in a search."
-    name = "a" if held[0] < held[1] else "b"
-    return f"{name} is better: as fast, and {human_bytes(abs(held[0] - held[1]))} less at the peak."
-
-
-def _fit(a: Estimate, b: Estimate) -> Iterator[str]:
-    for name, each in (("a", a), ("b", b)):
-        if each.cluster is None or each.cluster.budget_bytes is None:
-            continue
-        spare = each.cluster.budget_bytes - each.peak.total_bytes
-        verb = "fits with" if spare >= 0 else "does not fit:"
-        rest = "to spare" if spare >= 0 else "too much"
-        worst = each.worst
-        yield f"{name} {verb} {human_bytes(abs(spare))} {rest}, on stage {worst.stage}: {worst.when}."
+    return f"{name} is better: as fast, and {lower} less at the peak."
 
 
 def _parts(estimated: Estimate) -> dict[str, float]:
@@ -92,17 +109,25 @@ def _parts(estimated: Estimate) -> dict[str, float]:
 
 def _table(a: Estimate, b: Estimate) -> str:
     rows = [("", "a", "b", "a - b")]
-    of_b = _parts(b)
-    for part, left in _parts(a).items():
-        right = of_b[part]
-        rows.append((part.removesuffix("_s"), f"{left:.3f} s", f"{right:.3f} s", f"{left - right:+.3f} s"))
-    if a.step_s is not None and b.step_s is not None:
-        rows.append(("step", f"{a.step_s:.3f} s", f"{b.step_s:.3f} s", f"{a.step_s - b.step_s:+.3f} s"))
+    of_a, of_b = _parts(a), _parts(b)
+    rows += [
+        (part.removesuffix("_s"), *_seconds(of_a.get(part), of_b.get(part)))
+        for part in dict.fromkeys((*of_a, *of_b))
+    ]
+    if of_a or of_b:
+        rows.append(("step", *_seconds(a.step_s, b.step_s)))
     for kind in (*KINDS, "total"):
         left, right = (getattr(each.peak, f"{kind}_bytes") for each in (a, b))
         name = "peak" if kind == "total" else kind
         rows.append((name, human_bytes(left), human_bytes(right), _signed(left - right)))
     return text_table(rows, "<>>>")
+
+
+def _seconds(left: float | None, right: float | None) -> tuple[str, str, str]:
+    """Two times and their difference; what is not known says so."""
+    shown = tuple("unknown" if s is None else f"{s:.3f} s" for s in (left, right))
+    difference = "unknown" if left is None or right is None else f"{left - right:+.3f} s"
+    return shown[0], shown[1], difference
 
 
 def _signed(n_bytes: int) -> str:

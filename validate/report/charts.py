@@ -19,9 +19,9 @@ LEAST_ERROR: Final = 1e-9
 
 
 def predicted_against_measured(records: Sequence[Record]) -> str:
-    """Each case's peak of the rank farthest off; every point links to its case."""
+    """Each case's peak of its fullest rank; every point links to its case."""
     figure, axes = _axes("Predicted against measured peak")
-    pairs = np.array([record.worst_peaks for record in records], dtype=float) / MiB
+    pairs = np.array([record.fullest_peaks for record in records], dtype=float) / MiB
     reach = np.array([0.8 * pairs.min(), 1.25 * pairs.max()])
     axes.plot(reach, reach, color="0.75", linewidth=1, zorder=1)
     points = axes.scatter(pairs[:, 1], pairs[:, 0], s=22, alpha=0.75, linewidth=0, zorder=2,

@@ -22,6 +22,8 @@ from validate.report.text import attributed, details, floored, worst_first
 
 FOLDER: Final = Path(__file__).parent
 
+TITLE: Final = "memplan: predicted beside measured"
+
 COLUMNS: Final = {
     "case": "case",
     "outcome": "outcome",
@@ -81,6 +83,11 @@ class _Row:
         return details(self.record).partition("\n")[2].strip()
 
 
+def is_page(head: bytes) -> bool:
+    """Whether a file that begins so is such a page, or empty."""
+    return not head or (head.startswith(b"<!doctype html>") and TITLE.encode() in head)
+
+
 def html(records: Sequence[Record], *, sources: Sequence[str], n_superseded: int = 0) -> str:
     """The page of some records; `sources` names the files they come from."""
     environment = Environment(
@@ -94,6 +101,7 @@ def html(records: Sequence[Record], *, sources: Sequence[str], n_superseded: int
         style=Markup(style),
         script=Markup(script),
         policy=_policy(script),
+        title=TITLE,
         verdict=_verdict(records),
         tiles=_tiles(records, ran),
         charts=[Markup(draw(ran)) for draw in (charts.predicted_against_measured, charts.error_histogram)]

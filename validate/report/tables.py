@@ -8,6 +8,7 @@ from typing import Any, Final
 import pandas as pd
 
 from memplan import Plan
+from memplan.layout import csv_of
 from validate.records import Record
 from validate.where import record_facts
 
@@ -99,3 +100,12 @@ def by_axis(table: pd.DataFrame) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows, columns=BY_AXIS, dtype=object)
+
+
+CSV_START: Final = b"case,outcome,confirmed"
+"""How a file of `csv_text` begins."""
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """A table as CSV."""
+    return csv_of(rows_of(table), [str(column) for column in table.columns])

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
+from memplan.errors import MemplanError, MissingRule
+from memplan.layout import printable
+from memplan.tables import batch_text
+from memplan.units import human_bytes
+from validate.cases import Case
+from validate.machine import Budget
+from validate.predict import estimated_rank
 from validate.records import Record
+from validate.sweep import share_of
 
 AxisRow = Mapping[str, Any]
 """One row of `validate.report.tables.by_axis`."""
@@ -22,16 +30,18 @@ def header() -> str:
 
 
 def row(record: Record) -> str:
-    """One case: the peak of the rank that is farthest off; a long name goes on below.
+    """One case: the peak of its fullest rank, the error of the rank farthest off; a long name goes on below.
 
     A case that did not run shows its outcome, and below it the reason's last line.
     """
-    name, *rest = textwrap.wrap(record.case["name"], 30, subsequent_indent="  ") or [""]
+    name, *rest = textwrap.wrap(printable(record.case["name"]), 30, subsequent_indent="  ") or [""]
     lines = [f"{name:<31}{_figures(record)}".rstrip(), *rest]
     if record.outcome != "ok":
-        lines += textwrap.wrap(record.headline, 79, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(
+            printable(record.headline), 79, initial_indent="    ", subsequent_indent="    "
+        )
     if record.anyway:
-        said = f"run anyway, {record.anyway}"
+        said = printable(f"run anyway, {record.anyway}")
         lines += textwrap.wrap(said, 79, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -39,9 +49,9 @@ def row(record: Record) -> str:
 def _figures(record: Record) -> str:
     if record.measured is None or record.outcome != "ok":
         return f"{record.outcome:>14}"
-    if record.worst_peaks is None or record.peak_error is None:
+    if record.fullest_peaks is None or record.peak_error is None:
         return f"{'-':>14}{max(rank['peak_bytes'] for rank in record.measured['ranks']):>14,}"
-    ahead, seen = record.worst_peaks
+    ahead, seen = record.fullest_peaks
     off = f"{record.states_off_bytes:>7}{record.collectives_off:>5}"
     return f"{ahead:>14,}{seen:>14,}{record.peak_error:>+9.4%}{off}"
 
@@ -63,13 +73,16 @@ def listing(records: Sequence[Record], axes: Iterable[AxisRow], *, brief: bool =
     if worst := worst_first(records)[:N_WORST]:
         parts.append("\n".join([f"the {len(worst)} worst peaks", *map(row, worst)]))
     if little := [pair for pair in attributed(records) if pair[0] < LEAST_ATTRIBUTED]:
-        lines = [f"{record.case['name'][:70]:<71}{floored(part):>8}" for part, record in little]
+        lines = [line for part, record in little for line in _named(record.case["name"], floored(part))]
         parts.append("\n".join([f"less than {LEAST_ATTRIBUTED:.0%} of the bytes at the peak named", *lines]))
     return "\n\n".join([*parts, summary(records)])
 
 
 LEAST_ATTRIBUTED: Final = 0.99
 """Cases of whose bytes at the peak less is attributed are named."""
+
+VALUE_WIDTH: Final = 16
+"""Columns for a value of an axis; a longer one stands above its figures."""
 
 N_WORST: Final = 10
 """How many of the worst cases are named."""
@@ -109,55 +122,85 @@ def _axis_lines(axes: Iterable[AxisRow]) -> Iterator[str]:
         median_text, worst_text = (
             f"{part[key]:.5%}" if part["ran"] else "-" for key in ("median_peak_error", "worst_peak_error")
         )
-        exact = f"{part['exact']}/{part['ran']}"
-        yield (
-            f"{name:<22}{part['value']!s:<16.16}{part['cases']:>6}{part['ran']:>6}{median_text:>10}"
-            f"{worst_text:>10}{exact:>10}"
-        )
+        exact, value = f"{part['exact']}/{part['ran']}", printable(str(part["value"]))
+        figures = f"{part['cases']:>6}{part['ran']:>6}{median_text:>10}{worst_text:>10}{exact:>10}"
+        if len(value) > VALUE_WIDTH:
+            yield from textwrap.wrap(printable(f"{name:<22}{value}"), 79, subsequent_indent=" " * 24)
+            name = value = ""
+        yield f"{name:<22}{value:<{VALUE_WIDTH}}{figures}"
+
+
+def _named(name: str, figure: str) -> list[str]:
+    """A name in as many lines as it takes, with a figure in the first."""
+    first, *rest = textwrap.wrap(printable(name), 70, subsequent_indent="  ") or [""]
+    return [f"{first:<71}{figure:>8}", *rest]
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How many ran, how many were confirmed, the worst and the median error."""
+    """How many there are of each outcome, how many were confirmed, the worst and the median error."""
     errors = [abs(record.peak_error) for record in records if record.peak_error is not None]
-    ran = [record for record in records if record.outcome == "ok"]
-    blind = sum(record.case["backend"] == "fake" for record in ran)
+    outcomes = Counter(_outcome_text(record) for record in records)
+    counted = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.most_common())
     confirmed = sum(record.confirmed for record in records)
-    refused = sum(record.outcome == "refused" for record in records)
-    alone = f"{blind} ran as stand-ins, " if blind else ""
-    lines = [
-        f"{len(records)} cases: {len(ran) - blind} ran and trained rightly, {alone}{refused} refused, "
-        f"{confirmed} confirmed"
-    ]
+    lines = [f"{len(records)} case{'s' * (len(records) != 1)}: {counted or 'none'}; {confirmed} confirmed"]
     if errors:
         lines.append(f"peak error: median {median(errors):.5%}, worst {max(errors):.3%}")
     if known := attributed(records):
         lines.append(f"bytes at the peak that are named tensors: at least {floored(known[0][0])}")
-    return "\n".join(lines)
+    return "\n".join(line for text in lines for line in textwrap.wrap(text, 79))
+
+
+def _outcome_text(record: Record) -> str:
+    if record.outcome != "ok":
+        return record.outcome
+    return "ran as a stand-in" if record.case["backend"] == "fake" else "ran"
+
+
+def plan_lines(cases: Sequence[Case], budget: Budget) -> Iterator[str]:
+    """What would be run: of each case its ranks, the largest predicted peak, and what it may take."""
+    yield f"{'case':<44}{'ranks':>6}{'peak':>13}{'may take':>13}"
+    for case in cases:
+        name, *rest = textwrap.wrap(printable(case.name), 43, subsequent_indent="  ") or [""]
+        yield f"{name:<44}{len(case.ranks):>6}{_room_cells(case, budget)}"
+        yield from rest
+    has = f"{budget.cores} cores and {human_bytes(budget.memory_bytes)}"
+    yield f"{len(cases)} cases; this machine may give {has}"
+
+
+def _room_cells(case: Case, budget: Budget) -> str:
+    try:
+        step = max(1, len(case.ranks) // case.plan.pp)
+        peak = max(estimated_rank(case, rank).peak.total_bytes for rank in case.ranks[::step])
+        return f"{human_bytes(peak):>13}{human_bytes(share_of(case, budget).memory_bytes):>13}"
+    except MissingRule:
+        return f"{'no rule':>13}{'unknown':>13}"
+    except MemplanError:
+        return f"{'refused':>13}{'-':>13}"
 
 
 def details(record: Record) -> str:
     """One case rank by rank, predicted beside measured, and its collectives."""
-    plan = record.case["plan"]
-    batch = (
-        f"batch: {plan['global_batch']} x {plan['seq_len']} tokens; micro-batches of {plan['micro_batch']}: "
-        f"{plan['n_micro_batches']} per replica"
-    )
-    lines = [record.case["name"], batch, f"outcome: {record.outcome}"]
+    return "\n".join(printable(line) for text in _details(record) for line in text.splitlines() or [""])
+
+
+def _details(record: Record) -> list[str]:
+    batch = batch_text(Case.from_dict(record.case).plan)
+    lines = [record.case["name"], f"batch: {batch}", f"outcome: {record.outcome}"]
     if record.reason:
         lines.append(record.reason)
     if record.measured is None:
-        return "\n".join(lines)
+        return lines
     predicted = record.predicted["ranks"] if record.predicted else [None] * len(record.measured["ranks"])
     for measured, ahead in zip(record.measured["ranks"], predicted, strict=True):
         lines += ["", *_rank_lines(measured, ahead)]
-    losses = " ".join(f"{loss:.4f}" for loss in record.measured["losses"])
+    losses = " ".join("-" if loss is None else f"{loss:.4f}" for loss in record.measured["losses"])
     lines += ["", f"loss per step: {losses or '-'}"]
     if record.unchecked:
         lines.append(f"training: {record.unchecked}")
     for label, error in (("loss", record.loss_error), ("first gradient", record.gradient_error)):
         if error is not None:
             lines.append(f"{label} beside the single-process run: {error:.1e} off")
-    return "\n".join(lines)
+    return lines
 
 
 def _rank_lines(measured: dict[str, Any], ahead: dict[str, Any] | None) -> list[str]:

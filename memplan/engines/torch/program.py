@@ -18,6 +18,10 @@ from memplan.plan import SINGLE_STAGE_SCHEDULES
 from memplan.replay import Program
 from memplan.shapes import FP32, INT64, Buffer, Event, Parameter, buffer_of
 from memplan.timeline import Stretch, allocs, chain, frees
+from memplan.units import MiB
+
+BROADCAST_BYTES: Final = 250 * MiB
+"""What DDP sends at once of the weights as it is made (`broadcast_bucket_size`)."""
 
 GATHERS: Final = "all-gather copy-in"
 REDUCES: Final = "reduce-scatter"
@@ -26,11 +30,15 @@ REDUCES: Final = "reduce-scatter"
 def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
     """What the rank allocates and frees, in order; `passes` are those it was estimated with."""
     own = [passes.get(stage) or passes_of(stage) for stage in stages]
-    buckets_before, buckets_after = _buckets(stages)
+    first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return Program(
-        setup=(*_setup(stages), *allocs(*buckets_before)),
+        setup=tuple(_setup(stages, first_buckets)),
+        start=tuple(_received(stages)),
         first_step=None if stages.plan.set_to_none else _without_gradients(stages),
-        second=(*frees(*buckets_before), *allocs(*buckets_after)),
+        second=(
+            *frees(*[b for found in first_buckets.values() for b in found]),
+            *allocs(*_later_buckets(stages)),
+        ),
         step=_step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
@@ -53,11 +61,10 @@ def _without_gradients(stages: RankStages) -> Stretch:
     return _step(fresh, [passes_of(stage) for stage in fresh])
 
 
-def _setup(stages: RankStages) -> Iterator[Event]:
-    """What there is before the first step, in the order it is made: weights, angles, tokens, receive buffers.
+def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
+    """What there is before the first step, in the order it is made: weights, angles, buckets, tokens.
 
-    Source: torch/nn/modules/module.py (`_apply`: children first, a module's own buffers last),
-    torch/distributed/pipelining/schedules.py (`_initialize_stages`).
+    Source: torch/nn/modules/module.py (`_apply`: children first, a module's own buffers last).
     """
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
@@ -66,7 +73,10 @@ def _setup(stages: RankStages) -> Iterator[Event]:
             yield from allocs(*_weights(stages, stage))
         if "rotation" in named:
             yield from allocs(named["rotation"])
-    if stages.plan.precision == "fp16-mixed":
+        if plan.ddp:
+            yield from _broadcast(stages, stage)
+            yield from allocs(*first_buckets[stage])
+    if plan.precision == "fp16-mixed":
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))
     batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
@@ -75,11 +85,33 @@ def _setup(stages: RankStages) -> Iterator[Event]:
     yield from (*allocs(drawn, tokens, named["targets"]), *frees(drawn))
     if not stages.first:
         yield from frees(tokens)
+
+
+def _received(stages: RankStages) -> Iterator[Event]:
+    """What a schedule receives into, made as the first step starts.
+
+    Source: torch/distributed/pipelining/schedules.py (`_initialize_stages`).
+    """
+    n = stages.plan.n_micro_batches
     received = list(zip(stages, stages.received, strict=True))
     for stage, (inputs, _) in received:
-        yield from allocs(*[inputs] * (0 if stage.first else plan.n_micro_batches))
+        yield from allocs(*[inputs] * (0 if stage.first else n))
     for stage, (_, gradient) in reversed(received):
-        yield from allocs(*[gradient] * (0 if stage.last else plan.n_micro_batches))
+        yield from allocs(*[gradient] * (0 if stage.last else n))
+
+
+def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
+    """DDP sends the first rank's weights to the others: flat copies of them, two at once.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
+    torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`: of a single tensor a view).
+    """
+    found = ddp_buckets(stage.parameters(), BROADCAST_BYTES)
+    copies = _flat([parameters for parameters in found if len(parameters) > 1], stages)
+    for i, copy in enumerate(copies):
+        yield from allocs(copy)
+        yield from frees(*copies[i - 1 : i])
+    yield from frees(*copies[-1:])
 
 
 def _weights(stages: RankStages, stage: Stage) -> Iterator[Buffer]:
@@ -90,17 +122,20 @@ def _weights(stages: RankStages, stage: Stage) -> Iterator[Buffer]:
         yield buffer_of(parameter.name, (elements,), stages.weight_dtype, "weights")
 
 
-def _buckets(stages: RankStages) -> tuple[list[Buffer], list[Buffer]]:
-    """DDP's buckets in the first step, and as they are made anew in the order that gradients came.
+def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
+    """What DDP reduces in the first step: one bucket for all gradients, as none is known to be late.
 
-    Source: torch/csrc/distributed/c10d/reducer.cpp (`initialize_buckets`, `rebuild_buckets`).
+    Source: torch/nn/parallel/distributed.py (`_ddp_init_helper`).
     """
-    if not stages.plan.ddp:
-        return [], []
-    cap = stages.plan.bucket_cap_bytes
-    before = [bucket for stage in stages for bucket in ddp_buckets(reversed(stage.parameters()), cap)[::-1]]
-    after = [bucket for stage in stages for bucket in buckets(stage)]
-    return _flat(before, stages), _flat(after, stages)
+    return _flat([stage.parameters()], stages) if stages.plan.ddp else []
+
+
+def _later_buckets(stages: RankStages) -> list[Buffer]:
+    """DDP's buckets as they are made anew before the second step, in the order that gradients came.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
+    """
+    return _flat([bucket for stage in stages for bucket in buckets(stage)], stages) if stages.plan.ddp else []
 
 
 def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buffer]:

@@ -1,0 +1,64 @@
+"""Files from outside: only regular ones of a sensible length are read, and a pipe is never waited for."""
+
+import os
+import stat
+from pathlib import Path
+
+from memplan.errors import InvalidValue, MemplanError
+
+
+def shown_path(path: str | os.PathLike[str], most: int = 120) -> str:
+    """A path for an error's text, on one line whatever it holds."""
+    text = os.fspath(path)
+    text = text if isinstance(text, str) and text.isprintable() else repr(text)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def file_bytes(file: Path, *, most_bytes: int, what: str, smaller: str = "give another file") -> bytes:
+    """All of a file; `what` it should be, as "config.json", names the way out; `smaller` if it is too large.
+
+    Raises:
+        InvalidValue: no such file, no regular file, one that cannot be read, or one that is larger.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise InvalidValue(f"no such file; give the path of a {what}.") from None
+    except (OSError, ValueError) as error:
+        raise InvalidValue(f"cannot be opened ({error}); give a readable {what}.") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidValue(f"is not a regular file; give the path of a {what}.")
+        data = _first_bytes(descriptor, most_bytes + 1)
+    except OSError as error:
+        raise InvalidValue(f"cannot be read ({error}); give a readable {what}.") from None
+    finally:
+        os.close(descriptor)
+    if len(data) > most_bytes:
+        raise InvalidValue(f"is larger than {most_bytes} bytes, which no {what} should be; {smaller}.")
+    return data
+
+
+def file_text(file: Path, *, most_bytes: int, what: str) -> str:
+    """All of a file as UTF-8 text.
+
+    Raises:
+        InvalidValue: as `file_bytes`, or a file that is no such text.
+    """
+    try:
+        return file_bytes(file, most_bytes=most_bytes, what=what).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"is not UTF-8 text (byte {error.start}); give a {what} as UTF-8.") from None
+
+
+def of_file(file: str | os.PathLike[str], error: MemplanError) -> MemplanError:
+    """An error that says which file it is about."""
+    return type(error)(f"{shown_path(file)}: {error}")
+
+
+def _first_bytes(descriptor: int, most: int) -> bytes:
+    parts, left = [], most
+    while left and (part := os.read(descriptor, min(left, 2**20))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,112 @@
+"""The command line of a plan: what to type to see it in full."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from memplan.errors import MemplanError
+from memplan.estimate import Estimate
+from memplan.hardware import Cluster, cluster, gpus_per_node
+from memplan.layout import WIDTH
+from memplan.models import Model, preset, preset_names
+from memplan.plan import FLAGS, Plan
+
+FIRST: Final = ("dp_replicate", "dp", "tp", "pp", "zero")
+"""Fields of a plan that stand first, in this order."""
+
+ALWAYS: Final = ("global_batch", "seq_len")
+"""Fields that are said even where they are a plan's defaults: the command's depend on the model."""
+
+
+def estimate_command(estimated: Estimate, model: str | None = None) -> str | None:
+    """The `memplan estimate` line of a plan; None for a model or a cluster that no command line can name.
+
+    `model`: how the model was named on the command line; None: by its preset.
+
+    >>> from memplan import estimate
+    >>> print(estimate_command(estimate("gpt2", cluster="8xh100-sxm", zero=3, margin=0.1)))
+    memplan estimate gpt2 --cluster 8xh100-sxm --margin 0.1 --zero 3 --global-batch 8 --seq-len 1024
+    """
+    name = _preset_name(estimated.model) if model is None else model
+    values = plan_values(estimated.plan)
+    if estimated.cluster is not None:
+        where = cluster_values(estimated.cluster)
+        values.pop("dp", None)  # what the cluster has left
+    else:
+        where = {"device": "cpu"} if estimated.device.on_cpu else {}
+    if name is None or where is None:
+        return None
+    name = f"./{name}" if name.startswith("-") else name
+    return shlex.join(["memplan", "estimate", name, *_flags(where | values)])
+
+
+def _preset_name(model: Model) -> str | None:
+    return model.name if model.name in preset_names() and preset(model.name) == model else None
+
+
+def cluster_values(where: Cluster) -> dict[str, Any] | None:
+    """The keywords that name a cluster, with what is not as in the tables; None if none do."""
+    said: dict[str, Any] = {}
+    try:
+        if where.gpus_per_node != min(where.n_gpus, gpus_per_node(where.gpu.name)):
+            said["gpus_per_node"] = where.gpus_per_node
+        usual = cluster(where.name, **said)
+        if where.inter_node.bytes_per_s != usual.inter_node.bytes_per_s:
+            said["network"] = (
+                f"{(where.inter_node.bytes_per_s or 0) / 1e9:.9f}".rstrip("0").rstrip(".") + "GB/s"
+            )
+        if where.margin != usual.margin:
+            said["margin"] = where.margin
+        named = cluster(where.name, **said)
+    except MemplanError:
+        return None
+    return {"cluster": where.name} | said if _facts(named) == _facts(where) else None
+
+
+def _facts(where: Cluster) -> tuple[Any, ...]:
+    """What an estimate depends on."""
+    return where.gpu, where.gpus_per_node, where.intra_node, where.inter_node.bytes_per_s, where.margin
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan that are not at their defaults."""
+    fields = Plan.__dataclass_fields__
+    names = (*FIRST, *ALWAYS, *(name for name in fields if name not in (*FIRST, *ALWAYS)))
+    values = {name: getattr(plan, name) for name in names}
+    return {name: value for name, value in values.items() if name in ALWAYS or value != fields[name].default}
+
+
+def _flags(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if name in FLAGS:
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield f"--{flag}"
+            yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def command_text(command: str, *, head: str = "") -> str:
+    r"""A command in lines that a shell takes as one, after a head.
+
+    >>> command = "memplan estimate gpt2 --cluster 8xh100-sxm --zero 3 --global-batch 8 --seq-len 1024"
+    >>> print(command_text(command, head="1  "))
+    1  memplan estimate gpt2 --cluster 8xh100-sxm --zero 3 --global-batch 8 \
+           --seq-len 1024
+    """
+    first, *others = _units(shlex.split(command))
+    lines = [head + first]
+    for unit in others:
+        if len(lines[-1]) + len(unit) + len(" ") + len(" \\") > WIDTH:
+            lines[-1] += " \\"
+            lines.append(" " * (len(head) + 4) + unit)
+        else:
+            lines[-1] += f" {unit}"
+    return "\n".join(lines)
+
+
+def _units(words: Sequence[str]) -> Iterator[str]:
+    """A command's words that stay on one line: its name and model, then each flag with its value."""
+    starts = [0, *(i for i, word in enumerate(words) if word.startswith("--")), len(words)]
+    return (shlex.join(words[start:stop]) for start, stop in pairwise(starts))

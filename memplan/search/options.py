@@ -1,0 +1,58 @@
+"""The keywords of a search, so that a type checker knows them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypedDict
+
+from memplan.hardware import Link
+from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Precision, Recompute, Schedule
+
+Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
+
+Progress = Callable[[int], None]
+"""Told now and then how many plans have been seen."""
+
+
+class PlanOptions(TypedDict, total=False):
+    """Fields of `memplan.Plan`: of those that a search varies one value or several, of the others one."""
+
+    dp: int | Iterable[int]
+    dp_replicate: int | Iterable[int]
+    tp: int | Iterable[int]
+    pp: int | Iterable[int]
+    virtual_stages: int | Iterable[int]
+    zero: int | Iterable[int]
+    sequence_parallel: bool | Iterable[bool]
+    micro_batch: int | Iterable[int]
+    recompute: Recompute | Iterable[Recompute]
+    recompute_blocks: int | Iterable[int | None] | None
+    schedule: Schedule | Iterable[Schedule]
+    offload: bool | Iterable[bool]
+    precision: Precision
+    optimizer: Optimizer
+    layers_per_stage: Sequence[int] | None
+    fsdp_units: FsdpUnits
+    fsdp_blocks: int
+    optimizer_impl: OptimizerImpl
+    clip_grad_norm: float | None
+    set_to_none: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    bucket_cap_bytes: int | None
+    ddp_comm_hook: DdpCommHook
+    loss_chunks: int
+
+
+class ClusterOptions(TypedDict, total=False):
+    """What of a cluster is not as in its table; see `memplan.cluster`."""
+
+    gpus_per_node: int | None
+    network: Link | str | None
+    margin: float | None
+
+
+class SearchOptions(PlanOptions, ClusterOptions, total=False):
+    """What the inverse questions pass on to `memplan.search`."""
+
+    seq_len: int | None
+    keep: int | None
+    progress: Progress | None

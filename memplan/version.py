@@ -1,0 +1,30 @@
+"""What a result was made with: memplan's version, and that of the form of its JSON."""
+
+import tomllib
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any, Final
+
+SCHEMA_VERSION: Final = 1
+"""Raised whenever a key of `to_dict()` or `--json` is removed, or means something else."""
+
+
+@cache
+def version() -> str:
+    """memplan's version, also of a checkout that is not installed."""
+    try:
+        return installed_version("memplan")
+    except PackageNotFoundError:
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+
+
+def versioned(values: dict[str, Any]) -> dict[str, Any]:
+    """Plain values with what made them.
+
+    >>> list(versioned({"peak_bytes": 1}))
+    ['memplan_version', 'schema_version', 'peak_bytes']
+    """
+    return {"memplan_version": version(), "schema_version": SCHEMA_VERSION, **values}

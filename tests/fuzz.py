@@ -1,0 +1,628 @@
+"""Hostile inputs for every reader: `python -m tests.fuzz` (`make fuzz`) tries 100,000, the tests 5,000.
+
+Each input follows from a seed, the reader's name and a number, so that one that fails is named and can be
+made again: `python -m tests.fuzz --only records --first 4711 --inputs 1`. What is claimed: a reader answers,
+or raises a `MemplanError`; a command ends with 0, 1 or 2, and with 2 after one line on stderr; and nothing
+takes longer than `MOST_S` seconds of processor time.
+"""
+
+import csv
+import io
+import json
+import pickle
+import random
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from html.parser import HTMLParser
+from math import ceil
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from click.testing import CliRunner
+
+import memplan
+from memplan.cli import commands
+from memplan.errors import MemplanError
+from memplan.plan import Plan
+from validate import published, report
+from validate.__main__ import main as validate_commands
+from validate.calibrate import read_timings
+from validate.cases import Case
+from validate.explain import explained
+from validate.records import Record, read_records
+from validate.report import page, tables
+from validate.shipped import data_folder
+from validate.snapshot import snapshot_comparison
+from validate.suites.file import CASE_KEYS, PLAN_KEYS, read_suite
+from validate.suites.models import SMALL
+from validate.where import RECORD_FIELDS, read_where, record_facts
+
+MOST_S: Final = 2.0
+"""Processor seconds that no input may take more than."""
+
+HOSTILE_TEXTS: Final = (
+    *("", " ", "x", "0", "1", "nan", "=1+1", "@SUM(A1)", "-2+3", "\x00", "\x1b[2J", "\u202e", "a" * 300),
+    *("é", "模型", "%s%n", "\r\n", "{{ 7 * 7 }}", "../../etc/passwd"),
+    *("<script>alert(1)</script>", "\"><img src=x onerror='x'>"),
+)
+
+HOSTILE: Final[tuple[Any, ...]] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 8, 64, 65536, 2**31 - 1, 2**31, 2**53, 2**63, 10**40, -(10**40)),
+    *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("-inf"), float("nan")),
+    *HOSTILE_TEXTS,
+    *([], [[]], {}, {"": {}}, [None], [0] * 50, {"a": [{"b": [1]}]}, [[1, 2], [3]]),
+)
+"""Values that somebody did not think of."""
+
+
+class Failed(AssertionError):
+    """An input that a reader did not withstand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A reader, and how its inputs are made: from a random number generator, anew each time."""
+
+    name: str
+    make: Callable[[random.Random], Any]
+    read: Callable[[Any], None]
+
+
+def any_value(rng: random.Random, depth: int = 2) -> Any:
+    """A hostile value, or one made of some."""
+    if depth and rng.random() < 0.15:
+        if rng.random() < 0.5:
+            return [any_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+        return {str(any_value(rng, 0))[:20]: any_value(rng, depth - 1) for _ in range(rng.randrange(4))}
+    return (
+        deepcopy(rng.choice(HOSTILE))
+        if rng.random() < 0.8
+        else rng.randrange(-(2 ** rng.randrange(1, 70)), 2**40)
+    )
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a nest of dicts and lists."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, key)
+            yield from places(part, (*path, key))
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """A copy with a few things changed, left out, doubled or put in."""
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        every = list(places(value))
+        if not every:
+            return any_value(rng)
+        *path, last = rng.choice(every)
+        owner = value
+        for key in path:
+            owner = owner[key]
+        how = rng.random()
+        if how < 0.65:
+            owner[last] = any_value(rng)
+        elif how < 0.85:
+            del owner[last]
+        elif isinstance(owner, list):
+            owner.insert(rng.randrange(len(owner) + 1), rng.choice((owner[last], any_value(rng))))
+        else:
+            owner[rng.choice((str(any_value(rng, 0))[:20], f"{last}x"))] = any_value(rng)
+    return value
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Bytes with some changed, cut out, doubled or cut off."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(len(found) + 1)
+        how = rng.random()
+        if how < 0.4 and at < len(found):
+            found[at] = rng.randrange(256)
+        elif how < 0.6:
+            del found[at : at + rng.randrange(1, 30)]
+        elif how < 0.8:
+            found[at:at] = rng.choice(
+                (b"\0" * 9, b"[" * 3000, b'{"a":' * 2000, b"9" * 5000, b"\xff\xfe", b"\n", b",")
+            )
+        else:
+            del found[at:]
+    return bytes(found)
+
+
+def file_of(data: bytes, suffix: str) -> Path:
+    """A file that holds some bytes, in a folder of this process."""
+    path = _folder() / f"input{suffix}"
+    path.write_bytes(data)
+    return path
+
+
+@cache
+def _folder() -> Path:
+    return Path(_temporary().name)
+
+
+@cache
+def _temporary() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory()
+
+
+# Records
+
+
+@cache
+def _record_lines() -> tuple[bytes, ...]:
+    lines: list[bytes] = []
+    for name in ("quick", "gpu-standin", "refused"):
+        lines += (data_folder() / "measurements" / f"{name}.jsonl").read_bytes().splitlines()[:40]
+    return tuple(sorted(lines, key=len)[: 3 * len(lines) // 4])
+
+
+def make_records(rng: random.Random) -> bytes:
+    """A few lines, one of them not as it was."""
+    lines = rng.sample(_record_lines(), 3)
+    if rng.random() < 0.75:
+        changed = json.dumps(mutated(rng, json.loads(lines[1]))).encode()
+    else:
+        changed = damaged(rng, lines[1])
+    return b"\n".join([lines[0], changed, lines[2], b""])
+
+
+def read_record_file(data: bytes) -> None:
+    """Read, listed, as a table and filtered."""
+    records = read_records(file_of(data, ".jsonl"))
+    table = tables.frame(records)
+    text = report.listing(records, tables.rows_of(tables.by_axis(table)))
+    _check_text(text)
+    for record in records:
+        _check_text(report.details(record))
+        record.to_json()
+        record_facts(record)
+    list(csv.reader(io.StringIO(tables.csv_text(table))))
+
+
+def _check_text(text: str) -> None:
+    if not all(c.isprintable() or c == "\n" for c in text):
+        raise Failed(f"control characters are printed: {text[:200]!r}")
+
+
+# Suites
+
+
+def toml(value: Any) -> str:
+    """A value as TOML; None and what TOML has no word for become texts."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {toml(part)}" for key, part in value.items()) + "}"
+    return json.dumps(value if isinstance(value, str) else str(value))
+
+
+TINY: Final = {"family": "llama", "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64} | dict.fromkeys(
+    ("vocab_size", "max_seq_len"), 64
+)
+SUITE: Final[dict[str, Any]] = {
+    "defaults": {"model": "llama-small", "seq_len": 32},
+    "case": [
+        {"dp": 2, "zero": [0, 3], "precision": ["fp32", "bf16-mixed"]},
+        {"name": "uneven", "pp": 2, "layers_per_stage": [[1, 3]], "schedule": ["gpipe"], "steps": 7},
+        {"model": TINY, "tp": 2, "sequence_parallel": True, "timeout_s": 9.5},
+    ],
+}
+
+
+def make_suite(rng: random.Random) -> bytes:
+    """A suite with something changed, or with keys and values at random."""
+    suite = mutated(rng, SUITE)
+    if rng.random() < 0.3:
+        suite = {
+            "case": [
+                {rng.choice((*CASE_KEYS, *PLAN_KEYS)): any_value(rng) for _ in range(rng.randrange(1, 6))}
+            ]
+        }
+    if not isinstance(suite, dict):
+        suite = {"case": suite}
+    lines = [f"{json.dumps(key)} = {toml(value)}" for key, value in suite.items()]
+    data = "\n".join(lines).encode("utf-8", "surrogatepass")
+    return damaged(rng, data) if rng.random() < 0.2 else data
+
+
+def read_suite_file(data: bytes) -> None:
+    """Read; what is a suite names its cases."""
+    for case in read_suite(file_of(data, ".toml")):
+        case.to_dict()
+
+
+# Configurations
+
+GPT2: Final = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4,
+    "n_positions": 128, "vocab_size": 1000, "activation_function": "gelu_new", "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA: Final = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
+    "max_position_embeddings": 128, "rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}, "head_dim": 16,
+}  # fmt: skip
+
+
+def make_config(rng: random.Random) -> bytes:
+    """A configuration with something changed."""
+    data = json.dumps(mutated(rng, rng.choice((GPT2, LLAMA)))).encode()
+    return damaged(rng, data) if rng.random() < 0.25 else data
+
+
+def read_config(data: bytes) -> None:
+    """Read and estimated."""
+    _check_text(str(memplan.estimate(file_of(data, ".json"), cluster="1xh100-sxm")))
+
+
+# Snapshots
+
+
+@cache
+def _snapshot_case() -> Case:
+    return Case(
+        name="small", model=SMALL["llama-small"], plan=Plan(seq_len=32), device="cuda", gpu="h100-sxm"
+    )
+
+
+def snapshot_of(n: int = 12) -> dict[str, Any]:
+    """A small snapshot as `torch.cuda.memory._dump_snapshot` writes it."""
+    frames = [{"name": "forward", "filename": "/a/model.py", "line": 7}]
+    trace = [
+        {"action": action, "addr": 512 * i, "size": 512 * (i % 5 + 1), "frames": frames}
+        for action in ("alloc", "free_requested")
+        for i in range(n)
+    ]
+    block = {
+        "address": 10**6,
+        "size": 1024,
+        "requested_size": 1000,
+        "state": "active_allocated",
+        "frames": frames,
+    }
+    return {"segments": [{"device": 0, "address": 10**6, "blocks": [block]}], "device_traces": [trace]}
+
+
+def make_snapshot(rng: random.Random) -> bytes:
+    """A pickle with something changed."""
+    value = mutated(rng, snapshot_of()) if rng.random() < 0.7 else snapshot_of()
+    data = pickle.dumps(value, protocol=rng.choice((2, 3, 4, 5)))
+    return damaged(rng, data) if rng.random() < 0.4 else data
+
+
+def read_snapshot_file(data: bytes) -> None:
+    """Read and explained."""
+    file = file_of(data, ".pickle")
+    _check_text(str(explained("snapshot", snapshot_comparison(_snapshot_case(), 0, file))))
+
+
+# Names that go into pages, tables and the terminal
+
+
+def make_names(rng: random.Random) -> list[Record]:
+    """Records whose texts are hostile."""
+    texts = [text for text in HOSTILE_TEXTS if text]
+    return [
+        Record(
+            case=replace(_snapshot_case(), name=f"{rng.choice(texts)}{rng.choice(texts)} {i}").to_dict(),
+            outcome=rng.choice(("crashed", "refused", "timed-out")),
+            reason=f"rank 0: {rng.choice(texts)}\n{rng.choice(texts)}",
+            environment={rng.choice(texts): rng.choice(texts)},
+        )
+        for i in range(3)
+    ]
+
+
+class _Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+        if any(name.startswith("on") for name, _ in attrs):
+            raise Failed(f"an attribute that runs: {attrs}")
+
+
+def read_names(records: list[Record]) -> None:
+    """As a page, a table and text: nothing of a name is taken for code."""
+    elements = _Elements()
+    elements.feed(page.html(records, sources=[records[0].case["name"]]))
+    if elements.found.count("script") != 1 or "img" in elements.found:
+        raise Failed(f"a name has become an element: {[record.case['name'] for record in records]}")
+    for row in csv.reader(io.StringIO(tables.csv_text(tables.frame(records)))):
+        if any(cell.startswith(("=", "@", "+")) for cell in row):
+            raise Failed(f"a cell is a formula: {row}")
+    _check_text(report.listing(records, []))
+
+
+# Others' rows, timings, expressions
+
+
+@cache
+def _published() -> list[list[str]]:
+    with published.ROWS.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def make_published(rng: random.Random) -> bytes:
+    """The head and a row, with cells changed."""
+    head, *rows = _published()
+    row = list(rng.choice(rows))
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        row[rng.randrange(len(row))] = str(any_value(rng, 0))
+    text = io.StringIO()
+    csv.writer(text).writerows([head, row])
+    data = text.getvalue().encode("utf-8", "surrogatepass")
+    return damaged(rng, data) if rng.random() < 0.3 else data
+
+
+def read_published(data: bytes) -> None:
+    """Read and compared."""
+    rows = published.read_rows(file_of(data, ".csv"))
+    _check_text(published.table([published.compared(row) for row in rows]))
+
+
+TIMING: Final = {
+    "kind": "matmul",
+    "dtype": "bf16",
+    "sizes": {"m": 64},
+    "runs": 9,
+    "median_s": 0.1,
+    "least_s": 0.1,
+}
+
+
+def make_timings(rng: random.Random) -> bytes:
+    """A line of a calibration with something changed."""
+    data = json.dumps(mutated(rng, TIMING)).encode() + b"\n"
+    return damaged(rng, data) if rng.random() < 0.4 else data
+
+
+def read_timing_file(data: bytes) -> None:
+    """Read and printed."""
+    for timing in read_timings(file_of(data, ".jsonl")):
+        str(timing)
+
+
+WORDS: Final = (
+    *RECORD_FIELDS,
+    *shlex.split("and or not in == < >= != ( ) [ ] , + * // % ** . 1 0 1e999 abs None True lambda:"),
+    *("'cpu'", '"x"', "9" * 400, "__import__('os')"),
+)
+
+
+NUMBERS: Final = ("tp", "dp", "zero", "peak_error", "seq_len", "n_layers")
+
+
+def make_where(rng: random.Random) -> str:
+    """Comparisons, some of them with another word at some place; or words in any order."""
+    if rng.random() < 0.3:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 14)))
+    parts = []
+    for _ in range(rng.randrange(1, 4)):
+        field, value = (
+            rng.choice(list(RECORD_FIELDS)),
+            rng.choice((*RECORD_FIELDS, "1", "0.5", "'cpu'", "True")),
+        )
+        parts += [
+            field,
+            rng.choice(("==", "<", ">=", "!=", "in")),
+            value,
+            rng.choice(("and", "or", "and not")),
+        ]
+    if rng.random() < 0.3:
+        parts[rng.randrange(len(parts))] = rng.choice(WORDS)
+    return " ".join(parts[:-1])
+
+
+@cache
+def _facts() -> Mapping[str, Any]:
+    return record_facts(read_records(data_folder() / "measurements" / "quick.jsonl")[0])
+
+
+def read_expression(text: str) -> None:
+    """Read and asked of a record."""
+    read_where(text)(_facts())
+
+
+# Command lines
+
+VALUES: Final = (
+    *shlex.split("1 2 3 4 8 0 -1 1.5 0.1 nan inf 1e400 99999 2147483647 x -- -h = a,b 1,2 1,,2 é None True"),
+    *shlex.split("full block torch bf16 bf16-mixed fp32 adamw sgd zbv gpipe 200Gbit/s 25GB/s"),
+    *("", " ", "\x1b[2J", "9" * 400),
+)
+
+MODELS: Final = ("gpt2", "gpt2", "llama-3-8b", "llama", "no-model", "./nowhere.json", "'\x1b'")
+PLANS: Final = ("zero=3", "tp=2", "pq=1", "zero=2,offload", "tp=two", "=")
+CLUSTERS: Final = tuple(
+    f"--cluster {name}" for name in ("1xh100-sxm", "2xa100-40-sxm", "2xcpu", "8xh100", "x", "0xh200")
+)
+BATCHES: Final = tuple(f"--global-batch {value}" for value in ("2", "4", "x", "0", "-1"))
+SEARCHES: Final = tuple(
+    f"--seq-len 64 --keep 2 --micro-batch 1 --recompute none --schedule 1f1b --objective {objective}"
+    for objective in ("speed", "memory", "x")
+)
+SUITES: Final = tuple(f"--suite {name}" for name in ("quick", "refused", "qick", "x.toml", "''"))
+FILES: Final = ("nowhere.jsonl", ".", "data/measurements/refused.jsonl", "/dev/null", "-")
+NEVER_RUN: Final = ("--zero 7", "--dp 99999", "--model nothing", "--tp 0", "--pp x")
+
+Parts = tuple[tuple[str, ...], ...]
+"""What a command line is made of: of each part one, in this order."""
+
+COMMANDS: Final[Mapping[str, Parts]] = {
+    "estimate": (MODELS, CLUSTERS),
+    "compare": (MODELS, PLANS, PLANS, CLUSTERS, BATCHES),
+    "advise": (MODELS, CLUSTERS),
+    "search": (MODELS, CLUSTERS, BATCHES, SEARCHES),
+    **dict.fromkeys(("models", "gpus", "nothing"), ()),
+}
+VALIDATE_COMMANDS: Final[Mapping[str, Parts]] = {
+    "sweep": (("--list", "--dry-run"), SUITES),
+    "report": (FILES,),
+    "rejudge": (FILES, ("--out /dev/full",)),
+    "published": (("nowhere.csv", "/dev/null", ".", "README.md"),),
+    **dict.fromkeys(("run", "explain"), (NEVER_RUN,)),
+    "nothing": (),
+}
+LEFT_OUT: Final = ("--objective", "--keep", "--device")
+"""Flags that could make a command run for minutes."""
+
+
+def command_line(rng: random.Random, group: click.Group, known: Mapping[str, Parts]) -> list[str]:
+    """A command, flags with values that may suit them, and what it needs last, so that it counts."""
+    name = rng.choice(list(known))
+    command = group.get_command(click.Context(group), name)
+    arguments = [name]
+    options = [] if command is None else _options(command)
+    for option in rng.choices(options, k=rng.randrange(5)) if options else ():
+        arguments.append(rng.choice(option.opts + option.secondary_opts))
+        if not option.is_flag and rng.random() < 0.95:
+            named = (option.metavar or "").split("|")
+            arguments.append(rng.choice(VALUES if rng.random() < 0.5 or len(named) < 2 else named))
+    return [*arguments, *(word for part in known[name] for word in shlex.split(rng.choice(part)))]
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    """The flags of a command, but for those that write files."""
+    return [
+        option
+        for option in command.params
+        if isinstance(option, click.Option)
+        and not isinstance(option.type, click.Path)
+        and option.opts[0] not in LEFT_OUT
+    ]
+
+
+def make_arguments(rng: random.Random) -> list[str]:
+    """A command line of memplan."""
+    return command_line(rng, commands, COMMANDS)
+
+
+def run_arguments(arguments: list[str]) -> None:
+    """Run, and ended as it should be."""
+    _check_ended(arguments, CliRunner().invoke(commands, arguments))
+
+
+def make_validate_arguments(rng: random.Random) -> list[str]:
+    """A command line of validate that runs no rank."""
+    return command_line(rng, validate_commands, VALIDATE_COMMANDS)
+
+
+def run_validate_arguments(arguments: list[str]) -> None:
+    """Run, and ended as it should be."""
+    _check_ended(arguments, CliRunner().invoke(validate_commands, arguments))
+
+
+def _check_ended(arguments: list[str], result: Any) -> None:
+    said = shlex.join(arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise Failed(f"{said}: {result.exception!r}") from result.exception
+    if result.exit_code not in (0, 1, 2):
+        raise Failed(f"{said}: exit code {result.exit_code}")
+    if result.exit_code == 2 and (result.stdout or result.stderr.count("\n") != 1):
+        raise Failed(f"{said}: {result.stderr[:500]!r}")
+    _check_text(result.output.replace("\b", ""))
+
+
+TARGETS: Final = (
+    Target(name="records", make=make_records, read=read_record_file),
+    Target(name="suites", make=make_suite, read=read_suite_file),
+    Target(name="configs", make=make_config, read=read_config),
+    Target(name="snapshots", make=make_snapshot, read=read_snapshot_file),
+    Target(name="names", make=make_names, read=read_names),
+    Target(name="published", make=make_published, read=read_published),
+    Target(name="timings", make=make_timings, read=read_timing_file),
+    Target(name="expressions", make=make_where, read=read_expression),
+    Target(name="commands", make=make_arguments, read=run_arguments),
+    Target(name="validate commands", make=make_validate_arguments, read=run_validate_arguments),
+)
+
+SHARES: Final = {"names": 0.25, "published": 0.5, "validate commands": 0.5}
+"""How many inputs of a target there are for each of the others', where it is not one: these take longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a target's inputs: how many there were, were refused and failed, and the slowest."""
+
+    n_inputs: int
+    n_refused: int
+    slowest_s: float
+    failures: tuple[str, ...]
+
+
+def tried(target: Target, *, seed: int, first: int, n_inputs: int) -> Outcome:
+    """The inputs of a target, from the first on."""
+    n_refused, slowest_s, failures = 0, 0.0, []
+    for number in range(first, first + n_inputs):
+        made = target.make(random.Random(f"{seed} {target.name} {number}"))
+        began_s = time.process_time()
+        why = ""
+        try:
+            target.read(made)
+        except MemplanError as error:
+            n_refused += 1
+            why = "" if str(error).strip() else "a refusal that says nothing"
+        except Exception:
+            why = traceback.format_exc()
+        seconds = time.process_time() - began_s
+        slowest_s = max(slowest_s, seconds)
+        if seconds > MOST_S:
+            why += f"it took {seconds:.1f} s"
+        if why:
+            failures.append(f"{target.name} {number}: {str(made)[:300]!r}\n{why}")
+    return Outcome(n_inputs=n_inputs, n_refused=n_refused, slowest_s=slowest_s, failures=tuple(failures))
+
+
+def inputs_of(target: Target, total: int) -> int:
+    """How many of all inputs are a target's, rounded up."""
+    shares = {each.name: SHARES.get(each.name, 1.0) for each in TARGETS}
+    return ceil(total * shares[target.name] / sum(shares.values()))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--inputs", default=100_000, show_default=True, help="How many in all; with --only, of that target."
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--first", default=0, show_default=True, help="The number of the first input.")
+@click.option("--only", type=click.Choice([target.name for target in TARGETS]), help="This target only.")
+def main(inputs: int, seed: int, first: int, only: str | None) -> None:
+    """Hostile inputs for every reader; exit code 1 if one does not withstand them."""
+    failed = 0
+    for target in TARGETS:
+        if only in (None, target.name):
+            n = inputs if only else inputs_of(target, inputs)
+            began_s = time.monotonic()
+            outcome = tried(target, seed=seed, first=first, n_inputs=n)
+            failed += len(outcome.failures)
+            click.echo(
+                f"{target.name:<18}{outcome.n_inputs:>8,} inputs{outcome.n_refused:>8,} refused"
+                f"{len(outcome.failures):>6} failed, slowest {outcome.slowest_s:.2f} s, "
+                f"{time.monotonic() - began_s:.0f} s in all"
+            )
+            for failure in outcome.failures[:5]:
+                click.echo(failure, err=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
