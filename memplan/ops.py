@@ -168,8 +168,13 @@ def _gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
 
 
 def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
+    """The sequence of gradients, whose own part is held until all has arrived; but not by the `fake` group.
+
+    Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeWork`), ProcessGroupGloo.cpp
+    (`AsyncAllgatherWork`), ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
+    """
     whole = _gathered(grad, "activation gradients")
-    if whole.shape[0] == 1:
+    if whole.shape[0] == 1 and grad.run.setting.backend != "fake":
         whole.in_flight = (grad,)
     return (whole,)
 
