@@ -337,11 +337,17 @@ class Run:
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
         """A parameter as a tensor; its bytes are the engine's.
 
-        In another `dtype` it is a copy that autocast keeps until `leave_autocast`.
+        In another `dtype` it is a copy that autocast keeps until `leave_autocast`, unless DDP has made the
+        weight anew for this pass, beside tensor parallelism: autocast keeps copies of leaves only.
+
+        Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`: `arg.is_leaf()`),
+        torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
         """
         own = Tensor(self, parameter.shape, parameter.dtype, None, parameter)
         if dtype is None or dtype == parameter.dtype:
             return own
+        if parameter.distributed and self.setting.local_grads:
+            return self.cast(own, dtype)
         if parameter not in self._casts:
             self._casts[parameter] = self.cast(own, dtype)
         return self._casts[parameter]

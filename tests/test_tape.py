@@ -165,6 +165,14 @@ def test_a_sum_is_in_the_wider_type():
     assert record(run) == ["+narrow", "+x", "+copy as float32", "+residual", "-copy as float32"]
 
 
+@pytest.mark.parametrize("anew, freed", [(False, []), (True, ["-copy as bfloat16"])])
+def test_autocast_keeps_copies_of_weights_unless_ddp_makes_them_anew(anew, freed):
+    run = a_run(tp=2, local_grads=anew)
+    weight = run.parameter("weight", (4,), tp_dim=0)
+    run.weight(weight, BF16)
+    assert record(run) == ["+copy as bfloat16", *freed]
+
+
 def test_a_product_saves_both_factors():
     run = a_run()
     z = input_of(run, "x") * input_of(run, "y")
