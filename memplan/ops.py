@@ -298,7 +298,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
         grad_x = grad.run.grad_of(0, shape, dtype)
         grad_w, grad_b = grad.run.grad_of(1, (d,), w.dtype), grad.run.grad_of(2, (d,), b.dtype)
         if grad_w is not None:
-            grad.run.new("workspace", (2, d), w.dtype)
+            grad.run.workspace((2, d), w.dtype)
         return grad_x, grad_w, grad_b
 
     y = run.new(name, shape, dtype)
@@ -415,10 +415,11 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
 def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
     run, shape = x.run, x.shape
     narrow = w.dtype != FP32
+    copied = narrow and run.setting.device.casts_in_copies
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         terms = grad.run.grad_of(1, shape, FP32)
-        widens = narrow and grad.run.wants(0)
+        widens = copied and grad.run.wants(0)
         widened = grad.run.new("weight as float32", shape[-1:], FP32) if widens else None
         grad_x = grad.run.grad_of(0, shape, FP32)
         del widened, saved
@@ -429,7 +430,7 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
         return grad_x, grad_w
 
     node = run.node((x.node, w.node), (x, w), backward)
-    widened = run.new("weight as float32", shape[-1:], FP32) if narrow else None
+    widened = run.new("weight as float32", shape[-1:], FP32) if copied else None
     y = run.new(name, shape, FP32, node)
     del widened
     return y
@@ -541,17 +542,17 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         r = grad.run
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
-        scores = r.new("workspace", (2, rows, columns), FP32)
-        narrow = None if dtype == FP32 else r.new("workspace", (2, rows, columns), dtype)
-        sums = r.new("workspace", (rows,), FP32)
+        scores = r.workspace((2, rows, columns), FP32)
+        narrow = None if dtype == FP32 else r.workspace((2, rows, columns), dtype)
+        sums = r.workspace((rows,), FP32)
         del scores, narrow, sums
         return grads
 
     def compute() -> tuple[Tensor, Tensor]:
         y = run.new("attention", q_shape, dtype)
         lse = run.new("log-sum-exp", (batch, seq, n_heads), FP32)
-        scores = run.new("workspace", (rows * columns + 2 * rows + rows * d_head,), FP32)
-        narrow = None if dtype == FP32 else run.new("workspace", (rows, columns), dtype)
+        scores = run.workspace((rows * columns + 2 * rows + rows * d_head,), FP32)
+        narrow = None if dtype == FP32 else run.workspace((rows, columns), dtype)
         del scores, narrow
         return y, lse
 

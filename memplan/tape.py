@@ -190,7 +190,7 @@ class Tensor:
     def __add__(self, other: "Tensor") -> "Tensor":
         """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
-        left, right = self.run.cast(self, dtype), self.run.cast(other, dtype)
+        left, right = self.run.promoted(self, dtype), self.run.promoted(other, dtype)
         node = self.run.node((left.node, right.node), (), _add_backward)
         return self.run.new("residual", left.shape, dtype, node)
 
@@ -263,6 +263,10 @@ class Run:
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
+
+    def workspace(self, shape: Shape, dtype: DType) -> Tensor | None:
+        """What a kernel allocates for itself while it runs; None where none does."""
+        return self.new("workspace", shape, dtype) if self.setting.device.runs_kernels else None
 
     def wants(self, i: int) -> bool:
         """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
@@ -360,6 +364,12 @@ class Run:
         """`x` in another element type: itself if it already is, else a copy; saves nothing."""
         if x.dtype == dtype:
             return x
+        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self._cast_node(x))
+        y.by_head = x.by_head
+        return y
+
+    def _cast_node(self, x: Tensor) -> Node:
+        """The backward step of `x` in another element type: a copy of the gradient in its own."""
         was = x.dtype
 
         def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -367,9 +377,17 @@ class Run:
             narrow.by_head = grad.by_head
             return (narrow,)
 
-        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self.node((x.node,), (), backward))
-        y.by_head = x.by_head
-        return y
+        return self.node((x.node,), (), backward)
+
+    def promoted(self, x: Tensor, dtype: DType) -> Tensor:
+        """`x` as an operand of a kernel of another type: CPU's copy it first, CUDA's cast as they load.
+
+        Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `common_device == kCPU`),
+        native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
+        """
+        if x.dtype == dtype or self.setting.device.casts_in_copies:
+            return self.cast(x, dtype)
+        return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
     def collective(self, kind: str, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""

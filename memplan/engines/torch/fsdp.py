@@ -153,7 +153,7 @@ class Unit:
         yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
-        if self.stage.device.on_cpu and self.dtype != last.dtype:
+        if self.stage.device.casts_in_copies and self.dtype != last.dtype:
             for parameters, n in self.parts:
                 copies = [self._chunks(p, grads[p].dtype) for p in parameters]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
@@ -207,7 +207,7 @@ class Unit:
         for parameters, times in self.parts:
             found: list[Event] = []
             for p in parameters:
-                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.on_cpu else ()
+                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
                 found += [*(allocs(wide[p]) if first else copied), *frees(grads[p])]
             yield tuple(found), times
 
