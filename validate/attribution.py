@@ -354,6 +354,8 @@ def _holding(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
     for block in blocks:
         origins[block.path].append(block)
     for some in (*origins.values(), blocks):
+        if sum(block.n_bytes for block in some) == n_bytes:
+            return tuple(some)
         sums: dict[int, tuple[Block, ...]] = {0: ()}
         for block in sorted(some, key=lambda block: -block.n_bytes):
             for total, chosen in list(sums.items()):
