@@ -41,8 +41,8 @@ with the same 40 s of processor time. What is measured of memory and traffic is 
 RANK_BYTES: Final = 512 * MiB
 """What a rank may take for itself: PyTorch's workspaces, threads and code (seen: 130 MiB)."""
 
-SHAPES_BYTES: Final = GiB
-"""What a rank may take whose tensors have no data (seen: 0.6 GiB): Python objects and PyTorch's code."""
+SHAPES_BYTES: Final = 3 * GiB // 2
+"""What a rank may take whose tensors have no data (seen: 1.1 GiB): Python objects and PyTorch's code."""
 
 PLAYED_BYTES: Final = GiB
 """What a rank may take of the host whose GPU is not there (seen: 0.8 GiB, PyTorch's CUDA libraries)."""

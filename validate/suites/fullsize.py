@@ -51,7 +51,7 @@ ROWS: Final[tuple[tuple[Model, dict[str, Any], Sequence[int]], ...]] = (
     (GPT3, {"dp": 128, "zero": 3, "seq_len": 4096, **FULL}, (127,)),
     (LARGE, {"dp": 128, "zero": 3, "precision": "bf16", "recompute": "selective"}, (64,)),
     (LARGE, {"dp": 64, "dp_replicate": 16, "zero": 3, **FULL}, (1023,)),
-    (LARGEST, {"dp": 64, "zero": 3, "global_batch": 1024, **FULL}, (63,)),
+    (LARGEST, {"dp": 64, "zero": 3, "global_batch": 256, **FULL}, (63,)),
     (WIDE, {"dp": 64, "dp_replicate": 16, "zero": 2}, (512,)),
     # Tensor parallelism.
     (WIDE, {"tp": 8}, (0,)),

@@ -12,7 +12,7 @@ from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
 from memplan.many import Many, anywhere
 from memplan.plan import SPLITTING_SCHEDULES
-from memplan.shapes import FP32, Buffer, DType, Event, Parameter, buffer_of
+from memplan.shapes import BF16, FP32, Buffer, DType, Event, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
 
@@ -139,9 +139,9 @@ class Unit:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
-        divide evenly are copied into padded ones, all at once; where gradients are widened on the way in, CPU
-        copies each of them once more, with its padding. What is reduced becomes the gradient or goes to it
-        (`passes_on`).
+        divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
+        where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
+        is reduced becomes the gradient or goes to it (`passes_on`).
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
@@ -181,8 +181,20 @@ class Unit:
         if self.passes_on(first=first):
             yield frees(self.passing), self.replicates
 
+    def _pads_in_kernel(self, dtype: DType) -> bool:
+        """Whether gradients of a type are padded as they are copied: by CUDA's kernel, if it has one for them.
+
+        It has one for what is reduced as it is, and for bfloat16 that is widened.
+
+        Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
+        """
+        device = self.stage.device
+        return not device.runs_kernels or (not device.on_cpu and dtype in (self.dtype, BF16))
+
     def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
         for p in parameters:
+            if self._pads_in_kernel(grads[p].dtype):
+                continue
             padded_elements = self.stage.plan.dp * self.shard(p)
             padded_elements *= padded_elements != p.n_elements
             if anywhere(padded_elements):
