@@ -182,9 +182,9 @@ class Unit:
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
-        """Whether gradients of a type are padded as they are copied: by CUDA's kernel, if it has one for them.
+        """Whether gradients of a type are padded as they are copied, as CUDA's kernel does.
 
-        It has one for what is reduced as it is, and for bfloat16 that is widened.
+        There is one for what is reduced as it is, and one for bfloat16 that is widened.
 
         Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
         """
