@@ -10,7 +10,7 @@ from functools import lru_cache
 from operator import index
 from typing import Final
 
-from memplan.engines.trace import EMPTY, Block, Marks, Segment, Trace, entry_of, run_block, traced
+from memplan.engines.trace import EMPTY, Block, Marks, Segment, Trace, entry_of, run_block
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss
 from memplan.plan import Recompute
@@ -51,10 +51,8 @@ class SplitTrace:
 
 
 @lru_cache(maxsize=256)
-def split_traced(model: Model, setting: Setting, *, last: bool, kinds: Kinds) -> SplitTrace:
-    """One micro-batch back through a stage of runs of blocks; its buffers and weights are `traced`'s."""
-    recomputes = tuple([recompute for recompute, _ in kinds])
-    trace = traced(model, setting, first=False, last=last, recomputes=recomputes, keep_logits=True)
+def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, kinds: Kinds) -> SplitTrace:
+    """One micro-batch back through a stage of runs of blocks; its buffers and weights are the trace's own."""
     run, names = Run(setting), _Names(trace)
     for parameter in (*trace.block_parameters, *trace.head_parameters):
         run.parameters[parameter.name] = parameter

@@ -58,9 +58,9 @@ class Block:
     casts: Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """Forward and backward of the ends a stage owns and of its kinds of blocks.
+    """Forward and backward of the ends a stage owns and of its kinds of blocks; equal to itself only.
 
     Parameters are in the order of the module; FLOPs are of the forward pass on one tensor rank.
 

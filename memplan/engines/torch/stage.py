@@ -95,16 +95,19 @@ class Stage:
     @cached_property
     def trace(self) -> Trace:
         """One micro-batch through this kind of stage."""
-        trace = traced(
+        return self._trace if self.n_blocks else without_blocks(self._trace)
+
+    @cached_property
+    def _trace(self) -> Trace:
+        return traced(
             self.model, self.setting, first=self.first, last=self.last,
             recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
         )  # fmt: skip
-        return trace if self.n_blocks else without_blocks(trace)
 
     @cached_property
     def split(self) -> SplitTrace:
         """The two parts that schedules take a backward pass apart into."""
-        return split_traced(self.model, self.setting, last=self.last, kinds=self.kinds)
+        return split_traced(self._trace, self.model, self.setting, last=self.last, kinds=self.kinds)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, int], ...]:
