@@ -29,11 +29,11 @@ from memplan.plan import (
 )
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
+from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import counts, search_rows
 from memplan.search.text import SHOWN, advice_text, search_text
-from memplan.search.verdicts import OBJECTIVES
 from memplan.search.why import why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.units import TB, TFLOP, GiB
@@ -272,12 +272,6 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 )
 @search_options()
 @_count("--keep", f"Plans of each verdict to keep; left out: {SHOWN}, as JSON or CSV {KEEP}.")
-@click.option(
-    "--exhaustive",
-    is_flag=True,
-    help="Judge every plan. Otherwise those that are slower than the fastest kept are left out.",
-)
-@_count("--workers", "Processes that share the work; left out: one per core.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:

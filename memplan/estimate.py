@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from math import prod
@@ -559,15 +559,28 @@ def estimate_plan(model: Model, plan: Plan, cluster: Cluster | None = None) -> E
 
 def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
     """`estimate` of a plan that is known to run there."""
-    by_textbook = plan.engine == "textbook"
-    gpu = None if cluster is None else cluster.gpu
-    stages = _textbook_stages(model, plan) if by_textbook else _stages(model, plan, device, gpu)
+    return estimate_of(model, plan, device, cluster, stage_estimates(model, plan, device, cluster))
+
+
+def stage_estimates(
+    model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
+) -> Iterator[StageEstimate]:
+    """One for each rank of the pipeline, worked out as it is asked for."""
+    if plan.engine == "textbook":
+        return _textbook_stages(model, plan)
+    return _stages(model, plan, device, None if cluster is None else cluster.gpu)
+
+
+def estimate_of(
+    model: Model, plan: Plan, device: Device, cluster: Cluster | None, stages: Iterable[StageEstimate]
+) -> Estimate:
+    """The estimate that these stages are of."""
     return Estimate(
         model=model,
         plan=plan,
         cluster=cluster,
         stages=tuple(stages),
-        confirmed="measured" if device.on_cpu and not by_textbook else "unmeasured",
+        confirmed="measured" if device.on_cpu and plan.engine != "textbook" else "unmeasured",
     )
 
 

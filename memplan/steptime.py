@@ -507,6 +507,7 @@ def _step_times(
     ranks: Sequence[RankWork], plan: Plan, cluster: Cluster, efficiency: float
 ) -> Iterator[StepTime]:
     share, rates = updated_share(plan.zero, plan.dp), rates_of(plan, cluster)
+    reducing = reduction_share(plan.ddp, plan.pp, plan.n_micro_batches)
     found: list[StepTime] = []
     for rank in ranks:
         states = rank.states
@@ -518,7 +519,7 @@ def _step_times(
                 share * states.weights_bytes, share * states.grads_bytes, states.optimizer_bytes
             ),
         )
-        parts = parts_s(work, plan, rates, efficiency)
+        parts = parts_s(work, reducing, rates, efficiency)
         found.append(StepTime(**{name: float(seconds) for name, seconds in parts.items()}))
     total_busy_s = added([busy_s(time.parts) for time in found])
     for time in found:
@@ -569,12 +570,14 @@ def rates_of(plan: Plan, cluster: Cluster) -> Rates:
     )
 
 
-def parts_s(work: Work, plan: Plan, rates: Rates, efficiency: float) -> dict[str, Quantity]:
-    """The parts of `StepTime`, no bubble yet: of one rank, or of one of each of many plans."""
+def parts_s(work: Work, reducing: Quantity, rates: Rates, efficiency: float) -> dict[str, Quantity]:
+    """The parts of `StepTime`, no bubble yet: of one rank, or of one of each of many plans.
+
+    `reducing`: the share of its backward passes beside which it reduces gradients (`reduction_share`).
+    """
     waits, reductions, gathers = [_seconds(sent, rates.bytes_per_s) for sent in work.sent]
     products_s = compute_s(model_flops(work.forward_flops), rates.flops_per_s, efficiency)
     again_s = compute_s(work.recomputed_flops, rates.flops_per_s, efficiency)
-    reducing = reduction_share(plan.ddp, plan.pp, plan.n_micro_batches)
     beside_s = exposed_s(
         _over_data_axes(reductions),
         _over_data_axes(gathers),

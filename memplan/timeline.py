@@ -6,13 +6,10 @@ needs no event loop: a stretch repeated n times reaches its high in its first or
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple
 
-from memplan.many import Many, larger, largest, running
 from memplan.shapes import KINDS, Buffer, Event, Kind
 
 
@@ -54,8 +51,6 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     for sign, buffer, _ in kept:
         if sign > 0:
             live += buffer.n_bytes
-            if type(live) is not int:
-                return Stretch(name, kept, (), 1, *_net_and_high(kept))
             if live > high:
                 high = live
         else:
@@ -63,63 +58,11 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     return Stretch(name, kept, (), 1, live, high)
 
 
-class Sizes:
-    """Signs and bytes of events; what is known of them is known of others alike."""
-
-    __slots__ = ("_content", "_hash", "pairs")
-
-    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
-        self.pairs = tuple(pairs)
-        self._content = [(sign, n.content if isinstance(n, Many) else n) for sign, n in self.pairs]
-        self._hash = hash(tuple(self._content))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sizes) and self._content == other._content
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def sizes_of(kept: Iterable[Event]) -> Sizes:
-    """Those of events."""
-    return Sizes([(sign, buffer.n_bytes) for sign, buffer, _ in kept])
-
-
-@lru_cache(maxsize=1024)
-def _net_and_high(kept: tuple[Event, ...]) -> tuple[int, int]:
-    """`net_and_high` of events: the same ones are recognized sooner than their sizes."""
-    return net_and_high(sizes_of(kept))
-
-
-@lru_cache(maxsize=4096)
-def net_and_high(sizes: Sizes) -> tuple[int, int]:
-    """Of many plans, along as few axes as can be: events in a row that have the same ones are together."""
-    live = high = 0
-    for run in runs_of_many(sizes):
-        net_bytes, high_bytes, _ = alive_in_run(run)
-        high = larger(high, live + high_bytes)
-        live += net_bytes
-    return live, high
-
-
-def runs_of_many(sizes: Sizes) -> Iterator[Sizes]:
-    """Events in a row whose bytes are along the same axes."""
-    for _, alike in groupby(sizes.pairs, lambda size: getattr(size[1], "shape", None)):
-        yield Sizes(alike)
-
-
-@lru_cache(maxsize=1024)
-def alive_in_run(run: Sizes) -> tuple[int, int, Sequence[int]]:
-    """What a run leaves, the most that is alive after any of its events, and what is after each."""
-    live = running([n_bytes for _, n_bytes in run.pairs], [sign for sign, _ in run.pairs])
-    return live[-1], largest(live), live
-
-
 def chain(name: str, *parts: Stretch) -> Stretch:
     """Stretches one after the other."""
     live = high = 0
     for part in parts:
-        high = larger(high, live + part.high_bytes)
+        high = max(high, live + part.high_bytes)
         live += part.net_bytes
     return Stretch(name, (), parts, 1, live, high)
 
@@ -127,13 +70,9 @@ def chain(name: str, *parts: Stretch) -> Stretch:
 def repeated(part: Stretch, n: int) -> Stretch:
     """A stretch n times over; nothing if n is 0."""
     net, high = part.net_bytes, part.high_bytes
-    if isinstance(n, Many):
-        if type(net) is type(high) is int and net == high == 0:
-            return Stretch(part.name, (), (part,), n, 0, 0)
-        return Stretch(part.name, (), (part,), n, n * net, (n > 0) * larger(high, (n - 1) * net + high))
     if n <= 0:
         return Stretch(part.name, (), (), 0, 0, 0)
-    return Stretch(part.name, (), (part,), n, n * net, larger(high, (n - 1) * net + high))
+    return Stretch(part.name, (), (part,), n, n * net, max(high, (n - 1) * net + high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from memplan.engines.torch.fsdp import Unit, Units
 from memplan.engines.torch.optimizer import all_reduces
 from memplan.engines.torch.orders import Action, plan_counts, plan_order, times_unsharded
 from memplan.engines.trace import Segment
-from memplan.many import Many, anywhere
 from memplan.models import Model
 from memplan.plan import MESH_AXES, SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan
 from memplan.shapes import FP32, DType, Parameter
@@ -193,7 +192,7 @@ def segments_of_step(stage: Stage, times: Rounds) -> list[tuple[Segment, int]]:
     parts += [(trace.head_backward, whole), (trace.embed_backward, whole)]
     for block, n in stage.blocks:
         parts += [(block.forward, m * n), (block.backward, whole * n)]
-    if anywhere(split):
+    if split:
         parts += [(segment, split * n) for segment, n in stage.split.turns]
     return parts
 
@@ -225,11 +224,8 @@ def _replicated(stage: Stage) -> Iterator[Calls]:
 
 
 def _reduced(stage: Stage) -> tuple[int, int]:
-    """How many all-reduces the buckets take, and their bytes; of many stages only the bytes are right."""
+    """How many all-reduces the buckets take, and their bytes."""
     hook, dtype = stage.plan.ddp_comm_hook, stage.weight_dtype
-    if isinstance(stage.n_blocks, Many) and hook == "none":
-        n_elements = sum(n * parameter.n_elements for parameter, n in stage.counted_parameters())
-        return 1, n_elements * dtype.itemsize
     reduced = [n_bytes for found in buckets(stage) for n_bytes in payloads(hook, bucket_of(found), dtype)]
     return len(reduced), sum(reduced)
 
@@ -252,7 +248,7 @@ def _sharded(stages: RankStages, stage: Stage, times: Rounds) -> Iterator[Calls]
             yield from _copied(unit, n_units, gathers, times.reductions, stages)
         n = n_units * times.reductions
         yield "reduce_scatter", "dp", "reduce gradients", n, n * unit.reduce_input.n_bytes
-        if anywhere(unit.replicates):
+        if unit.replicates:
             n = n * unit.replicates
             yield "all_reduce", "dp_replicate", "all-reduce gradients", n, n * unit.reduced.n_bytes
 

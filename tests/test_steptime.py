@@ -23,7 +23,7 @@ from memplan.errors import InvalidValue, PlanRefused
 from memplan.estimate import estimate_plan
 from memplan.hardware import Link, cluster
 from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank, check_plan
-from memplan.search.stages import with_values
+from memplan.search.plans import unchecked
 from memplan.steptime import (
     Roofline,
     added,
@@ -179,9 +179,9 @@ def test_what_has_no_rate_has_no_time_and_says_so(asked, reason):
 def test_many_plans_use_the_links_that_each_of_them_uses() -> None:
     names = "pp", "dp_replicate", "dp", "tp"
     degrees = np.array([*product((1, 2, 3, 8), repeat=4)])
-    found = links_used(with_values(Plan(), **dict(zip(names, degrees.T, strict=True))), 8)
+    found = links_used(unchecked(Plan(), **dict(zip(names, degrees.T, strict=True))), 8)
     for row, each in zip(degrees.tolist(), zip(*found, strict=True), strict=True):
-        assert links_used(with_values(Plan(), **dict(zip(names, row, strict=True))), 8) == each
+        assert links_used(unchecked(Plan(), **dict(zip(names, row, strict=True))), 8) == each
 
 
 def test_a_link_that_nothing_crosses_needs_no_rate():

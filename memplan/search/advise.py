@@ -154,4 +154,4 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}
     result = searched(asked.model, cluster=where, keep=1, progress=progress, **chosen)
-    return estimate_plan(asked.model, result.plan(result.fit, 0), where) if result.n_fit else None
+    return estimate_plan(asked.model, result.fit[0].plan, where) if result.fit else None

@@ -1,9 +1,8 @@
-"""How fast plans are worked out: `OMP_NUM_THREADS=1 python -m memplan.search.bench`, seconds of one core.
+"""How fast plans are searched: `OMP_NUM_THREADS=1 python -m memplan.search.bench`, seconds of one core.
 
-All plans of llama-3.1-405b on 16,384 GPUs and of GPT-3 175B on 512, of batches with more and more divisors
-and with every number of recomputed blocks: enumerated, ruled out or worked out (memory of all stages,
-traffic, time of those that fit). Then an exhaustive search, where bounds judge most of those that do not fit;
-then one for the fastest, which leaves out the slower ones too. Each in a process that knows nothing yet.
+The ten fastest of all plans of llama-3.1-405b on 16,384 GPUs and of GPT-3 175B on 512, of batches with more
+and more divisors and with every number of recomputed blocks: enumerated, ruled out, bounded, and the most
+promising estimated. Each search is in a process that knows nothing yet.
 """
 
 import resource
@@ -17,15 +16,12 @@ from typing import Any, Final, NamedTuple
 import click
 import numpy as np
 
-from memplan.estimate import device_of, estimate_plan
+from memplan.estimate import estimate_plan
 from memplan.layout import text_table
 from memplan.models import Model, resolve
-from memplan.search.evaluate import Evaluation
-from memplan.search.plans import VARIED, joined
-from memplan.search.processes import uncollected
+from memplan.search.plans import VARIED
 from memplan.search.search import cluster_of, common, searched, values_of
 from memplan.search.space import Space
-from memplan.search.verdicts import evaluated
 from memplan.units import KiB, MiB
 
 ONE_BY_ONE: Final = 20
@@ -86,27 +82,6 @@ def space_of(job: Job) -> Space:
     return Space(model=model_of(job.model), n_gpus=n_gpus, base=base, ranges=ranges)
 
 
-def each(job: Job) -> Measured:
-    """Memory of all plans of a job, and the time of those that fit."""
-
-    def work() -> int:
-        space, where, n_plans = space_of(job), cluster_of(job.options["cluster"]), 0
-        for batch in space.grids():
-            n_plans += sum([len(ruled.grid) for ruled in batch])
-            running = [ruled.running for ruled in batch if len(ruled.running)]
-            with uncollected():
-                for _ in evaluated(Evaluation(space.model, running, device_of(where)), where):
-                    pass
-        return n_plans
-
-    return measured(work)
-
-
-def judged(job: Job) -> Measured:
-    """An exhaustive search of a job for the best ten plans."""
-    return measured(lambda: searched(model_of(job.model), keep=10, exhaustive=True, **job.options).n_plans)
-
-
 def fastest(job: Job) -> Measured:
     """A search of a job for the fastest ten plans."""
     return measured(lambda: searched(model_of(job.model), keep=10, **job.options).n_plans)
@@ -115,8 +90,13 @@ def fastest(job: Job) -> Measured:
 def one_by_one(job: Job) -> Measured:
     """One estimate, with the time of a step, of each of a few of a job's plans."""
     where, space = cluster_of(job.options["cluster"]), space_of(job)
-    plans = joined([ruled.running.rows() for batch in space.grids() for ruled in batch])
-    chosen = [plans.plan(int(i)) for i in np.random.default_rng(0).integers(0, len(plans), ONE_BY_ONE)]
+    grids = [ruled.running for batch in space.grids() for ruled in batch if len(ruled.running)]
+    random = np.random.default_rng(0)
+    sizes = np.array([len(grid) for grid in grids], float)
+    chosen = [
+        grids[i].at(random.integers(0, len(grids[i]), 1)).plan(0)
+        for i in random.choice(len(grids), ONE_BY_ONE, p=sizes / sizes.sum())
+    ]
 
     def work() -> int:
         for plan in chosen:
@@ -136,18 +116,14 @@ def measured(work: Callable[[], int]) -> Measured:
 
 def lines(most: int) -> Iterator[tuple[str, ...]]:
     """A line for one plan per call, and for each search of at most so many plans."""
-    chosen = [(how, job) for job in JOBS if job.n_plans <= most for how in (each, judged, fastest)]
+    chosen = [(fastest, job) for job in JOBS if job.n_plans <= most]
     for how, job in ((one_by_one, JOBS[0]), *chosen):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
             found = alone.submit(how, job).result()
-        what = {
-            one_by_one: f"{job.model}, one estimate per call",
-            each: f"{job.model}, batch of {job.options['global_batch']:,}",
-            judged: "  each judged",
-            fastest: "  the fastest 10",
-        }
+        batch = f"batch of {job.options['global_batch']:,}"
+        what = {one_by_one: "one estimate per call", fastest: batch}
         yield (
-            what[how],
+            f"{job.model}, {what[how]}",
             f"{found.n_plans:,}",
             f"{found.seconds:.1f}",
             f"{found.n_plans / found.seconds:,.0f}",

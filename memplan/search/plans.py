@@ -1,6 +1,6 @@
 """Many plans of one model at once: a Plan, and arrays of the fields in which they differ."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -133,51 +133,25 @@ class Grid:
         columns["recompute_blocks"] = self.recompute_blocks[block]
         return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
 
-    def rows(self) -> Plans:
-        """All of them, cell by cell."""
-        cell, block = np.indices(self.shape).reshape(2, -1)
+    def at(self, places: Column) -> Plans:
+        """Those at some places, counted cell by cell."""
+        cell, block = np.divmod(places, self.shape[1])
         return self.plans(cell, block)
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What each plan of a grid asks of a GPU: arrays of its shape, or that can be broadcast to it.
-
-    Bytes at the worst instant of its worst stage, which stage that is (the first of those that hold most),
-    bytes that this stage holds between steps, and seconds of a step; these are infinitely many where the plan
-    does not fit, or where a rate is missing.
-    """
-
-    peak_bytes: Column
-    worst_stage: Column
-    rest_bytes: Column
-    step_s: NDArray[np.float64]
+    def all(self) -> Plans:
+        """All of them, cell by cell."""
+        return self.at(np.arange(len(self)))
 
 
-def joined(plans: Sequence[Plans]) -> Plans:
-    """The plans of all, which have the same base."""
-    columns = {name: np.concatenate([some.column(name) for some in plans]) for name in VARIED}
-    return Plans(base=plans[0].base, columns=columns)
+FIELDS: Final = tuple(Plan.__dataclass_fields__)
 
 
-def grids_of(plans: Plans) -> Iterator[tuple[Grid, Column]]:
-    """Plans as grids of a single number of recomputed blocks, and which of the plans each has."""
-    columns = {name: plans.column(name) for name in VARIED}
-    key = np.stack([*[columns[name] for name in (*STRUCTURE, "recompute_blocks")], columns["dp"] > 1])
-    found, group = np.unique(key, axis=1, return_inverse=True)
-    for i in range(found.shape[1]):
-        places = np.flatnonzero(group.ravel() == i)
-        first = places[:1]
-        yield (
-            Grid(
-                base=plans.base,
-                structure={name: int(columns[name][first[0]]) for name in STRUCTURE},
-                cells={name: columns[name][places] for name in CELL},
-                recompute_blocks=columns["recompute_blocks"][first],
-            ),
-            places,
-        )
+def unchecked(plan: Plan, **values: Any) -> Plan:
+    """A plan with other values, which may be arrays, and which nothing checks."""
+    other = object.__new__(Plan)
+    for name in FIELDS:
+        object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
+    return other
 
 
 def value_of(field: str, number: int) -> Any:

@@ -135,5 +135,5 @@ def largest_model(
 
 def nearest_text(result: Found) -> str:
     """What the nearest plan lacks, for an error's text."""
-    row = next(iter(search_rows(replace(result, fit={}))), None)
+    row = next(iter(search_rows(replace(result, fit=()))), None)
     return "" if row is None else f" (nearest: {row['why']})"

@@ -1,11 +1,17 @@
-"""`memplan.search`: what should be run on a cluster."""
+"""`memplan.search`: what should be run on a cluster.
 
+Every plan is enumerated (`space`), refused by rule (`rules`) or bounded (`bounds`). Then plans are estimated,
+the most promising first, until no bound is better than what is kept (`judge`). So what is found is what
+estimating every plan would find, and each plan shown has the figures of its own estimate.
+"""
+
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -15,13 +21,12 @@ from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES, SCHEDULES, Plan
-from memplan.search.best import Best, Kept, Rows
-from memplan.search.plans import VARIED, Grid, Plans
-from memplan.search.processes import in_processes, n_cores
+from memplan.search.judge import OBJECTIVES, Judge, Judged, best_first, every, front
+from memplan.search.plans import VARIED, Grid
+from memplan.search.pool import Pool
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_frame
-from memplan.search.verdicts import OBJECTIVES, Every, Fastest, Verdicts
 from memplan.steptime import Roofline
 
 if TYPE_CHECKING:
@@ -40,19 +45,19 @@ Progress = Callable[[int], None]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found: the best plans that fit, the nearest that do not, the first that are refused.
+    """What a search found: the best plans that fit, others that do not, the first that are refused.
 
-    `n_slower` counts plans that are slower than all the best, whether they fit or not; `n_fit` and
-    `n_too_large` count the others, `n_refused` all there are; `refused_by` how many each rule refused, by its
-    text for the first of them.
+    `n_fit` and `n_too_large` count the plans that are known to fit and not to, `n_slower` those whose bound
+    is worse than all the best, whether they fit or not, `n_refused` all that are refused; `refused_by` how
+    many each rule refused, by its text for the first of them.
     """
 
     model: Model
     cluster: Cluster
     base: Plan
-    fit: Rows
-    too_large: Rows
-    refused: Rows
+    fit: tuple[Judged, ...]
+    too_large: tuple[Judged, ...]
+    refused: tuple[dict[str, Any], ...]
     n_fit: int
     n_too_large: int
     n_slower: int
@@ -63,17 +68,6 @@ class Found:
     def n_plans(self) -> int:
         """All of them."""
         return self.n_fit + self.n_too_large + self.n_slower + self.n_refused
-
-    def values(self, rows: Rows, i: int) -> dict[str, Any]:
-        """The varied fields of one of the rows."""
-        return self._plans(rows).values(i)
-
-    def plan(self, rows: Rows, i: int) -> Plan:
-        """The plan of one of the rows."""
-        return self._plans(rows).plan(i)
-
-    def _plans(self, rows: Rows) -> Plans:
-        return Plans(base=self.base, columns={name: rows[name] for name in VARIED})
 
     def frame(self) -> "pandas.DataFrame":
         """One row per plan kept, best first: see `search`."""
@@ -88,9 +82,7 @@ def search(
     seq_len: int | None = None,
     objective: str = "speed",
     keep: int | None = KEEP,
-    exhaustive: bool = False,
     progress: Progress | None = None,
-    workers: int | None = 1,
     **options: Any,
 ) -> "pandas.DataFrame":
     """Every plan that the cluster's GPUs can run, best first.
@@ -105,12 +97,10 @@ def search(
             with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
         keep: so many of the best plans that fit, of the nearest that do not, and of the refused ones;
-            None: all.
-        exhaustive: judge every plan. Otherwise objective="speed" leaves out those that are slower than all
-            the best, whether they fit or not: the best are the same, and if some fit, those that do not are
-            plans that could be as fast, and that took more than a bound to show that they are too large.
+            None: all, every plan estimated, which takes some milliseconds each. Otherwise plans whose bounds
+            are worse than all the best are left out, whether they fit or not; those that do not fit are then
+            the most promising of the plans that it took an estimate to tell, or the nearest if none fits.
         progress: called now and then with the number of plans seen.
-        workers: processes that share the work, None: one per core; several need `memplan[parallel]`.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
             `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
             `schedule`, `offload`) take one value or several and all that make a difference if left out
@@ -121,7 +111,7 @@ def search(
         not; `peak_bytes`, `over_bytes` (beyond the cluster's budget), `rest_bytes`, `worst_stage`, `when`;
         `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`). Equally good
         plans stand with the simpler first. `attrs` has the numbers of plans: `n_plans`, `n_fit`,
-        `n_too_large`, `n_slower` (left out as slower than all that are shown), `n_refused`, and `refused_by`,
+        `n_too_large`, `n_slower` (left out as worse than all that are shown), `n_refused`, and `refused_by`,
         how many each rule refused; `cluster` and `seq_len`.
 
     Raises:
@@ -135,9 +125,7 @@ def search(
         seq_len=seq_len,
         objective=objective,
         keep=keep,
-        exhaustive=exhaustive,
         progress=progress,
-        workers=workers,
         **options,
     ).frame()
 
@@ -150,9 +138,7 @@ def searched(
     seq_len: int | None = None,
     objective: str = "speed",
     keep: int | None = KEEP,
-    exhaustive: bool = False,
     progress: Progress | None = None,
-    workers: int | None = 1,
     **options: Any,
 ) -> Found:
     """As `search`, without pandas.
@@ -166,11 +152,10 @@ def searched(
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
         asked = options | {"cluster": where, "global_batch": global_batch, "keep": keep}
-        asked |= {"exhaustive": exhaustive, "progress": progress, "workers": workers}
+        asked |= {"progress": progress}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     keep = None if keep is None else checked_count("keep", keep)
-    every = checked_flag("exhaustive", exhaustive) or objective != "speed"
     varied = {name: options.pop(name, None) for name in VARIED}
     ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     space = Space(
@@ -189,9 +174,8 @@ def searched(
             f"objective={objective!r} needs the time of a step, but {missing[0]}; use objective='memory', or "
             "another cluster."
         )
-    n_workers = n_cores() if workers is None else checked_count("workers", workers)
-    verdicts = Every(objective, keep) if every or keep is None else _fastest(space, where, keep)
-    return _run(space, where, verdicts, keep, progress, n_workers)
+    with _uncollected():
+        return _run(space, Judge(model, where, Roofline()), objective, keep, progress)
 
 
 def cluster_of(value: Cluster | str) -> Cluster:
@@ -206,100 +190,78 @@ def cluster_of(value: Cluster | str) -> Cluster:
     return where
 
 
-def _run(
-    space: Space,
-    cluster: Cluster,
-    verdicts: Verdicts,
-    keep: int | None,
-    progress: Progress | None,
-    workers: int,
-) -> Found:
-    refused = _Refused(keep)
+def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
+    refused = _Refused(keep, progress)
+    for batch in space.grids():
+        refused.note(batch)
 
-    def told() -> None:
-        if progress is not None:
-            progress(refused.kept.n_seen + verdicts.n_seen)
+    def grids() -> Iterator[Sequence[Grid]]:
+        for batch in space.grids():
+            yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
 
-    parts = [_hopeful(space, map(refused.noted, part), verdicts, cluster) for part in space.parts()]
-    workers = min(workers, len(parts))
-    if workers == 1:
-        for grids in chain.from_iterable(parts):
-            verdicts.add(space.model, grids, cluster)
-            told()
+    if keep is None:
+        verdicts = every(judge, grids, objective)
+    elif objective == "front":
+        verdicts = front(judge, grids, keep)
     else:
-        work = partial(_worked_out, space.model, cluster)
-        for found in in_processes(workers, work, ((verdicts.begun(), list(part)) for part in parts)):
-            verdicts.join(found)
-            told()
-    if progress is not None:
-        progress(refused.kept.n_seen + refused.n_others)
-    (fit, n_fit), (too_large, n_too_large) = verdicts.fit(), verdicts.too_large()
+        verdicts = best_first(judge, grids, objective, keep)
     return Found(
         model=space.model,
-        cluster=cluster,
+        cluster=judge.cluster,
         base=space.base,
-        fit=fit,
-        too_large=too_large,
-        refused=refused.kept.rows,
-        n_fit=n_fit,
-        n_too_large=n_too_large,
-        n_slower=refused.n_others - n_fit - n_too_large,
-        n_refused=refused.kept.n_seen,
+        fit=verdicts.fit[:keep],
+        too_large=verdicts.too_large[:keep],
+        refused=refused.first(keep),
+        n_fit=verdicts.n_fit,
+        n_too_large=verdicts.n_too_large,
+        n_slower=verdicts.n_slower,
+        n_refused=refused.n_refused,
         refused_by=refused.by_rule(space),
     )
 
 
-def _hopeful(
-    space: Space, batches: Iterable[Sequence[Ruled]], verdicts: Verdicts, cluster: Cluster
-) -> Iterator[Sequence[Grid]]:
-    """The plans that run, batch by batch, and may be kept beside those that are kept by then."""
-    for batch in batches:
-        running = [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
-        if some := verdicts.hopeful(space.model, running, cluster):
-            yield some
-
-
-LEAN: Final[dict[str, Any]] = {"zero": 3, "micro_batch": 1, "schedule": "1f1b", "offload": False}
-"""Plans that need little memory and are little work: where some fit, it is soon known which are too slow."""
-
-
-def _fastest(space: Space, cluster: Cluster, keep: int) -> Fastest:
-    """Verdicts that know of enough plans that fit to leave out slower ones; if any of the `LEAN` ones fit."""
-    lean = {name: (value,) for name, value in LEAN.items() if value in space.of(name, (value,))}
-    some = Space(model=space.model, n_gpus=space.n_gpus, base=space.base, ranges={**space.ranges, **lean})
-    verdicts = Fastest(keep)
-    for grids in _hopeful(some, some.grids(), verdicts, cluster):
-        verdicts.add(space.model, grids, cluster)
-    return verdicts.begun()
-
-
-def _worked_out(model: Model, cluster: Cluster, part: tuple[Verdicts, Sequence[Sequence[Grid]]]) -> Verdicts:
-    """Verdicts on batches of grids."""
-    verdicts, batches = part
-    for grids in batches:
-        verdicts.add(model, grids, cluster)
-    return verdicts
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for no cycles of objects meanwhile: a search leaves few, and to look is a sixth of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Refused:
-    """The plans that cannot run: the first ones, how many each rule refused; and how many plans can."""
+    """The plans that cannot run: the first ones, and how many each rule refused."""
 
-    def __init__(self, keep: int | None) -> None:
-        self.kept = Kept(Best(keep, ("place",)))
-        self.n_others = 0
+    def __init__(self, keep: int | None, progress: Progress | None) -> None:
+        self._pool = Pool(2**62 if keep is None else keep)
+        self._progress = progress
         self._counts = Counter[int]()
+        self._n_seen = 0
 
-    def noted(self, batch: Sequence[Ruled]) -> Sequence[Ruled]:
-        """A batch, when its plans have been counted."""
+    @property
+    def n_refused(self) -> int:
+        """All of them."""
+        return self._pool.n_seen
+
+    def note(self, batch: Iterable[Ruled]) -> None:
+        """Counts the plans of a batch."""
         for ruled in batch:
+            self._n_seen += len(ruled.grid)
             chosen = np.flatnonzero(ruled.rule != RUNS)
-            grid = ruled.grid[chosen]
-            self.n_others += len(ruled.grid) - len(grid)
             if len(chosen):
-                self.kept.add(grid, {"place": ruled.place[chosen, None]}, np.ones(grid.shape, bool))
+                grid = ruled.grid[chosen]
+                self._pool.add(grid, [ruled.place[chosen, None]], np.ones(grid.shape, bool))
                 for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
                     self._counts[int(rule)] += int(n) * grid.shape[1]
-        return batch
+        if self._progress is not None:
+            self._progress(self._n_seen)
+
+    def first(self, keep: int | None) -> tuple[dict[str, Any], ...]:
+        """The varied fields of the first ones by their place among all plans."""
+        return tuple(entry.values for entry in islice(self._pool, keep))
 
     def by_rule(self, space: Space) -> dict[str, int]:
         """How many each rule refused, by its text for the first of them, the most first."""

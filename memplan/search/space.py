@@ -90,16 +90,11 @@ class Space:
 
         What is refused at every micro-batch is there once, and so is a mesh on which nothing can run.
         """
-        for part in self.parts(most):
-            yield from part
-
-    def parts(self, most: int = MOST_CELLS) -> Iterator[Iterator[list[Ruled]]]:
-        """`grids` in parts that have little work in common: kinds whose ranks order their passes alike."""
         pipelines = list(self._pipelines())
         offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
         for data, recomputed in product(DATA, reversed(recompute)):
-            kinds = [Kind(data, recomputed, *own) for own in product(offload, divided)]
-            yield (batch for kind in kinds for batch in _batches(pipelines, kind, most))
+            for own in product(offload, divided):
+                yield from _batches(pipelines, Kind(data, recomputed, *own), most)
 
     def _pipelines(self) -> Iterator["_Pipeline"]:
         rules = Rules(self.model, self.base, self.rules)

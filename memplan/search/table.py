@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.estimate import estimate_plan
 from memplan.layout import frame
-from memplan.search.best import Rows, n_rows
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
 from memplan.units import human_bytes
@@ -13,6 +11,8 @@ from memplan.units import human_bytes
 if TYPE_CHECKING:
     import pandas
 
+    from memplan.plan import Plan
+    from memplan.search.judge import Judged
     from memplan.search.search import Found
 
 COLUMNS: Final = (
@@ -59,38 +59,22 @@ def counts(found: "Found") -> dict[str, Any]:
 
 def search_rows(found: "Found") -> Iterator[dict[str, Any]]:
     """The frame's rows as plain values; figures of a refused plan are None."""
-    for verdict, rows in (("fits", found.fit), ("too large", found.too_large)):
-        for i in range(n_rows(rows)):
-            yield _row(found, verdict, rows, i)
-    for i in range(n_rows(found.refused)):
-        values = found.values(found.refused, i)
-        yield (
-            dict.fromkeys(COLUMNS)
-            | values
-            | {
-                "verdict": "refused",
-                "why": refusal(found.model, found.base, values),
-            }
-        )
+    for verdict, judged in (("fits", found.fit), ("too large", found.too_large)):
+        for one in judged:
+            yield _row(verdict, one)
+    for values in found.refused:
+        reason = refusal(found.model, found.base, values)
+        yield dict.fromkeys(COLUMNS) | values | {"verdict": "refused", "why": reason}
 
 
-def _row(found: "Found", verdict: str, rows: Rows, i: int) -> dict[str, Any]:
-    values = found.values(rows, i)
-    plan = found.plan(rows, i)
-    estimated = estimate_plan(found.model, plan, found.cluster)
-    worst, over_bytes = estimated.worst, int(rows["over_bytes"][i])
-    over = f"{human_bytes(over_bytes)} too much on stage {worst.stage}: {worst.when}" if over_bytes else None
-    return values | {
-        "n_micro_batches": plan.n_micro_batches,
-        "verdict": verdict,
-        "why": over,
-        "peak_bytes": int(rows["peak_bytes"][i]),
-        "over_bytes": over_bytes,
-        "rest_bytes": int(rows["rest_bytes"][i]),
-        "worst_stage": int(rows["worst_stage"][i]),
-        "when": worst.when,
-        "step_s": estimated.step_s,
-        "tokens_per_s": estimated.tokens_per_s,
-        "tokens_per_s_per_gpu": estimated.tokens_per_s_per_gpu,
-        "mfu": estimated.mfu,
-    }
+def _row(verdict: str, judged: "Judged") -> dict[str, Any]:
+    figures, over_bytes = judged.rest(), judged.over_bytes
+    stage, when = figures["worst_stage"], figures["when"]
+    over = f"{human_bytes(over_bytes)} too much on stage {stage}: {when}" if over_bytes else None
+    known = {"peak_bytes": judged.peak_bytes, "over_bytes": over_bytes, **figures}
+    known |= {"n_micro_batches": judged.plan.n_micro_batches, "verdict": verdict, "why": over}
+    return _varied(judged.plan) | {name: known[name] for name in COLUMNS if name in known}
+
+
+def _varied(plan: "Plan") -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in VARIED}

@@ -26,7 +26,7 @@ def search_text(found: Found) -> str:
     title += f"tokens a step: {found.n_plans:,} plans"
     counts = f"{found.n_fit:,} fit, {found.n_too_large:,} are too large, {found.n_refused:,} are refused."
     if found.n_slower:
-        counts += f"\n{found.n_slower:,} more are slower, whether they fit or not (--exhaustive tells)."
+        counts += f"\n{found.n_slower:,} more are worse than those shown, whether they fit or not."
     rows = list(search_rows(found))
     parts = [f"{cut(title, WIDTH)}\n{counts}"]
     for verdict, heading in (("fits", "Best"), ("too large", "Nearest of those that do not fit")):

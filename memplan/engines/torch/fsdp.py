@@ -10,7 +10,6 @@ from memplan.engines.torch.passes import Passes, backward_order, forward_order, 
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
-from memplan.many import Many, anywhere
 from memplan.plan import SPLITTING_SCHEDULES
 from memplan.shapes import BF16, FP32, Buffer, DType, Event, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
@@ -196,8 +195,7 @@ class Unit:
             if self._pads_in_kernel(grads[p].dtype):
                 continue
             padded_elements = self.stage.plan.dp * self.shard(p)
-            padded_elements *= padded_elements != p.n_elements
-            if anywhere(padded_elements):
+            if padded_elements != p.n_elements:
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
 
     def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
@@ -502,7 +500,7 @@ def grouped(
     The first row of a unit stands alone: it follows another unit than those after it. Rows of one block come
     as the passes do, which put the first block on its own.
     """
-    left = [(segment, n) for segment, n in order if anywhere(n)]
+    left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)
     match all_groups:
         case [Group(unit=unit, size=int(size))] if size == 1:
@@ -530,9 +528,9 @@ def in_turn(name: str, turns: Iterable[Turn]) -> Stretch:
     parts: list[Stretch] = []
     pending: list[Event] = []
     for found, times in turns:
-        if not isinstance(times, Many) and times == 1:
+        if times == 1:
             pending += found
-        elif found and anywhere(times):
+        elif found and times:
             parts += [events(name, pending), repeated(events(name, found), times)]
             pending = []
     last = events(name, pending)

@@ -12,7 +12,6 @@ from itertools import repeat
 from operator import index, sub
 from typing import Final, Literal, NamedTuple
 
-from memplan.many import plain
 from memplan.plan import SPLITTING_SCHEDULES, Plan, Schedule
 
 Kind = Literal[
@@ -192,7 +191,7 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Run:
 
     Source: `_get_1f1b_rank_ops`, `_get_warmup_ops`.
     """
-    per_round = plain(m // max(1, m // pp))
+    per_round = m // max(1, m // pp)
     warm_up = min((v - 1) * per_round + (1 if split else 2) * (pp - 1 - rank), m * v)
 
     def stage_ahead(i: int) -> int:
@@ -241,12 +240,12 @@ class _Turns(NamedTuple):
         They differ from those before only `per_round` after one of the `changes`, and as often after that.
         """
         whole, left = divmod(stop - start, self.period)
-        first = plain(start % self.period)
+        first = start % self.period
         if whole > 1:
             yield Run(tuple(self._grouped(at, first, first + self.period, changes)), whole)
         else:
             left += whole * self.period
-        yield from self._grouped(at, first, first + plain(left), changes)
+        yield from self._grouped(at, first, first + left, changes)
 
     def _grouped(
         self, at: Callable[[int], tuple[Action, ...]], start: int, stop: int, changes: Sequence[int]
