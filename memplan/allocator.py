@@ -1,4 +1,4 @@
-"""PyTorch's CUDA caching allocator over one rank's allocations and frees: the bytes that it *reserves*.
+"""PyTorch's CUDA caching allocator: which bytes it hands out, and which it *reserves* from the driver.
 
 Freed blocks are kept for later, by stream and by pool (small and large), and never moved; what they cannot
 serve is asked of the driver. So reserved bytes follow from the order of allocations, and settle after a few
@@ -8,20 +8,15 @@ Assumes: the defaults of `PYTORCH_CUDA_ALLOC_CONF`, but for `expandable_segments
 that came before it (that breaks ties between blocks of one size).
 Neglects: `record_stream`, which puts off the reuse of a block that another stream has used until that stream
 gets there (FSDP2 uses events instead; NCCL process groups before torch 2.8 use it); private pools of CUDA
-graphs; scalars.
+graphs.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from memplan.errors import MemplanError
-from memplan.shapes import Buffer
-from memplan.timeline import Alive, Stretch
 from memplan.units import MiB
 
 BLOCK_BYTES: Final = 512
@@ -41,15 +36,6 @@ LEAST_OWN_BYTES: Final = 10 * MiB
 
 ROUND_BYTES: Final = 2 * MiB
 """... rounded up to multiples of this (`kRoundLarge`)."""
-
-MOST_STEPS: Final = 8
-"""Steps replayed at most: most plans settle within three."""
-
-MOST_EVENTS: Final = 200_000
-"""Of a repeated stretch of more events (hundreds of micro-batches) only the ends are replayed in full ..."""
-
-ENDS: Final = 2
-"""... so many repetitions at either; those between allocate and free nothing but what is left of each."""
 
 
 class OutOfMemory(MemplanError):
@@ -124,7 +110,8 @@ class Pool:
 
         Source: `get_free_block`.
         """
-        for _, _, block in self.blocks[bisect_left(self.blocks, (n_bytes,)) :]:
+        for i in range(bisect_left(self.blocks, (n_bytes,)), len(self.blocks)):
+            block = self.blocks[i][2]
             if block is not self.last:
                 return block
         end = self.last
@@ -241,7 +228,7 @@ class CachingAllocator:
         limit = self.limit_bytes
         if limit is not None and self.reserved_bytes + n_bytes > limit:
             self.n_retries += 1
-            self._release_cached()
+            self.release_cached()
             if self.reserved_bytes + n_bytes > limit:
                 raise OutOfMemory(
                     f"{n_bytes} more bytes do not fit: {self.reserved_bytes} are reserved, "
@@ -250,7 +237,7 @@ class CachingAllocator:
         self.reserved_bytes += n_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         """Segments without a block in use go back to the driver; of expandable ones the pages at the end."""
         for pool in self._pools.values():
             for _, _, block in list(pool.blocks):
@@ -286,158 +273,3 @@ def _join(block: Block, neighbour: Block) -> None:
     block.n_bytes += neighbour.n_bytes
     if block.pool.last is neighbour:
         block.pool.last = block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What one rank allocates and frees: what is there `at_rest`, then steps that are all alike.
-
-    Of what is there at rest, the optimizer's part comes with the first update only, before the first stretch
-    called `update_name` (if that is not empty). Whatever a step leaves beyond what is there at rest is freed
-    before the next one, as gradients are. `streams` names the stream of each buffer that does not belong to
-    the default stream.
-    """
-
-    at_rest: Alive
-    step: Stretch
-    update_name: str = ""
-    streams: Mapping[Buffer, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """Peaks over the replayed steps; `settled`: the last one reserved nothing that the one before had not.
-
-    `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, so that a rest of up to
-    1 MiB that is not split off belongs to them.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    n_retries: int
-    n_steps: int
-    settled: bool
-
-
-def replayed(
-    program: Program, *, limit_bytes: int | None = None, expandable_segments: bool = False
-) -> Replayed:
-    """A program through the caching allocator, step after step until a step reserves nothing new.
-
-    Raises:
-        OutOfMemory: beyond `limit_bytes`.
-    """
-    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-    replay = _Replay(program, allocator)
-    reserved: list[int] = []
-    while len(reserved) < MOST_STEPS and not _settled(reserved):
-        replay.step()
-        reserved.append(allocator.peak_reserved_bytes)
-    return Replayed(
-        allocated_bytes=allocator.peak_allocated_bytes,
-        reserved_bytes=allocator.peak_reserved_bytes,
-        n_retries=allocator.n_retries,
-        n_steps=len(reserved),
-        settled=_settled(reserved),
-    )
-
-
-def _settled(reserved: list[int]) -> bool:
-    """Whether two whole steps with optimizer state have reserved the same; the first one has none."""
-    return len(reserved) > 2 and reserved[-1] == reserved[-2]
-
-
-class _Replay:
-    """The blocks of what is alive. Of equal tensors the newest is freed first, as layers' activations are."""
-
-    def __init__(self, program: Program, allocator: CachingAllocator) -> None:
-        self.program = program
-        self.allocator = allocator
-        self.blocks: dict[Buffer, list[Block]] = {}
-        self.n_events: dict[int, int] = {}
-        self.updated = False
-        for buffer, n in program.at_rest.items():
-            if buffer.kind != "optimizer" or not program.update_name:
-                self._allocate(buffer, n)
-
-    def step(self) -> None:
-        """One step, and the freeing of what it leaves."""
-        self._run(self.program.step)
-        at_rest = self.program.at_rest
-        left = Counter({buffer: len(blocks) for buffer, blocks in self.blocks.items()})
-        for buffer, n in (left - at_rest).items():
-            self._change(buffer, -n)
-        for buffer, n in (at_rest - left).items():
-            self._allocate(buffer, n)
-
-    def _run(self, stretch: Stretch) -> None:
-        """A stretch with its repetitions, until one leaves everything as an earlier one has."""
-        if stretch.name == self.program.update_name and not self.updated:
-            self.updated = True
-            for buffer, n in self.program.at_rest.items():
-                if buffer.kind == "optimizer":
-                    self._allocate(buffer, n)
-        seen: set[object] = set()
-        between = range(0)
-        if stretch.repeats > 2 * ENDS and self._n_events(stretch) > MOST_EVENTS:
-            between = range(ENDS, stretch.repeats - ENDS)
-            net = self._net(stretch)
-        for i in range(stretch.repeats):
-            if i in between:
-                for buffer, n in net.items():
-                    self._change(buffer, n)
-                continue
-            if stretch.repeats > 2 and stretch.net_bytes == 0:
-                state = self._state()
-                if state in seen:
-                    return
-                seen.add(state)
-            for sign, buffer, _ in stretch.events:
-                if sign > 0:
-                    self._allocate(buffer, 1)
-                else:
-                    self._free(buffer)
-            for part in stretch.parts:
-                self._run(part)
-
-    def _n_events(self, stretch: Stretch) -> int:
-        """How many there are in all repetitions."""
-        key = id(stretch)
-        if key not in self.n_events:
-            parts = sum(map(self._n_events, stretch.parts))
-            self.n_events[key] = stretch.repeats * (len(stretch.events) + parts)
-        return self.n_events[key]
-
-    def _net(self, stretch: Stretch) -> Alive:
-        """How many more of each buffer one repetition leaves, or fewer; those it frees come first."""
-        net: Alive = Counter()
-        for sign, buffer, _ in stretch.events:
-            net[buffer] += sign
-        for part in stretch.parts:
-            for buffer, n in self._net(part).items():
-                net[buffer] += part.repeats * n
-        return Counter({buffer: n for buffer, n in sorted(net.items(), key=lambda item: item[1]) if n})
-
-    def _state(self) -> object:
-        blocks = self.blocks.items()
-        return self.allocator.cached, frozenset((b, tuple([x.address for x in found])) for b, found in blocks)
-
-    def _allocate(self, buffer: Buffer, n: int) -> None:
-        if buffer.n_bytes and n > 0:
-            stream = self.program.streams.get(buffer, "")
-            blocks = self.blocks.setdefault(buffer, [])
-            blocks += [self.allocator.malloc(buffer.n_bytes, stream) for _ in range(n)]
-
-    def _change(self, buffer: Buffer, n: int) -> None:
-        """So many more, or fewer."""
-        self._allocate(buffer, n)
-        for _ in range(-n):
-            self._free(buffer)
-
-    def _free(self, buffer: Buffer) -> None:
-        if not buffer.n_bytes:
-            return
-        blocks = self.blocks[buffer]
-        self.allocator.free(blocks.pop())
-        if not blocks:
-            del self.blocks[buffer]

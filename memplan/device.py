@@ -31,6 +31,14 @@ class Device(NamedTuple):
         """
         return self.on_cpu and self.runs_kernels
 
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """Most threads that one multiprocessor holds.
+
+        Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+        """
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability or (0, 0), 2048)
+
     def at_least(self, major: int, minor: int = 0) -> bool:
         """Whether it is a GPU of this compute capability or a later one.
 
@@ -44,5 +52,6 @@ CPU: Final = Device("cpu")
 CPU_OF_SHAPES: Final = Device("cpu", runs_kernels=False)
 """Where PyTorch's code for CPUs runs on tensors without data."""
 
+A100: Final = Device("cuda", (8, 0), 108)
 H100: Final = Device("cuda", (9, 0), 132)
 """What an estimate without a cluster is for."""

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from memplan.allocator import Program, Replayed, replayed
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.device import H100, Device
 from memplan.engines import textbook
@@ -17,14 +16,13 @@ from memplan.engines.torch.stage import StageKind
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
-    Gpu,
     Interval,
-    cublas_workspace_bytes,
     outside_allocator,
     resolve_cluster,
 )
 from memplan.models import Model, parameter_count, resolve
 from memplan.plan import Plan, Rank, check_device, check_plan, stage_layers
+from memplan.replay import Program, Replayed, replayed
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -102,6 +100,7 @@ class StageEstimate:
         """
         host = self.timeline.host
         held = self.timeline.rest if host is None else host.pinned + host.pageable
+        held = held + self.timeline.step_counts
         states = Counter({buffer: n for buffer, n in held.items() if buffer.kind in ("weights", "optimizer")})
         return bytes_by_kind(states + self.timeline.grads)
 
@@ -568,7 +567,7 @@ def stage_estimates(
     """One for each rank of the pipeline, worked out as it is asked for."""
     if plan.engine == "textbook":
         return _textbook_stages(model, plan)
-    return _stages(model, plan, device, None if cluster is None else cluster.gpu)
+    return _stages(model, plan, device)
 
 
 def estimate_of(
@@ -600,10 +599,10 @@ def _textbook_recomputed(model: Model, plan: Plan, pp_rank: int) -> int:
     return round(textbook.recomputed_flops(model, plan, pp_rank))
 
 
-def _stages(model: Model, plan: Plan, device: Device, gpu: Gpu | None) -> Iterator[StageEstimate]:
+def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
     passes: dict[Stage, Passes] = {}
     for stages in ranks_of(model, plan, device):
-        yield _stage_estimate(stages, passes, gpu)
+        yield _stage_estimate(stages, passes)
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
@@ -630,7 +629,7 @@ def rank_estimate(
     return _stage_estimate(RankStages(model, plan, rank, device, backend=backend), {})
 
 
-def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | None = None) -> StageEstimate:
+def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes]) -> StageEstimate:
     return StageEstimate(
         rank=stages.rank,
         layers=stages.layers,
@@ -638,9 +637,5 @@ def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | 
         flops=forward_flops(stages),
         traffic=partial(collectives, stages),
         again=partial(recomputed_flops, stages),
-        program=partial(_program, stages, passes, gpu) if not stages.device.on_cpu else None,
+        program=partial(program, stages, passes) if not stages.device.on_cpu else None,
     )
-
-
-def _program(stages: RankStages, passes: dict[Stage, Passes], gpu: Gpu | None) -> Program:
-    return program(stages, passes, cublas_workspace_bytes(gpu))

@@ -11,7 +11,29 @@ a weight's output features, rows (RowwiseParallel) its input features.
 
 from typing import Literal
 
-from memplan.shapes import BOOL, COMPLEX64, FP32, INT64, Parameter
+from memplan.device import Device
+from memplan.kernels import (
+    ROWS_PER_THREAD,
+    SORTED_IDS,
+    efficient_attention_bytes,
+    flash_splits,
+    partial_rows,
+    reduction_scratch,
+    sort_scratch,
+)
+from memplan.shapes import (
+    BF16,
+    BOOL,
+    COMPLEX64,
+    FP32,
+    INT32,
+    INT64,
+    UINT8,
+    DType,
+    Parameter,
+    Shape,
+    n_elements,
+)
 from memplan.tape import Node, Run, Tensor
 
 Split = Literal["columns", "rows"]
@@ -55,13 +77,18 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_w = grad.run.grad_of(1, w_shape, dtype, is_view=True)
+        grad.run.product()
         return grad.run.grad_of(0, x_shape, dtype, is_view=True), grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.run.grad_of(0, x_shape, dtype, is_view=True)
+        grad.run.product()
         grad_w = grad.run.grad_of(2, w_shape, dtype, is_view=True)
         del saved
-        return grad_x, grad.run.grad_of(1, (n_out,), dtype), grad_w
+        grad_b = grad.run.grad_of(1, (n_out,), dtype)
+        if grad_b is not None:
+            _sum_rows(grad.run, n_out, batch * seq)
+        return grad_x, grad_b, grad_w
 
     if b is None:
         node = run.node((used.node, w.node), (used, w), mm_backward)
@@ -73,6 +100,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     def product() -> tuple[Tensor]:
         part = run.new("part of bias", (n_out,), dtype) if divides_bias else None
         y = run.new(name, (batch, seq, n_out), dtype)
+        run.product()
         del part
         return (y,)
 
@@ -205,10 +233,10 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
     outputs are summed. PyTorch makes that table's gradient whole on every rank; DDP cuts it back.
 
-    Neglects: on CUDA what the backward pass of more than 3,072 ids sorts them into, which depends on the ids.
+    On CUDA more than 3,072 ids are sorted before their rows' gradients are added up in float32.
 
-    Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
-    torch/distributed/tensor/_ops/_embedding_ops.py.
+    Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`), native/cuda/Embedding.cu,
+    EmbeddingBackwardKernel.cu; torch/distributed/tensor/_ops/_embedding_ops.py.
     """
     run, tp = tokens.run, tokens.run.setting.tp
     table = run.parameter(f"{name}.weight", (n_rows // tp, d_model), tp_dim=0 if tp > 1 else None)
@@ -237,10 +265,47 @@ def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
         cut = table.grad_shape
         rows = run.node((table,), (), lambda grad, saved: (grad.run.new("grad", cut, dtype),))
 
+    n_ids = n_elements(ids.shape)
+
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad", shape, dtype),)
+        if grad.run.setting.device.on_cpu or n_ids <= SORTED_IDS:
+            return (grad.run.new("grad", shape, dtype),)
+        return (_sorted_gradient(grad.run, n_ids, shape, dtype),)
 
     return run.new(name, (*ids.shape, shape[1]), dtype, run.node((rows,), (ids,), backward))
+
+
+def _sorted_gradient(run: Run, n_ids: int, shape: Shape, dtype: DType) -> Tensor:
+    """A table's gradient of ids that are sorted first; each sum over at most 10 rows is kept in float32."""
+    n_rows, d_model = shape
+    scratch = sort_scratch(run.setting.device, n_ids, n_rows)
+    ids, order, numbers = (run.new(what, (n_ids,), INT64) for what in ("sorted ids", "order", "numbers"))
+    temporary = run.new("CUB: sort", (scratch.sort_bytes,), UINT8)
+    del temporary, numbers
+    grad = run.new("grad", shape, dtype)
+    starts, n_different = run.new("starts of equal ids", (n_ids,), INT64), run.new("different ids", (), INT64)
+    different = run.new("different ids", (n_ids,), INT64)
+    temporary = run.new("CUB: unique", (scratch.unique_bytes,), UINT8)
+    del temporary, different
+    most = min(n_ids, n_rows)
+    counts, offsets = run.new("parts of an id", (most,), INT64), run.new("offsets of parts", (most,), INT64)
+    temporary = run.new("CUB: scan", (scratch.scan_bytes,), UINT8)
+    del temporary
+    n_parts, most_parts = run.new("parts", (), INT64), n_ids // ROWS_PER_THREAD + most
+    parts = run.new("starts of parts", (most_parts,), INT64)
+    sums = run.new("sums of parts", (most_parts, d_model), FP32)
+    del sums, parts, n_parts, offsets, counts, n_different, starts, order, ids
+    return grad
+
+
+def _sum_rows(run: Run, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
+    """What the sum that has just got its output takes on CUDA (see `reduction_scratch`)."""
+    device = run.setting.device
+    scratch = None if device.on_cpu else reduction_scratch(device, n_outputs, n_inputs, along_rows=along_rows)
+    if scratch is not None:
+        sums = run.new("partial sums", (scratch.sums_bytes // FP32.itemsize,), FP32)
+        counters = run.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
+        del counters, sums
 
 
 def position_ids(tokens: Tensor) -> Tensor:
@@ -284,7 +349,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     """(x - mean) / std x weight + bias over the last dim; saves x and each token's mean and 1/std.
 
     Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`, `layer_norm_backward_cpu`: a per-thread
-    buffer of 2 x d for the gradients of weight and bias, dropped again).
+    buffer of 2 x d for the gradients of weight and bias, dropped again), native/cuda/layer_norm_kernel.cu.
     """
     run = x.run
     d = x.shape[-1]
@@ -296,10 +361,12 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.run.grad_of(0, shape, dtype)
-        grad_w, grad_b = grad.run.grad_of(1, (d,), w.dtype), grad.run.grad_of(2, (d,), b.dtype)
-        if grad_w is not None:
-            grad.run.workspace((2, d), w.dtype)
-        return grad_x, grad_w, grad_b
+        grads = [grad.run.grad_of(1, (d,), w.dtype), grad.run.grad_of(2, (d,), b.dtype)]
+        if grads[0] is not None:
+            if grad.run.setting.device.on_cpu:
+                grad.run.workspace((2, d), w.dtype)
+            _sum_partial_rows(grads, n_elements(shape) // d)
+        return grad_x, *grads
 
     y = run.new(name, shape, dtype)
     mean = run.new("mean", shape[:-1], statistics)
@@ -363,6 +430,8 @@ def _scaled(x: Tensor, w: Tensor, name: str) -> Tensor:
         grad_x = grad.run.grad_of(0, shape, dtype)
         terms = grad.run.grad_of(1, shape, dtype)
         grad_w = grad.run.grad_of(1, shape[-1:], dtype)
+        if grad_w is not None:
+            _sum_rows(grad.run, shape[-1], n_elements(shape[:-1]))
         del terms
         return grad_x, grad_w
 
@@ -406,6 +475,7 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
         terms = grad.run.new("workspace", shape, FP32)
         del saved
         grad_r = grad.run.new("grad", shape[:-1], FP32)
+        _sum_rows(grad.run, n_elements(shape[:-1]), shape[-1], along_rows=False)
         del terms
         return grad_x, grad_r
 
@@ -440,12 +510,32 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
     run, shape, dtype = x.run, x.shape, x.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return grad.run.grad_of(0, shape, dtype), grad.run.grad_of(1, shape[-1:], weight.dtype)
+        grad_x, grads = grad.run.grad_of(0, shape, dtype), [grad.run.grad_of(1, shape[-1:], weight.dtype)]
+        if grads[0] is not None:
+            _sum_partial_rows(grads, n_elements(shape[:-1]))
+        return grad_x, *grads
 
     y = run.new(name, shape, dtype)
     rstd = run.new("rstd", shape[:-1], FP32)
     y.node = run.node((x.node, weight), (x, rstd), backward)
     return y
+
+
+def _sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
+    """Gradients of a norm's weights over very many tokens on CUDA: sums of partial sums, each a new tensor.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).
+    """
+    run, shape, dtype = next((grad.run, grad.shape, grad.dtype) for grad in grads if grad is not None)
+    n_rows = 0 if run.setting.device.on_cpu else partial_rows(run.setting.device, n_tokens, shape[0])
+    if n_rows:
+        partial_sums = [run.new("rows of partial sums", (n_rows, *shape), dtype) for _ in grads]
+        for i in range(len(grads)):
+            total = run.new("grad", shape, dtype)
+            _sum_rows(run, shape[0], n_rows)
+            grads[i] = total
+            del total
+        del partial_sums
 
 
 def rope(x: Tensor) -> Tensor:
@@ -511,15 +601,44 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     4 x batch x heads x seq^2 x d_head FLOPs, counted whole although half is masked (the convention of
     Chowdhery et al. 2022, appendix B).
     """
-    run = q.run
-    n_heads = q.shape[2]
-    if run.setting.device.on_cpu:
-        return _math_attention(q, k, v, dropout=True) if dropout else _flash_attention_cpu(q, k, v)
-    if q.dtype != FP32:
-        return _flash_attention_cuda(q, k, v)
-    if k.shape != q.shape:
-        return _math_attention(q, repeated_heads(k, n_heads), repeated_heads(v, n_heads), dropout=dropout > 0)
-    return _efficient_attention_cuda(q, k, v)
+    match attention_kernel(
+        q.run.setting.device, q.dtype, q.shape[3], grouped=k.shape != q.shape, dropout=dropout > 0
+    ):
+        case "math":
+            return _math_attention(q, k, v, dropout=dropout > 0)
+        case "flash" if q.run.setting.device.on_cpu:
+            return _flash_attention_cpu(q, k, v)
+        case "flash":
+            return _padded(q, k, v, dropout=dropout > 0)
+        case "cudnn":
+            return _cudnn_attention(q, k, v)
+        case _:
+            return _efficient_attention(q, k, v)
+
+
+AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
+
+
+def attention_kernel(
+    device: Device, dtype: DType, d_head: int, *, grouped: bool, dropout: bool
+) -> AttentionKernel:
+    """Which implementation PyTorch takes for causal attention; `grouped`: several query heads share a key.
+
+    >>> from memplan.device import A100, H100
+    >>> [attention_kernel(device, BF16, 128, grouped=True, dropout=False) for device in (A100, H100)]
+    ['flash', 'cudnn']
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (`select_sdp_backend`), sdp_utils_cpp.cpp.
+    """
+    if device.on_cpu:
+        return "math" if dropout else "flash"
+    if dtype != FP32 and d_head <= 256 and (device.at_least(8) or device.capability is None):
+        most = 128 if device.at_least(10) else 256
+        cudnn = device.at_least(9) and not dropout and d_head <= most and d_head % 8 == 0
+        return "cudnn" if cudnn else "flash"
+    if grouped or (dtype == BF16 and not device.at_least(8)):
+        return "math"
+    return "efficient"
 
 
 def _attention_flops(q: Tensor) -> int:
@@ -565,7 +684,8 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
     """Attention as separate products in float32, the scores materialised.
 
-    CPU takes it for dropout, CUDA for float32 with grouped queries. Saves the scaled q and k, v, the
+    CPU takes it for dropout, CUDA for float32 with grouped queries, and for what old GPUs have no kernel for.
+    Saves the scaled q and k, v, the
     probabilities and, with dropout, the mask and the dropped probabilities. The probabilities are returned
     too, and thrown away: in a narrower type that is one more copy. Gradients come by head, k's transposed on
     top, so that a single sequence's is in order.
@@ -592,9 +712,13 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
     allowed = run.new("allowed", (seq, seq), BOOL)
     lower = run.new("allowed below the diagonal", (seq, seq), BOOL)
     del allowed
+    choices = [run.new(value, (), FP32) for value in ("0", "-inf")] if not run.setting.device.on_cpu else []
     bias = run.new("causal bias", (seq, seq), FP32)
-    del lower
+    del lower, choices
+    if k.shape != shape:
+        k, v = repeated_heads(k, n_heads, by_head=True), repeated_heads(v, n_heads, by_head=True)
     scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), _same_backward))
+    scaled_k.by_head = k.by_head
     left, right = _by_head(scaled_q), _by_head(scaled_k)
     node = run.node((scaled_q.node, scaled_k.node), (left, right), scores_backward)
     flops = _attention_flops(q) // 2
@@ -627,7 +751,7 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
 
 def _by_head(x: Tensor) -> Tensor:
     """The heads one after the other, as batched products want them: a copy, but of one sequence or head."""
-    return x if 1 in x.shape[:3] else x.run.new("by head", x.shape, x.dtype)
+    return x if x.by_head or 1 in x.shape[:3] else x.run.new("by head", x.shape, x.dtype)
 
 
 def _same_backward(grad: Tensor, saved: Saved) -> Grads:
@@ -640,7 +764,7 @@ def _like(x: Tensor, name: str) -> Tensor:
     return y
 
 
-def repeated_heads(x: Tensor, n_heads: int) -> Tensor:
+def repeated_heads(x: Tensor, n_heads: int, *, by_head: bool = False) -> Tensor:
     """Keys or values copied once per query head; the copies' gradients are summed."""
     run, shape, dtype = x.run, x.shape, x.dtype
     batch, seq, _, d_head = shape
@@ -651,65 +775,150 @@ def repeated_heads(x: Tensor, n_heads: int) -> Tensor:
         return (grad_x,)
 
     node = run.node((x.node,), (), backward)
-    return run.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
+    repeated = run.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
+    repeated.by_head = by_head
+    return repeated
 
 
-def _efficient_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Saves q, k, v, the output and each row's log-sum-exp, rows padded to 32; float32's kernel on CUDA.
 
     Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`),
-    attention_backward.cu (`_efficient_attention_backward`: each row's dot product).
+    attention_backward.cu (`_efficient_attention_backward`: each row's dot product, in the kernel itself where
+    the type is narrow and heads are short).
     """
     run, dtype, shape = q.run, q.dtype, q.shape
-    batch, seq, n_heads, _ = shape
-    rows = (batch, n_heads, -(-seq // 32) * 32)
+    batch, seq, n_heads, d_head = shape
+    outside = dtype == FP32 or d_head > 128
+    n_bytes = batch * n_heads * efficient_attention_bytes(run.setting.device, dtype.itemsize, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         r = grad.run
         grads = r.new("grad", shape, dtype), r.new("grad", shape, dtype), r.new("grad", shape, dtype)
-        dots = r.new("workspace", rows, FP32)
-        del dots
+        if outside:
+            terms = [r.new("terms of dots", shape, FP32) for _ in range(1 if dtype == FP32 else 3)]
+            sums = r.new("sums of terms", (batch, seq, n_heads), FP32)
+        dots = r.new("dots", (batch, n_heads, seq), FP32)
+        if outside:
+            del terms, sums
+        tiles = r.new("tiles of gradients", (n_bytes,), UINT8)
+        del dots, tiles
         return grads
 
-    y, lse = run.kept(
-        lambda: (run.new("attention", shape, dtype), run.new("log-sum-exp", rows, FP32)), _attention_flops(q)
-    )
+    def compute() -> tuple[Tensor, Tensor]:
+        y = run.new("attention", shape, dtype)
+        lse = run.new("log-sum-exp", (batch, n_heads, -(-seq // 32) * 32), FP32)
+        if dtype != FP32 and d_head > 128:
+            run.new("sums of values", shape, FP32)
+        return y, lse
+
+    y, lse = run.kept(compute, _attention_flops(q))
     out = Tensor(run, shape, dtype, y.storage)
     y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
     return y
 
 
-def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
+    """FlashAttention of heads padded to a multiple of 8, where they are none.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`pad_last_dim`, `post_process_flash_output`).
+    """
+    run, shape = q.run, q.shape
+    width = -(-shape[3] // 8) * 8
+    if width == shape[3]:
+        return _flash_attention_cuda(q, k, v, dropout=dropout)
+
+    dtype = q.dtype
+
+    def padded(x: Tensor) -> Tensor:
+        x_shape = x.shape
+        node = run.node((x.node,), (), lambda grad, saved: (grad.run.new("grad", x_shape, dtype),))
+        return run.new("padded heads", (*x_shape[:3], width), dtype, node)
+
+    wide = _flash_attention_cuda(*(padded(x) for x in (q, k, v)), dropout=dropout)
+    whole = wide.shape
+    y = wide.view(*shape)
+    y.node = run.node((wide.node,), (), lambda grad, saved: (grad.run.new("grad", whole, dtype),))
+    y.by_head = True
+    return y
+
+
+def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
     """Saves q, k, v, the output, each row's log-sum-exp and the random state.
 
-    Backward keeps a float32 accumulator for dq and each row's dot product; grouped queries expand dk and dv.
+    Where few heads and rows leave multiprocessors idle, the keys are divided, and the parts' outputs added
+    up, but not with dropout. Backward keeps a float32 accumulator for dq and each row's dot product; grouped
+    queries expand dk and dv.
 
     Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).
     """
     run, dtype = q.run, q.dtype
     batch, seq, n_heads, d_head = q.shape
     q_shape, kv_shape = q.shape, k.shape
-    seq_rounded, d_rounded = -(-seq // 128) * 128, -(-d_head // 32) * 32
+    d_rounded = -(-d_head // 32) * 32 if d_head <= 128 else -(-d_head // 64) * 64
+    seq_rounded = -(-seq // 128) * 128
+    n_splits = 1 if dropout else flash_splits(run.setting.device, batch, n_heads, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         r = grad.run
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
-        dots = r.new("workspace", (batch, n_heads, seq_rounded), FP32)
-        accumulator = r.new("workspace", (batch, seq_rounded, n_heads, d_rounded), FP32)
+        dots = r.new("dots", (batch, n_heads, seq_rounded), FP32)
+        accumulator = r.new("sums of dq", (batch, seq_rounded, n_heads, d_rounded), FP32)
         expanded = None
         if kv_shape != q_shape:
-            expanded = r.new("workspace", q_shape, dtype), r.new("workspace", q_shape, dtype)
+            expanded = r.new("expanded dk", q_shape, dtype), r.new("expanded dv", q_shape, dtype)
         del dots, accumulator, expanded
         return grads
 
     def compute() -> tuple[Tensor, ...]:
         y = run.new("attention", q_shape, dtype)
         lse = run.new("log-sum-exp", (batch, n_heads, seq), FP32)
-        return y, lse, run.new("random state", (2,), INT64)
+        parts = None
+        if n_splits > 1:
+            parts = (
+                run.new("log-sum-exp of parts", (n_splits, batch, n_heads, seq), FP32),
+                run.new("attention of parts", (n_splits, batch, n_heads, seq, d_rounded), FP32),
+            )
+        state, unused = run.new("random state", (2,), INT64), run.new("random offset", (), INT64)
+        if dropout:
+            state = run.new("random state", (2,), INT64)
+        del parts
+        return y, lse, state, unused
 
-    y, lse, random_state = run.kept(compute, _attention_flops(q))
+    y, *others = run.kept(compute, _attention_flops(q))
     out = Tensor(run, q_shape, dtype, y.storage)
-    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse, random_state), backward)
+    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, *others), backward)
+    return y
+
+
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output, each row's log-sum-exp and the random state.
+
+    Backward's workspace is what cuDNN's frontend asks for: a float32 accumulator for dq and each row's dot.
+
+    Neglects: what the engine that cuDNN chooses asks for beyond that, which only a real GPU tells.
+
+    Source: aten/src/ATen/native/cudnn/MHA.cpp (`run_cudnn_SDP_fprop`, `run_cudnn_SDP_bprop`),
+    cudnn_frontend/node/scaled_dot_product_flash_attention.h.
+    """
+    run, dtype = q.run, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    q_shape, kv_shape = q.shape, k.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        r = grad.run
+        grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
+        r.new("sums of dq and dots", (batch, n_heads, seq, d_head + 1), FP32)
+        return grads
+
+    def compute() -> tuple[Tensor, ...]:
+        random = run.new("random seed", (), INT64), run.new("random offset", (), INT64)
+        y = run.new("attention", q_shape, dtype)
+        return y, run.new("log-sum-exp", (batch, n_heads, seq), FP32), *random
+
+    y, *others = run.kept(compute, _attention_flops(q))
+    out = Tensor(run, q_shape, dtype, y.storage)
+    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, *others), backward)
     return y
 
 
@@ -725,9 +934,16 @@ def cross_entropy(logits: Tensor) -> Tensor:
     run = logits.run
     if run.setting.loss_chunks == 1:
         return _cross_entropy(run.cast(logits, FP32))
-    losses = [_cross_entropy_of_piece(piece) for piece in _pieces(logits, run.setting.loss_chunks)]
-    nodes = tuple([loss.node for loss in losses])
-    return run.new("loss", (), FP32, run.node(nodes, (), lambda grad, saved: (grad,) * len(nodes)))
+    first, *others = _pieces(logits, run.setting.loss_chunks)
+    total = _cross_entropy_of_piece(first)
+    added: tuple[Tensor, ...] = ()
+    for piece in others:
+        loss = _cross_entropy_of_piece(piece)
+        added = total, loss  # which `functools.reduce` holds until it has the next loss
+        total = total + loss
+        del loss
+    del added
+    return run.new("loss", (), FP32, run.node((total.node,), (), _same_backward))
 
 
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
@@ -744,8 +960,9 @@ def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
 
     log_p = run.new("log-probabilities", shape, FP32)
     log_p.node = run.node((logits.node,), (Tensor(run, shape, FP32, log_p.storage),), softmax_backward)
-    total_weight = run.new("total weight", (), FP32)
-    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
+    loss, total_weight = run.new("loss", (), FP32), run.new("total weight", (), FP32)
+    loss.node = run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward)
+    return loss
 
 
 def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
@@ -831,6 +1048,22 @@ def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor
     del target_values
     total_weight = run.new("total weight", (), FP32)
     return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
+
+
+def share_of_loss(loss: Tensor) -> Tensor:
+    """The loss over the number of micro-batches."""
+    return loss.run.new("loss over the micro-batches", (), FP32, _scalar_node(loss))
+
+
+def scaled_loss(loss: Tensor) -> Tensor:
+    """The loss times the scaler's scale in float16, else the loss itself."""
+    if not loss.run.setting.scales_loss:
+        return loss
+    return loss.run.new("scaled loss", (), FP32, _scalar_node(loss))
+
+
+def _scalar_node(loss: Tensor) -> Node:
+    return loss.run.node((loss.node,), (), _same_backward)
 
 
 def gradient_of_loss(run: Run) -> Tensor:

@@ -16,6 +16,7 @@ class DType(NamedTuple):
 
 
 FP32: Final = DType("float32", 4)
+FP64: Final = DType("float64", 8)
 BF16: Final = DType("bfloat16", 2)
 FP16: Final = DType("float16", 2)
 BOOL: Final = DType("bool", 1)

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import MissingRule
-from memplan.shapes import FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
+from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
 
 Backend = Literal["gloo", "nccl", "fake"]
 
@@ -56,6 +56,11 @@ class Setting:
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scaler multiplies the loss: in float16."""
+        return FP16 in (self.autocast, self.weight_dtype)
 
     @property
     def gathers_in_copies(self) -> bool:
@@ -189,10 +194,11 @@ class Tensor:
 
     def __add__(self, other: "Tensor") -> "Tensor":
         """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
+        run = self.run
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
-        left, right = self.run.promoted(self, dtype), self.run.promoted(other, dtype)
-        node = self.run.node((left.node, right.node), (), _add_backward)
-        return self.run.new("residual", left.shape, dtype, node)
+        left, right = run.promoted(self, dtype), run.promoted(other, dtype)
+        node = run.node((left.node, right.node), (), _add_backward)
+        return run.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
         """Elementwise product of equal shapes; saves both factors."""
@@ -205,7 +211,8 @@ def _add_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tens
 
 
 def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    return grad.run.new("grad", grad.shape, grad.dtype), grad.run.new("grad", grad.shape, grad.dtype)
+    of_right = grad.run.new("grad", grad.shape, grad.dtype)
+    return grad.run.new("grad", grad.shape, grad.dtype), of_right
 
 
 class Run:
@@ -224,6 +231,7 @@ class Run:
         "_wanted",
         "calls",
         "events",
+        "first_products",
         "flops",
         "nodes",
         "parameters",
@@ -239,6 +247,7 @@ class Run:
         self.parameters: dict[str, Parameter] = {}
         self.calls: list[Call] = []
         self.flops = 0
+        self.first_products: dict[str, Buffer] = {}
         self.phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -388,6 +397,11 @@ class Run:
         if x.dtype == dtype or self.setting.device.casts_in_copies:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
+
+    def product(self) -> None:
+        """A matrix product has got its result: the first one of either pass is known by that."""
+        direction = "forward" if self.phase == "forward" else "backward"
+        self.first_products.setdefault(direction, self.events[-1].buffer)
 
     def collective(self, kind: str, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""

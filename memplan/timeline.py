@@ -8,15 +8,19 @@ needs no event loop: a stretch repeated n times reaches its high in its first or
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from memplan.shapes import KINDS, Buffer, Event, Kind
+
+PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
+"""What a stage does with a micro-batch; schedules may divide the backward pass."""
 
 
 class Stretch(NamedTuple):
     """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
 
-    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0.
+    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `micro_batch`: it is what a
+    stage (its place on the rank) does with its next micro-batch, in one part of its work.
     """
 
     name: str
@@ -25,6 +29,7 @@ class Stretch(NamedTuple):
     repeats: int
     net_bytes: int
     high_bytes: int
+    micro_batch: tuple[int, PassPart] | None = None
 
 
 def allocs(*buffers: Buffer) -> tuple[Event, ...]:
@@ -65,6 +70,11 @@ def chain(name: str, *parts: Stretch) -> Stretch:
         high = max(high, live + part.high_bytes)
         live += part.net_bytes
     return Stretch(name, (), parts, 1, live, high)
+
+
+def passed(stage: int, part: PassPart, *parts: Stretch) -> Stretch:
+    """What a stage does with its next micro-batch."""
+    return chain(part, *parts)._replace(micro_batch=(stage, part))
 
 
 def repeated(part: Stretch, n: int) -> Stretch:
@@ -155,7 +165,7 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
     if stretch.repeats > 1:
         part = stretch.parts[0]
         if part.net_bytes > 0:
-            _add_net(part, alive, stretch.repeats - 1)
+            add_net(part, alive, stretch.repeats - 1)
             return f"{alive_at_high(part, alive)}, last of {stretch.repeats}"
         return f"{alive_at_high(part, alive)}, first of {stretch.repeats}"
     if stretch.parts:
@@ -165,7 +175,7 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
                 best, worst = live + part.high_bytes, i
             live += part.net_bytes
         for part in stretch.parts[:worst]:
-            _add_net(part, alive, 1)
+            add_net(part, alive, 1)
         return alive_at_high(stretch.parts[worst], alive)
     live = 0
     pending: list[Event] = []
@@ -181,11 +191,12 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
     return stretch.name
 
 
-def _add_net(stretch: Stretch, alive: Alive, times: int) -> None:
+def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
+    """Add to `alive` what a stretch leaves, so many times over, or take from it what the stretch frees."""
     for event in stretch.events:
         alive[event.buffer] += event.sign * times
     for part in stretch.parts:
-        _add_net(part, alive, times * stretch.repeats)
+        add_net(part, alive, times * stretch.repeats)
 
 
 def running_bytes(stretch: Stretch, start: int = 0) -> Iterator[tuple[str, int]]:

@@ -38,10 +38,10 @@ from memplan.plan import (
     check_device,
     check_plan,
 )
-from memplan.shapes import KINDS, Buffer, Event
+from memplan.shapes import FP32, KINDS, Buffer, Event
 from memplan.tables import ledger_rows
 from memplan.tape import CPU_RANDOM_STATE_BYTES
-from memplan.timeline import Stretch, events, running_bytes
+from memplan.timeline import Stretch, events, n_bytes_of, running_bytes
 
 
 def laws(max_examples: int) -> settings:
@@ -74,7 +74,12 @@ class Case(NamedTuple):
     def held_bytes(self, **changes: Any) -> int:
         """Weights, gradients and optimizer state of the data-parallel rank that holds most of them."""
         n = changes.get("dp", self.plan.dp)
-        return max(self.on(dp_rank, **changes).states.total_bytes for dp_rank in range(n))
+        return max(on_device_bytes(self.on(dp_rank, **changes)) for dp_rank in range(n))
+
+
+def on_device_bytes(rank: StageEstimate) -> int:
+    """States but for Adam's step counts that are the host's."""
+    return rank.states.total_bytes - n_bytes_of(rank.timeline.step_counts)
 
 
 @st.composite
@@ -284,14 +289,15 @@ def test_larger_micro_batches_never_lower_the_peak(case):
 
 @laws(80)
 @given(cases(pp=st.integers(2, 4), schedule=st.just("1f1b")))
-def test_1f1b_needs_no_more_for_more_micro_batches_but_the_batch_itself(case):
+def test_1f1b_needs_no_more_for_more_micro_batches_but_the_batch_itself_and_its_losses(case):
     plan = case.plan
     per_micro_batch = plan.n_replicas * plan.micro_batch
     first, second = ((2 * plan.pp + 3 + more) * per_micro_batch for more in (0, 3))
     of_step = [
         rank.peak_bytes - rank.rest_bytes for n in (first, second) for rank in [case.on(global_batch=n)]
     ]
-    assert of_step[0] == of_step[1]
+    losses = 3 if case.of().last else 0
+    assert of_step[1] - of_step[0] == losses * FP32.itemsize
 
 
 @laws(80)
@@ -407,7 +413,7 @@ def test_pipeline_stages_cover_the_model(case):
 def test_the_rank_that_stands_for_a_stage_holds_most_states(case):
     stage = case.of()
     fullest = stage.on_fullest_rank().rank
-    assert case.on(fullest.dp).states.total_bytes == case.held_bytes()
+    assert on_device_bytes(case.on(fullest.dp)) == case.held_bytes()
 
 
 # FSDP2's options
@@ -689,12 +695,13 @@ def test_zeroed_gradients_stay_where_freed_ones_leave(case):
 
 @laws(80)
 @given(cases(precision=st.just("fp16-mixed")))
-def test_float16_takes_what_bfloat16_takes_and_asks_for_overflows(case):
+def test_float16_takes_what_bfloat16_takes_and_its_loss_scale_and_asks_for_overflows(case):
     half, brain = case.on(), case.on(precision="bf16-mixed")
-    assert (half.states, half.peak_bytes) == (brain.states, brain.peak_bytes)
+    assert half.states == brain.states
+    assert 0 <= half.peak_bytes - brain.peak_bytes <= 4 * FP32.itemsize
     asked = [c for c in half.collectives if c.what == "overflows"]
     assert [c for c in half.collectives if c not in asked] == list(brain.collectives)
-    assert {c.payload_bytes for c in asked} <= {4}
+    assert {c.payload_bytes / c.calls for c in asked} <= {4}
     assert bool(asked) == (case.plan.fsdp or case.plan.tp > 1 or case.plan.pp > 1)
 
 

@@ -60,7 +60,8 @@ def test_device_memory_is_address_space_that_ends_where_the_gpu_s_does(tmp_path)
     subprocess.run(command, check=True, timeout=120)
     around = {
         "MEMPLAN_NOGPU_NAME": "x", "MEMPLAN_NOGPU_CAPABILITY": "86", "MEMPLAN_NOGPU_MULTIPROCESSORS": "2",
-        "MEMPLAN_NOGPU_BYTES": str(101 * 2**30),
+        "MEMPLAN_NOGPU_BYTES": str(101 * 2**30), "MEMPLAN_NOGPU_KERNELS": "80",
+        "MEMPLAN_NOGPU_THREADS": "1536",
     }  # fmt: skip
     done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=True, env=around)
     assert done.stdout.splitlines() == [
@@ -91,6 +92,8 @@ def test_without_a_compiler_there_is_one_line(monkeypatch):
 
 def test_only_processes_started_for_it_get_the_stand_in(monkeypatch, tmp_path):
     monkeypatch.setattr("validate.nogpu.processes.library", lambda: tmp_path / build.LIBRARY)
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_80 sm_86 sm_90", raising=False)
+    assert environment_for(gpu("l40s"))["MEMPLAN_NOGPU_KERNELS"] == "86"
     around = environment_for(gpu("h100-sxm"))
     assert around["LD_PRELOAD"] == str(tmp_path / build.LIBRARY)
     assert around["MEMPLAN_NOGPU_CAPABILITY"] == "90"

@@ -32,9 +32,9 @@ GPT = Gpt(name="small gpt", n_layers=3, d_model=64, n_heads=4, d_ff=128, vocab_s
 
 
 def limited(text: str, usable_bytes: int) -> Cluster:
-    """A cluster of GPUs with less memory."""
+    """A cluster of GPUs with less memory: so much, and cuBLAS's two workspaces and the margin left free."""
     where = memplan.cluster(text)
-    return replace(where, gpu=replace(where.gpu, usable_bytes=usable_bytes))
+    return replace(where, gpu=replace(where.gpu, usable_bytes=usable_bytes + 68 * MiB))
 
 
 def plan_of(row: Any, base: Plan) -> Plan:
@@ -276,7 +276,7 @@ def test_the_longest_sequence_is_the_longest():
 
 
 def test_the_fewest_gpus_and_the_longest_sequence_are_objectives_too():
-    small = limited("4xh100-sxm", 4 * MiB)
+    small = limited("4xh100-sxm", 3 * MiB)
     few = memplan.search(LLAMA, cluster=small, global_batch=8, objective="gpus", seq_len=64, keep=5)
     assert few.attrs["cluster"] == "2xh100-sxm"
     assert few["verdict"].tolist()[:5] == ["fits"] * 5
@@ -289,7 +289,7 @@ def test_the_fewest_gpus_and_the_longest_sequence_are_objectives_too():
     assert found["peak_bytes"].iloc[0] == longest.fit[0].peak_bytes
     with pytest.raises(PlanRefused, match=r"does not fit on 4xh100-sxm \(nearest: .*; use more GPUs"):
         memplan.search(
-            LLAMA, cluster=limited("4xh100-sxm", MiB // 4), global_batch=8, seq_len=64, objective="gpus"
+            LLAMA, cluster=limited("4xh100-sxm", -MiB), global_batch=8, seq_len=64, objective="gpus"
         )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memplan.device import CPU, CPU_OF_SHAPES, H100, Device
+from memplan.device import A100, CPU, CPU_OF_SHAPES, H100, Device
 from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
 from memplan.shapes import BF16, FP32, INT64, DType, Event
@@ -161,7 +161,7 @@ def test_a_sum_passes_its_gradient_to_both_without_a_copy():
     "device, copied",
     [
         (CPU, ["+copy as float32", "+residual", "-copy as float32"]),
-        *[(d, ["+residual"]) for d in (H100, CPU_OF_SHAPES)],
+        *[(d, ["+residual"]) for d in (A100, CPU_OF_SHAPES)],
     ],
 )
 def test_a_sum_is_in_the_wider_type_and_only_cpus_kernels_copy_what_is_narrow(device, copied):

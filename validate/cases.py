@@ -46,7 +46,10 @@ LEAST_STEPS: Final = 6
 
 
 GPU_STEPS: Final = 10
-"""On GPUs: two to warm up, one whose collectives are counted, one observed; six are timed."""
+"""On GPUs: three to warm up, one observed; six are timed. One more, with its collectives counted, follows."""
+
+UNTIMED_STEPS: Final = 4
+"""Where many layers are run to no end but their memory: three to warm up, one observed."""
 
 
 FAKE_STEPS: Final = 2

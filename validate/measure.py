@@ -61,8 +61,8 @@ class States:
     optimizer_bytes: int
 
 
-ALLOCATOR_STEPS: Final = (1, 2, 10)
-"""After which steps CUDA's allocator is asked what it has held so far: it settles within the first ones."""
+ALLOCATOR_STEPS: Final = frozenset({1, 2, 10})
+"""After which steps, and the last, CUDA's allocator is asked what it has held so far: it settles early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +188,11 @@ def measured_rank(
 
     One thread and no oneDNN, whose scratch memory depends on the CPU's model; garbage is collected between
     steps only, so that no peak depends on when, and among what came after the imports only, since looking
-    through those takes half a second. The process group of all ranks must exist if there is more than one.
-    Without data one step is counted and observed, for none is like another's.
+    through those takes half a second. On a GPU collectives are counted in a step beyond the case's: a counted
+    step frees some tensors later, and the allocator would have them elsewhere ever after. Without data one
+    step is counted and observed, for none is like another's.
+
+    The process group of all ranks must exist if there is more than one.
     """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
@@ -197,7 +200,7 @@ def measured_rank(
     gc.freeze()
     count_all_threads()
     has_data = case.tensors == "real"
-    gpu = GpuWatch(snapshot) if device.type == "cuda" else None
+    gpu = GpuWatch(ALLOCATOR_STEPS | {case.steps}, snapshot) if device.type == "cuda" else None
     with nullcontext() if gpu is not None else profile() as warm_up:
         training = prepare(case, rank, device)
         if gpu is not None:
@@ -212,7 +215,7 @@ def measured_rank(
         losses += [training.step() for _ in range(1, n_warm_up(case))]
         counter = CollectiveCounter(training.axis_of_group)
         if has_data:
-            with counter:
+            with counter if gpu is None else nullcontext():
                 losses.append(training.step())
     if gpu is not None:
         more_losses, seen = gpu.observed(training)
@@ -227,6 +230,9 @@ def measured_rank(
         losses.append(loss)
         if case.is_timed:
             step_s.append(seconds)
+    if gpu is not None:
+        with counter:
+            training.step()
     trained_at_s = time.monotonic()
     states, memory = seen()
     return RankMeasurement(
@@ -395,11 +401,12 @@ def _peak_by_kind(step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, se
 class GpuWatch:
     """What CUDA's caching allocator says of a training, by its own statistics.
 
-    `context_bytes` of the device are in use before there is any tensor. The allocations of the observed step
-    are written to `snapshot`.
+    `context_bytes` of the device are in use before there is any tensor. The allocator is asked after `steps`;
+    the allocations of the observed step are written to `snapshot`.
     """
 
-    def __init__(self, snapshot: Path | None = None) -> None:
+    def __init__(self, steps: frozenset[int], snapshot: Path | None = None) -> None:
+        self._steps = steps
         self.context_bytes = device_bytes()
         self._snapshot = snapshot
         self._n_steps = self._allocated_bytes = self._reserved_bytes = 0
@@ -439,7 +446,7 @@ class GpuWatch:
 
     def _after_step(self) -> None:
         self._n_steps += 1
-        if self._n_steps in ALLOCATOR_STEPS:
+        if self._n_steps in self._steps:
             self._see()
             self._peaks.append(
                 AllocatorPeaks(

@@ -98,7 +98,11 @@ def materialised(module: nn.Module, device: torch.device, *, offload: bool = Fal
     """
     if not any(parameter.is_meta for parameter in module.parameters()):
         return module
+    tied = _untied(module)
     module.to_empty(device="cpu" if offload else device)
+    for name, first in tied.items():
+        above, _, attribute = name.rpartition(".")
+        module.get_submodule(above).register_parameter(attribute, module.get_parameter(first))
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             setattr(owner, name, buffer.to(device))
@@ -108,3 +112,15 @@ def materialised(module: nn.Module, device: torch.device, *, offload: bool = Fal
     for buffer in module.buffers():
         nn.init.ones_(buffer)
     return module
+
+
+def _untied(module: nn.Module) -> dict[str, str]:
+    """Takes out all uses of tied weights but the first; each use taken out, with the first one's name."""
+    first: dict[nn.Parameter, str] = {}
+    taken: dict[str, str] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if first.setdefault(parameter, name) != name:
+            above, _, attribute = name.rpartition(".")
+            module.get_submodule(above).register_parameter(attribute, None)
+            taken[name] = first[parameter]
+    return taken

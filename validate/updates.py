@@ -128,7 +128,8 @@ def scaler_of(plan: Plan, device: torch.device) -> GradScaler:
     scaler = (ShardedGradScaler if asks else GradScaler)(
         device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16-mixed"
     )
-    scaler.scale(torch.ones((), device=device))
+    if scaler.is_enabled():
+        scaler.scale(torch.ones((), device=device))
     return scaler
 
 

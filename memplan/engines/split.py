@@ -12,7 +12,7 @@ from typing import Final
 
 from memplan.engines.trace import EMPTY, Block, Marks, Segment, Trace, entry_of, run_block
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
 from memplan.shapes import Buffer, DType, Event, Kind, Shape
 from memplan.tape import Run, Setting, SplitBackward, Tensor
@@ -69,19 +69,22 @@ def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, ki
         ends.append(len(run.nodes))
     held = Tensor(run, x.shape, x.dtype, x.storage)
     loss = head = EMPTY
+    grad: Tensor | None = None
+    held_loss: Tensor | None = None
     if last:
         logits = model.head(x)
         del x
         names.give(cut.segment(), trace.head)
         run.leave_autocast()
         n_head = len(run.nodes)
-        end = cross_entropy(logits)
+        end = scaled_loss(share_of_loss(cross_entropy(logits)))
         held = Tensor(run, logits.shape, logits.dtype, logits.storage)
-        grad = gradient_of_loss(run)
         names.give(cut.segment(), trace.loss)
+        grad = gradient_of_loss(run)
         split = SplitBackward(run)
         run.start_backward(end, grad)
-        del end, grad, logits
+        held_loss = Tensor(run, end.shape, end.dtype, end.storage)
+        del end, logits
         split.input(down_to=n_head)
         loss = names(cut.segment())
         split.input(down_to=ends[-1])
@@ -99,6 +102,7 @@ def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, ki
             input_grad = run.nodes.pop().grad
             names.call(input_grad, trace.boundary_grad)
         blocks.append((names(cut.segment(), repeats=times[i]), times[i]))
+    grad = None
     split.end_input()
     end_input = names.by_repeats(cut.segment())
     weights: list[tuple[Segment, int]] = []
@@ -109,7 +113,7 @@ def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, ki
     weights_head = names(cut.segment())
     split.end_weights()
     weights_end = names.by_repeats(cut.segment())
-    del held, input_grad
+    del held, held_loss, input_grad
     return SplitTrace(
         loss=loss,
         head=head,

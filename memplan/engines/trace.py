@@ -7,7 +7,7 @@ from typing import Any
 
 from memplan.errors import MissingRule
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
 from memplan.shapes import INT64, Buffer, Event, Parameter
 from memplan.tape import Call, Run, Setting, Tensor
@@ -69,9 +69,12 @@ class Trace:
             the boundary and its gradient.
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
+        end_of_backward: frees what the backward pass has begun with, and the loss unless a schedule holds it.
+        release_loss: frees the loss that a pipeline schedule holds until it returns.
         release: frees the stage's output, which a pipeline schedule holds until the backward pass is over.
         release_input_grad: frees the gradient that is sent to the stage before.
-        boundary: the tensor handed from block to block and from stage to stage.
+        first_product, first_product_backward: the results of the first matrix products of either pass.
+        boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
     """
 
@@ -84,15 +87,28 @@ class Trace:
     n_loss_backward: int = 0
     blocks: tuple[Block, ...]
     embed_backward: Segment = EMPTY
+    end_of_backward: Segment = EMPTY
     release: Segment = EMPTY
+    release_loss: Segment = EMPTY
     release_input_grad: Segment = EMPTY
     embed_parameters: tuple[Parameter, ...] = ()
     block_parameters: tuple[Parameter, ...]
     head_parameters: tuple[Parameter, ...] = ()
+    first_product: Buffer | None
+    first_product_backward: Buffer | None
     boundary: Buffer
+    sent: Buffer
     boundary_grad: Buffer
     block_flops: int
     head_flops: int = 0
+
+    def sending(self, forward: Segment) -> Segment:
+        """A block's forward pass whose output is `sent`."""
+        events = [
+            Event(e.sign, self.sent) if e.sign > 0 and e.buffer is self.boundary else e
+            for e in forward.events
+        ]
+        return Segment(tuple(events), forward.calls, forward.flops)
 
 
 class Marks:
@@ -143,12 +159,13 @@ def without_blocks(trace: Trace) -> Trace:
 
     The last stage's head then makes the gradient of what the stage has received.
     """
-    received, sent = Without(trace.boundary), Without(trace.boundary_grad)
+    received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
     return replace(
         trace,
+        embed=trace.sending(trace.embed),
         head=received(trace.head),
         head_backward=received(trace.head_backward),
-        embed_backward=sent(trace.embed_backward),
+        embed_backward=without_grad(trace.embed_backward),
     )
 
 
@@ -183,7 +200,8 @@ def _traced(
     n_block = len(run.nodes)
     run.leave_autocast()
     block_casts = cut.segment()
-    head = head_casts = loss = head_backward = EMPTY
+    head = head_casts = loss = head_backward = end_of_backward = release_loss = EMPTY
+    ends: list[Tensor] = []
     head_parameters: tuple[Parameter, ...] = ()
     n_loss_backward = 0
     held: Tensor | None = None
@@ -197,10 +215,14 @@ def _traced(
         end = cross_entropy(logits)
         held = logits if keep_logits else None
         del logits
-        start = gradient_of_loss(run)
+        end = share_of_loss(end)
+        scaled = scaled_loss(end)
+        ends = [Tensor(run, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
+        del end
         loss = cut.segment()
-        run.start_backward(end, start)
-        del end, start
+        start = gradient_of_loss(run)
+        run.start_backward(scaled, start)
+        del scaled
         run.backward(down_to=n_head)
         n_loss_backward = len(run.events) - cut.n_events
         run.backward(down_to=n_block)
@@ -217,6 +239,13 @@ def _traced(
         input_grad = None
     run.backward()
     embed_backward = cut.segment()
+    if last:
+        del start
+    if not keep_logits:
+        ends.clear()
+    end_of_backward = cut.segment()
+    ends.clear()
+    release_loss = cut.segment()
     del held
     release = cut.segment()
     del input_grad
@@ -226,6 +255,7 @@ def _traced(
     if "activations" in (entry.kind, boundary.kind):
         boundary.kind = "activations"
     same = _Renamed({entry: boundary})
+    sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
     inside = (lambda segment: segment) if first else Without(entry)
     return Trace(
         embed=same(inside(embed)),
@@ -245,12 +275,17 @@ def _traced(
             ),
         ),
         embed_backward=same(embed_backward),
-        release=same(release),
+        end_of_backward=end_of_backward,
+        release=release if last else _Renamed({boundary: sent})(release),
+        release_loss=release_loss,
         release_input_grad=release_input_grad,
         embed_parameters=embed_parameters,
         block_parameters=block_parameters,
         head_parameters=head_parameters,
+        first_product=run.first_products.get("forward"),
+        first_product_backward=run.first_products.get("backward"),
         boundary=boundary,
+        sent=sent,
         boundary_grad=boundary_grad,
         block_flops=block.flops,
         head_flops=head.flops,

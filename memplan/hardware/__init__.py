@@ -2,7 +2,7 @@
 
 from memplan.hardware.cluster import Cluster, cluster, gpus_per_node, resolve_cluster
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
-from memplan.hardware.overheads import Interval, cublas_workspace_bytes, outside_allocator
+from memplan.hardware.overheads import Interval, outside_allocator
 
 __all__ = [
     "DTYPES",
@@ -11,7 +11,6 @@ __all__ = [
     "Interval",
     "Link",
     "cluster",
-    "cublas_workspace_bytes",
     "gpu",
     "gpu_names",
     "gpus_per_node",

@@ -1,4 +1,4 @@
-"""What a process holds on a GPU beside its tensors: cuBLAS workspaces, CUDA's context, NCCL's buffers."""
+"""What a process holds on a GPU out of the caching allocator: CUDA's context, NCCL's buffers."""
 
 import tomllib
 from functools import cache
@@ -6,7 +6,6 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from memplan.hardware.gpu import Gpu
 from memplan.units import MiB
 
 
@@ -22,19 +21,6 @@ def overhead_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `overheads.toml` as they stand there, read once, at first use."""
     text = files("memplan.hardware").joinpath("overheads.toml").read_text(encoding="utf-8")
     return MappingProxyType(tomllib.loads(text))
-
-
-def cublas_workspace_bytes(gpu: Gpu | None) -> int:
-    """The workspace of one cuBLAS handle on a GPU; on one that is not known, the smaller one.
-
-    >>> from memplan.hardware import gpu
-    >>> cublas_workspace_bytes(gpu("h100-sxm")) // MiB, cublas_workspace_bytes(gpu("a100-80-sxm")) // 2**10
-    (32, 8320)
-    """
-    table = overhead_table()
-    hopper = table["cublas-workspace-hopper"]
-    of_gpu = hopper if gpu is not None and gpu.name in hopper["gpus"] else table["cublas-workspace"]
-    return int(of_gpu["mib"] * MiB)
 
 
 def outside_allocator(n_communicators: int) -> Interval:

@@ -1,7 +1,10 @@
 """What a process is started with so that PyTorch finds the GPU that is not there."""
 
 import os
+import re
 from typing import Final
+
+import torch
 
 from memplan.errors import InvalidValue
 from memplan.hardware import Gpu
@@ -32,6 +35,22 @@ def environment_for(gpu: Gpu) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": str(played.parent),
         "MEMPLAN_NOGPU_NAME": f"{gpu.title} (not there)",
         "MEMPLAN_NOGPU_CAPABILITY": str(10 * major + minor),
+        "MEMPLAN_NOGPU_KERNELS": str(_kernels(10 * major + minor)),
         "MEMPLAN_NOGPU_MULTIPROCESSORS": str(gpu.multiprocessors),
+        "MEMPLAN_NOGPU_THREADS": str(gpu.device.threads_per_multiprocessor),
         "MEMPLAN_NOGPU_BYTES": str(gpu.usable_bytes),
     }
+
+
+def _kernels(capability: int) -> int:
+    """For which compute capability (86 is 8.6) the kernels are built that a GPU of this one would run.
+
+    A GPU runs those of the nearest earlier minor version, else what the driver compiles from an earlier major
+    one. Of a GPU that is older than all of them the oldest are taken, as an earlier build would have its own.
+
+    Source: CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility".
+    """
+    built = sorted(int(number) for number in re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags() or ""))
+    earlier = [number for number in built if number <= capability]
+    same_major = [number for number in earlier if number // 10 == capability // 10]
+    return max(same_major or earlier or built[:1])

@@ -14,7 +14,7 @@ from memplan.hardware import gpu
 from memplan.models import preset
 from memplan.plan import PRECISIONS
 from memplan.tape import Backend
-from validate.cases import GPU_STEPS, Case, title
+from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, title
 from validate.gpus import Gpus
 from validate.suites.models import in_small
 
@@ -236,7 +236,9 @@ def _on_cpu(model: Model, plan: Plan, **settings: Any) -> Case:
 
 
 def _on_gpu(model: Model, plan: Plan, gpus: Gpus, **settings: Any) -> Case:
-    case = Case(name=_name(model, plan), model=model, plan=plan, steps=GPU_STEPS, **settings)
+    in_short = gpus.device == "nogpu" and settings.get("backend") == "fake"
+    steps = UNTIMED_STEPS if in_short else GPU_STEPS
+    case = Case(name=_name(model, plan), model=model, plan=plan, steps=steps, **settings)
     return replace(case, device=gpus.device, gpu=gpus.known_as)
 
 

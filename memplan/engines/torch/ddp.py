@@ -167,6 +167,7 @@ class ReplicatedPasses(Passes):
             self._reduced("backward: loss and head", self.trace.head_backward, drops, filled),
             *self._replicated_blocks(drops, filled),
             *self._end(drops, filled),
+            *self.returned(),
         )
 
     def _filled(self) -> Iterator[Bucket | None]:

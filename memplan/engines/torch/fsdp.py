@@ -6,7 +6,7 @@ Source: torch/distributed/fsdp/_fully_shard.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from memplan.engines.torch.passes import Passes, backward_order, forward_order, from_outside, gradients
+from memplan.engines.torch.passes import Passes, backward_order, from_outside, gradients
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
@@ -354,7 +354,7 @@ class ShardedPasses(Passes):
 
         parts = [in_turn("forward: embedding", opened(units.root))]
         parts.append(within("forward: embedding", units.embed, (trace.embed, 1)))
-        for unit, segments, times in grouped(forward_order(self.stage.blocks), units.groups):
+        for unit, segments, times in grouped(self.stage.forward_order, units.groups):
             parts.append(repeated(within("forward: block", unit, *segments), times))
         if self.stage.last:
             parts.append(within("forward: head", units.head, (trace.head, 1)))
@@ -417,7 +417,7 @@ class ShardedPasses(Passes):
         if reducing is not None:
             turns += [*units.finalize(first=first), (frees(reducing.reduce_input), 1)]
         parts.append(in_turn("backward: embedding", turns))
-        return chain("backward", *parts)
+        return chain("backward", *parts, *self.returned())
 
     def kept(self, segment: Segment, first: bool, pending: bool) -> tuple[Event, ...]:
         """A backward segment's events: unsharded gradients are added to older ones under a schedule only.

@@ -5,12 +5,12 @@ or partial, each tensor rank knowing a part of the sum. Every operation that rea
 makes a copy that is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from memplan.engines.torch.stage import MOMENTS, RankStages
 from memplan.plan import MESH_AXES, Axis, Plan
-from memplan.shapes import FP32, Buffer, Event, Parameter, buffer_of
+from memplan.shapes import FP32, FP64, Buffer, Event, Parameter, buffer_of
 from memplan.timeline import Stretch, allocs, chain, events, frees
 
 Counted = Sequence[tuple[Parameter, int]]
@@ -26,15 +26,31 @@ AllReduces = tuple[Axis, str, int, int]
 """The mesh axis of all-reduces, their purpose, their number, the payload bytes of all of them."""
 
 
-def update(stages: RankStages, *, one_by_one: bool = False) -> Stretch:
-    """The optimizer's part of a step; the loss scaler's scalars are left out.
+def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
+    """The optimizer's part of a step.
 
-    `one_by_one`: what is allocated for all parameters at the same time is so many tensors, rather than one of
-    as many bytes.
+    `in_order`: each parameter in the module's order, rather than equal ones of different blocks at once.
     """
-    clipping = [] if stages.plan.clip_grad_norm is None else [events("gradient clipping", _clipping(stages))]
-    roots = _each_root if one_by_one else _all_roots
-    return chain("update", *clipping, events(UPDATE_NAME, _stepping(stages, roots)))
+    clips = stages.plan.clip_grad_norm is not None
+    clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
+    unscaling, scaled = _unscaling(stages)
+    return chain("update", *unscaling, *clipping, events(UPDATE_NAME, _stepping(stages, in_order)), *scaled)
+
+
+def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
+    """What the loss scaler takes to unscale the gradients, and what it drops once the weights are updated.
+
+    Source: torch/amp/grad_scaler.py (`unscale_`, `_unscale_grads_`, `_MultiDeviceReplicator`).
+    """
+    if stages.plan.precision != "fp16-mixed":
+        return [], []
+    scale, inverse = (buffer_of(name, (), FP64) for name in ("scale", "inverse of the scale"))
+    narrow, found = buffer_of("inverse of the scale", (), FP32), buffer_of("found an overflow", (), FP32)
+    copies = [buffer_of(f"copy of: {buffer.name}", (), FP32) for buffer in (found, narrow)]
+    made = [*allocs(scale, inverse), *frees(scale), *allocs(narrow), *frees(inverse), *allocs(found, *copies)]
+    return [events("unscaling of gradients", [*made, *frees(copies[1], narrow, found)])], [
+        events("unscaling of gradients", frees(copies[0]))
+    ]
 
 
 def implementation(stages: RankStages) -> str:
@@ -47,23 +63,23 @@ def implementation(stages: RankStages) -> str:
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
-def _stepping(stages: RankStages, roots: Callable[[RankStages, Counted], list[Buffer]]) -> Iterator[Event]:
+def _stepping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     match implementation(stages):
         case "for-loop":
-            yield from _one_by_one(stages)
+            yield from _one_by_one(stages, in_order)
         case "foreach":
-            yield from _all_at_once(stages, roots)
+            yield from _all_at_once(stages, in_order)
         case _:
-            yield from _in_one_kernel(stages)
+            yield from _in_one_kernel(stages, in_order)
 
 
-def _one_by_one(stages: RankStages) -> Iterator[Event]:
+def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """Adam's denominator and its square root; the last parameter's denominator lives until the next one's.
 
     Source: torch/optim/adam.py (`_single_tensor_adam`), torch/optim/sgd.py (`_single_tensor_sgd`).
     """
     before: Buffer | None = None
-    for parameter in _in_order(stages):
+    for parameter in _one_after_the_other(stages, in_order):
         for copies in _reads(stages, [(parameter, 1)]):
             yield from (*allocs(*copies), *frees(*copies))
         if len(MOMENTS[stages.plan.optimizer]) == 2:
@@ -78,38 +94,28 @@ def _one_by_one(stages: RankStages) -> Iterator[Event]:
         yield from frees(before)
 
 
-def _all_at_once(stages: RankStages, roots: Callable[[RankStages, Counted], list[Buffer]]) -> Iterator[Event]:
+def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """The square roots of all of Adam's second moments, and all copies of gradients, at the same time.
 
     Source: torch/optim/adam.py (`_multi_tensor_adam`), torch/optim/sgd.py (`_multi_tensor_sgd`).
     """
-    for group in _lists(_updated(stages), apart=stages.plan.tp > 1 and not stages.plan.ddp):
+    for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         for copies in _reads(stages, group):
             yield from (*allocs(*copies), *frees(*copies))
         if len(MOMENTS[stages.plan.optimizer]) == 2:
-            made = roots(stages, group)
+            made = [
+                buffer_of(f"{p.name} (square root)", (n * _elements(stages, p),), stages.weight_dtype)
+                for p, n in group
+            ]
             yield from (*allocs(*made), *frees(*made))
 
 
-def _all_roots(stages: RankStages, group: Counted) -> list[Buffer]:
-    elements = sum(n * _elements(stages, parameter) for parameter, n in group)
-    return [buffer_of("square roots of all second moments", (elements,), stages.weight_dtype)]
-
-
-def _each_root(stages: RankStages, group: Counted) -> list[Buffer]:
-    return [
-        buffer_of(f"{parameter.name} (square root)", (_elements(stages, parameter),), stages.weight_dtype)
-        for parameter, n in group
-        for _ in range(n)
-    ]
-
-
-def _in_one_kernel(stages: RankStages) -> Iterator[Event]:
+def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """Nothing but the copies of gradients, each made once.
 
     Source: torch/optim/adam.py (`_fused_adam`), aten/src/ATen/native/FusedAdam.cpp.
     """
-    for group in _lists(_updated(stages), apart=stages.plan.tp > 1 and not stages.plan.ddp):
+    for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         copies = _copies(stages, group)
         yield from (*allocs(*copies), *frees(*copies))
 
@@ -149,7 +155,7 @@ def _copies(stages: RankStages, counted: Counted) -> list[Buffer]:
     ]
 
 
-def _clipping(stages: RankStages) -> Iterator[Event]:
+def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """The norm of each gradient, all of them stacked, and what DTensors' norms take to be summed over ranks.
 
     Partial gradients are summed for their norms, one by one or all at once as the optimizer works.
@@ -158,7 +164,7 @@ def _clipping(stages: RankStages) -> Iterator[Event]:
     (`_NormPartial`: raised to the power, all-reduced, and back).
     """
     one_by_one = stages.plan.optimizer_impl == "for-loop"
-    for group in _lists(stages.counted_parameters(), apart=stages.plan.tp > 1):
+    for group in _lists(_held(stages, in_order), apart=stages.plan.tp > 1):
         partial = [(p, n) for p, n in group if p.summed_over_tp]
         n_norms = sum(n for _, n in group)
         names = ["norms of gradients", "stacked norms of gradients"]
@@ -249,22 +255,44 @@ def _lists(counted: Counted, *, apart: bool) -> list[Counted]:
     return [found for found in lists if found]
 
 
-def _updated(stages: RankStages) -> Counted:
+def _held(stages: RankStages, in_order: bool) -> Counted:
+    """The parameters that this rank has gradients of."""
+    return [(p, 1) for p in stages.parameters()] if in_order else stages.counted_parameters()
+
+
+def _updated(stages: RankStages, in_order: bool) -> Counted:
     """The parameters that this rank updates."""
     if stages.owned is not None:
         return [(parameter, 1) for parameter in stages.owned]
-    return stages.counted_parameters()
+    return _held(stages, in_order)
 
 
-def _in_order(stages: RankStages) -> Sequence[Parameter]:
-    """The parameters that this rank updates, in order; of equal blocks the first two."""
+def _one_after_the_other(stages: RankStages, in_order: bool) -> Sequence[Parameter]:
+    """The parameters that this rank updates, as the module has them, or two of the blocks that are equal."""
     if stages.owned is not None:
         return stages.owned
+    if in_order:
+        return stages.parameters()
     found: list[Parameter] = []
     for stage in stages:
         blocks = [p for _ in range(min(stage.n_blocks, 2)) for p in stage.trace.block_parameters]
         found += (*stage.trace.embed_parameters, *blocks, *stage.trace.head_parameters)
     return found
+
+
+def states_in_order(stages: RankStages) -> Iterator[Buffer]:
+    """The optimizer's state on the device in the order that the first update makes it.
+
+    Source: torch/optim/adam.py (`_init_group`), torch/optim/sgd.py (`_multi_tensor_sgd`).
+    """
+    names = MOMENTS[stages.plan.optimizer]
+    for group in _lists(_updated(stages, in_order=True), apart=stages.plan.tp > 1 and not stages.plan.ddp):
+        for parameter, _ in group:
+            if stages.counts_steps:
+                yield buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")
+            for name in names:
+                elements = _elements(stages, parameter)
+                yield buffer_of(f"{parameter.name}.{name}", (elements,), stages.weight_dtype, "optimizer")
 
 
 def _elements(stages: RankStages, parameter: Parameter) -> int:

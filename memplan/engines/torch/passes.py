@@ -52,9 +52,7 @@ class Passes:
         return self._made[key]
 
     def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
-        blocks = (
-            repeated(segment.stretch("forward: block"), n) for segment, n in forward_order(self.stage.blocks)
-        )
+        blocks = (repeated(segment.stretch("forward: block"), n) for segment, n in self.stage.forward_order)
         embedding = self.trace.embed.stretch("forward: embedding")
         return chain("forward", embedding, *blocks, *self._forward_end(release))
 
@@ -81,7 +79,13 @@ class Passes:
             events("backward: loss and head", self.added(self.trace.head_backward, kept)),
             *self._blocks(kept),
             events("backward: embedding", self.added(self.trace.embed_backward, kept)),
+            *self.returned(),
         )
+
+    def returned(self) -> list[Stretch]:
+        """What goes when the backward pass returns."""
+        trace = self.trace
+        return [trace.end_of_backward.stretch("backward: end")] if self.stage.last else []
 
     def adds_to_older(self, first: bool) -> bool:
         """Whether a pass finds gradients that it adds its own to: another pass's, or zeroed ones."""
@@ -151,6 +155,10 @@ class Passes:
         """What the schedule still holds of a micro-batch: a stage's output."""
         return self.trace.release.stretch("release of the stage's output")
 
+    def release_loss(self) -> Stretch:
+        """The loss of a micro-batch, which the schedule holds until it returns."""
+        return self.trace.release_loss.stretch("release of the loss")
+
     def release_input_grad(self) -> Stretch:
         """The gradient that was sent to the stage before."""
         return self.trace.release_input_grad.stretch("release of the input's gradient")
@@ -171,15 +179,6 @@ class Passes:
         Of the gradients that are `summed`, after those that are `pending` have been added to them.
         """
         return []
-
-
-def forward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
-    """The forward passes of runs of blocks, and how often each: the stage's first block on its own."""
-    entry, n_entry = blocks[0]
-    if n_entry:
-        yield entry.entry, 1
-    for block, n in blocks:
-        yield block.forward, n - (block is entry)
 
 
 def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:

@@ -13,7 +13,7 @@ from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SPLITTING_SCHEDULES
 from memplan.shapes import Buffer
-from memplan.timeline import Alive, Stretch, chain, events, frees, repeated
+from memplan.timeline import Alive, PassPart, Stretch, chain, events, frees, passed, repeated
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """What FSDP2 has of a stage's weights: after a forward pass it frees those of the units that reshard."""
@@ -133,7 +133,8 @@ class _Runtime:
                 after = state._replace(weights="sharded")
             case _:
                 arrived = [self.sharded[local].wait_for_unshard()] if state.arriving else []
-                done = chain("pass", *arrived, *self._pass(action, state))
+                part: PassPart = "backward" if action.kind == "last-backward" else action.kind
+                done = passed(local, part, *arrived, *self._pass(action, state))
                 after = self._after(action, state)
                 if self.passes[local].defers:
                     after = _entered(action, after)
@@ -216,6 +217,8 @@ class _Runtime:
             if self.keeps_sent and not (passes.stage.first or self._previous_is_here(local)):
                 whole = m - counts.get(Action("backward-input", local), 0)
                 yield repeated(passes.release_input_grad(), whole)
+            if passes.stage.last:
+                yield repeated(passes.release_loss(), m)
 
 
 def _entered(action: Action, state: Progress) -> Progress:

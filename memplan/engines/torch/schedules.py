@@ -7,7 +7,7 @@ from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.runtime import run_actions
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SINGLE_STAGE_SCHEDULES
-from memplan.timeline import Stretch, chain, repeated
+from memplan.timeline import Stretch, chain, passed, repeated
 
 
 def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
@@ -30,12 +30,17 @@ def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
         *only.reduced(),
         repeated(only.release(), outputs),
         repeated(only.release_input_grad(), input_grads),
+        repeated(only.release_loss(), m if stage.last else 0),
     ]
 
 
 def _accumulation(passes: Passes, m: int) -> list[Stretch]:
     def one(*, first: bool, last: bool) -> Stretch:
-        return chain("micro-batch", passes.forward(first=first), passes.backward(first=first, last=last))
+        return chain(
+            "micro-batch",
+            passed(0, "forward", passes.forward(first=first)),
+            passed(0, "backward", passes.backward(first=first, last=last)),
+        )
 
     n_last = int(passes.reduces and m > 1)
     later = [
@@ -58,11 +63,17 @@ def _gpipe(passes: Passes, m: int, *, keeps_sent: bool) -> list[Stretch]:
     sent = [] if keeps_sent or stage.first else [passes.release_input_grad()]
     first, later = passes.backward(first=True, last=m == 1), passes.backward(first=False, unsharded=True)
     last = passes.backward(first=False, last=True, unsharded=True)
-    steps = [passes.forward(first=True), repeated(passes.forward(first=False), m - 1)]
+    steps = [
+        passed(0, "forward", passes.forward(first=True)),
+        repeated(passed(0, "forward", passes.forward(first=False)), m - 1),
+    ]
     if m == 1:
-        return [*steps, first]
-    steps += [chain("backward", first, *done), repeated(chain("backward", *sent, later, *done), m - 2)]
-    return [*steps, *sent, last]
+        return [*steps, passed(0, "backward", first)]
+    steps += [
+        passed(0, "backward", first, *done),
+        repeated(passed(0, "backward", *sent, later, *done), m - 2),
+    ]
+    return [*steps, passed(0, "backward", *sent, last)]
 
 
 def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stretch]:
@@ -80,8 +91,8 @@ def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stre
     sent_alone = warm_up - 2
     holds = stage.backend == "gloo" and not stage.last and 0 <= sent_alone < last_turn
     release = passes.release()
-    warm = passes.forward(first=False)
-    forward = passes.forward(first=False, unsharded=True, releases=stage.last)
+    warm = passed(0, "forward", passes.forward(first=False))
+    forward = passed(0, "forward", passes.forward(first=False, unsharded=True, releases=stage.last))
     sent = [] if stage.first else [passes.release_input_grad()]
 
     def done(i: int) -> list[Stretch]:
@@ -91,14 +102,15 @@ def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stre
 
     def turn(i: int) -> Stretch:
         if i == 0:
-            return chain("backward", passes.backward(first=True, last=m == 1), *done(i))
+            return passed(0, "backward", passes.backward(first=True, last=m == 1), *done(i))
         if i <= last_turn:
             turned = passes.backward(first=False, last=i == m - 1)
-            return chain("forward and backward", forward, turned, *sent, *done(i))
+            backward = passed(0, "backward", turned, *sent, *done(i))
+            return chain("forward and backward", forward, backward)
         drained = passes.backward(first=False, last=i == m - 1, unsharded=True)
-        return chain("backward", drained, *sent, *done(i))
+        return passed(0, "backward", drained, *sent, *done(i))
 
-    steps = [passes.forward(first=True), repeated(warm, warm_up - 1)]
+    steps = [passed(0, "forward", passes.forward(first=True)), repeated(warm, warm_up - 1)]
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
     steps += [repeated(turn(a), b - a) for a, b in pairwise(sorted(cuts)) if b <= m]
     return steps

@@ -10,7 +10,8 @@ from typing import Final
 from memplan.device import CPU, Device
 from memplan.engines.split import SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
-from memplan.engines.trace import Block, Trace, traced, without_blocks
+from memplan.engines.trace import Block, Segment, Trace, traced, without_blocks
+from memplan.kernels import product_workspace_bytes
 from memplan.models import Model
 from memplan.plan import Plan, Rank, Recompute, stage_layers
 from memplan.shapes import (
@@ -20,6 +21,7 @@ from memplan.shapes import (
     FP32,
     INT32,
     INT64,
+    UINT8,
     Buffer,
     Kind,
     Parameter,
@@ -34,6 +36,13 @@ MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", 
 """What each optimizer keeps per weight, in the weight's type; Adam also counts steps in a float32 scalar.
 
 Adam's moments are like the weight, SGD's momentum is a clone of the first gradient.
+"""
+
+N_PRODUCT_THREADS: Final = 2
+"""Threads that multiply matrices, each with a cuBLAS handle and workspace: the caller's, and autograd's.
+
+Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`), autograd/engine.cpp
+(`Engine::thread_init`).
 """
 
 COMPUTE_TYPES: Final = {"fp32": FP32, "bf16": BF16, "bf16-mixed": BF16, "fp16-mixed": FP16}
@@ -113,6 +122,22 @@ class Stage:
     def blocks(self) -> tuple[tuple[Block, int], ...]:
         """The stage's blocks in order: runs of a kind, and how long they are."""
         return tuple([(block, n) for block, (_, n) in zip(self.trace.blocks, self.kinds, strict=True)])
+
+    @cached_property
+    def forward_order(self) -> tuple[tuple[Segment, int], ...]:
+        """The forward passes of runs of blocks, and how often each.
+
+        The first block is on its own; so is the last one of a stage whose output is sent.
+        """
+        (entry, n_entry), *_ = self.blocks
+        order = [(entry.entry, 1)] if n_entry else []
+        order += [(block.forward, n - (block is entry)) for block, n in self.blocks]
+        found = [(segment, n) for segment, n in order if n > 0]
+        if found and not self.last:
+            last, n = found.pop()
+            found += [(last, n - 1)] if n > 1 else []
+            found.append((self.trace.sending(last), 1))
+        return tuple(found)
 
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
@@ -231,7 +256,7 @@ class RankStages:
         if self.owned is None:
             return self
         names, itemsize = MOMENTS[self.plan.optimizer], self.weight_dtype.itemsize
-        per_element, per_tensor = len(names) * itemsize, FP32.itemsize if len(names) == 2 else 0
+        per_element, per_tensor = len(names) * itemsize, FP32.itemsize * self.counts_steps
         sizes = [
             sum([p.n_elements for p in owned]) * per_element + len(owned) * per_tensor
             for owned in self.partition
@@ -264,8 +289,34 @@ class RankStages:
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
-        held = self.inputs + self.mesh
-        return held if self.offloads else self.states + held
+        held = self.inputs + self.mesh + self.workspaces + self.loss_scale
+        return held if self.offloads else self.states - self.step_counts + held
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
+        on_device = self.update_device.on_cpu or self.plan.optimizer_impl == "fused"
+        return on_device and len(MOMENTS[self.plan.optimizer]) == 2
+
+    @cached_property
+    def step_counts(self) -> Alive:
+        """Of a GPU's optimizer state what stays on the host: Adam's step counts, but of a fused update.
+
+        Source: torch/optim/adam.py (`_init_group`), optimizer.py (`_get_scalar_dtype`).
+        """
+        if self.counts_steps:
+            return Counter()
+        return Counter({b: n for b, n in self.states.items() if b.kind == "optimizer" and b.shape == ()})
+
+    @property
+    def loss_scale(self) -> Alive:
+        """The loss scaler's scale, and how many steps in a row have not overflowed.
+
+        Source: torch/amp/grad_scaler.py (`_lazy_init_scale_growth_tracker`).
+        """
+        if self.plan.precision != "fp16-mixed":
+            return Counter()
+        return Counter([buffer_of("loss scale", (), FP32), buffer_of("growth tracker", (), INT32)])
 
     @cached_property
     def states(self) -> Alive:
@@ -298,6 +349,14 @@ class RankStages:
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
+
+    @property
+    def workspaces(self) -> Alive:
+        """What cuBLAS keeps from its first product on."""
+        if self.device.on_cpu:
+            return Counter()
+        n_bytes = product_workspace_bytes(self.device)
+        return Counter({buffer_of("cuBLAS workspace", (n_bytes,), UINT8): N_PRODUCT_THREADS})
 
     @property
     def mesh(self) -> Alive:

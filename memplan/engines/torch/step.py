@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memplan.engines.torch.ddp import ReplicatedPasses
 from memplan.engines.torch.fsdp import ShardedPasses
@@ -19,12 +19,14 @@ from memplan.timeline import Alive, Stretch, chain, n_bytes_of
 class StageTimeline:
     """One rank's step: what is alive between steps, what it allocates and frees, the gradients it makes.
 
-    `host` is what the host holds in the device's place where states are offloaded.
+    `step_counts` are the part of the optimizer state that a GPU's rank leaves on the host. `host` is what the
+    host holds instead of the device where states are offloaded.
     """
 
     rest: Alive
     step: Stretch
     grads: Alive
+    step_counts: Alive = field(default_factory=Counter)
     host: Host | None = None
 
     @property
@@ -53,7 +55,13 @@ def timeline(stages: RankStages, passes: dict[Stage, Passes] | None = None) -> S
             passes[stage] = passes_of(stage)
     own = [passes[stage] for stage in stages]
     step = chain("step", *schedule(stages, own), *updates(stages))
-    return StageTimeline(rest=rest_of(stages, own), step=step, grads=stages.grads, host=host_of(stages))
+    return StageTimeline(
+        rest=rest_of(stages, own),
+        step=step,
+        grads=stages.grads,
+        step_counts=stages.step_counts,
+        host=host_of(stages),
+    )
 
 
 def rest_of(stages: RankStages, passes: Sequence[Passes]) -> Alive:

@@ -304,7 +304,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* known, const void*) {
     std::memset(known, 0, sizeof *known);
     known->maxThreadsPerBlock = MOST_THREADS;
     known->numRegs = 32;
-    known->binaryVersion = known->ptxVersion = 10 * gpu().major + gpu().minor;
+    known->binaryVersion = known->ptxVersion = gpu().kernels;
     known->maxDynamicSharedSizeBytes = static_cast<int>(gpu().shared_per_block);
     return cudaSuccess;
 }

@@ -78,19 +78,17 @@ Gpu described() {
     int capability = std::atoi(setting("MEMPLAN_NOGPU_CAPABILITY"));  // 90 is 9.0
     gpu.major = capability / 10;
     gpu.minor = capability % 10;
+    gpu.kernels = std::atoi(setting("MEMPLAN_NOGPU_KERNELS"));
     gpu.multiprocessors = std::atoi(setting("MEMPLAN_NOGPU_MULTIPROCESSORS"));
+    gpu.threads_per_multiprocessor = std::atoi(setting("MEMPLAN_NOGPU_THREADS"));
     gpu.memory_bytes = std::strtoull(setting("MEMPLAN_NOGPU_BYTES"), nullptr, 10);
     // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
     const size_t KiB = 1024;
-    gpu.threads_per_multiprocessor = 2048;
     switch (capability) {
         case 70: gpu.shared_per_multiprocessor = 96 * KiB; break;
-        case 75: gpu.shared_per_multiprocessor = 64 * KiB; gpu.threads_per_multiprocessor = 1024; break;
+        case 75: gpu.shared_per_multiprocessor = 64 * KiB; break;
         case 80: gpu.shared_per_multiprocessor = 164 * KiB; break;
-        case 86: case 89: case 120:
-            gpu.shared_per_multiprocessor = 100 * KiB;
-            gpu.threads_per_multiprocessor = 1536;
-            break;
+        case 86: case 89: case 120: gpu.shared_per_multiprocessor = 100 * KiB; break;
         default: gpu.shared_per_multiprocessor = 228 * KiB;
     }
     // A block may take all but 1 KiB from 8.0 on, all of it before.

@@ -9,6 +9,7 @@ namespace played {
 struct Gpu {
     std::string name;
     int major, minor;             // compute capability
+    int kernels;                  // of which capability PyTorch's kernels would run: 86 is 8.6
     int multiprocessors;
     size_t memory_bytes;
     int threads_per_multiprocessor;

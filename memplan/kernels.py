@@ -1,0 +1,171 @@
+"""Bytes that CUDA kernels take beside their operands: numbers that follow from shapes and the GPU alone.
+
+Read from the kernels' sources, and confirmed on PyTorch 2.13 with a GPU that is not there.
+"""
+
+from math import ceil
+from typing import Final, NamedTuple
+
+from memplan.device import Device
+
+ALIGNED_BYTES: Final = 256
+"""Where CUB puts each of its arrays."""
+
+SORTED_IDS: Final = 3072
+"""Up to how many token ids an embedding's gradient is added up without sorting them."""
+
+ROWS_PER_THREAD: Final = 10
+"""Of rows with the same id, how many one thread adds up (`NROWS_PER_THREAD`)."""
+
+MANY_ROWS: Final = 65536
+"""Above so many rows a norm's weight gradients are summed in two steps."""
+
+
+class ReductionScratch(NamedTuple):
+    """What a sum over one dimension takes: partial sums, and a counter for each group of blocks."""
+
+    sums_bytes: int
+    counters_bytes: int
+
+
+def reduction_scratch(
+    device: Device, n_outputs: int, n_inputs: int, *, along_rows: bool = True
+) -> ReductionScratch | None:
+    """What summing `n_inputs` numbers for each of `n_outputs` takes where several blocks share an output.
+
+    `along_rows`: the outputs lie next to each other in memory, as for a bias gradient, where the inputs of
+    one output are a row apart; otherwise the inputs lie next to each other. None if no blocks share.
+
+    >>> from memplan.device import A100
+    >>> reduction_scratch(A100, 768, 4096), reduction_scratch(A100, 768, 512)
+    (ReductionScratch(sums_bytes=25165824, counters_bytes=24), None)
+
+    Source: aten/src/ATen/native/cuda/Reduce.cuh (`setReduceConfig`, `ReduceConfig.global_memory_size`).
+    """
+    most_threads, vector = 512, 1
+    if along_rows:
+        vector = next(size for size in (4, 2, 1) if n_outputs % size == 0)
+        most_threads //= vector
+        wide, high = n_outputs // vector, n_inputs
+    else:
+        wide, high = n_inputs // 4 if n_inputs >= 128 else n_inputs, n_outputs
+    wide, high = (min(most_threads, _power_of_two_in(size)) for size in (wide, high))
+    height = min(high, most_threads // min(wide, 32))
+    width = min(wide, most_threads // height)
+    step_in, step_out = (1, width) if along_rows else (width, 1)
+    if ceil(n_inputs / step_in) < min(16 * height, 256):
+        return None
+    step_in *= height
+    each = ceil(n_inputs / step_in)
+    grid = ceil(n_outputs // vector / step_out)
+    target = device.multiprocessors * (device.threads_per_multiprocessor // (width * height))
+    if each < 256 or grid > target:
+        return None
+    blocks = max(min(ceil(target / grid), ceil(each / 16)), ceil(each / 256))
+    if blocks == 1:
+        return None
+    shares = width * vector if along_rows else 1
+    return ReductionScratch(4 * n_outputs * blocks * shares, 4 * grid)
+
+
+def _power_of_two_in(n: int) -> int:
+    """The largest power of two that is not larger, at least 1."""
+    return 1 << max(n, 1).bit_length() - 1
+
+
+def partial_rows(device: Device, n_rows: int, width: int) -> int:
+    """Rows of partial sums that a norm's weight gradient is first brought down to; 0 if it is not.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).
+    """
+    if n_rows <= MANY_ROWS or width // 32 >= device.multiprocessors // 2:
+        return 0
+    return min(ceil(n_rows / 32), 2**20 // width)
+
+
+def flash_splits(device: Device, batch: int, n_heads: int, seq_len: int, d_head: int) -> int:
+    """Into how many parts FlashAttention divides the keys, so that all multiprocessors have work.
+
+    >>> from memplan.device import A100
+    >>> flash_splits(A100, 1, 12, 512, 64), flash_splits(A100, 4, 12, 1024, 64)
+    (2, 1)
+
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (`set_params_splitkv`,
+    `num_splits_heuristic`).
+    """
+    columns = 256 if d_head <= 64 else 128 if d_head <= 128 else 64
+    n_columns, n_blocks = ceil(seq_len / columns), batch * n_heads * ceil(seq_len / 64)
+    places = 2 * device.multiprocessors
+    if n_blocks >= 0.8 * places:
+        return 1
+    best, efficiencies = 0.0, {}
+    for n in range(1, min(128, places, n_columns) + 1):
+        if n == 1 or ceil(n_columns / n) != ceil(n_columns / (n - 1)):
+            waves = n_blocks * n / places
+            efficiencies[n] = waves / ceil(waves)
+            best = max(best, efficiencies[n])
+    return next((n for n, efficiency in efficiencies.items() if efficiency >= 0.85 * best), 1)
+
+
+def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_head: int) -> int:
+    """What memory-efficient attention accumulates gradients in, for one head of one sequence.
+
+    Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`:
+    tiles of `GradQTempStorage`, and gradients of keys and values that do not stay in registers).
+    """
+    roomy = device.at_least(8) and device.capability not in ((8, 6), (8, 9))
+    tall = d_head > 64 and (itemsize == 2 or roomy)
+    rows, columns = 128 if tall else 64, 64
+    tile = 4 * rows * columns + 16
+    queries = ceil(seq_len / rows) * ceil(d_head / columns) * tile
+    if itemsize == 2 and d_head > 128:
+        return queries + 2 * 4 * ceil(seq_len / 128) * 128 * ceil(d_head / 128) * 128
+    return queries
+
+
+class SortScratch(NamedTuple):
+    """What CUB takes to sort token ids, to find the different ones, and to number their parts."""
+
+    sort_bytes: int
+    unique_bytes: int
+    scan_bytes: int
+
+
+def sort_scratch(device: Device, n_ids: int, n_rows: int) -> SortScratch:
+    """What CUB takes for an embedding's gradient, `n_ids` ids of a table of `n_rows`.
+
+    Neglects: other versions of CUB, whose tiles differ by a few KiB.
+
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`), agent/single_pass_scan_operators
+    (`ScanTileState`), as CUDA 13.0 tunes them.
+    """
+    sorted_at_once = 4608 if device.at_least(9) else 3840 if device.at_least(8) else 2816
+    compared_at_once = 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
+    n_passes = ceil((n_rows.bit_length() or 1) / 8)
+    sort = 2 * _aligned(8 * n_ids) + _aligned(2048 * n_passes) + _aligned(1024 * ceil(n_ids / sorted_at_once))
+    n_different = min(n_ids, n_rows)
+    return SortScratch(
+        ALIGNED_BYTES - 1 + sort + ALIGNED_BYTES,
+        *(
+            ALIGNED_BYTES - 1 + ALIGNED_BYTES + _aligned(16 * (ceil(n / tile) + 32))
+            for n, tile in ((n_ids, compared_at_once), (n_different, 896))
+        ),
+    )
+
+
+def _aligned(n_bytes: int) -> int:
+    return ceil(n_bytes / ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def product_workspace_bytes(device: Device) -> int:
+    """cuBLAS's workspace, one for each thread that multiplies matrices and each stream.
+
+    >>> from memplan.device import A100, H100
+    >>> product_workspace_bytes(A100) / 2**20, product_workspace_bytes(H100) / 2**20
+    (8.125, 32.0)
+
+    Neglects: AMD's, which is taken to be that of earlier NVIDIA GPUs; CUBLAS_WORKSPACE_CONFIG.
+
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`parseChosenWorkspaceSize`).
+    """
+    return 32 * 2**20 if device.at_least(9) else 2 * 4 * 2**20 + 8 * 16 * 2**10

@@ -1,0 +1,344 @@
+"""One rank's steps through PyTorch's caching allocator: what it reserves at most, and after which step.
+
+A step is a `Stretch`, whose equal blocks and micro-batches share their buffers. Here each of them is a block
+of memory of its own, so that what is freed must be told from its equals: a pass frees what belongs to its
+micro-batch, the newest first.
+
+Hundreds of micro-batches are not replayed one by one: each beyond some adds what the one before it has added,
+to the peaks of every step.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Final
+
+from memplan.allocator import Block, CachingAllocator
+from memplan.shapes import Buffer, Event
+from memplan.timeline import Alive, Stretch, add_net, chain, repeated
+
+MOST_STEPS: Final = 10
+"""Steps replayed at most: most plans settle within three."""
+
+FEW: Final = 6
+"""Repetitions of a schedule's micro-batches that are replayed, when there are four times as many or more."""
+
+LONGEST_PERIOD: Final = 3
+"""After so many micro-batches at most, what each adds is looked for to recur ..."""
+
+MOST_EVENTS: Final = 500_000
+"""... and where it does not, a step of so many events at most is replayed in full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What one rank allocates and frees: `setup` before the first step, then steps that are all alike.
+
+    What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
+    what is `kept`; with a `first_step` all of it stays, as zeroed gradients do.
+
+    Attributes whose meaning their name does not tell:
+        second: what happens once, before the second step.
+        states: the optimizer's, made in the first step before the stretch called `update_name`.
+        beside: what the first allocation of each of these buffers brings with it, in the first step.
+        oldest_first: buffers of which the oldest goes first.
+        streams: the stream of each buffer that does not belong to the default stream.
+    """
+
+    setup: tuple[Event, ...]
+    step: Stretch
+    first_step: Stretch | None = None
+    second: tuple[Event, ...] = ()
+    kept: Alive = field(default_factory=Counter)
+    states: tuple[Buffer, ...] = ()
+    update_name: str = ""
+    beside: Mapping[Buffer, Buffer] = field(default_factory=dict)
+    oldest_first: frozenset[Buffer] = frozenset()
+    streams: Mapping[Buffer, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Peaks over the replayed steps.
+
+    `settled`: the last one has left everything as the one before, and micro-batches that were not replayed
+    add what others have added.
+
+    `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, so that a rest of up to
+    1 MiB that is not split off belongs to them. `after_step` has both peaks after each step.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    n_retries: int
+    settled: bool
+    after_step: tuple[tuple[int, int], ...]
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps were replayed."""
+        return len(self.after_step)
+
+
+def replayed(
+    program: Program, *, limit_bytes: int | None = None, expandable_segments: bool = False
+) -> Replayed:
+    """A program through the caching allocator, step after step until one leaves all as the one before.
+
+    Raises:
+        OutOfMemory: beyond `limit_bytes`.
+    """
+    left_out = _most_repeats(program.step) - FEW
+    if left_out >= 3 * FEW:
+        found = _extrapolated(program, left_out, expandable_segments)
+        enough = found is not None and (found.settled or _n_events(program.step) > MOST_EVENTS)
+        if found is not None and enough and (limit_bytes is None or found.reserved_bytes <= limit_bytes):
+            return found
+    return _replayed(program, limit_bytes, expandable_segments)
+
+
+def _replayed(program: Program, limit_bytes: int | None, expandable_segments: bool) -> Replayed:
+    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+    replay = _Replay(program, allocator)
+    peaks: list[tuple[int, int]] = []
+    before: object = None
+    settled = False
+    while len(peaks) < MOST_STEPS and not settled:
+        replay.step()
+        peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
+        after = replay.state()
+        settled, before = after == before, after
+    return Replayed(
+        allocated_bytes=allocator.peak_allocated_bytes,
+        reserved_bytes=allocator.peak_reserved_bytes,
+        n_retries=allocator.n_retries,
+        settled=settled,
+        after_step=tuple(peaks),
+    )
+
+
+def _extrapolated(program: Program, left_out: int, expandable_segments: bool) -> Replayed | None:
+    """The program's peaks from those with fewer micro-batches; None if none can be left out of its step."""
+
+    @cache
+    def without(n: int) -> Replayed | None:
+        fewer = _without(program, n)
+        return None if fewer is None else _replayed(fewer, None, expandable_segments)
+
+    for period in range(1, LONGEST_PERIOD + 1):
+        shortest = left_out - left_out % period
+        three = [without(shortest - i * period) for i in range(3)]
+        found = _along(three, shortest // period)
+        if found is None or found.settled:
+            return found
+    return found
+
+
+def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
+    """Peaks that grow by the same `times` over; settled if they have done so twice."""
+    steps = [() if one is None else one.after_step for one in three]
+    if not all(steps):
+        return None
+    n_steps = max(map(len, steps))
+    first, second, third = ([*step, *[step[-1]] * (n_steps - len(step))] for step in steps)
+    grown = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(first, second, strict=True)]
+    again = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(second, third, strict=True)]
+    after = tuple([(a[0] + times * g[0], a[1] + times * g[1]) for a, g in zip(first, grown, strict=True)])
+    return Replayed(
+        allocated_bytes=after[-1][0],
+        reserved_bytes=after[-1][1],
+        n_retries=0,
+        settled=grown == again and all(one is not None and one.settled for one in three),
+        after_step=after,
+    )
+
+
+def _n_events(stretch: Stretch) -> int:
+    """How many there are in all repetitions."""
+    return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
+
+
+def _passes(stretch: Stretch) -> bool:
+    """Whether it has passes of micro-batches, and is not part of one."""
+    return stretch.micro_batch is not None or any(map(_passes, stretch.parts))
+
+
+def _most_repeats(stretch: Stretch) -> int:
+    """How often the passes that recur the most do."""
+    if stretch.micro_batch is not None or not _passes(stretch):
+        return 0
+    return max(stretch.repeats, *map(_most_repeats, stretch.parts))
+
+
+def _without(program: Program, n: int) -> Program | None:
+    """The program with `n` repetitions of its micro-batches left out; None if that leaves something else."""
+    steps = [program.step] if program.first_step is None else [program.step, program.first_step]
+    shorter = []
+    for step in steps:
+        left_out: Alive = Counter()
+        _leave_out(step, n, left_out)
+        kept = Counter({buffer: m - left_out[buffer] for buffer, m in program.kept.items()})
+        shorter.append(_shorter(step, n, left_out))
+        if any(left_out.values()):
+            return None
+    first_step = None if program.first_step is None else shorter[1]
+    return replace(program, step=shorter[0], first_step=first_step, kept=kept)
+
+
+def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
+    """Add to `left_out` what is left by `n` repetitions of the passes in a step."""
+    if stretch.micro_batch is None and _passes(stretch):
+        for part in stretch.parts:
+            if stretch.repeats > n:
+                add_net(part, left_out, n)
+            _leave_out(part, n, left_out)
+
+
+def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
+    """A step without `n` repetitions of its passes, and without freeing, before or later, what they leave."""
+    if stretch.micro_batch is not None or not stretch.parts:
+        return stretch
+    repeats = stretch.repeats
+    if _passes(stretch):
+        repeats -= n if repeats > n else 0
+    elif repeats > 1:
+        freed = {event.buffer for part in stretch.parts for event in part.events}
+        repeats -= max([left_out[buffer] for buffer in freed], default=0)
+        for buffer in freed:
+            left_out[buffer] -= stretch.repeats - repeats
+    parts = [_shorter(part, n, left_out) for part in stretch.parts]
+    return (
+        repeated(chain(stretch.name, *parts), repeats) if stretch.repeats > 1 else chain(stretch.name, *parts)
+    )
+
+
+MicroBatch = tuple[int, int, bool]
+"""A stage, the number of its micro-batch, and if it was made by the second part of a split backward pass."""
+
+OUTSIDE: Final[MicroBatch] = (-1, 0, False)
+"""What no pass has made."""
+
+
+class _Replay:
+    """The blocks of what is alive, by buffer and by the micro-batch that they were made for."""
+
+    def __init__(self, program: Program, allocator: CachingAllocator) -> None:
+        self.program = program
+        self.allocator = allocator
+        self.held: dict[Buffer, dict[MicroBatch, list[Block]]] = {}
+        self.passes: Counter[tuple[int, str]] = Counter()
+        self.current = OUTSIDE
+        self.beside = dict(program.beside)
+        self.states = program.states
+        self.not_yet = Counter(program.kept)
+        self._events(program.setup)
+        allocator.release_cached()
+        self.n_steps = 0
+        self.at_rest = self._all_held()
+        self.at_rest.update(program.states)
+        self.at_rest.update(program.beside.values())
+        self.at_rest.update(program.kept)
+
+    def step(self) -> None:
+        """One step, and the freeing of what it leaves."""
+        program = self.program
+        self.passes.clear()
+        if self.n_steps == 1:
+            self._events(program.second)
+            for event in program.second:
+                self.at_rest[event.buffer] += event.sign
+        first = self.n_steps == 0
+        self._run(program.first_step if first and program.first_step is not None else program.step)
+        self.n_steps += 1
+        left = self._all_held()
+        if first and program.first_step is not None:
+            self.at_rest = left
+        at_rest = self.at_rest
+        for buffer, n in (left - at_rest).items():
+            for _ in range(n):
+                self._free(buffer)
+        for buffer, n in (at_rest - left).items():
+            for _ in range(n):
+                self._allocate(buffer)
+
+    def state(self) -> object:
+        """Everything that the rest of the replay depends on; of micro-batches only how old they are."""
+        return self.allocator.cached, frozenset(
+            (buffer, tuple(self._ages(found))) for buffer, found in self.held.items()
+        )
+
+    def _ages(self, found: dict[MicroBatch, list[Block]]) -> Iterator[tuple[int, int, bool, tuple[int, ...]]]:
+        for (stage, n, second), blocks in found.items():
+            yield stage, n - self.passes[stage, "forward"], second, tuple([block.address for block in blocks])
+
+    def _all_held(self) -> Alive:
+        return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
+
+    def _run(self, stretch: Stretch) -> None:
+        """A stretch with its repetitions; where they recur, only those that are over a whole period."""
+        if stretch.name == self.program.update_name and self.states:
+            for buffer in self.states:
+                self._allocate(buffer)
+            self.states = ()
+        seen: dict[int, int] = {}
+        i, n = 0, stretch.repeats
+        while i < n:
+            if n > 2 and stretch.net_bytes == 0:
+                state = hash(self.state())
+                if state in seen:
+                    n = i + (n - i) % (i - seen[state])
+                    seen = {}
+                    if i == n:
+                        return
+                seen[state] = i
+            self._once(stretch)
+            i += 1
+
+    def _once(self, stretch: Stretch) -> None:
+        before = self.current
+        if stretch.micro_batch is not None:
+            stage, part = stretch.micro_batch
+            self.passes[stage, part] += 1
+            self.current = stage, self.passes[stage, part], part == "backward-weight"
+        self._events(stretch.events)
+        for part_ in stretch.parts:
+            self._run(part_)
+        self.current = before
+
+    def _events(self, events: tuple[Event, ...]) -> None:
+        for sign, buffer, _ in events:
+            if sign > 0:
+                self._allocate(buffer)
+            else:
+                self._free(buffer)
+
+    def _allocate(self, buffer: Buffer) -> None:
+        if not buffer.n_bytes:
+            return
+        block = self.allocator.malloc(buffer.n_bytes, self.program.streams.get(buffer, ""))
+        self.held.setdefault(buffer, {}).setdefault(self.current, []).append(block)
+        if buffer in self.beside:
+            self._allocate(self.beside.pop(buffer))
+
+    def _free(self, buffer: Buffer) -> None:
+        """The current micro-batch's newest; of what a second part of a backward pass finds, the oldest."""
+        if not buffer.n_bytes:
+            return
+        if buffer not in self.held and self.not_yet[buffer]:
+            self.not_yet[buffer] -= 1
+            return
+        held, current = self.held[buffer], self.current
+        newest = -1
+        if buffer in self.program.oldest_first:
+            current, newest = next(iter(held)), 0
+        elif current not in held and current[2] and (*current[:2], False) in held:
+            current, newest = (*current[:2], False), 0
+        elif current not in held:
+            current = next(reversed(held))
+        blocks = held[current]
+        self.allocator.free(blocks.pop(newest))
+        if not blocks:
+            del held[current]
+            if not held:
+                del self.held[buffer]
