@@ -196,8 +196,13 @@ def _gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
 
 
 def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
+    """The sequence of gradients, whose own part is held until all has arrived; but not by the `fake` group.
+
+    Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeWork`), ProcessGroupGloo.cpp
+    (`AsyncAllgatherWork`), ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
+    """
     whole = _gathered(grad, "activation gradients")
-    if whole.shape[0] == 1:
+    if whole.shape[0] == 1 and grad.run.setting.backend != "fake":
         whole.in_flight = (grad,)
     return (whole,)
 
@@ -359,7 +364,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
         grads = [grad.run.grad_of(1, (d,), w.dtype), grad.run.grad_of(2, (d,), b.dtype)]
         if grads[0] is not None:
             if grad.run.setting.device.on_cpu:
-                grad.run.new("workspace", (2, d), w.dtype)
+                grad.run.workspace((2, d), w.dtype)
             _sum_partial_rows(grads, n_elements(shape) // d)
         return grad_x, *grads
 
@@ -480,10 +485,11 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
 def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
     run, shape = x.run, x.shape
     narrow = w.dtype != FP32
+    copied = narrow and run.setting.device.casts_in_copies
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         terms = grad.run.grad_of(1, shape, FP32)
-        widens = narrow and grad.run.wants(0)
+        widens = copied and grad.run.wants(0)
         widened = grad.run.new("weight as float32", shape[-1:], FP32) if widens else None
         grad_x = grad.run.grad_of(0, shape, FP32)
         del widened, saved
@@ -494,7 +500,7 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
         return grad_x, grad_w
 
     node = run.node((x.node, w.node), (x, w), backward)
-    widened = run.new("weight as float32", shape[-1:], FP32) if narrow else None
+    widened = run.new("weight as float32", shape[-1:], FP32) if copied else None
     y = run.new(name, shape, FP32, node)
     del widened
     return y
@@ -657,17 +663,17 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         r = grad.run
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
-        scores = r.new("workspace", (2, rows, columns), FP32)
-        narrow = None if dtype == FP32 else r.new("workspace", (2, rows, columns), dtype)
-        sums = r.new("workspace", (rows,), FP32)
+        scores = r.workspace((2, rows, columns), FP32)
+        narrow = None if dtype == FP32 else r.workspace((2, rows, columns), dtype)
+        sums = r.workspace((rows,), FP32)
         del scores, narrow, sums
         return grads
 
     def compute() -> tuple[Tensor, Tensor]:
         y = run.new("attention", q_shape, dtype)
         lse = run.new("log-sum-exp", (batch, seq, n_heads), FP32)
-        scores = run.new("workspace", (rows * columns + 2 * rows + rows * d_head,), FP32)
-        narrow = None if dtype == FP32 else run.new("workspace", (rows, columns), dtype)
+        scores = run.workspace((rows * columns + 2 * rows + rows * d_head,), FP32)
+        narrow = None if dtype == FP32 else run.workspace((rows, columns), dtype)
         del scores, narrow
         return y, lse
 

@@ -42,7 +42,7 @@ class Program:
         start: what the first step begins with, to be kept.
         second: what happens once, before the second step.
         states: the optimizer's, made in the first step before the stretch called `update_name`.
-        beside: what the first allocation of each of these buffers brings with it, in the first step.
+        beside: buffers, and what the first of them that is allocated brings with it.
         oldest_first: buffers of which the oldest goes first.
         streams: the stream of each buffer that does not belong to the default stream.
     """
@@ -55,7 +55,7 @@ class Program:
     kept: Alive = field(default_factory=Counter)
     states: tuple[Buffer, ...] = ()
     update_name: str = ""
-    beside: Mapping[Buffer, Buffer] = field(default_factory=dict)
+    beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
     streams: Mapping[Buffer, str] = field(default_factory=dict)
 
@@ -237,7 +237,7 @@ class _Replay:
         self.held: dict[Buffer, dict[MicroBatch, list[Block]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
         self.current = OUTSIDE
-        self.beside = dict(program.beside)
+        self.beside = {buffer: group for group in program.beside for buffer in group[0]}
         self.states = program.states
         self.not_yet = Counter(program.kept)
         self._events(program.setup)
@@ -246,7 +246,7 @@ class _Replay:
         self.n_steps = 0
         self.at_rest = self._all_held()
         self.at_rest.update(program.states)
-        self.at_rest.update(program.beside.values())
+        self.at_rest.update(brought for _, brought in program.beside)
         self.at_rest.update(program.kept)
 
     def step(self) -> None:
@@ -328,7 +328,10 @@ class _Replay:
         block = self.allocator.malloc(buffer.n_bytes, self.program.streams.get(buffer, ""))
         self.held.setdefault(buffer, {}).setdefault(self.current, []).append(block)
         if buffer in self.beside:
-            self._allocate(self.beside.pop(buffer))
+            buffers, brought = self.beside[buffer]
+            for other in buffers:
+                del self.beside[other]
+            self._allocate(brought)
 
     def _free(self, buffer: Buffer) -> None:
         """The current micro-batch's newest; of what a second part of a backward pass finds, the oldest."""

@@ -193,29 +193,12 @@ class Tensor:
         return Tensor(self.run, shape, self.dtype, self.storage, self.node, is_view=True)
 
     def __add__(self, other: "Tensor") -> "Tensor":
-        """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through.
-
-        The CPU widens a narrower operand in a copy first, CUDA's kernel as it reads.
-
-        Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `promote_inputs_to_common_dtype`).
-        """
+        """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
         run = self.run
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
-        if run.setting.device.on_cpu or self.dtype == other.dtype:
-            left, right = run.cast(self, dtype), run.cast(other, dtype)
-            node = run.node((left.node, right.node), (), _add_backward)
-            return run.new("residual", left.shape, dtype, node)
-        types = self.dtype, other.dtype
-
-        def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(
-                [
-                    grad if own == dtype else grad.run.new(f"grad as {own.name}", grad.shape, own)
-                    for own in types
-                ]
-            )
-
-        return run.new("residual", self.shape, dtype, run.node((self.node, other.node), (), backward))
+        left, right = run.promoted(self, dtype), run.promoted(other, dtype)
+        node = run.node((left.node, right.node), (), _add_backward)
+        return run.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
         """Elementwise product of equal shapes; saves both factors."""
@@ -290,6 +273,10 @@ class Run:
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
 
+    def workspace(self, shape: Shape, dtype: DType) -> Tensor | None:
+        """What a kernel allocates for itself while it runs; None where none does."""
+        return self.new("workspace", shape, dtype) if self.setting.device.runs_kernels else None
+
     def wants(self, i: int) -> bool:
         """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
         return not self._wanted or self._wanted[i]
@@ -363,11 +350,17 @@ class Run:
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
         """A parameter as a tensor; its bytes are the engine's.
 
-        In another `dtype` it is a copy that autocast keeps until `leave_autocast`.
+        In another `dtype` it is a copy that autocast keeps until `leave_autocast`, unless DDP has made the
+        weight anew for this pass, beside tensor parallelism: autocast keeps copies of leaves only.
+
+        Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`: `arg.is_leaf()`),
+        torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
         """
         own = Tensor(self, parameter.shape, parameter.dtype, None, parameter)
         if dtype is None or dtype == parameter.dtype:
             return own
+        if parameter.distributed and self.setting.local_grads:
+            return self.cast(own, dtype)
         if parameter not in self._casts:
             self._casts[parameter] = self.cast(own, dtype)
         return self._casts[parameter]
@@ -380,6 +373,12 @@ class Run:
         """`x` in another element type: itself if it already is, else a copy; saves nothing."""
         if x.dtype == dtype:
             return x
+        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self._cast_node(x))
+        y.by_head = x.by_head
+        return y
+
+    def _cast_node(self, x: Tensor) -> Node:
+        """The backward step of `x` in another element type: a copy of the gradient in its own."""
         was = x.dtype
 
         def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -387,9 +386,17 @@ class Run:
             narrow.by_head = grad.by_head
             return (narrow,)
 
-        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self.node((x.node,), (), backward))
-        y.by_head = x.by_head
-        return y
+        return self.node((x.node,), (), backward)
+
+    def promoted(self, x: Tensor, dtype: DType) -> Tensor:
+        """`x` as an operand of a kernel of another type: CPU's copy it first, CUDA's cast as they load.
+
+        Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `common_device == kCPU`),
+        native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
+        """
+        if x.dtype == dtype or self.setting.device.casts_in_copies:
+            return self.cast(x, dtype)
+        return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
     def product(self) -> None:
         """A matrix product has got its result: the first one of either pass is known by that."""

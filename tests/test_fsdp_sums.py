@@ -1,6 +1,8 @@
-"""When FSDP2 adds a split backward pass's gradients to their float32 sums."""
+"""What FSDP2 makes of gradients: float32 sums of a split backward pass, and padded copies to reduce."""
 
-from memplan.device import CPU
+import pytest
+
+from memplan.device import CPU, CPU_OF_SHAPES, H100
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
 from memplan.plan import Plan
@@ -36,3 +38,18 @@ def test_sums_of_blocks_that_keep_their_activations_come_in_their_turn():
     at_end = [grad for name, grad in sums("none") if name == "backward: end"]
     assert in_turn
     assert not [grad for grad in at_end if grad.startswith("blocks.")]
+
+
+@pytest.mark.parametrize(
+    "device, precision, padded",
+    [
+        (CPU, "bf16", True),
+        (CPU_OF_SHAPES, "bf16", False),
+        *[(H100, precision, False) for precision in ("fp32", "bf16", "bf16-mixed")],
+        (H100, "fp16-mixed", True),
+    ],
+)
+def test_cuda_pads_gradients_as_it_copies_them_but_for_float16(device, precision, padded):
+    plan = Plan(dp=3, zero=3, precision=precision, seq_len=8)
+    step = rank_estimate(MODEL, plan, plan.place(0), device).timeline.step
+    assert any(event.buffer.name.endswith("(padded)") for _, event in unrolled(step)) == padded

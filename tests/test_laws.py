@@ -304,8 +304,11 @@ def test_1f1b_needs_no_more_for_more_micro_batches_but_the_batch_itself_and_its_
 @given(
     cases(pp=st.integers(2, 4), zero=st.just(0), schedule=st.just("1f1b"), device=st.just(H100)),
 )
-def test_1f1b_never_needs_more_than_gpipe(case):
-    assert case.on().peak_bytes <= case.on(schedule="gpipe").peak_bytes
+def test_1f1b_needs_at_most_a_gradient_that_is_sent_more_than_gpipe(case):
+    """`Schedule1F1B` still names the last micro-batch's (`bwd_sends`) while the next one goes back."""
+    stage, *_ = case.of()
+    sent_bytes = 0 if stage.first else stage.trace.boundary_grad.n_bytes
+    assert case.on().peak_bytes <= case.on(schedule="gpipe").peak_bytes + sent_bytes
 
 
 @laws(80)

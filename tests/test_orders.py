@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import schedules
 
+from memplan.device import CPU
 from memplan.engines.torch.orders import (
     Run,
     actions,
@@ -19,7 +20,9 @@ from memplan.engines.torch.orders import (
     under_way,
     with_weights,
 )
+from memplan.engines.trace import traced
 from memplan.errors import PlanRefused
+from memplan.estimate import rank_estimate
 from memplan.models import Llama
 from memplan.plan import SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, Schedule, check_plan
 
@@ -231,3 +234,11 @@ def test_an_order_stays_short_however_many_micro_batches():
         )
         assert parts(long) == parts(short) < 200
         assert sum(1 for _ in actions(long)) >= 2 * v * 4096
+
+
+def test_an_estimate_does_not_depend_on_which_traces_are_still_cached():
+    model = Llama(name="two", n_layers=4, d_model=16, n_heads=2, d_ff=48, vocab_size=32, max_seq_len=8)
+    plan = Plan(pp=2, schedule="zbv", virtual_stages=2, global_batch=8, seq_len=8)
+    before = rank_estimate(model, plan, plan.place(0), CPU).peak_bytes
+    traced.cache_clear()
+    assert rank_estimate(model, plan, plan.place(0), CPU).peak_bytes == before

@@ -25,6 +25,9 @@ RECORDS = [record for record in EVERY if record.outcome == "ok"]
 REFUSED = [record for record in EVERY if record.outcome == "refused"]
 FAMILIES: dict[str, type[Model]] = {"gpt": Gpt, "llama": Llama}
 MEDIAN_TOLERANCE = 0.0025
+REAL = [record for record in RECORDS if record.case["tensors"] == "real"]
+AT_TRUE_SIZE = [record for record in RECORDS if record.case["tensors"] == "fake"]
+"""Of tensors that have shapes and no data."""
 
 Entry = tuple[str, str, int, int]
 """A collective's kind, axis, calls, payload bytes."""
@@ -99,7 +102,7 @@ def test_the_peak_is_within_1_percent_of_the_measured_one(record):
 
 
 def test_the_median_peak_is_within_a_quarter_percent():
-    assert median(abs(max(peak_errors(record), key=abs)) for record in RECORDS) <= MEDIAN_TOLERANCE
+    assert median(abs(max(peak_errors(record), key=abs)) for record in REAL) <= MEDIAN_TOLERANCE
 
 
 @pytest.mark.parametrize("record", REFUSED, ids=[record.case["name"] for record in REFUSED])
@@ -115,7 +118,7 @@ def test_every_record_is_a_run_or_a_refusal():
 
 
 def test_at_least_400_configurations_were_measured():
-    assert len({(model_of(record), plan_of(record)) for record in RECORDS}) >= 400
+    assert len({(model_of(record), plan_of(record)) for record in REAL}) >= 400
 
 
 # What the cases cover. A claim over every kind of plan holds for the kinds that were run.
@@ -131,11 +134,30 @@ def test_every_record_says_that_it_was_measured_on_cpu():
 
 
 def test_single_ranks_of_up_to_1024_stood_in_for_all_and_their_training_was_not_checked():
-    alone = [record for record in RECORDS if record.case["backend"] == "fake"]
+    alone = [record for record in REAL if record.case["backend"] == "fake"]
     assert max(plan_of(record).world_size for record in alone) == 1024
     assert len({plan_of(record) for record in alone}) >= 35
     assert all(record.unchecked.startswith("not checked at all") for record in alone)
     assert all(record.loss_error is None for record in alone)
+
+
+def test_records_without_data_say_so_and_were_neither_timed_nor_checked():
+    for record in AT_TRUE_SIZE:
+        assert record.environment is not None
+        assert "no kernel runs" in record.environment["tensors"]
+        assert record.loss_error is None
+        assert record.measured is not None
+        assert record.measured["losses"] == []
+        assert all(rank["step_s"] == [] for rank in ranks_of(record))
+    assert all("tensors" not in record.environment for record in REAL if record.environment)
+
+
+def test_at_true_size_every_peak_is_right_to_the_byte():
+    sizes = {model_of(record).name for record in AT_TRUE_SIZE}
+    assert len(AT_TRUE_SIZE) >= 60
+    assert sizes >= {"llama-3-8b", "llama-3-70b", "gpt3-175b", "llama-3.1-405b"}
+    off = {record.case["name"]: errors for record in AT_TRUE_SIZE if any(errors := peak_errors(record))}
+    assert not off
 
 
 def test_at_least_30_configurations_differ():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from memplan.device import A100, CPU, H100, Device
+from memplan.device import A100, CPU, CPU_OF_SHAPES, H100, Device
 from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
-from memplan.shapes import BF16, FP32, INT64, Event
+from memplan.shapes import BF16, FP32, INT64, DType, Event
 from memplan.tape import CPU_RANDOM_STATE_BYTES, Run, Setting, Tensor
 
 
@@ -13,9 +13,9 @@ def a_run(**setting) -> Run:
     return Run(Setting(**{"device": H100, **setting}))
 
 
-def input_of(run: Run, name: str = "x") -> Tensor:
+def input_of(run: Run, name: str = "x", dtype: DType = FP32) -> Tensor:
     """A tensor that wants a gradient, as another stage's output does."""
-    return run.new(name, (4,), FP32, run.node((None,), (), lambda grad, saved: (None,)))
+    return run.new(name, (4,), dtype, run.node((None,), (), lambda grad, saved: (None,)))
 
 
 def op(x: Tensor, name: str, *saved: Tensor, view_grad: bool = False) -> Tensor:
@@ -158,16 +158,35 @@ def test_a_sum_passes_its_gradient_to_both_without_a_copy():
 
 
 @pytest.mark.parametrize(
-    "device, sum_record",
-    [(CPU, ["+copy as float32", "+residual", "-copy as float32"]), (A100, ["+residual"])],
+    "device, copied",
+    [
+        (CPU, ["+copy as float32", "+residual", "-copy as float32"]),
+        *[(d, ["+residual"]) for d in (A100, CPU_OF_SHAPES)],
+    ],
 )
-def test_a_sum_is_in_the_wider_type(device, sum_record):
-    """CUDA's kernel casts as it loads."""
+def test_a_sum_is_in_the_wider_type_and_only_cpus_kernels_copy_what_is_narrow(device, copied):
     run = a_run(device=device)
-    narrow, x = run.new("narrow", (4,), BF16), input_of(run)
+    narrow, x = input_of(run, "narrow", BF16), input_of(run)
     z = narrow + x
     assert (z.dtype, z.n_bytes) == (FP32, 16)
-    assert record(run) == ["+narrow", "+x", *sum_record]
+    assert record(run) == ["+narrow", "+x", *copied]
+    run.start_backward(z, run.new("dz", (4,), FP32))
+    start = len(run.events)
+    run.backward(down_to=2)
+    assert record(run, start) == ["+grad as bfloat16"]
+
+
+def test_a_workspace_is_there_where_kernels_run():
+    assert a_run(device=CPU).workspace((4,), FP32).n_bytes == 16
+    assert a_run(device=CPU_OF_SHAPES).workspace((4,), FP32) is None
+
+
+@pytest.mark.parametrize("anew, freed", [(False, []), (True, ["-copy as bfloat16"])])
+def test_autocast_keeps_copies_of_weights_unless_ddp_makes_them_anew(anew, freed):
+    run = a_run(tp=2, local_grads=anew)
+    weight = run.parameter("weight", (4,), tp_dim=0)
+    run.weight(weight, BF16)
+    assert record(run) == ["+copy as bfloat16", *freed]
 
 
 def test_a_product_saves_both_factors():

@@ -21,7 +21,7 @@ from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
 from memplan.plan import check_plan
 from memplan.units import human_bytes
-from validate import published, report
+from validate import fake, nogpu, published, report
 from validate.attribution import comparison
 from validate.calibrate import calibrated
 from validate.cases import LEAST_STEPS, Case, placed
@@ -31,7 +31,6 @@ from validate.gpus import Gpus, gpus_here, gpus_played
 from validate.judge import References, judged, rejudged
 from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
-from validate.nogpu import MEANING, can_be_built
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
 from validate.records import Record, RecordFile, merged, open_records, read_records
@@ -85,7 +84,7 @@ _gpu_option = click.option(
 def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None:
     """The GPUs of the ranks, as many as a launcher started ranks or as this machine has; None: CPU."""
     found = None if device in ("cpu", "nogpu") else gpus_here()
-    if found is None and (device == "nogpu" or (device == "auto" and can_be_built())):
+    if found is None and (device == "nogpu" or (device == "auto" and nogpu.can_be_built())):
         found = gpus_played(gpu_name or H100)
     elif gpu_name is not None:
         raise InvalidValue(f"--gpu {gpu_name} is for --device nogpu; leave it out.")
@@ -341,6 +340,8 @@ def sweep(
         ):
             if not as_json:
                 click.echo(_place(suite, gpus) if for_gpus else "", nl=for_gpus)
+                if any(case.tensors == "fake" for case in moved):
+                    click.echo(f"{suite}: {fake.MEANING}\n")
                 click.echo(report.header())
             while moved:
                 known, waiting = _divided(moved, file, retry)
@@ -401,7 +402,7 @@ def _place(suite: str, gpus: Gpus | None) -> str:
     if gpus is None:
         return f"{suite}: PyTorch sees no GPU here, so this is its smallest form, on CPU\n"
     where = f"{suite}: on {gpus.n} x {gpus.name}, {human_bytes(gpus.memory_bytes)} each\n"
-    return where if gpus.device == "cuda" else f"{where}{MEANING}\n"
+    return where if gpus.device == "cuda" else f"{where}{nogpu.MEANING}\n"
 
 
 def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tuple[list[Record], list[Case]]:

@@ -364,6 +364,8 @@ def _holding(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
         origins[block.path].append(block)
     tries = iter(range(MOST_TRIES))
     for some in (*origins.values(), blocks):
+        if sum(block.n_bytes for block in some) == n_bytes:
+            return tuple(some)
         if found := _adding_up_to(n_bytes, some, tries):
             return found
     return ()

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from memplan import Gpt, Llama, Model, Plan
-from memplan.device import CPU, Device, DeviceType
-from memplan.errors import PlanRefused
+from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
+from memplan.errors import InvalidValue, PlanRefused
 from memplan.hardware import gpu
 from memplan.plan import MESH_AXES
 from memplan.tape import Backend
@@ -35,6 +35,9 @@ SHORT_NAMES: Final = {
 RunsOn = Literal["cpu", "cuda", "nogpu"]
 """Where ranks run: "cuda" is a GPU, "nogpu" one that is not there (`validate.nogpu`)."""
 
+Tensors = Literal["real", "fake"]
+"""Whether tensors have data; "fake" ones have shapes only (`validate.fake`)."""
+
 REFERENCE: Final = "reference"
 """The name of a single-process run that another one is compared with."""
 
@@ -49,6 +52,10 @@ UNTIMED_STEPS: Final = 4
 """Where many layers are run to no end but their memory: three to warm up, one observed."""
 
 
+FAKE_STEPS: Final = 2
+"""Without data: one to warm up, some more with DDP, one counted and observed; none is timed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One plan for one model, to be run and compared.
@@ -58,7 +65,7 @@ class Case:
 
     The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. PyTorch's
     "fake" plays all ranks but `rank`, the only one that runs. A rank whose allocator would hold more than
-    `limit_bytes` is out of memory; None: all there is.
+    `limit_bytes` is out of memory; None: all there is. With `tensors` of no data only bytes are seen.
     """
 
     name: str
@@ -72,6 +79,7 @@ class Case:
     backend: Backend = "gloo"
     rank: int = 0
     limit_bytes: int | None = None
+    tensors: Tensors = "real"
 
     @property
     def torch_device(self) -> DeviceType:
@@ -85,6 +93,8 @@ class Case:
         Raises:
             UnknownName: for a GPU that is not in memplan's table.
         """
+        if self.tensors == "fake":
+            return CPU_OF_SHAPES
         return CPU if self.device == "cpu" else gpu(self.gpu).device
 
     @property
@@ -102,14 +112,21 @@ class Case:
 
     @property
     def computes(self) -> bool:
-        """Whether what it computes means anything: not without a GPU, nor without other ranks."""
-        return self.device != "nogpu" and self.backend != "fake"
+        """Whether what it computes means anything: not without a GPU, data or other ranks."""
+        return self.is_timed and self.backend != "fake"
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its kernels run, so that its steps take the time they take."""
+        return self.device != "nogpu" and self.tensors == "real"
 
     @property
     def unchecked(self) -> str:
         """Why its training is not compared with a single-process run; empty if it is."""
         if self.device == "nogpu":
             return "not checked at all: without a GPU nothing is computed, so losses mean nothing"
+        if self.tensors == "fake":
+            return "not checked at all: its tensors have shapes and no data, so there is no loss"
         if self.backend == "fake":
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
         if self.model.dropout:
@@ -166,7 +183,16 @@ def placed(case: Case, gpus: Gpus | None) -> Case:
     """The case on a machine's GPUs, or on CPU if there are none.
 
     NCCL takes one rank on each GPU; where there are more ranks than GPUs they share them and talk by gloo.
+
+    Raises:
+        InvalidValue: for tensors without data on GPUs.
     """
+    if case.tensors == "fake":
+        if gpus is not None:
+            raise InvalidValue(
+                f"{case.name!r} runs on CPU, on tensors without data; use no --device, or a suite for GPUs."
+            )
+        return case
     if gpus is None:
         return replace(case, device="cpu", gpu="", backend="gloo")
     backend: Backend = "nccl" if case.plan.world_size <= gpus.n else "gloo"

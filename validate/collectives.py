@@ -67,6 +67,11 @@ class CollectiveCounter(TorchDispatchMode):
         self._calls: Counter[tuple[str, str]] = Counter()
         self._payload_bytes: Counter[tuple[str, str]] = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; making sure of that at each operation would take longer than it."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 
 from memplan.version import version
+from validate import fake, nogpu
 from validate.cases import Case
 from validate.gpus import Gpus, gpus_here, gpus_played
-from validate.nogpu import MEANING
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -22,7 +22,8 @@ def environment(case: Case) -> dict[str, Any]:
 
     `device` is "cpu", "nogpu", or the name of the GPU that it ran on, of which `gpu` says more.
     """
-    return surroundings(gpus_of(case)) | {"backend": case.backend}
+    around = surroundings(gpus_of(case)) | {"backend": case.backend}
+    return around | {"tensors": fake.MEANING} if case.tensors == "fake" else around
 
 
 def gpus_of(case: Case) -> Gpus | None:
@@ -37,7 +38,7 @@ def surroundings(gpus: Gpus | None) -> dict[str, Any]:
     if gpus is None:
         return _software() | {"device": "cpu"}
     if gpus.device == "nogpu":
-        return _software() | {"device": "nogpu", "meaning": MEANING, "gpu": asdict(gpus)}
+        return _software() | {"device": "nogpu", "meaning": nogpu.MEANING, "gpu": asdict(gpus)}
     return _software() | {"device": gpus.name, "gpu": asdict(gpus)}
 
 

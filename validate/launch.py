@@ -29,8 +29,10 @@ from memplan.hardware import gpu
 from memplan.units import KiB
 from validate.attribution import comparison
 from validate.cases import Case, RunsOn
+from validate.fake import without_data
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
-from validate.measure import Prepare, RankMeasurement, measured_rank, prepared
+from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank, prepared
+from validate.memory import MemoryProfile
 from validate.nogpu import environment_for
 from validate.records import Outcome
 from validate.standin import stand_in, unanimous
@@ -126,12 +128,26 @@ def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = pr
     device = torch.device(seat.device)
     if device.type == "cuda":
         take_gpu(device, seat.case.limit_bytes)
-    with process_group(seat), nullcontext() if seat.case.computes else unanimous():
+    with (
+        process_group(seat),
+        profiling(seat.case, paths=keep_events) as profile,
+        nullcontext() if seat.case.computes else unanimous(),
+    ):
         measured = measured_rank(
-            seat.case, seat.rank, device, keep_paths=keep_events, snapshot=seat.snapshot, prepare=prepare
+            seat.case, seat.rank, device, profile=profile, snapshot=seat.snapshot, prepare=prepare
         )
     check_limit(measured.memory.peak_bytes, seat.case.limit_bytes)
     return attributed(seat.case, measured, keep_events=keep_events)
+
+
+@contextmanager
+def profiling(case: Case, *, paths: bool) -> Iterator[NewProfile]:
+    """How allocations on CPU are seen: the allocator's, or the storages of tensors without data."""
+    if case.tensors == "real":
+        yield partial(MemoryProfile, paths=paths)
+        return
+    with without_data(paths=paths) as lifetimes:
+        yield lifetimes.profile
 
 
 def take_gpu(device: torch.device, limit_bytes: int | None) -> None:

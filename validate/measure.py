@@ -26,11 +26,11 @@ from validate.memory import (
     STEP,
     UPDATE,
     MemoryEvent,
-    MemoryProfile,
+    Profile,
     count_all_threads,
     during,
     held_at,
-    recorded,
+    pointer_of,
 )
 from validate.parallelize import (
     device_mesh,
@@ -63,6 +63,10 @@ class States:
 
 ALLOCATOR_STEPS: Final = frozenset({1, 2, 10})
 """After which steps, and the last, CUDA's allocator is asked what it has held so far: it settles early."""
+
+
+WATCHDOG_S: Final = 0.15
+"""NCCL's watchdog looks ten times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +155,12 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     """The case's stages and optimizer as they are on this rank."""
     model, plan, at = case.model, case.plan, case.plan.place(rank)
     mesh = device_mesh(plan, device)
-    drawn_on = device if case.computes else torch.device("meta")
+    cut_before_made = case.tensors == "real" and not case.computes
+    made_on = torch.device("meta") if cut_before_made else device
+    seed = case.seed if case.computes else None
     modules = {
         stage: parallel_module(
-            stage_module(model, plan, stage, seed=case.seed, device=drawn_on), plan, at, mesh, device
+            stage_module(model, plan, stage, seed=seed, device=made_on), plan, at, mesh, device
         )
         for stage in plan.stages_of(at.pp)
     }
@@ -169,13 +175,16 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
 Prepare = Callable[[Case, int, torch.device], Training]
 """Builds the training of one rank."""
 
+NewProfile = Callable[[], Profile]
+"""Makes a profile of what is allocated on CPU."""
+
 
 def measured_rank(
     case: Case,
     rank: int,
     device: torch.device,
     *,
-    keep_paths: bool = False,
+    profile: NewProfile,
     snapshot: Path | None = None,
     prepare: Prepare = prepared,
 ) -> RankMeasurement:
@@ -184,7 +193,8 @@ def measured_rank(
     One thread and no oneDNN, whose scratch memory depends on the CPU's model; garbage is collected between
     steps only, so that no peak depends on when, and among what came after the imports only, since looking
     through those takes half a second. On a GPU collectives are counted in a step beyond the case's: a counted
-    step frees some tensors later, and the allocator would have them elsewhere ever after.
+    step frees some tensors later, and the allocator would have them elsewhere ever after. Without data one
+    step is counted and observed, for none is like another's.
 
     The process group of all ranks must exist if there is more than one.
     """
@@ -193,8 +203,9 @@ def measured_rank(
     gc.disable()
     gc.freeze()
     count_all_threads()
+    has_data = case.tensors == "real"
     gpu = GpuWatch(ALLOCATOR_STEPS | {case.steps}, snapshot) if device.type == "cuda" else None
-    with nullcontext() if gpu is not None else MemoryProfile(paths=keep_paths) as warm_up:
+    with nullcontext() if gpu is not None else profile() as warm_up:
         training = prepare(case, rank, device)
         if gpu is not None:
             gpu.watch(training)
@@ -205,20 +216,23 @@ def measured_rank(
         if not case.unchecked:
             norm_squared = gradient_norm_squared(training.update)
         training.finish()
-        losses += [training.step() for _ in range(1, WARM_UP_STEPS + case.plan.static_graph)]
+        losses += [training.step() for _ in range(1, n_warm_up(case))]
         counter = CollectiveCounter(training.axis_of_group)
-        with counter if gpu is None else nullcontext():
-            losses.append(training.step())
+        if has_data:
+            with counter if gpu is None else nullcontext():
+                losses.append(training.step())
     if gpu is not None:
         more_losses, seen = gpu.observed(training)
     elif warm_up is not None:
-        more_losses, seen = _observed_on_cpu(training, warm_up)
+        with nullcontext() if has_data else counter:
+            n_observed = OBSERVED_STEPS if has_data else 1
+            more_losses, seen = _observed_on_cpu(training, warm_up, profile, n_observed)
     losses += more_losses
     step_s = []
     while len(losses) < case.steps:
         loss, seconds = _timed_step(training)
         losses.append(loss)
-        if case.device != "nogpu":
+        if case.is_timed:
             step_s.append(seconds)
     if gpu is not None:
         with counter:
@@ -237,6 +251,19 @@ def measured_rank(
         prepared_at_s=prepared_at_s,
         trained_at_s=trained_at_s,
     )
+
+
+def n_warm_up(case: Case) -> int:
+    """Steps until all is there that is kept from step to step.
+
+    With data another step follows before memory is observed, in which PowerSGD makes what it keeps. Without,
+    none does, and none is gone through in vain.
+    """
+    if case.tensors == "real":
+        return WARM_UP_STEPS + case.plan.static_graph
+    if not case.plan.ddp:
+        return 1
+    return WARM_UP_STEPS + case.plan.static_graph + (case.plan.ddp_comm_hook == "powersgd")
 
 
 def gradient_norm_squared(update: Update) -> float:
@@ -301,7 +328,7 @@ def _seen(training: Training) -> _Seen:
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:
     """The distinct storages of tensors: address to bytes."""
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {pointer_of(storage): storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -318,12 +345,14 @@ _Sight = Callable[[], tuple[States, Memory]]
 """What was observed, worked out when the training is over."""
 
 
-def _observed_on_cpu(training: Training, warm_up: MemoryProfile) -> tuple[list[float | None], _Sight]:
+def _observed_on_cpu(
+    training: Training, warm_up: Profile, profile: NewProfile, n_steps: int
+) -> tuple[list[float | None], _Sight]:
     """The losses of some steady steps, and what was seen in the one with the least peak."""
     _settled()
     losses, seen = [], []
-    with nothing_held_after_waits(), MemoryProfile(paths=warm_up.paths) as profiled:
-        for _ in range(OBSERVED_STEPS):
+    with nothing_held_after_waits(), profile() as profiled:
+        for _ in range(n_steps):
             loss, tensors = _observed_step(training)
             losses.append(loss)
             seen.append(tensors)
@@ -331,10 +360,8 @@ def _observed_on_cpu(training: Training, warm_up: MemoryProfile) -> tuple[list[f
     return losses, partial(_sight_of_cpu, warm_up, profiled, seen)
 
 
-def _sight_of_cpu(
-    warm_up: MemoryProfile, profiled: MemoryProfile, seen: list[_Seen]
-) -> tuple[States, Memory]:
-    record = recorded(profiled, (STEP, UPDATE))
+def _sight_of_cpu(warm_up: Profile, profiled: Profile, seen: list[_Seen]) -> tuple[States, Memory]:
+    record = profiled.recorded((STEP, UPDATE))
     steps = [during(record.events, region) for region in record.regions[STEP]]
     peaks = [max(step, key=lambda event: event.total_bytes) for step in steps]
     best = min(range(len(steps)), key=lambda i: peaks[i].total_bytes)
@@ -343,7 +370,7 @@ def _sight_of_cpu(
         peak_bytes=peaks[best].total_bytes,
         peak_by_kind=_peak_by_kind(steps[best], peaks[best], record.regions[UPDATE][best][0], seen[best]),
         events=tuple(steps[best]),
-        held=_held(recorded(warm_up, ()).events, record.events, steps[best], seen[best]),
+        held=_held(warm_up.recorded(()).events, record.events, steps[best], seen[best]),
     )
     return seen[best].states, memory
 
@@ -423,6 +450,8 @@ class GpuWatch:
 
     def _after_step(self) -> None:
         self._n_steps += 1
+        if self._n_steps <= WARM_UP_STEPS + 1:
+            _let_watchdog_go()
         if self._n_steps in self._steps:
             self._see()
             self._peaks.append(
@@ -433,6 +462,18 @@ class GpuWatch:
                     n_segments=torch.cuda.memory_stats()["segment.all.current"],
                 )
             )
+
+
+def _let_watchdog_go() -> None:
+    """Waits until NCCL's watchdog has dropped what it holds of collectives that are over.
+
+    A collective that is waited for by its future, as DDP's are, holds its tensors until then: the buckets of
+    the first step too, which large models' longer steps outlive.
+
+    Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`kWatchdogThreadSleepMillis`).
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        time.sleep(WATCHDOG_S)
 
 
 def device_bytes() -> int:

@@ -5,9 +5,10 @@ from bisect import bisect_left
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+from torch import UntypedStorage
 from torch._C._profiler import RecordScope, _ExperimentalConfig, _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd import (
     ProfilerActivity,
@@ -39,6 +40,32 @@ class MemoryEvent(NamedTuple):
 
 OTHER_THREADS = "other threads"
 """The path of events that only the running total shows."""
+
+
+class Profile(Protocol):
+    """Records the allocations and frees that happen while it is active."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def recorded(self, names: Container[str]) -> "Recorded":
+        """What happened, when it is over: the allocations and the named regions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a profile recorded: the allocator's events, and the regions marked by `record_function`."""
+
+    events: list[MemoryEvent]
+    regions: dict[str, list[tuple[int, int]]]
+    """Start and end (ns) of each region of a name, in order of time."""
+
+
+def pointer_of(storage: UntypedStorage) -> int:
+    """Where a storage's bytes are; of one without data, where PyTorch keeps the storage itself."""
+    return int(storage._cdata if storage.device.type == "meta" else storage.data_ptr())
 
 
 def count_all_threads() -> None:
@@ -89,30 +116,20 @@ class MemoryProfile:
                 yield event, None
                 stack.extend(event.children)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """What a profile recorded: the allocator's events, and the regions marked by `record_function`."""
-
-    events: list[MemoryEvent]
-    regions: dict[str, list[tuple[int, int]]]
-    """Start and end (ns) of each region of a name, in order of time."""
-
-
-def recorded(profiled: MemoryProfile, names: Container[str]) -> Recorded:
-    """The allocations and the named regions of a finished profile."""
-    found: list[MemoryEvent] = []
-    regions: dict[str, list[tuple[int, int]]] = {}
-    for event, fields in profiled.events():
-        if fields is not None:
-            found.append(_memory_event(event, fields, profiled.paths))
-        elif event.name in names:
-            regions.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
-    found.sort(key=lambda event: event.time_ns)
-    return Recorded(
-        events=list(_with_other_threads(found)),
-        regions={name: sorted(spans) for name, spans in regions.items()},
-    )
+    def recorded(self, names: Container[str]) -> Recorded:
+        """The allocations and the named regions."""
+        found: list[MemoryEvent] = []
+        regions: dict[str, list[tuple[int, int]]] = {}
+        for event, fields in self.events():
+            if fields is not None:
+                found.append(_memory_event(event, fields, self.paths))
+            elif event.name in names:
+                regions.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
+        found.sort(key=lambda event: event.time_ns)
+        return Recorded(
+            events=list(_with_other_threads(found)),
+            regions={name: sorted(spans) for name, spans in regions.items()},
+        )
 
 
 def _with_other_threads(events: list[MemoryEvent]) -> Iterator[MemoryEvent]:

@@ -32,7 +32,7 @@ from memplan import Model, Plan
 from memplan.plan import MESH_AXES, Rank, stage_layers
 from memplan.units import MiB
 from validate.modules import GptEmbedding, Transformer
-from validate.standin import materialised, with_results
+from validate.standin import WithResult, materialised, with_results
 
 COMPUTE_TYPES: Final = {
     "fp32": torch.float32,
@@ -68,15 +68,18 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def stage_module(model: Model, plan: Plan, stage: int, *, seed: int, device: torch.device) -> Transformer:
+def stage_module(
+    model: Model, plan: Plan, stage: int, *, seed: int | None, device: torch.device
+) -> Transformer:
     """A pipeline stage in full, before any sharding; on the `meta` device its shapes only.
 
     Every rank draws the whole model's float32 weights from one seed and keeps its own layers, so that all
-    plans, and the single-process run they are checked against, start from the same weights.
+    plans, and the single-process run they are checked against, start from the same weights. Without a seed
+    they are whatever the module starts with.
     """
     layers, first, last = stage_layers(model.n_layers, plan, stage), stage == 0, stage == plan.n_stages - 1
     with device:
-        weights = {} if device.type == "meta" else _drawn_weights(model, plan, seed)
+        weights = {} if seed is None else _drawn_weights(model, plan, seed)
         module = Transformer(model, layers, seq_len=plan.seq_len, first=first, last=last)
     if weights:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})
@@ -129,10 +132,10 @@ def awaited(hook: Hook) -> Hook:
     """
     all_reduce = dist.all_reduce
 
-    def awaited_all_reduce(*args: Any, **kwargs: Any) -> Any:
-        work = all_reduce(*args, **kwargs)
+    def awaited_all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
         work.wait()
-        return work
+        return WithResult(tensor) if dist.get_backend(kwargs.get("group")) == "fake" else work
 
     def in_turn(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         with patch.object(dist, "all_reduce", awaited_all_reduce):

@@ -61,6 +61,19 @@ def unanimous() -> Iterator[None]:
         yield
 
 
+class WithResult:
+    """A finished collective whose future has its result; a fake one's has none."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Its result, as a list of one tensor."""
+        done: Future[list[Tensor]] = Future()
+        done.set_result([self._result])
+        return done
+
+
 def with_results(module: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """Lets DDP's reducer go on: it takes a bucket's sum from the collective's future; a fake one has none.
 

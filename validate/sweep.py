@@ -41,6 +41,9 @@ with the same 40 s of processor time. What is measured of memory and traffic is 
 RANK_BYTES: Final = 512 * MiB
 """What a rank may take for itself: PyTorch's workspaces, threads and code (seen: 130 MiB)."""
 
+SHAPES_BYTES: Final = 3 * GiB // 2
+"""What a rank may take whose tensors have no data (seen: 1.1 GiB): Python objects and PyTorch's code."""
+
 PLAYED_BYTES: Final = GiB
 """What a rank may take of the host whose GPU is not there (seen: 0.8 GiB, PyTorch's CUDA libraries)."""
 
@@ -110,6 +113,8 @@ def part_of(cases: Sequence[_T], part: str) -> list[_T]:
 @cache
 def rank_bytes(case: Case) -> int:
     """What each of a case's ranks may take of the machine: twice the largest predicted peak, and a base."""
+    if case.tensors == "fake":
+        return SHAPES_BYTES
     try:
         step = max(1, len(case.ranks) // case.plan.pp)
         peaks = [estimated_rank(case, rank).peak.total_bytes for rank in case.ranks[::step]]

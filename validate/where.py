@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from memplan import Plan
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.tape import Backend
-from validate.cases import FAMILIES, Case, RunsOn, family_of
+from validate.cases import FAMILIES, Case, RunsOn, Tensors, family_of
 from validate.records import Record
 
 Value = bool | int | float | str | tuple[int, ...] | None
@@ -81,6 +81,7 @@ CASE_FIELDS: Final[Mapping[str, Field]] = {
     "gpu": Field(kind="text"),
     "backend": Field(kind="text", choices=get_args(Backend)),
     "rank": Field(kind="number"),
+    "tensors": Field(kind="text", choices=get_args(Tensors)),
 }
 """What is known of every case: its name, its model's and its plan's fields, where it runs."""
 

@@ -219,8 +219,8 @@ def _traced(
         scaled = scaled_loss(end)
         ends = [Tensor(run, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
         del end
-        start = gradient_of_loss(run)
         loss = cut.segment()
+        start = gradient_of_loss(run)
         run.start_backward(scaled, start)
         del scaled
         run.backward(down_to=n_head)

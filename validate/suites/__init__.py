@@ -15,6 +15,7 @@ from validate.records import Record
 from validate.suites.drawn import drawn
 from validate.suites.file import read_suite
 from validate.suites.frontier import next_cases
+from validate.suites.fullsize import fullsize
 from validate.suites.gpu import GPU_SUITES
 from validate.suites.matrix import matrix
 from validate.suites.models import SMALL, models
@@ -27,6 +28,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "drawn": drawn,
     "refused": refused,
     "matrix": matrix,
+    "fullsize": fullsize,
 }
 """Suites of CPU ranks."""
 

@@ -11,7 +11,7 @@ from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
 from memplan.plan import SPLITTING_SCHEDULES
-from memplan.shapes import FP32, Buffer, DType, Event, Parameter, buffer_of
+from memplan.shapes import BF16, FP32, Buffer, DType, Event, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
 
@@ -138,9 +138,9 @@ class Unit:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
-        divide evenly are copied into padded ones, all at once; where gradients are widened on the way in, CPU
-        copies each of them once more, with its padding. What is reduced becomes the gradient or goes to it
-        (`passes_on`).
+        divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
+        where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
+        is reduced becomes the gradient or goes to it (`passes_on`).
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
@@ -152,7 +152,7 @@ class Unit:
         yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
-        if self.stage.device.on_cpu and self.dtype != last.dtype:
+        if self.stage.device.casts_in_copies and self.dtype != last.dtype:
             for parameters, n in self.parts:
                 copies = [self._chunks(p, grads[p].dtype) for p in parameters]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
@@ -180,8 +180,20 @@ class Unit:
         if self.passes_on(first=first):
             yield frees(self.passing), self.replicates
 
+    def _pads_in_kernel(self, dtype: DType) -> bool:
+        """Whether gradients of a type are padded as they are copied, as CUDA's kernel does.
+
+        There is one for what is reduced as it is, and one for bfloat16 that is widened.
+
+        Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
+        """
+        device = self.stage.device
+        return not device.runs_kernels or (not device.on_cpu and dtype in (self.dtype, BF16))
+
     def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
         for p in parameters:
+            if self._pads_in_kernel(grads[p].dtype):
+                continue
             padded_elements = self.stage.plan.dp * self.shard(p)
             if padded_elements != p.n_elements:
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
@@ -205,7 +217,7 @@ class Unit:
         for parameters, times in self.parts:
             found: list[Event] = []
             for p in parameters:
-                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.on_cpu else ()
+                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
                 found += [*(allocs(wide[p]) if first else copied), *frees(grads[p])]
             yield tuple(found), times
 

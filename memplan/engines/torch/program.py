@@ -145,15 +145,13 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
     ]
 
 
-def _workspaces(stages: RankStages) -> dict[Buffer, Buffer]:
-    """The first product of the forward pass, and of the backward pass, and the workspace it brings."""
-    found: dict[Buffer, Buffer] = {}
+def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
+    """The products of either pass, of which the first one brings a workspace, and the workspace."""
     (workspace,) = stages.workspaces
-    for stage in stages:
-        for product in (stage.trace.first_product, stage.trace.first_product_backward):
-            if product is not None:
-                found[product] = workspace
-    return found
+    forward = [stage.trace.first_product for stage in stages]
+    backward = [stage.trace.first_product_backward for stage in stages]
+    groups = [frozenset(product for product in of if product is not None) for of in (forward, backward)]
+    return [(products, workspace) for products in groups if products]
 
 
 def _kept_by_hooks(passes: Iterable[Passes]) -> Counter[Buffer]:

@@ -53,7 +53,8 @@ def _accumulation(passes: Passes, m: int) -> list[Stretch]:
 def _gpipe(passes: Passes, m: int, *, keeps_sent: bool) -> list[Stretch]:
     """All forwards, then all backwards. The last output is held until the schedule ends.
 
-    So are the handles of what was sent, and gloo's keep the tensors.
+    So are the handles of what was sent, and gloo's keep the tensors. Else the gradient that was sent is
+    dropped when the next micro-batch's operations take the place of its own (`ops`), before that goes back.
 
     Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe._step_microbatches`).
     """
@@ -70,9 +71,9 @@ def _gpipe(passes: Passes, m: int, *, keeps_sent: bool) -> list[Stretch]:
         return [*steps, passed(0, "backward", first)]
     steps += [
         passed(0, "backward", first, *done),
-        repeated(passed(0, "backward", later, *sent, *done), m - 2),
+        repeated(passed(0, "backward", *sent, later, *done), m - 2),
     ]
-    return [*steps, passed(0, "backward", last), *sent]
+    return [*steps, passed(0, "backward", *sent, last)]
 
 
 def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stretch]:

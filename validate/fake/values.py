@@ -1,0 +1,141 @@
+"""What is known of tensors without data: integers, masks and single numbers, computed for real.
+
+Python code that trains a model looks at few values: whether a token's row is this rank's own, the optimizer's
+count of steps, whether a scaled gradient has overflowed. They follow from integers and single numbers, so
+these are computed beside the tensors that stand for them. Nothing else has a value: a loss is no number.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from validate.fake.shapes import tensors
+
+MOST_ELEMENTS: Final = 1 << 24
+"""A tensor of integers with more elements is not computed: a mask of all queries by all keys, say."""
+
+READ: Final = torch.ops.aten._local_scalar_dense.default
+"""How a number is read out of a tensor (`Tensor.item`)."""
+
+CHECKS_OVERFLOWS: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""Notes whether one of the gradients is not finite. Those without values are: what was noted stays."""
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""An operation's arguments by place and by name."""
+
+
+class KnownValues:
+    """Keeps each known value with the tensor that stands for it (`FakeTensor.real_tensor`)."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def result(self, func: Any, arguments: Arguments, without_data: Callable[[], Any]) -> Any:
+        """The operation's result `without_data`, and its values where they follow from known ones.
+
+        Raises:
+            NotImplementedError: if what is to be done depends on a value that is not known.
+        """
+        if func is READ:
+            return _number(arguments[0][0])
+        if _has_any_shape(func) and all(map(_is_known, tensors(arguments))):
+            return tree_map(self._stand_in, _computed(func, arguments))
+        out = without_data()
+        results, written = tensors(out), _written(func, arguments)
+        made = (*written, *results)
+        if made and all(map(_can_be_known, made)) and all(map(_is_known, tensors(arguments))):
+            for result, value in zip(results, tensors(_computed(func, arguments)), strict=True):
+                if isinstance(result, FakeTensor):
+                    result.real_tensor = value
+        elif written and func is not CHECKS_OVERFLOWS:
+            _forget(func, written)
+        return out
+
+    def _stand_in(self, value: Any) -> Any:
+        """What stands for a known value."""
+        if not isinstance(value, Tensor):
+            return value
+        tensor = self._mode.from_tensor(value)
+        tensor.real_tensor = value
+        return tensor
+
+
+def known_value(tensor: Tensor) -> Tensor:
+    """The value of a tensor.
+
+    Raises:
+        NotImplementedError: if it is not known.
+    """
+    value = _value(tensor)
+    if value is None:
+        raise NotImplementedError(f"{tensor} is read, but only what follows from integers is known.")
+    return value
+
+
+def _number(tensor: Tensor) -> Any:
+    """A single number; a float that is not known is none."""
+    if tensor.is_floating_point() and not _is_known(tensor):
+        return math.nan
+    return known_value(tensor).item()
+
+
+def _forget(func: Any, written: Iterable[Tensor]) -> None:
+    """Known values have been overwritten by unknown ones."""
+    for tensor in written:
+        if isinstance(tensor, FakeTensor) and tensor.real_tensor is not None:
+            if tensor.numel() > 1:
+                raise NotImplementedError(f"{func} writes unknown values among known ones.")
+            tensor.real_tensor = None
+
+
+def _computed(func: Any, arguments: Arguments) -> Any:
+    def value(argument: Any) -> Any:
+        return _value(argument) if isinstance(argument, Tensor) else argument
+
+    args, kwargs = tree_map(value, arguments)
+    with _disable_current_modes(), torch.no_grad():
+        return func(*args, **kwargs)
+
+
+@cache
+def _has_any_shape(func: Any) -> bool:
+    """Whether the shape of what it returns depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an operation writes to."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(func: Any, arguments: Arguments) -> tuple[Tensor, ...]:
+    args, kwargs = arguments
+    if not (places := _writes(func)):
+        return ()
+    return tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+
+
+def _value(tensor: Tensor) -> Tensor | None:
+    return tensor.real_tensor if isinstance(tensor, FakeTensor) else tensor
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return _value(tensor) is not None
+
+
+def _can_be_known(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.numel() == 1
+    return tensor.numel() <= MOST_ELEMENTS
