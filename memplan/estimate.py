@@ -273,6 +273,15 @@ class Estimate:
         return self.busiest.collectives
 
     @property
+    def allocated_bytes(self) -> int | None:
+        """What `torch.cuda.max_memory_allocated` says of the worst stage: the blocks that its tensors are in.
+
+        None on CPU and for textbook accounting.
+        """
+        replay = self.worst.replayed
+        return None if replay is None else replay.allocated_bytes
+
+    @property
     def reserved_bytes(self) -> int | None:
         """What the caching allocator holds for the worst stage; None where there is none (CPU, textbook).
 
@@ -448,6 +457,7 @@ class Estimate:
                 "verdict": self.verdict,
                 "fits": self.fits,
                 "device_bytes": None if (held := self.device_bytes) is None else held._asdict(),
+                "allocated_bytes": self.allocated_bytes,
                 "reserved_bytes": self.reserved_bytes,
                 "gives_back": self.gives_back,
                 "confirmed": self.confirmed,

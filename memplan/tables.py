@@ -280,9 +280,11 @@ def _brief(text: str) -> str:
 
 def _verdict(estimate: Estimate) -> str:
     where = f"stage {estimate.worst.stage}, " if len(estimate.stages) > 1 else ""
-    lines = [f"Peak {human_bytes(estimate.peak.total_bytes)}: {where}{estimate.worst.when}."]
-    if (reserved_bytes := estimate.reserved_bytes) is not None:
-        lines.append(f"The caching allocator reserves {human_bytes(reserved_bytes)} for it.")
+    lines = [f"Peak of tensors {human_bytes(estimate.peak.total_bytes)}: {where}{estimate.worst.when}."]
+    allocated_bytes, reserved_bytes = estimate.allocated_bytes, estimate.reserved_bytes
+    if allocated_bytes is not None and reserved_bytes is not None:
+        allocates, reserves = human_bytes(allocated_bytes), human_bytes(reserved_bytes)
+        lines.append(f"The caching allocator allocates {allocates} for it and reserves {reserves}.")
     return "\n".join(map(wrapped, (*lines, verdict_text(estimate))))
 
 

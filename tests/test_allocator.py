@@ -297,7 +297,7 @@ def test_without_a_cluster_there_is_an_interval_but_no_verdict():
     assert e.verdict is None
     assert e.to_dict()["device_bytes"] == e.device_bytes._asdict()
     assert e.to_dict()["reserved_bytes"] == e.reserved_bytes
-    assert "The caching allocator reserves" in str(e)
+    assert "The caching allocator allocates" in str(e)
 
 
 def test_hopper_has_larger_workspaces():

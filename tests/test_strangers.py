@@ -145,7 +145,7 @@ def test_the_notebooks_last_words_are_about_what_its_first_estimate_prints():
     cells = notebook["cells"]
     printed = "".join(next(cell for cell in cells if cell["cell_type"] == "code")["outputs"][0]["text"])
     last = " ".join("".join(cells[-1]["source"]).split())
-    assert "The caching allocator reserves" in printed
+    assert "The caching allocator allocates" in printed
     assert "FITS: a GPU holds" in printed
     assert "`print` of an estimate shows all three" in last
 

@@ -30,7 +30,7 @@ def estimated_rank(case: Case, rank: int) -> StageEstimate:
 
 
 def prediction(case: Case, rank: int) -> Prediction:
-    """What of `estimated_rank` a run can confirm.
+    """What of `estimated_rank` a run can confirm: no copies between host and GPU, which no process group sends.
 
     Raises:
         PlanRefused: if the plan cannot run.
@@ -39,6 +39,8 @@ def prediction(case: Case, rank: int) -> Prediction:
     calls: Counter[tuple[str, str]] = Counter()
     payload_bytes: Counter[tuple[str, str]] = Counter()
     for collective in estimated.collectives:
+        if collective.axis == "host":
+            continue
         calls[collective.kind, collective.axis] += collective.calls
         payload_bytes[collective.kind, collective.axis] += collective.payload_bytes
     return Prediction(

@@ -90,7 +90,7 @@ class Gpu:
         """What its kernels run on.
 
         >>> gpu("a100-80-sxm").device
-        Device(type='cuda', capability=(8, 0), multiprocessors=108)
+        Device(type='cuda', capability=(8, 0), multiprocessors=108, runs_kernels=True)
         """
         return CPU if self.kind == "cpu" else Device("cuda", self.capability, self.multiprocessors)
 

@@ -1,0 +1,63 @@
+"""Runs of PyTorch's CUDA build without a GPU, predicted afresh: what tensors asked for, allocated, reserved.
+
+The measurements are the files of `data/measurements/nogpu` (see data/README.md): real CUDA software and its real
+caching allocator, on a GPU that is not there. Nothing predicted is read from them, and nothing is run.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from memplan.hardware import gpu
+from validate.allocated import FIGURES, allocator_errors
+from validate.cases import Case
+from validate.predict import prediction
+from validate.records import Record, read_records
+
+FOLDER = Path(__file__).parents[1] / "data" / "measurements" / "nogpu"
+FILES = {file.stem: list(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
+
+# Of so many ranks at least; requested, allocated and reserved bytes that are equal; the worst of each, if not.
+EXPECTED = {
+    "a100-single": (41, (41, 41, 41), (0, 0, 0)),
+    "h100-single": (41, (41, 41, 41), (0, 0, 0)),
+    "b200-single": (41, (41, 41, 41), (0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bytes_are_what_pytorch_s_cuda_stack_and_allocator_say(name):
+    n_ranks, equal, worst = EXPECTED[name]
+    errors = list(allocator_errors(FILES[name]))
+    assert len(errors) == n_ranks
+    for figure, n_equal, most in zip(FIGURES, equal, worst, strict=True):
+        off = sorted((abs(getattr(each, figure)), each.name) for each in errors)
+        assert sum(error == 0 for error, _ in off) >= n_equal, (figure, off[-5:])
+        assert off[-1][0] <= most, (figure, off[-5:])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_states_and_collectives_are_exact(name):
+    for record in FILES[name]:
+        case = Case.from_dict(record.case)
+        for rank in ranks_of(record):
+            said = prediction(case, rank["rank"])
+            states = [getattr(said, f"{kind}_bytes") for kind in ("weights", "grads", "optimizer")]
+            assert states == [rank[f"{kind}_bytes"] for kind in ("weights", "grads", "optimizer")], case.name
+            sent = Counter((c.kind, c.axis, c.calls, c.payload_bytes) for c in said.collectives)
+            assert sent == Counter(tuple(c.values()) for c in rank["collectives"]), case.name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_record_says_that_no_gpu_was_there(name):
+    for record in FILES[name]:
+        assert record.outcome == "ok", record.case["name"]
+        assert record.case["device"] == "nogpu"
+        assert gpu(record.case["gpu"]).device.type == "cuda"
+        assert "no GPU" in record.environment["meaning"]
+        assert not any(rank["step_s"] for rank in ranks_of(record))
+
+
+def ranks_of(record: Record):
+    return record.measured["ranks"]

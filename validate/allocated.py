@@ -1,0 +1,71 @@
+"""What CUDA's caching allocator said of runs, beside memplan's replay of the same steps.
+
+Three figures of each rank, all predicted afresh: the bytes that tensors asked for in a steady step, those of
+the blocks that were allocated for them since the training began, and those reserved from the driver.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.replay import Replayed
+from validate.cases import Case
+from validate.predict import estimated_rank
+from validate.records import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorErrors:
+    """Prediction / measurement - 1 of one rank's bytes."""
+
+    name: str
+    rank: int
+    requested: float
+    allocated: float
+    reserved: float
+
+
+FIGURES = ("requested", "allocated", "reserved")
+
+
+def allocator_errors(records: Iterable[Record]) -> Iterator[AllocatorErrors]:
+    """The errors of every rank whose allocator was asked; none of CPU ranks."""
+    for record in records:
+        ranks = record.measured["ranks"] if record.measured else []
+        case = Case.from_dict(record.case)
+        for rank in ranks:
+            if rank.get("allocator"):
+                yield _errors(case, rank)
+
+
+def _errors(case: Case, rank: Mapping[str, Any]) -> AllocatorErrors:
+    estimated = estimated_rank(case, rank["rank"])
+    replay = estimated.replayed
+    if replay is None:
+        raise ValueError(f"{case.name}: a rank on CPU has no caching allocator")
+    measured = rank["allocator"][-1]
+    allocated_bytes, reserved_bytes = after(replay, measured["step"])
+    return AllocatorErrors(
+        name=case.name,
+        rank=rank["rank"],
+        requested=estimated.peak_bytes / rank["peak_bytes"] - 1,
+        allocated=allocated_bytes / measured["allocated_bytes"] - 1,
+        reserved=reserved_bytes / measured["reserved_bytes"] - 1,
+    )
+
+
+def after(replay: Replayed, step: int) -> tuple[int, int]:
+    """Bytes allocated and reserved at most until after a step; those beyond the replayed ones add nothing."""
+    return replay.after_step[min(step, replay.n_steps) - 1]
+
+
+def allocator_summary(errors: Iterable[AllocatorErrors]) -> list[str]:
+    """In how many ranks each figure is equal to the byte, and how far off it is at worst; a line each."""
+    every = list(errors)
+    lines = []
+    for figure in FIGURES if every else ():
+        off = [abs(getattr(each, figure)) for each in every]
+        lines.append(
+            f"bytes {figure}: equal in {off.count(0.0)} of {len(off)} ranks, worst {max(off):.3%} off"
+        )
+    return lines
