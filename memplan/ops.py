@@ -2,8 +2,8 @@
 
 Each rule is the sequence of allocations that the operation's ATen implementation makes, forward and
 backward, on the device of the run's setting. Scalars (a mean's divisor, a scale) are left out: at most
-16 bytes at any instant. Rules for "cpu" are confirmed by measured runs; rules for "cuda" are read from the
-kernels' sources and carry their names.
+16 bytes at any instant. Rules for "cpu" are confirmed by measured runs; rules for "cuda" carry their
+kernels' names, and are confirmed by PyTorch's CUDA software on a GPU that is not there (`validate.nogpu`).
 
 Splitting over the tensor axis follows `torch.distributed.tensor.parallel`: columns (ColwiseParallel) divides
 a weight's output features, rows (RowwiseParallel) its input features.

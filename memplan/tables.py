@@ -29,7 +29,8 @@ LEDGER_COLUMNS: Final = ("name", "kind", "shape", "dtype", "count", "each_bytes"
 
 CONFIRMED: Final = {
     "measured": "CPU rules, confirmed by real runs: python -m validate compares them.",
-    "unmeasured": "CUDA rules are read from sources; no GPU run has confirmed them yet.",
+    "unmeasured": "CUDA rules, confirmed by PyTorch's CUDA software without a GPU;\n"
+    "no GPU run has confirmed them yet.",
 }
 DEVICES: Final = {"cuda": "CUDA rules", "cpu": "the CPU's rules, as `python -m validate` measures them"}
 

@@ -109,7 +109,7 @@ def joined(estimate):
 
 
 def test_what_no_run_has_confirmed_says_so():
-    assert "no GPU run has confirmed them yet" in str(memplan.estimate("gpt2", cluster="1xh100-sxm"))
+    assert "no GPU run has confirmed them yet" in joined(memplan.estimate("gpt2", cluster="1xh100-sxm"))
     assert "confirmed by real runs" in str(memplan.estimate("llama-3-8b", cluster="1xcpu", seq_len=128))
 
 

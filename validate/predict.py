@@ -30,7 +30,7 @@ def estimated_rank(case: Case, rank: int) -> StageEstimate:
 
 
 def prediction(case: Case, rank: int) -> Prediction:
-    """What of `estimated_rank` a run can confirm: no copies between host and GPU, which no process group sends.
+    """What of `estimated_rank` a run can confirm: not the copies to and from the host, which no group sends.
 
     Raises:
         PlanRefused: if the plan cannot run.

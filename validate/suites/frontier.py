@@ -1,15 +1,19 @@
-"""The largest micro-batch that runs: predicted, then found by running it.
+"""The largest training that runs within a limit, along one axis: predicted, then found by running it.
 
 A try is a case like any other, kept in the same file, so that a search that was stopped goes on from what its
 file has. What a rank may hold is limited (on a GPU CUDA's allocator keeps to it; on CPU, whose allocator does
 not, a larger peak counts as out of memory), so that the answer depends on nothing else that is on the device.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import cache
+from itertools import product
+from typing import Any, Final, Literal
 
 from memplan import Gpt, Llama, Model, Plan
+from memplan.allocator import OutOfMemory
 from memplan.units import GiB, MiB, human_bytes
 from validate.cases import Case, title
 from validate.gpus import Gpus
@@ -18,24 +22,39 @@ from validate.records import Record
 from validate.suites.gpu import GPT2, LLAMA_1B, LLAMA_100M, in_short, smallest
 
 STEPS: Final = 5
-"""Of a try on a GPU: two to warm up, one counted, one observed, one timed."""
+"""Of a try on a GPU: three to warm up, one observed, one timed."""
+
+Along = Literal["micro-batch", "sequence", "layers"]
+"""What grows: sequences in a micro-batch, tokens of a sequence, layers of the model."""
+
+TOKENS: Final = 128
+"""A sequence grows by so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """How large a micro-batch of this training may be if each rank's allocator may hold `limit_bytes`."""
+    """How large this training may be along an axis if each rank's allocator may hold `limit_bytes`."""
 
     model: Model
     plan: Plan
     limit_bytes: int
     gpus: Gpus | None
+    along: Along = "micro-batch"
 
-    def case(self, micro_batch: int) -> Case:
-        """The training with this micro-batch."""
-        plan = replace(self.plan, micro_batch=micro_batch, global_batch=micro_batch)
+    def case(self, n: int) -> Case:
+        """The training with `n` sequences in a micro-batch, `n` x 128 tokens in a sequence, or `n` layers."""
+        model, plan = self.model, self.plan
+        match self.along:
+            case "micro-batch":
+                plan = replace(plan, micro_batch=n, global_batch=n)
+            case "sequence":
+                plan = replace(plan, seq_len=n * TOKENS)
+            case "layers":
+                model = replace(model, n_layers=n)
+        layers = f"{n} layers, " if self.along == "layers" else ""
         case = Case(
-            name=f"{title(self.model, plan)}, {plan.seq_len} tokens in {human_bytes(self.limit_bytes)}",
-            model=self.model,
+            name=f"{title(model, plan)}, {layers}{plan.seq_len} tokens in {human_bytes(self.limit_bytes)}",
+            model=model,
             plan=plan,
             limit_bytes=self.limit_bytes,
         )
@@ -43,26 +62,44 @@ class Question:
             return case
         return replace(case, device=self.gpus.device, gpu=self.gpus.known_as, steps=STEPS)
 
-    def fits(self, micro_batch: int) -> bool:
-        """Whether the predicted peak is within the limit."""
-        return estimated_rank(self.case(micro_batch), 0).peak_bytes <= self.limit_bytes
+    def fits(self, n: int) -> bool:
+        """Whether it is predicted to run: on a GPU whether the allocator gets along, else by its peak."""
+        estimated = estimated_rank(self.case(n), 0)
+        if estimated.peak_bytes > self.limit_bytes:
+            return False
+        try:
+            estimated.replay(limit_bytes=self.limit_bytes)
+        except OutOfMemory:
+            return False
+        return True
+
+    @property
+    def most(self) -> int | None:
+        """More makes no case: a sequence has at most the tokens that the model has positions for."""
+        return self.model.max_seq_len // TOKENS if self.along == "sequence" else None
 
     @property
     def predicted(self) -> int:
-        """The largest micro-batch that is predicted to fit; 0 if none is."""
-        beyond = 1
-        while self.fits(beyond):
-            beyond *= 2
-        least = beyond // 2
-        while beyond - least > 1:
-            half = (least + beyond) // 2
-            least, beyond = (half, beyond) if self.fits(half) else (least, half)
-        return least
+        """The largest `n` that is predicted to fit; 0 if none is."""
+        return _predicted(self)
+
+
+@cache
+def _predicted(question: Question) -> int:
+    most, beyond = question.most, 1
+    while (most is None or beyond <= most) and question.fits(beyond):
+        beyond *= 2
+    least = beyond // 2
+    beyond = beyond if most is None else min(beyond, most + 1)
+    while beyond - least > 1:
+        half = (least + beyond) // 2
+        least, beyond = (half, beyond) if question.fits(half) else (least, half)
+    return least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """What is known of a question: the largest micro-batch that ran, the smallest that did not.
+    """What is known of a question: the largest `n` that ran, the smallest that did not.
 
     `unclear` are outcomes that say nothing about memory, such as a crash: then it stays open.
     """
@@ -75,31 +112,43 @@ class Frontier:
 
     @property
     def found(self) -> int | None:
-        """The largest micro-batch that runs; None while that is open."""
+        """The largest `n` that runs; None while that is open."""
+        if self.ran and self.ran == self.question.most and not self.unclear:
+            return self.ran
         known = self.failed is not None and self.failed <= self.ran + 1 and not self.unclear
         return self.ran if known else None
 
     @property
     def next_try(self) -> int | None:
-        """The micro-batch to run next: away from the prediction in doubling steps, then halving."""
+        """The `n` to run next: away from the prediction in doubling steps, then halving."""
         if self.found is not None or self.unclear:
             return None
         if self.failed is None and not self.ran:
             return max(1, self.predicted)
         if self.failed is None:
-            return self.ran + max(1, 2 * (self.ran - self.predicted))
+            return min(self.ran + max(1, 2 * (self.ran - self.predicted)), self.question.most or sys.maxsize)
         if not self.ran:
             return max(1, self.failed - max(1, 2 * (self.predicted - self.failed)))
         return (self.ran + self.failed) // 2
 
     def __str__(self) -> str:
-        plan = self.question.plan
+        question, plan = self.question, self.question.plan
         found = " ".join(self.unclear) or "open" if self.found is None else str(self.found)
+        tokens = f" of {TOKENS} tokens" if question.along == "sequence" else f", {plan.seq_len} tokens"
         return (
-            f"{title(self.question.model, plan)}, {plan.seq_len} tokens in "
-            f"{human_bytes(self.question.limit_bytes)}: largest micro-batch predicted {self.predicted}, "
-            f"found {found}"
+            f"{title(question.model, plan)}{tokens} in {human_bytes(question.limit_bytes)}: "
+            f"most {question.along} predicted {self.predicted}, found {found}"
         )
+
+
+def size(case: Case, along: Along) -> int:
+    """How large a case is along an axis, as `Question.case` counts."""
+    sizes = {
+        "micro-batch": case.plan.micro_batch,
+        "sequence": case.plan.seq_len // TOKENS,
+        "layers": case.model.n_layers,
+    }
+    return sizes[along]
 
 
 def frontier(question: Question, records: Iterable[Record]) -> Frontier:
@@ -107,9 +156,9 @@ def frontier(question: Question, records: Iterable[Record]) -> Frontier:
     tried: dict[int, str] = {}
     for record in records:
         case = Case.from_dict(record.case)
-        micro_batch = case.plan.micro_batch
-        if case.identity == question.case(micro_batch).identity:
-            tried[micro_batch] = record.outcome
+        n = size(case, question.along)
+        if n and case.identity == question.case(n).identity:
+            tried[n] = record.outcome
     return Frontier(
         question=question,
         predicted=question.predicted,
@@ -133,6 +182,17 @@ CPU_LIMITS: Final[dict[type[Model], int]] = {Gpt: 6 * MiB, Llama: 18 * MiB}
 """How much a rank of the smallest form may hold, by the model's family."""
 
 
+PRECISIONS: Final = ("fp32", "bf16-mixed", "bf16")
+RECOMPUTES: Final = ("none", "selective", "full")
+ALONG: Final[tuple[Along, ...]] = ("micro-batch", "sequence", "layers")
+WITHOUT_GPU: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
+    (GPT2, {}, 8 * GiB),
+    (LLAMA_100M, {}, 12 * GiB),
+    (LLAMA_1B, {}, 60 * GiB),
+)
+"""Asked of every precision and recompute policy, along every axis, of a GPU that is not there."""
+
+
 def asked(gpus: Gpus | None) -> Iterator[Question]:
     """All questions; in the smallest form without a GPU."""
     for model, options, limit_bytes in ASKED:
@@ -142,6 +202,12 @@ def asked(gpus: Gpus | None) -> Iterator[Question]:
             yield Question(model=small, plan=in_short(plan), limit_bytes=CPU_LIMITS[type(small)], gpus=None)
         elif limit_bytes < gpus.memory_bytes:
             yield Question(model=model, plan=plan, limit_bytes=limit_bytes, gpus=gpus)
+    if gpus is None or gpus.device != "nogpu":
+        return
+    for (model, options, limit_bytes), precision, recompute in product(WITHOUT_GPU, PRECISIONS, RECOMPUTES):
+        plan = Plan(**options, seq_len=1024, precision=precision, recompute=recompute)
+        for along in ALONG:
+            yield Question(model=model, plan=plan, limit_bytes=limit_bytes, gpus=gpus, along=along)
 
 
 def frontiers(gpus: Gpus | None, records: Sequence[Record]) -> list[Frontier]:
