@@ -234,7 +234,7 @@ def measured_rank(
         losses.append(loss)
         if case.is_timed:
             step_s.append(seconds)
-    if gpu is not None:
+    if gpu is not None and case.plan.world_size > 1:
         with counter:
             training.step()
     trained_at_s = time.monotonic()
