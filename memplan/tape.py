@@ -19,7 +19,16 @@ from memplan.device import H100, Device, DeviceType
 from memplan.errors import MissingRule
 from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
 
-Backend = Literal["gloo", "nccl", "fake"]
+Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
+"""What ranks talk by; `nccl-at-once`: NCCL where collectives take no time, as on a GPU that is not there."""
+
+HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
+"""Backends whose handles hold what is sent until they are waited for.
+
+NCCL's watchdog drops it ten times a second if it has arrived, long before a real step waits.
+
+Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`, `watchdogHandler`).
+"""
 
 USUAL_BACKENDS: Final[dict[DeviceType, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
 """What ranks talk by, unless said otherwise. PyTorch's `fake` moves nothing and holds nothing.

@@ -44,7 +44,7 @@ def plan_of(record: Record) -> Plan:
 
 def predicted(record: Record, rank: dict[str, Any]) -> StageEstimate:
     case = Case.from_dict(record.case)
-    return rank_estimate(case.model, case.plan, case.plan.place(rank["rank"]), case.kernels, case.backend)
+    return rank_estimate(case.model, case.plan, case.plan.place(rank["rank"]), case.kernels, case.talks_by)
 
 
 def entries(estimated: StageEstimate) -> set[Entry]:

@@ -98,6 +98,11 @@ class Case:
         return CPU if self.device == "cpu" else gpu(self.gpu).device
 
     @property
+    def talks_by(self) -> Backend:
+        """The backend as memplan names it: NCCL takes no time on a GPU that is not there."""
+        return "nccl-at-once" if (self.device, self.backend) == ("nogpu", "nccl") else self.backend
+
+    @property
     def ranks(self) -> Sequence[int]:
         """The ranks that run."""
         return (self.rank,) if self.backend == "fake" else range(self.plan.world_size)

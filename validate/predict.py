@@ -26,7 +26,7 @@ def estimated_rank(case: Case, rank: int) -> StageEstimate:
         PlanRefused: if the plan cannot run.
     """
     check_case(case)
-    return rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels, case.backend)
+    return rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels, case.talks_by)
 
 
 def prediction(case: Case, rank: int) -> Prediction:

@@ -13,6 +13,7 @@ from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SPLITTING_SCHEDULES
 from memplan.shapes import Buffer
+from memplan.tape import HOLD_WHAT_IS_SENT
 from memplan.timeline import Alive, PassPart, Stretch, chain, events, frees, passed, repeated
 
 Weights = Literal["sharded", "freed after forward", "whole"]
@@ -71,7 +72,7 @@ class _Runtime:
         self.indices = stages.indices
         self.passes = passes
         self.sharded = cast(Sequence[ShardedPasses], passes if plan.fsdp else ())
-        self.keeps_sent = stages.backend == "gloo"
+        self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
         self.reshards = plan.zero == 3
         self.order = plan_order(plan, stages.rank.pp)
         self.done: dict[tuple[Kind, Passes | int, Progress], tuple[Stretch, Progress]] = {}

@@ -7,6 +7,7 @@ from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.runtime import run_actions
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SINGLE_STAGE_SCHEDULES
+from memplan.tape import HOLD_WHAT_IS_SENT
 from memplan.timeline import Stretch, chain, passed, repeated
 
 
@@ -18,7 +19,7 @@ def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
     if plan.schedule not in SINGLE_STAGE_SCHEDULES:
         return run_actions(stages, passes)
     only, stage = passes[0], passes[0].stage
-    keeps_sent = plan.schedule == "gpipe" and stages.backend == "gloo"
+    keeps_sent = plan.schedule == "gpipe" and stages.backend in HOLD_WHAT_IS_SENT
     if plan.schedule == "gpipe":
         passed = _gpipe(only, m, keeps_sent=keeps_sent)
     else:
@@ -89,7 +90,7 @@ def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stre
     stage = passes.stage
     last_turn = m - warm_up
     sent_alone = warm_up - 2
-    holds = stage.backend == "gloo" and not stage.last and 0 <= sent_alone < last_turn
+    holds = stage.backend in HOLD_WHAT_IS_SENT and not stage.last and 0 <= sent_alone < last_turn
     release = passes.release()
     warm = passed(0, "forward", passes.forward(first=False))
     forward = passed(0, "forward", passes.forward(first=False, unsharded=True, releases=stage.last))
