@@ -510,3 +510,13 @@ def test_the_readme_begins_with_what_for_whom_and_two_commands():
     assert "make demo" in first
     assert "make test" in first
     assert first.count("\n") < 30
+
+
+def test_a_v100_has_no_flash_attention_and_grouped_heads_keep_their_scores():
+    """PyTorch asks for compute capability 8.0; scores are (batch, heads, seq, seq) in float32, twice or more."""
+    options = {"zero": 3, "precision": "fp16-mixed", "recompute": "full", "seq_len": 4096}
+    v100, a100 = (
+        memplan.estimate("llama-3-8b", cluster=f"8x{gpu}", **options) for gpu in ("v100-32", "a100-80-sxm")
+    )
+    assert v100.peak.total_bytes - a100.peak.total_bytes >= 2 * 32 * 4096**2 * 4 * 0.9
+    assert v100.verdict != "fits"
