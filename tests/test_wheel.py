@@ -18,7 +18,15 @@ COMMANDS = [block for block in re.findall(r"```sh\n(.*?)\n```", README, re.DOTAL
 (SUITE,) = re.findall(r"```toml\n(.*?)\n```", README, re.DOTALL)
 """The README's suite, which its commands call mine.toml."""
 
-NOT_RUN = ("pip install", "torchrun", "--suite gpu-", "--suite matrix", "calibrate", "part*")
+NOT_RUN = (
+    "pip install",
+    "torchrun",
+    "--suite gpu-",
+    "--suite matrix",
+    "--suite fullsize",
+    "calibrate",
+    "part*",
+)
 """Commands that download, that need GPUs or a launcher, or that take a night."""
 
 
