@@ -12,6 +12,7 @@ from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines import textbook
+from memplan.engines.checks import check_device, check_plan
 from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
 from memplan.engines.torch.stage import StageKind
 from memplan.errors import InvalidValue
@@ -37,8 +38,6 @@ from memplan.plan import (
     Rank,
     Recompute,
     Schedule,
-    check_device,
-    check_plan,
     stage_layers,
 )
 from memplan.replay import Memory, Program, Replayed, replayed

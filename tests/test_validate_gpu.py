@@ -14,8 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from memplan import Llama, Plan
+from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, PlanRefused
-from memplan.plan import PRECISIONS, check_plan
+from memplan.plan import PRECISIONS
 from memplan.units import GiB, MiB
 from validate import environment, gpus, launch
 from validate.__main__ import main

@@ -17,9 +17,9 @@ import torch
 from memplan import Plan
 from memplan.checks import checked_count
 from memplan.cli import SETTINGS, Commands, command_line, plan_options
+from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
-from memplan.plan import check_plan
 from memplan.units import human_bytes
 from validate import fake, nogpu, published, report
 from validate.attribution import comparison
