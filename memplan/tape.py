@@ -241,11 +241,11 @@ class Tape:
         "calls",
         "context",
         "events",
-        "first_products",
         "flops",
         "nodes",
         "parameters",
         "phase",
+        "products",
         "scope",
     )
 
@@ -256,7 +256,7 @@ class Tape:
         self.parameters: dict[str, Parameter] = {}
         self.calls: list[Call] = []
         self.flops = 0
-        self.first_products: dict[str, Buffer] = {}
+        self.products: dict[str, list[Buffer]] = {"forward": [], "backward": []}
         self.phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -408,9 +408,9 @@ class Tape:
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
     def product(self) -> None:
-        """A matrix product has got its result: the first one of either pass is known by that."""
+        """Keep the result of a matrix product, which was allocated last, among those of its pass."""
         direction = "forward" if self.phase == "forward" else "backward"
-        self.first_products.setdefault(direction, self.events[-1].buffer)
+        self.products[direction].append(self.events[-1].buffer)
 
     def collective(self, kind: str, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
