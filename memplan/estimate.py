@@ -8,10 +8,11 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from memplan.allocator import OutOfMemory
+from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import Confirmation, Engine, RankRecord, engine_named
+from memplan.engines.checks import check_device, check_plan
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -35,11 +36,9 @@ from memplan.plan import (
     Rank,
     Recompute,
     Schedule,
-    check_device,
-    check_plan,
 )
 from memplan.record import Stretch
-from memplan.replay import Program, Replayed, replayed
+from memplan.replay import Memory, Program, Replayed, replayed
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -101,17 +100,25 @@ class StageEstimate:
         """Bytes alive between steps."""
         return self.record.rest_bytes
 
-    def replay(self, *, limit_bytes: int | None = None, expandable_segments: bool = False) -> Replayed | None:
+    def replay(
+        self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
+    ) -> Replayed | None:
         """The rank's first steps through PyTorch's caching allocator; None where it has none (CPU, textbook).
 
-        `limit_bytes`: what the driver has to give; where that runs out, cached blocks are given back first.
+        Args:
+            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, "expandable_segments:True" say.
+            limit_bytes: what the driver has to give; where that runs out, cached blocks are given back first.
+            allowed_bytes: what the process may have of it (`torch.cuda.set_per_process_memory_fraction`).
 
         Raises:
-            OutOfMemory: if that is not enough.
+            InvalidValue: for a setting that memplan does not know.
+            OutOfMemory: if the memory is not enough.
         """
+        config = AllocatorConfig.parse(alloc_conf)
         if self.program is None:
             return None
-        return replayed(self.program(), limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+        memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
+        return replayed(self.program(), memory)
 
     @cached_property
     def replayed(self) -> Replayed | None:
@@ -449,7 +456,7 @@ class Estimate:
         return ledger_frame(chosen.host_alive if host else chosen.alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
-        """The step of a stage (the worst one if None), for `memplan.timeline.running_bytes` and plots."""
+        """The step of a stage (the worst one if None), for `memplan.memory.running_bytes` and plots."""
         return (self.worst if stage is None else self._stage(stage)).record.step
 
     def _stage(self, stage: int) -> StageEstimate:

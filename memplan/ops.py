@@ -1,7 +1,7 @@
 """One rule per operation: its output, parameters, FLOPs, what it saves, its workspace, its collectives.
 
 Each rule is the sequence of allocations that the operation's ATen implementation makes, forward and
-backward, on the device of the run's setting. Scalars (a mean's divisor, a scale) are left out: at most
+backward, on the tape's device. Scalars (a mean's divisor, a scale) are left out: at most
 16 bytes at any instant. Rules for "cpu" are confirmed by measured runs; rules for "cuda" carry their
 kernels' names, and are confirmed by PyTorch's CUDA software on a GPU that is not there (`validate.nogpu`).
 
@@ -34,7 +34,7 @@ from memplan.shapes import (
     Shape,
     n_elements,
 )
-from memplan.tape import Node, Run, Tensor
+from memplan.tape import Node, Tape, Tensor
 
 Split = Literal["columns", "rows"]
 Grads = tuple[Tensor | None, ...]
@@ -53,58 +53,58 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     Source: aten/src/ATen/native/Linear.cpp, derivatives.yaml (`mm`, `addmm`),
     torch/distributed/tensor/placement_types.py (`Partial._partition_value`).
     """
-    run = x.run
-    tp = run.setting.tp
+    tape = x.tape
+    tp = tape.context.tp
     n_in = x.shape[-1]
     if split == "columns":
         n_out //= tp
     full_shape = (n_out, n_in)
-    weight = run.parameter(
+    weight = tape.parameter(
         f"{name}.weight", full_shape, tp_dim=(0 if split == "columns" else 1) if tp > 1 else None
     )
     weight.grad_shape = weight.shape
-    dtype = run.setting.autocast or x.dtype
+    dtype = tape.context.autocast or x.dtype
     b = None
     if bias:
         tp_dim = 0 if tp > 1 and split == "columns" else None
-        b = run.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
-        b_used = run.weight(b, dtype)
-    w = run.weight(weight, dtype)
+        b = tape.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
+        b_used = tape.weight(b, dtype)
+    w = tape.weight(weight, dtype)
     x.in_flight = ()
-    used = run.cast(x, dtype)
+    used = tape.cast(x, dtype)
     batch, seq = x.shape[0], x.shape[1]
     x_shape, w_shape = x.shape, full_shape
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_w = grad.run.grad_of(1, w_shape, dtype, is_view=True)
-        grad.run.product()
-        return grad.run.grad_of(0, x_shape, dtype, is_view=True), grad_w
+        grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
+        grad.tape.product()
+        return grad.tape.grad_of(0, x_shape, dtype, is_view=True), grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.grad_of(0, x_shape, dtype, is_view=True)
-        grad.run.product()
-        grad_w = grad.run.grad_of(2, w_shape, dtype, is_view=True)
+        grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad.tape.product()
+        grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
         del saved
-        grad_b = grad.run.grad_of(1, (n_out,), dtype)
+        grad_b = grad.tape.grad_of(1, (n_out,), dtype)
         if grad_b is not None:
-            _sum_rows(grad.run, n_out, batch * seq)
+            _sum_rows(grad.tape, n_out, batch * seq)
         return grad_x, grad_b, grad_w
 
     if b is None:
-        node = run.node((used.node, w.node), (used, w), mm_backward)
+        node = tape.node((used.node, w.node), (used, w), mm_backward)
     else:
-        node = run.node((used.node, b_used.node, w.node), (used, w), addmm_backward)
+        node = tape.node((used.node, b_used.node, w.node), (used, w), addmm_backward)
         del b_used
     divides_bias = bias and tp > 1 and split == "rows"
 
     def product() -> tuple[Tensor]:
-        part = run.new("part of bias", (n_out,), dtype) if divides_bias else None
-        y = run.new(name, (batch, seq, n_out), dtype)
-        run.product()
+        part = tape.new("part of bias", (n_out,), dtype) if divides_bias else None
+        y = tape.new(name, (batch, seq, n_out), dtype)
+        tape.product()
         del part
         return (y,)
 
-    (y,) = run.kept(product, 2 * batch * seq * n_in * n_out, again=again)
+    (y,) = tape.save_if_selective(product, 2 * batch * seq * n_in * n_out, again=again)
     y.node = node
     del used, w
     return _reduced_over_tp(y, name) if split == "rows" else y
@@ -119,16 +119,18 @@ def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
 
     Source: torch/distributed/tensor/parallel/style.py (`async_op`), Korthikanti et al. 2022 (g, f).
     """
-    run = x.run
-    if run.setting.tp == 1:
+    tape = x.tape
+    if tape.context.tp == 1:
         return x
-    if run.setting.sequence_parallel:
-        node = run.node((x.node,), (), lambda grad, saved: (_reduce_scattered(grad, "activation gradients"),))
+    if tape.context.sequence_parallel:
+        node = tape.node(
+            (x.node,), (), lambda grad, saved: (_reduce_scattered(grad, "activation gradients"),)
+        )
         node.distributed = True
         return _with_node(_gathered(x, "activations", waits=waits), node)
-    node = run.node((x.node,), (), lambda grad, saved: (_all_reduced(grad, "activation gradients"),))
+    node = tape.node((x.node,), (), lambda grad, saved: (_all_reduced(grad, "activation gradients"),))
     node.distributed = True
-    return Tensor(run, x.shape, x.dtype, x.storage, node)
+    return Tensor(tape, x.shape, x.dtype, x.storage, node)
 
 
 def _divided_sequence(x: Tensor) -> Tensor:
@@ -136,23 +138,23 @@ def _divided_sequence(x: Tensor) -> Tensor:
 
     Source: torch/distributed/tensor/parallel/style.py (`SequenceParallel`).
     """
-    run = x.run
-    if not run.setting.sequence_parallel:
+    tape = x.tape
+    if not tape.context.sequence_parallel:
         return x
-    node = run.node((x.node,), (), lambda grad, saved: (grad,))
+    node = tape.node((x.node,), (), lambda grad, saved: (grad,))
     node.distributed = True
-    return Tensor(run, x.shape, x.dtype, x.storage, node)
+    return Tensor(tape, x.shape, x.dtype, x.storage, node)
 
 
 def _reduced_over_tp(y: Tensor, what: str) -> Tensor:
     """Leave a tensor-parallel region: sum the tensor ranks' parts, keeping part of the sequence under SP."""
-    run = y.run
-    if run.setting.tp == 1:
+    tape = y.tape
+    if tape.context.tp == 1:
         return y
-    if run.setting.sequence_parallel:
-        node = run.node((y.node,), (), _gathered_backward)
+    if tape.context.sequence_parallel:
+        node = tape.node((y.node,), (), _gathered_backward)
         return _with_node(_reduce_scattered(y, "activations"), node)
-    node = run.node((y.node,), (), lambda grad, saved: (grad,))
+    node = tape.node((y.node,), (), lambda grad, saved: (grad,))
     return _with_node(_all_reduced(y, "activations"), node)
 
 
@@ -163,13 +165,13 @@ def _with_node(x: Tensor, node: Node) -> Tensor:
 
 def _all_reduced(x: Tensor, what: str) -> Tensor:
     """A functional all-reduce: in a copy of its operand."""
-    run, shape, dtype = x.run, x.shape, x.dtype
+    tape, shape, dtype = x.tape, x.shape, x.dtype
 
     def compute() -> tuple[Tensor]:
-        run.collective("all_reduce", what, x.n_bytes)
-        return (run.new("all-reduced", shape, dtype),)
+        tape.collective("all_reduce", what, x.n_bytes)
+        return (tape.new("all-reduced", shape, dtype),)
 
-    (total,) = run.kept(compute)
+    (total,) = tape.save_if_selective(compute)
     return total
 
 
@@ -181,18 +183,18 @@ def _gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
 
     Source: torch/distributed/_functional_collectives.py (`all_gather_tensor`).
     """
-    run, tp = x.run, x.run.setting.tp
+    tape, tp = x.tape, x.tape.context.tp
     batch, seq, d = x.shape
     shape = (batch, seq * tp, d)
-    arrived = run.new("gathered", shape, x.dtype)
-    run.collective("all_gather", what, arrived.n_bytes)
-    if run.setting.gathers_in_copies:
-        run.new("gloo scratch", x.shape, x.dtype)
-        scratch = run.new("gloo scratch", shape, x.dtype)
+    arrived = tape.new("gathered", shape, x.dtype)
+    tape.collective("all_gather", what, arrived.n_bytes)
+    if tape.context.gathers_in_copies:
+        tape.new("gloo scratch", x.shape, x.dtype)
+        scratch = tape.new("gloo scratch", shape, x.dtype)
         if batch == 1 and not waits:
             arrived.in_flight = (scratch,)
         del scratch
-    return arrived if batch == 1 else run.new("gathered sequence", shape, x.dtype)
+    return arrived if batch == 1 else tape.new("gathered sequence", shape, x.dtype)
 
 
 def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
@@ -202,7 +204,7 @@ def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
     (`AsyncAllgatherWork`), ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
     """
     whole = _gathered(grad, "activation gradients")
-    if whole.shape[0] == 1 and grad.run.setting.backend != "fake":
+    if whole.shape[0] == 1 and grad.tape.context.backend != "fake":
         whole.in_flight = (grad,)
     return (whole,)
 
@@ -212,18 +214,18 @@ def _reduce_scattered(x: Tensor, what: str) -> Tensor:
 
     Source: torch/distributed/_functional_collectives.py (`reduce_scatter_tensor`).
     """
-    run, tp = x.run, x.run.setting.tp
+    tape, tp = x.tape, x.tape.context.tp
     batch, seq, d = x.shape
-    ordered = run.new("ordered by rank", x.shape, x.dtype)
+    ordered = tape.new("ordered by rank", x.shape, x.dtype)
 
     def compute() -> tuple[Tensor]:
-        run.collective("reduce_scatter", what, ordered.n_bytes)
-        part = run.new("reduce-scattered", (batch, seq // tp, d), ordered.dtype)
-        if run.setting.backend == "gloo":
-            run.new("gloo scratch", ordered.shape, ordered.dtype)
+        tape.collective("reduce_scatter", what, ordered.n_bytes)
+        part = tape.new("reduce-scattered", (batch, seq // tp, d), ordered.dtype)
+        if tape.context.backend == "gloo":
+            tape.new("gloo scratch", ordered.shape, ordered.dtype)
         return (part,)
 
-    (part,) = run.kept(compute)
+    (part,) = tape.save_if_selective(compute)
     return part
 
 
@@ -238,14 +240,14 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`), native/cuda/Embedding.cu,
     EmbeddingBackwardKernel.cu; torch/distributed/tensor/_ops/_embedding_ops.py.
     """
-    run, tp = tokens.run, tokens.run.setting.tp
-    table = run.parameter(f"{name}.weight", (n_rows // tp, d_model), tp_dim=0 if tp > 1 else None)
+    tape, tp = tokens.tape, tokens.tape.context.tp
+    table = tape.parameter(f"{name}.weight", (n_rows // tp, d_model), tp_dim=0 if tp > 1 else None)
     if tp == 1:
         return _looked_up(tokens, table, n_rows, name)
-    if not run.setting.local_grads:
+    if not tape.context.local_grads:
         table.grad_shape = (n_rows, d_model)
-    mask = run.new("rows of other ranks", tokens.shape, BOOL)
-    local_ids = run.new("ids of own rows", tokens.shape, INT64)
+    mask = tape.new("rows of other ranks", tokens.shape, BOOL)
+    local_ids = tape.new("ids of own rows", tokens.shape, INT64)
     partial = _looked_up(tokens, table, n_rows, name)
     del local_ids, mask
     return _reduced_over_tp(partial, name)
@@ -253,76 +255,79 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
 
 def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the table of positions, whole on every tensor rank."""
-    table = ids.run.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.run.setting.sequence_parallel)
+    table = ids.tape.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.tape.context.sequence_parallel)
     return _looked_up(ids, table, n_rows, name)
 
 
 def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
-    run, dtype = ids.run, table.dtype
+    tape, dtype = ids.tape, table.dtype
     shape = (n_rows, table.shape[1])
     rows: Node | Parameter = table
     if table.grad_shape != shape:
         cut = table.grad_shape
-        rows = run.node((table,), (), lambda grad, saved: (grad.run.new("grad", cut, dtype),))
+        rows = tape.node((table,), (), lambda grad, saved: (grad.tape.new("grad", cut, dtype),))
 
     n_ids = n_elements(ids.shape)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        if grad.run.setting.device.on_cpu or n_ids <= SORTED_IDS:
-            return (grad.run.new("grad", shape, dtype),)
-        return (_sorted_gradient(grad.run, n_ids, shape, dtype),)
+        if grad.tape.context.device.on_cpu or n_ids <= SORTED_IDS:
+            return (grad.tape.new("grad", shape, dtype),)
+        return (_sorted_gradient(grad.tape, n_ids, shape, dtype),)
 
-    return run.new(name, (*ids.shape, shape[1]), dtype, run.node((rows,), (ids,), backward))
+    return tape.new(name, (*ids.shape, shape[1]), dtype, tape.node((rows,), (ids,), backward))
 
 
-def _sorted_gradient(run: Run, n_ids: int, shape: Shape, dtype: DType) -> Tensor:
+def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tensor:
     """A table's gradient of ids that are sorted first; each sum over at most 10 rows is kept in float32."""
     n_rows, d_model = shape
-    scratch = sort_scratch(run.setting.device, n_ids, n_rows)
-    ids, order, numbers = (run.new(what, (n_ids,), INT64) for what in ("sorted ids", "order", "numbers"))
-    temporary = run.new("CUB: sort", (scratch.sort_bytes,), UINT8)
+    scratch = sort_scratch(tape.context.device, n_ids, n_rows)
+    ids, order, numbers = (tape.new(what, (n_ids,), INT64) for what in ("sorted ids", "order", "numbers"))
+    temporary = tape.new("CUB: sort", (scratch.sort_bytes,), UINT8)
     del temporary, numbers
-    grad = run.new("grad", shape, dtype)
-    starts, n_different = run.new("starts of equal ids", (n_ids,), INT64), run.new("different ids", (), INT64)
-    different = run.new("different ids", (n_ids,), INT64)
-    temporary = run.new("CUB: unique", (scratch.unique_bytes,), UINT8)
+    grad = tape.new("grad", shape, dtype)
+    starts, n_different = (
+        tape.new("starts of equal ids", (n_ids,), INT64),
+        tape.new("different ids", (), INT64),
+    )
+    different = tape.new("different ids", (n_ids,), INT64)
+    temporary = tape.new("CUB: unique", (scratch.unique_bytes,), UINT8)
     del temporary, different
     most = min(n_ids, n_rows)
-    counts, offsets = run.new("parts of an id", (most,), INT64), run.new("offsets of parts", (most,), INT64)
-    temporary = run.new("CUB: scan", (scratch.scan_bytes,), UINT8)
+    counts, offsets = tape.new("parts of an id", (most,), INT64), tape.new("offsets of parts", (most,), INT64)
+    temporary = tape.new("CUB: scan", (scratch.scan_bytes,), UINT8)
     del temporary
-    n_parts, most_parts = run.new("parts", (), INT64), n_ids // ROWS_PER_THREAD + most
-    parts = run.new("starts of parts", (most_parts,), INT64)
-    sums = run.new("sums of parts", (most_parts, d_model), FP32)
+    n_parts, most_parts = tape.new("parts", (), INT64), n_ids // ROWS_PER_THREAD + most
+    parts = tape.new("starts of parts", (most_parts,), INT64)
+    sums = tape.new("sums of parts", (most_parts, d_model), FP32)
     del sums, parts, n_parts, offsets, counts, n_different, starts, order, ids
     return grad
 
 
-def _sum_rows(run: Run, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
+def _sum_rows(tape: Tape, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
     """What the sum that has just got its output takes on CUDA (see `reduction_scratch`)."""
-    device = run.setting.device
+    device = tape.context.device
     scratch = None if device.on_cpu else reduction_scratch(device, n_outputs, n_inputs, along_rows=along_rows)
     if scratch is not None:
-        sums = run.new("partial sums", (scratch.sums_bytes // FP32.itemsize,), FP32)
-        counters = run.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
+        sums = tape.new("partial sums", (scratch.sums_bytes // FP32.itemsize,), FP32)
+        counters = tape.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
         del counters, sums
 
 
 def position_ids(tokens: Tensor) -> Tensor:
     """0 to seq - 1, shape (1, seq), or this tensor rank's part of them under sequence parallelism."""
-    setting = tokens.run.setting
-    seq = tokens.shape[1] // (setting.tp if setting.sequence_parallel else 1)
-    return tokens.run.new("position ids", (1, seq), INT64)
+    context = tokens.tape.context
+    seq = tokens.shape[1] // (context.tp if context.sequence_parallel else 1)
+    return tokens.tape.new("position ids", (1, seq), INT64)
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
     """x (batch, seq, d) plus p (1, seq, d); saves nothing; p's gradient is summed over the batch."""
-    run, p_shape, dtype = x.run, p.shape, p.dtype
+    tape, p_shape, dtype = x.tape, p.shape, p.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return grad, grad.run.new("grad", p_shape, dtype)
+        return grad, grad.tape.new("grad", p_shape, dtype)
 
-    return run.new("embedding", x.shape, x.dtype, run.node((x.node, p.node), (), backward))
+    return tape.new("embedding", x.shape, x.dtype, tape.node((x.node, p.node), (), backward))
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -334,15 +339,15 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if p == 0.0:
         return x
-    run, shape, dtype = x.run, x.shape, x.dtype
-    cpu = run.setting.device.on_cpu
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    cpu = tape.context.device.on_cpu
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad", shape, dtype),)
+        return (grad.tape.new("grad", shape, dtype),)
 
-    mask = run.new("dropout mask", shape, dtype if cpu else BOOL)
-    node = run.node((x.node,), (mask,), backward)
-    return run.new("dropout", shape, dtype, node)
+    mask = tape.new("dropout mask", shape, dtype if cpu else BOOL)
+    node = tape.node((x.node,), (mask,), backward)
+    return tape.new("dropout", shape, dtype, node)
 
 
 def layer_norm(x: Tensor, name: str) -> Tensor:
@@ -351,27 +356,27 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`, `layer_norm_backward_cpu`: a per-thread
     buffer of 2 x d for the gradients of weight and bias, dropped again), native/cuda/layer_norm_kernel.cu.
     """
-    run = x.run
+    tape = x.tape
     d = x.shape[-1]
-    w = run.parameter(f"{name}.weight", (d,), summed=run.setting.sequence_parallel)
-    b = run.parameter(f"{name}.bias", (d,), summed=run.setting.sequence_parallel)
+    w = tape.parameter(f"{name}.weight", (d,), summed=tape.context.sequence_parallel)
+    b = tape.parameter(f"{name}.bias", (d,), summed=tape.context.sequence_parallel)
     shape, dtype = x.shape, x.dtype
     x = _divided_sequence(x)
-    statistics = FP32 if not run.setting.device.on_cpu or w.dtype == FP32 else dtype
+    statistics = FP32 if not tape.context.device.on_cpu or w.dtype == FP32 else dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.grad_of(0, shape, dtype)
-        grads = [grad.run.grad_of(1, (d,), w.dtype), grad.run.grad_of(2, (d,), b.dtype)]
+        grad_x = grad.tape.grad_of(0, shape, dtype)
+        grads = [grad.tape.grad_of(1, (d,), w.dtype), grad.tape.grad_of(2, (d,), b.dtype)]
         if grads[0] is not None:
-            if grad.run.setting.device.on_cpu:
-                grad.run.workspace((2, d), w.dtype)
+            if grad.tape.context.device.on_cpu:
+                grad.tape.workspace((2, d), w.dtype)
             _sum_partial_rows(grads, n_elements(shape) // d)
         return grad_x, *grads
 
-    y = run.new(name, shape, dtype)
-    mean = run.new("mean", shape[:-1], statistics)
-    rstd = run.new("rstd", shape[:-1], statistics)
-    y.node = run.node((x.node, w, b), (x, mean, rstd), backward)
+    y = tape.new(name, shape, dtype)
+    mean = tape.new("mean", shape[:-1], statistics)
+    rstd = tape.new("rstd", shape[:-1], statistics)
+    y.node = tape.node((x.node, w, b), (x, mean, rstd), backward)
     return y
 
 
@@ -384,20 +389,20 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
     Source: aten/src/ATen/native/layer_norm.cpp (`rms_norm_composite`), native/cuda/layer_norm_kernel.cu
     (`_fused_rms_norm_cuda`).
     """
-    run = x.run
-    weight = run.parameter(f"{name}.weight", (x.shape[-1],), summed=run.setting.sequence_parallel)
+    tape = x.tape
+    weight = tape.parameter(f"{name}.weight", (x.shape[-1],), summed=tape.context.sequence_parallel)
     x = _divided_sequence(x)
-    if not run.setting.device.on_cpu:
+    if not tape.context.device.on_cpu:
         return _fused_rms_norm(x, weight, name)
     dtype = x.dtype
-    x = run.cast(x, FP32)
+    x = tape.cast(x, FP32)
     squares = _square(x)
     mean = _mean(squares)
     r = _rsqrt(mean)
     del squares, mean
-    y = _mul_by_weight(_mul_per_token(x, r), run.weight(weight), name)
+    y = _mul_by_weight(_mul_per_token(x, r), tape.weight(weight), name)
     del x
-    return run.cast(y, dtype)
+    return tape.cast(y, dtype)
 
 
 def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
@@ -408,116 +413,116 @@ def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
 
     Source: torchtitan/models/norms.py (`RMSNorm.forward`), transformers' `LlamaRMSNorm.forward`.
     """
-    run, dtype = x.run, x.dtype
-    weight = run.parameter(f"{name}.weight", (x.shape[-1],), summed=run.setting.sequence_parallel)
-    x = run.cast(_divided_sequence(x), FP32)
+    tape, dtype = x.tape, x.dtype
+    weight = tape.parameter(f"{name}.weight", (x.shape[-1],), summed=tape.context.sequence_parallel)
+    x = tape.cast(_divided_sequence(x), FP32)
     squares = _square(x)
     mean = _mean(squares)
     r = _rsqrt(mean)
     del squares, mean
     normed = _mul_per_token(x, r)
     del x, r
-    narrow = run.cast(normed, dtype)
+    narrow = tape.cast(normed, dtype)
     del normed
-    return _scaled(narrow, run.weight(weight), name)
+    return _scaled(narrow, tape.weight(weight), name)
 
 
 def _scaled(x: Tensor, w: Tensor, name: str) -> Tensor:
     """x (batch, seq, d) times w (d) of the same type; w's gradient is summed over the tokens."""
-    run, shape, dtype = x.run, x.shape, x.dtype
+    tape, shape, dtype = x.tape, x.shape, x.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.grad_of(0, shape, dtype)
-        terms = grad.run.grad_of(1, shape, dtype)
-        grad_w = grad.run.grad_of(1, shape[-1:], dtype)
+        grad_x = grad.tape.grad_of(0, shape, dtype)
+        terms = grad.tape.grad_of(1, shape, dtype)
+        grad_w = grad.tape.grad_of(1, shape[-1:], dtype)
         if grad_w is not None:
-            _sum_rows(grad.run, shape[-1], n_elements(shape[:-1]))
+            _sum_rows(grad.tape, shape[-1], n_elements(shape[:-1]))
         del terms
         return grad_x, grad_w
 
-    return run.new(name, shape, dtype, run.node((x.node, w.node), (x, w), backward))
+    return tape.new(name, shape, dtype, tape.node((x.node, w.node), (x, w), backward))
 
 
 def _square(x: Tensor) -> Tensor:
-    run, shape = x.run, x.shape
-    return run.new("squares", shape, FP32, run.node((x.node,), (x,), _power_backward))
+    tape, shape = x.tape, x.shape
+    return tape.new("squares", shape, FP32, tape.node((x.node,), (x,), _power_backward))
 
 
 def _power_backward(grad: Tensor, saved: Saved) -> Grads:
-    power = grad.run.new("workspace", grad.shape, FP32)
-    scaled = grad.run.new("workspace", grad.shape, FP32)
-    grad_x = grad.run.new("grad", grad.shape, FP32)
+    power = grad.tape.new("workspace", grad.shape, FP32)
+    scaled = grad.tape.new("workspace", grad.shape, FP32)
+    grad_x = grad.tape.new("grad", grad.shape, FP32)
     del power, scaled
     return (grad_x,)
 
 
 def _mean(x: Tensor) -> Tensor:
-    run, shape = x.run, x.shape
+    tape, shape = x.tape, x.shape
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad", shape, FP32),)
+        return (grad.tape.new("grad", shape, FP32),)
 
-    return run.new("mean", shape[:-1], FP32, run.node((x.node,), (), backward))
+    return tape.new("mean", shape[:-1], FP32, tape.node((x.node,), (), backward))
 
 
 def _rsqrt(x: Tensor) -> Tensor:
-    run, shape = x.run, x.shape
-    y = run.new("rstd", shape, FP32)
-    y.node = run.node((x.node,), (Tensor(run, shape, FP32, y.storage),), _power_backward)
+    tape, shape = x.tape, x.shape
+    y = tape.new("rstd", shape, FP32)
+    y.node = tape.node((x.node,), (Tensor(tape, shape, FP32, y.storage),), _power_backward)
     return y
 
 
 def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
-    run, shape = x.run, x.shape
+    tape, shape = x.tape, x.shape
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.new("grad", shape, FP32)
-        terms = grad.run.new("workspace", shape, FP32)
+        grad_x = grad.tape.new("grad", shape, FP32)
+        terms = grad.tape.new("workspace", shape, FP32)
         del saved
-        grad_r = grad.run.new("grad", shape[:-1], FP32)
-        _sum_rows(grad.run, n_elements(shape[:-1]), shape[-1], along_rows=False)
+        grad_r = grad.tape.new("grad", shape[:-1], FP32)
+        _sum_rows(grad.tape, n_elements(shape[:-1]), shape[-1], along_rows=False)
         del terms
         return grad_x, grad_r
 
-    return run.new("normed", shape, FP32, run.node((x.node, r.node), (x, r), backward))
+    return tape.new("normed", shape, FP32, tape.node((x.node, r.node), (x, r), backward))
 
 
 def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
-    run, shape = x.run, x.shape
+    tape, shape = x.tape, x.shape
     narrow = w.dtype != FP32
-    copied = narrow and run.setting.device.casts_in_copies
+    copied = narrow and tape.context.device.casts_in_copies
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        terms = grad.run.grad_of(1, shape, FP32)
-        widens = copied and grad.run.wants(0)
-        widened = grad.run.new("weight as float32", shape[-1:], FP32) if widens else None
-        grad_x = grad.run.grad_of(0, shape, FP32)
+        terms = grad.tape.grad_of(1, shape, FP32)
+        widens = copied and grad.tape.wants(0)
+        widened = grad.tape.new("weight as float32", shape[-1:], FP32) if widens else None
+        grad_x = grad.tape.grad_of(0, shape, FP32)
         del widened, saved
-        grad_w = grad.run.grad_of(1, shape[-1:], FP32)
+        grad_w = grad.tape.grad_of(1, shape[-1:], FP32)
         del terms
         if narrow:
-            grad_w = grad.run.grad_of(1, shape[-1:], w.dtype)
+            grad_w = grad.tape.grad_of(1, shape[-1:], w.dtype)
         return grad_x, grad_w
 
-    node = run.node((x.node, w.node), (x, w), backward)
-    widened = run.new("weight as float32", shape[-1:], FP32) if copied else None
-    y = run.new(name, shape, FP32, node)
+    node = tape.node((x.node, w.node), (x, w), backward)
+    widened = tape.new("weight as float32", shape[-1:], FP32) if copied else None
+    y = tape.new(name, shape, FP32, node)
     del widened
     return y
 
 
 def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
-    run, shape, dtype = x.run, x.shape, x.dtype
+    tape, shape, dtype = x.tape, x.shape, x.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x, grads = grad.run.grad_of(0, shape, dtype), [grad.run.grad_of(1, shape[-1:], weight.dtype)]
+        grad_x, grads = grad.tape.grad_of(0, shape, dtype), [grad.tape.grad_of(1, shape[-1:], weight.dtype)]
         if grads[0] is not None:
             _sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
-    y = run.new(name, shape, dtype)
-    rstd = run.new("rstd", shape[:-1], FP32)
-    y.node = run.node((x.node, weight), (x, rstd), backward)
+    y = tape.new(name, shape, dtype)
+    rstd = tape.new("rstd", shape[:-1], FP32)
+    y.node = tape.node((x.node, weight), (x, rstd), backward)
     return y
 
 
@@ -526,13 +531,13 @@ def _sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).
     """
-    run, shape, dtype = next((grad.run, grad.shape, grad.dtype) for grad in grads if grad is not None)
-    n_rows = 0 if run.setting.device.on_cpu else partial_rows(run.setting.device, n_tokens, shape[0])
+    tape, shape, dtype = next((grad.tape, grad.shape, grad.dtype) for grad in grads if grad is not None)
+    n_rows = 0 if tape.context.device.on_cpu else partial_rows(tape.context.device, n_tokens, shape[0])
     if n_rows:
-        partial_sums = [run.new("rows of partial sums", (n_rows, *shape), dtype) for _ in grads]
+        partial_sums = [tape.new("rows of partial sums", (n_rows, *shape), dtype) for _ in grads]
         for i in range(len(grads)):
-            total = run.new("grad", shape, dtype)
-            _sum_rows(run, shape[0], n_rows)
+            total = tape.new("grad", shape, dtype)
+            _sum_rows(tape, shape[0], n_rows)
             grads[i] = total
             del total
         del partial_sums
@@ -547,19 +552,19 @@ def rope(x: Tensor) -> Tensor:
     Source: torch/csrc/autograd/FunctionsManual.cpp (`mul_tensor_backward`), ATen/ConjugateFallback.cpp,
     tools/autograd/derivatives.yaml (`view_as_real`).
     """
-    run, shape, dtype = x.run, x.shape, x.dtype
+    tape, shape, dtype = x.tape, x.shape, x.dtype
     seq, half = shape[1], shape[3] // 2
-    wide = run.cast(x, FP32)
+    wide = tape.cast(x, FP32)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        conjugate = grad.run.new("workspace", (seq, half), COMPLEX64)
-        grad_x = grad.run.new("grad", shape, FP32)
+        conjugate = grad.tape.new("workspace", (seq, half), COMPLEX64)
+        grad_x = grad.tape.new("grad", shape, FP32)
         del conjugate
         return (grad_x,)
 
-    turned = run.new("rotated", shape, FP32, run.node((wide.node,), (), backward))
-    turned.node = run.node((turned.node,), (), lambda grad, saved: (_by_token(grad),))
-    return run.cast(turned, dtype)
+    turned = tape.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
+    turned.node = tape.node((turned.node,), (), lambda grad, saved: (_by_token(grad),))
+    return tape.cast(turned, dtype)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -573,14 +578,14 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _pointwise(x: Tensor, name: str) -> Tensor:
-    return x.run.new(name, x.shape, x.dtype, x.run.node((x.node,), (x,), _same_backward))
+    return x.tape.new(name, x.shape, x.dtype, x.tape.node((x.node,), (x,), _same_backward))
 
 
 def heads(x: Tensor, d_head: int) -> Tensor:
     """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head); its gradient is put in that order."""
     batch, seq, width = x.shape
     y = x.view(batch, seq, width // d_head, d_head)
-    y.node = x.run.node((x.node,), (), lambda grad, saved: (_by_token(grad),))
+    y.node = x.tape.node((x.node,), (), lambda grad, saved: (_by_token(grad),))
     return y
 
 
@@ -588,13 +593,13 @@ def merged_heads(x: Tensor) -> Tensor:
     """(batch, seq, heads, d_head) as (batch, seq, heads x d_head): a copy of what is laid out by head."""
     batch, seq, n_heads, d_head = x.shape
     shape = batch, seq, n_heads * d_head
-    if not x.by_head:
+    if not x.head_major:
         return x.view(*shape)
     return _by_token(x).view(*shape)
 
 
 def _by_token(x: Tensor) -> Tensor:
-    return x.run.new("by token", x.shape, x.dtype, x.node) if x.by_head else x
+    return x.tape.new("by token", x.shape, x.dtype, x.node) if x.head_major else x
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -604,11 +609,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     Chowdhery et al. 2022, appendix B).
     """
     match attention_kernel(
-        q.run.setting.device, q.dtype, q.shape[3], grouped=k.shape != q.shape, dropout=dropout > 0
+        q.tape.context.device, q.dtype, q.shape[3], grouped=k.shape != q.shape, dropout=dropout > 0
     ):
         case "math":
             return _math_attention(q, k, v, dropout=dropout > 0)
-        case "flash" if q.run.setting.device.on_cpu:
+        case "flash" if q.tape.context.device.on_cpu:
             return _flash_attention_cpu(q, k, v)
         case "flash":
             return _padded(q, k, v, dropout=dropout > 0)
@@ -654,14 +659,14 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention` and its backward: query
     blocks of 32, 64 or 256 rows by length, key blocks of 512, neither longer than the sequence).
     """
-    run, dtype = q.run, q.dtype
+    tape, dtype = q.tape, q.dtype
     batch, seq, n_heads, d_head = q.shape
     q_shape, kv_shape = q.shape, k.shape
     q_block = 256 if seq >= 768 else 64 if seq >= 192 else 32
     rows, columns = min(q_block, seq), min(512, seq)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        r = grad.run
+        r = grad.tape
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
         scores = r.workspace((2, rows, columns), FP32)
         narrow = None if dtype == FP32 else r.workspace((2, rows, columns), dtype)
@@ -670,16 +675,16 @@ def _flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return grads
 
     def compute() -> tuple[Tensor, Tensor]:
-        y = run.new("attention", q_shape, dtype)
-        lse = run.new("log-sum-exp", (batch, seq, n_heads), FP32)
-        scores = run.workspace((rows * columns + 2 * rows + rows * d_head,), FP32)
-        narrow = None if dtype == FP32 else run.workspace((rows, columns), dtype)
+        y = tape.new("attention", q_shape, dtype)
+        lse = tape.new("log-sum-exp", (batch, seq, n_heads), FP32)
+        scores = tape.workspace((rows * columns + 2 * rows + rows * d_head,), FP32)
+        narrow = None if dtype == FP32 else tape.workspace((rows, columns), dtype)
         del scores, narrow
         return y, lse
 
-    y, lse = run.kept(compute, _attention_flops(q))
-    out = Tensor(run, q_shape, dtype, y.storage)
-    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
+    y, lse = tape.save_if_selective(compute, _attention_flops(q))
+    out = Tensor(tape, q_shape, dtype, y.storage)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
     return y
 
 
@@ -694,73 +699,73 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`_scaled_dot_product_attention_math`).
     """
-    run, dtype = q.run, q.dtype
+    tape, dtype = q.tape, q.dtype
     batch, seq, n_heads, _ = shape = q.shape
     scores_shape, apart = (batch, n_heads, seq, seq), min(n_heads, seq) > 1
-    q, k, v = (run.cast(x, FP32) for x in (q, k, v))
+    q, k, v = (tape.cast(x, FP32) for x in (q, k, v))
 
     def product_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
         left, right = (t.shape for t in saved)
-        grad_right, grad_left = grad.run.new("grad", right, FP32), grad.run.new("grad", left, FP32)
-        grad_left.by_head = grad_right.by_head = apart
+        grad_right, grad_left = grad.tape.new("grad", right, FP32), grad.tape.new("grad", left, FP32)
+        grad_left.head_major = grad_right.head_major = apart
         return grad_left, grad_right
 
     def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
         (grad_scores,) = _same_backward(grad, saved)
-        if not grad.run.setting.device.on_cpu:
+        if not grad.tape.context.device.on_cpu:
             _like(grad, "grad times probabilities")
         return (grad_scores,)
 
     def scores_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_q, grad_k = product_backward(grad, saved)
-        grad_k.by_head = min(batch, seq) > 1
+        grad_k.head_major = min(batch, seq) > 1
         return grad_q, grad_k
 
-    scaled_q = run.new("scaled q", shape, FP32, run.node((q.node,), (), _same_backward))
-    allowed = run.new("allowed", (seq, seq), BOOL)
-    lower = run.new("allowed below the diagonal", (seq, seq), BOOL)
+    scaled_q = tape.new("scaled q", shape, FP32, tape.node((q.node,), (), _same_backward))
+    allowed = tape.new("allowed", (seq, seq), BOOL)
+    lower = tape.new("allowed below the diagonal", (seq, seq), BOOL)
     del allowed
-    choices = [run.new(value, (), FP32) for value in ("0", "-inf")] if not run.setting.device.on_cpu else []
-    bias = run.new("causal bias", (seq, seq), FP32)
+    choices = [tape.new(value, (), FP32) for value in ("0", "-inf")] if not tape.context.device.on_cpu else []
+    bias = tape.new("causal bias", (seq, seq), FP32)
     del lower, choices
     if k.shape != shape:
-        k, v = repeated_heads(k, n_heads, by_head=True), repeated_heads(v, n_heads, by_head=True)
-    scaled_k = run.new("scaled k", shape, FP32, run.node((k.node,), (), _same_backward))
-    scaled_k.by_head = k.by_head
-    left, right = _by_head(scaled_q), _by_head(scaled_k)
-    node = run.node((scaled_q.node, scaled_k.node), (left, right), scores_backward)
+        k, v = repeated_heads(k, n_heads, head_major=True), repeated_heads(v, n_heads, head_major=True)
+    scaled_k = tape.new("scaled k", shape, FP32, tape.node((k.node,), (), _same_backward))
+    scaled_k.head_major = k.head_major
+    left, right = _head_major(scaled_q), _head_major(scaled_k)
+    node = tape.node((scaled_q.node, scaled_k.node), (left, right), scores_backward)
     flops = _attention_flops(q) // 2
-    (scores,) = run.kept(lambda: (run.new("scores", scores_shape, FP32),), flops)
+    (scores,) = tape.save_if_selective(lambda: (tape.new("scores", scores_shape, FP32),), flops)
     del scaled_k, left, right
-    if run.watched:
-        scores = run.new("scores and bias", scores_shape, FP32)
-    probabilities = run.new("probabilities", scores_shape, FP32)
-    saved = Tensor(run, scores_shape, FP32, probabilities.storage)
-    probabilities.node = run.node((node,), (saved,), softmax_backward)
-    masked_out = run.new("keys not allowed", scores_shape, BOOL)
-    nothing_left = run.new("rows without any allowed key", scores_shape[:-1], BOOL)
-    zero = None if run.setting.device.on_cpu else run.new("0", (), FP32)
+    if tape.watched:
+        scores = tape.new("scores and bias", scores_shape, FP32)
+    probabilities = tape.new("probabilities", scores_shape, FP32)
+    saved = Tensor(tape, scores_shape, FP32, probabilities.storage)
+    probabilities.node = tape.node((node,), (saved,), softmax_backward)
+    masked_out = tape.new("keys not allowed", scores_shape, BOOL)
+    nothing_left = tape.new("rows without any allowed key", scores_shape[:-1], BOOL)
+    zero = None if tape.context.device.on_cpu else tape.new("0", (), FP32)
     del nothing_left, masked_out, scores, saved, zero
     if dropout:
-        mask = run.new("dropout mask", scores_shape, FP32 if run.setting.device.on_cpu else BOOL)
-        node = run.node((probabilities.node,), (mask,), _same_backward)
-        probabilities = run.new("dropped probabilities", scores_shape, FP32, node)
+        mask = tape.new("dropout mask", scores_shape, FP32 if tape.context.device.on_cpu else BOOL)
+        node = tape.node((probabilities.node,), (mask,), _same_backward)
+        probabilities = tape.new("dropped probabilities", scores_shape, FP32, node)
         del mask
-    returned = None if dtype == FP32 else run.new(f"probabilities as {dtype.name}", scores_shape, dtype)
-    values = _by_head(v)
-    node = run.node((probabilities.node, v.node), (probabilities, values), product_backward)
-    (y,) = run.kept(lambda: (run.new("attention", shape, FP32),), flops)
-    y.by_head = apart
-    y.node = run.node((node,), (), lambda grad, saved: (_by_head(grad.view(*shape)),))
+    returned = None if dtype == FP32 else tape.new(f"probabilities as {dtype.name}", scores_shape, dtype)
+    values = _head_major(v)
+    node = tape.node((probabilities.node, v.node), (probabilities, values), product_backward)
+    (y,) = tape.save_if_selective(lambda: (tape.new("attention", shape, FP32),), flops)
+    y.head_major = apart
+    y.node = tape.node((node,), (), lambda grad, saved: (_head_major(grad.view(*shape)),))
     del values
-    y = run.cast(y, dtype)
+    y = tape.cast(y, dtype)
     del probabilities, returned, scaled_q, bias
     return y
 
 
-def _by_head(x: Tensor) -> Tensor:
+def _head_major(x: Tensor) -> Tensor:
     """The heads one after the other, as batched products want them: a copy, but of one sequence or head."""
-    return x if x.by_head or 1 in x.shape[:3] else x.run.new("by head", x.shape, x.dtype)
+    return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
 
 
 def _same_backward(grad: Tensor, saved: Saved) -> Grads:
@@ -768,24 +773,24 @@ def _same_backward(grad: Tensor, saved: Saved) -> Grads:
 
 
 def _like(x: Tensor, name: str) -> Tensor:
-    y = x.run.new(name, x.shape, x.dtype)
-    y.by_head = x.by_head
+    y = x.tape.new(name, x.shape, x.dtype)
+    y.head_major = x.head_major
     return y
 
 
-def repeated_heads(x: Tensor, n_heads: int, *, by_head: bool = False) -> Tensor:
+def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tensor:
     """Keys or values copied once per query head; the copies' gradients are summed."""
-    run, shape, dtype = x.run, x.shape, x.dtype
+    tape, shape, dtype = x.tape, x.shape, x.dtype
     batch, seq, _, d_head = shape
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.run.new("grad", shape, dtype)
-        grad_x.by_head = by_head and min(shape[1:3]) > 1
+        grad_x = grad.tape.new("grad", shape, dtype)
+        grad_x.head_major = head_major and min(shape[1:3]) > 1
         return (grad_x,)
 
-    node = run.node((x.node,), (), backward)
-    repeated = run.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
-    repeated.by_head = by_head
+    node = tape.node((x.node,), (), backward)
+    repeated = tape.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
+    repeated.head_major = head_major
     return repeated
 
 
@@ -796,13 +801,13 @@ def _efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     attention_backward.cu (`_efficient_attention_backward`: each row's dot product, in the kernel itself where
     the type is narrow and heads are short).
     """
-    run, dtype, shape = q.run, q.dtype, q.shape
+    tape, dtype, shape = q.tape, q.dtype, q.shape
     batch, seq, n_heads, d_head = shape
     outside = dtype == FP32 or d_head > 128
-    n_bytes = batch * n_heads * efficient_attention_bytes(run.setting.device, dtype.itemsize, seq, d_head)
+    n_bytes = batch * n_heads * efficient_attention_bytes(tape.context.device, dtype.itemsize, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        r = grad.run
+        r = grad.tape
         grads = r.new("grad", shape, dtype), r.new("grad", shape, dtype), r.new("grad", shape, dtype)
         if outside:
             terms = [r.new("terms of dots", shape, FP32) for _ in range(1 if dtype == FP32 else 3)]
@@ -815,15 +820,15 @@ def _efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return grads
 
     def compute() -> tuple[Tensor, Tensor]:
-        y = run.new("attention", shape, dtype)
-        lse = run.new("log-sum-exp", (batch, n_heads, -(-seq // 32) * 32), FP32)
+        y = tape.new("attention", shape, dtype)
+        lse = tape.new("log-sum-exp", (batch, n_heads, -(-seq // 32) * 32), FP32)
         if dtype != FP32 and d_head > 128:
-            run.new("sums of values", shape, FP32)
+            tape.new("sums of values", shape, FP32)
         return y, lse
 
-    y, lse = run.kept(compute, _attention_flops(q))
-    out = Tensor(run, shape, dtype, y.storage)
-    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
+    y, lse = tape.save_if_selective(compute, _attention_flops(q))
+    out = Tensor(tape, shape, dtype, y.storage)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, out, lse), backward)
     return y
 
 
@@ -832,7 +837,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`pad_last_dim`, `post_process_flash_output`).
     """
-    run, shape = q.run, q.shape
+    tape, shape = q.tape, q.shape
     width = -(-shape[3] // 8) * 8
     if width == shape[3]:
         return _flash_attention_cuda(q, k, v, dropout=dropout)
@@ -841,14 +846,14 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
 
     def padded(x: Tensor) -> Tensor:
         x_shape = x.shape
-        node = run.node((x.node,), (), lambda grad, saved: (grad.run.new("grad", x_shape, dtype),))
-        return run.new("padded heads", (*x_shape[:3], width), dtype, node)
+        node = tape.node((x.node,), (), lambda grad, saved: (grad.tape.new("grad", x_shape, dtype),))
+        return tape.new("padded heads", (*x_shape[:3], width), dtype, node)
 
     wide = _flash_attention_cuda(*(padded(x) for x in (q, k, v)), dropout=dropout)
     whole = wide.shape
     y = wide.view(*shape)
-    y.node = run.node((wide.node,), (), lambda grad, saved: (grad.run.new("grad", whole, dtype),))
-    y.by_head = True
+    y.node = tape.node((wide.node,), (), lambda grad, saved: (grad.tape.new("grad", whole, dtype),))
+    y.head_major = True
     return y
 
 
@@ -861,15 +866,15 @@ def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> 
 
     Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).
     """
-    run, dtype = q.run, q.dtype
+    tape, dtype = q.tape, q.dtype
     batch, seq, n_heads, d_head = q.shape
     q_shape, kv_shape = q.shape, k.shape
     d_rounded = -(-d_head // 32) * 32 if d_head <= 128 else -(-d_head // 64) * 64
     seq_rounded = -(-seq // 128) * 128
-    n_splits = 1 if dropout else flash_splits(run.setting.device, batch, n_heads, seq, d_head)
+    n_splits = 1 if dropout else flash_splits(tape.context.device, batch, n_heads, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        r = grad.run
+        r = grad.tape
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
         dots = r.new("dots", (batch, n_heads, seq_rounded), FP32)
         accumulator = r.new("sums of dq", (batch, seq_rounded, n_heads, d_rounded), FP32)
@@ -880,23 +885,23 @@ def _flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> 
         return grads
 
     def compute() -> tuple[Tensor, ...]:
-        y = run.new("attention", q_shape, dtype)
-        lse = run.new("log-sum-exp", (batch, n_heads, seq), FP32)
+        y = tape.new("attention", q_shape, dtype)
+        lse = tape.new("log-sum-exp", (batch, n_heads, seq), FP32)
         parts = None
         if n_splits > 1:
             parts = (
-                run.new("log-sum-exp of parts", (n_splits, batch, n_heads, seq), FP32),
-                run.new("attention of parts", (n_splits, batch, n_heads, seq, d_rounded), FP32),
+                tape.new("log-sum-exp of parts", (n_splits, batch, n_heads, seq), FP32),
+                tape.new("attention of parts", (n_splits, batch, n_heads, seq, d_rounded), FP32),
             )
-        state, unused = run.new("random state", (2,), INT64), run.new("random offset", (), INT64)
+        state, unused = tape.new("random state", (2,), INT64), tape.new("random offset", (), INT64)
         if dropout:
-            state = run.new("random state", (2,), INT64)
+            state = tape.new("random state", (2,), INT64)
         del parts
         return y, lse, state, unused
 
-    y, *others = run.kept(compute, _attention_flops(q))
-    out = Tensor(run, q_shape, dtype, y.storage)
-    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, *others), backward)
+    y, *others = tape.save_if_selective(compute, _attention_flops(q))
+    out = Tensor(tape, q_shape, dtype, y.storage)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, out, *others), backward)
     return y
 
 
@@ -910,24 +915,24 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Source: aten/src/ATen/native/cudnn/MHA.cpp (`run_cudnn_SDP_fprop`, `run_cudnn_SDP_bprop`),
     cudnn_frontend/node/scaled_dot_product_flash_attention.h.
     """
-    run, dtype = q.run, q.dtype
+    tape, dtype = q.tape, q.dtype
     batch, seq, n_heads, d_head = q.shape
     q_shape, kv_shape = q.shape, k.shape
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        r = grad.run
+        r = grad.tape
         grads = r.new("grad", q_shape, dtype), r.new("grad", kv_shape, dtype), r.new("grad", kv_shape, dtype)
         r.new("sums of dq and dots", (batch, n_heads, seq, d_head + 1), FP32)
         return grads
 
     def compute() -> tuple[Tensor, ...]:
-        random = run.new("random seed", (), INT64), run.new("random offset", (), INT64)
-        y = run.new("attention", q_shape, dtype)
-        return y, run.new("log-sum-exp", (batch, n_heads, seq), FP32), *random
+        random = tape.new("random seed", (), INT64), tape.new("random offset", (), INT64)
+        y = tape.new("attention", q_shape, dtype)
+        return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), *random
 
-    y, *others = run.kept(compute, _attention_flops(q))
-    out = Tensor(run, q_shape, dtype, y.storage)
-    y.node = run.node((q.node, k.node, v.node), (q, k, v, out, *others), backward)
+    y, *others = tape.save_if_selective(compute, _attention_flops(q))
+    out = Tensor(tape, q_shape, dtype, y.storage)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, out, *others), backward)
     return y
 
 
@@ -940,10 +945,10 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
     Source: aten/src/ATen/native/SoftMax.cpp, LossNLL.cpp; derivatives.yaml (`_log_softmax` saves its result).
     """
-    run = logits.run
-    if run.setting.loss_chunks == 1:
-        return _cross_entropy(run.cast(logits, FP32))
-    first, *others = _pieces(logits, run.setting.loss_chunks)
+    tape = logits.tape
+    if tape.context.loss_chunks == 1:
+        return _cross_entropy(tape.cast(logits, FP32))
+    first, *others = _pieces(logits, tape.context.loss_chunks)
     total = _cross_entropy_of_piece(first)
     added: tuple[Tensor, ...] = ()
     for piece in others:
@@ -952,38 +957,38 @@ def cross_entropy(logits: Tensor) -> Tensor:
         total = total + loss
         del loss
     del added
-    return run.new("loss", (), FP32, run.node((total.node,), (), _same_backward))
+    return tape.new("loss", (), FP32, tape.node((total.node,), (), _same_backward))
 
 
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
     """Of float32 logits; `targets` made for it are saved."""
-    run, shape = logits.run, logits.shape
-    if run.setting.tp > 1:
+    tape, shape = logits.tape, logits.shape
+    if tape.context.tp > 1:
         return _vocabulary_parallel_cross_entropy(logits, targets)
 
     def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad of logits", shape, FP32),)
+        return (grad.tape.new("grad of logits", shape, FP32),)
 
     def nll_backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.run.new("grad of log-probabilities", shape, FP32),)
+        return (grad.tape.new("grad of log-probabilities", shape, FP32),)
 
-    log_p = run.new("log-probabilities", shape, FP32)
-    log_p.node = run.node((logits.node,), (Tensor(run, shape, FP32, log_p.storage),), softmax_backward)
-    loss, total_weight = run.new("loss", (), FP32), run.new("total weight", (), FP32)
-    loss.node = run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward)
+    log_p = tape.new("log-probabilities", shape, FP32)
+    log_p.node = tape.node((logits.node,), (Tensor(tape, shape, FP32, log_p.storage),), softmax_backward)
+    loss, total_weight = tape.new("loss", (), FP32), tape.new("total weight", (), FP32)
+    loss.node = tape.node((log_p.node,), (log_p, total_weight, *targets), nll_backward)
     return loss
 
 
 def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
     """One piece's sum; where it is cut out of several sequences, logits and targets are made contiguous."""
-    run = logits.run
+    tape = logits.tape
     batch, seq, _ = logits.shape
-    wide = run.cast(logits, FP32)
+    wide = tape.cast(logits, FP32)
     if batch > 1 and logits.dtype == FP32:
-        wide = run.new("contiguous logits", logits.shape, FP32)
+        wide = tape.new("contiguous logits", logits.shape, FP32)
         wide.node = logits.node
     return _cross_entropy(
-        wide, *([run.new("targets of the piece", (batch, seq), INT64)] if batch > 1 else [])
+        wide, *([tape.new("targets of the piece", (batch, seq), INT64)] if batch > 1 else [])
     )
 
 
@@ -994,14 +999,14 @@ def _pieces(logits: Tensor, n: int) -> list[Tensor]:
 
     Source: torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
     """
-    run, (batch, seq, vocab), dtype = logits.run, logits.shape, logits.dtype
+    tape, (batch, seq, vocab), dtype = logits.tape, logits.shape, logits.dtype
     each = -(-seq // n)
     parts: list[Tensor] = []
 
     def joined(grad: Tensor, saved: Saved) -> Grads:
         parts.append(grad)
         del grad
-        whole = run.new("grad of logits", (batch, seq, vocab), dtype)
+        whole = tape.new("grad of logits", (batch, seq, vocab), dtype)
         parts.clear()
         return (whole,)
 
@@ -1011,9 +1016,9 @@ def _pieces(logits: Tensor, n: int) -> list[Tensor]:
 
     pieces = []
     for start in range(0, seq, each):
-        node = run.node((logits.node,) if start == 0 else (None,), (), kept if start else joined)
+        node = tape.node((logits.node,) if start == 0 else (None,), (), kept if start else joined)
         shape = (batch, min(each, seq - start), vocab)
-        pieces.append(Tensor(run, shape, dtype, logits.storage, node))
+        pieces.append(Tensor(tape, shape, dtype, logits.storage, node))
     return pieces
 
 
@@ -1025,56 +1030,56 @@ def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor
     Source: torch/distributed/tensor/parallel/loss.py (`_log_softmax`, `_nll_loss_forward`,
     `_nll_loss_and_log_softmax_backward`).
     """
-    run, shape = logits.run, logits.shape
+    tape, shape = logits.tape, logits.shape
     tokens = shape[:-1]
 
     def nll_backward(grad: Tensor, saved: Saved) -> Grads:
-        indices = [grad.run.new("targets' indices", tokens, INT64) for _ in range(3)]
-        mask = grad.run.new("targets of other ranks", tokens, BOOL)
-        updates = [grad.run.new("targets' gradients", tokens, FP32) for _ in range(2)]
-        one_hot = grad.run.new("grad of log-probabilities", shape, FP32)
-        probabilities = grad.run.new("probabilities", shape, FP32)
-        difference = grad.run.new("probabilities less targets", shape, FP32)
+        indices = [grad.tape.new("targets' indices", tokens, INT64) for _ in range(3)]
+        mask = grad.tape.new("targets of other ranks", tokens, BOOL)
+        updates = [grad.tape.new("targets' gradients", tokens, FP32) for _ in range(2)]
+        one_hot = grad.tape.new("grad of log-probabilities", shape, FP32)
+        probabilities = grad.tape.new("probabilities", shape, FP32)
+        difference = grad.tape.new("probabilities less targets", shape, FP32)
         del probabilities
-        scaled = grad.run.new("grad of logits", shape, FP32)
+        scaled = grad.tape.new("grad of logits", shape, FP32)
         del difference, one_hot, indices, mask, updates
         return (scaled,)
 
-    maxima = _all_reduced(run.new("maxima", tokens, FP32), "maxima of logits")
-    shifted = run.new("logits less maxima", shape, FP32)
-    powers = run.new("exponentials", shape, FP32)
-    sums = run.new("sums", tokens, FP32)
+    maxima = _all_reduced(tape.new("maxima", tokens, FP32), "maxima of logits")
+    shifted = tape.new("logits less maxima", shape, FP32)
+    powers = tape.new("exponentials", shape, FP32)
+    sums = tape.new("sums", tokens, FP32)
     del powers
     sums = _all_reduced(sums, "sums of exponentials")
-    logs = run.new("logarithms of sums", tokens, FP32)
-    log_p = run.new("log-probabilities", shape, FP32)
+    logs = tape.new("logarithms of sums", tokens, FP32)
+    log_p = tape.new("log-probabilities", shape, FP32)
     del shifted, maxima, sums, logs
-    saved = Tensor(run, shape, FP32, log_p.storage)
-    log_p.node = run.node((logits.node,), (saved,), lambda grad, saved: (grad,))
+    saved = Tensor(tape, shape, FP32, log_p.storage)
+    log_p.node = tape.node((logits.node,), (saved,), lambda grad, saved: (grad,))
     target_values = _all_reduced(
-        run.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities"
+        tape.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities"
     )
     del target_values
-    total_weight = run.new("total weight", (), FP32)
-    return run.new("loss", (), FP32, run.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
+    total_weight = tape.new("total weight", (), FP32)
+    return tape.new("loss", (), FP32, tape.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
 
 
 def share_of_loss(loss: Tensor) -> Tensor:
     """The loss over the number of micro-batches."""
-    return loss.run.new("loss over the micro-batches", (), FP32, _scalar_node(loss))
+    return loss.tape.new("loss over the micro-batches", (), FP32, _scalar_node(loss))
 
 
 def scaled_loss(loss: Tensor) -> Tensor:
     """The loss times the scaler's scale in float16, else the loss itself."""
-    if not loss.run.setting.scales_loss:
+    if not loss.tape.context.scales_loss:
         return loss
-    return loss.run.new("scaled loss", (), FP32, _scalar_node(loss))
+    return loss.tape.new("scaled loss", (), FP32, _scalar_node(loss))
 
 
 def _scalar_node(loss: Tensor) -> Node:
-    return loss.run.node((loss.node,), (), _same_backward)
+    return loss.tape.node((loss.node,), (), _same_backward)
 
 
-def gradient_of_loss(run: Run) -> Tensor:
+def gradient_of_loss(tape: Tape) -> Tensor:
     """The 1 that backward starts from."""
-    return run.new("grad of loss", (), FP32)
+    return tape.new("grad of loss", (), FP32)

@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
-from math import gcd
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag, checked_positive
-from memplan.device import Device
-from memplan.errors import InvalidValue, MissingRule, PlanRefused, divisors_text, shown_value
-from memplan.models import Model
+from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.record import Axis
 
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
@@ -47,29 +43,6 @@ FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks", "offload")
 
 MOST_MICRO_BATCHES: Final = 2**23
 """More micro-batches than that in a step are a mistake, not a plan."""
-
-RULED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
-    "torch": {},
-    "textbook": {
-        "dp_replicate": (1,),
-        "virtual_stages": (1,),
-        "schedule": ("gpipe", "1f1b"),
-        "layers_per_stage": (None,),
-        "fsdp_units": ("block",),
-        "fsdp_blocks": (1,),
-        "offload": (False,),
-        "optimizer_impl": ("default",),
-        "clip_grad_norm": (None,),
-        "set_to_none": (True,),
-        "gradient_as_bucket_view": (False,),
-        "static_graph": (False,),
-        "bucket_cap_bytes": (None,),
-        "ddp_comm_hook": ("none",),
-        "precision": ("fp32", "bf16", "bf16-mixed"),
-        "loss_chunks": (1,),
-    },
-}
-"""Values that have a rule, of each engine's options whose rules are not all written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +85,8 @@ class Plan:
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
-        PlanRefused: values that contradict each other; see `check_plan` for those that contradict a model.
+        PlanRefused: values that contradict each other. What an engine or a model does not allow is another
+            check: `memplan.engines.checks.check_plan`.
     """
 
     dp: int = 1
@@ -175,6 +149,8 @@ class Plan:
             ("ddp_comm_hook", DDP_COMM_HOOKS),
         ):
             checked_choice(field, getattr(self, field), choices)
+        if not isinstance(self.engine, str):
+            raise InvalidValue(f"engine={shown_value(self.engine)} is not allowed; use an engine's name.")
         for rule in PLAN_RULES:
             rule(self)
 
@@ -377,309 +353,3 @@ def stage_layers(n_layers: int, plan: Plan, stage: int) -> range:
     each, odd = divmod(n_layers, plan.n_stages)
     start = stage * each + min(stage, odd)
     return range(start, start + each + (stage < odd))
-
-
-def check_plan(model: Model, plan: Plan) -> None:
-    """Raise unless the plan's engine can run it on this model.
-
-    The textbook knows no vocabulary to divide, no tied weights and no schedule to fill.
-
-    Raises:
-        PlanRefused: with value, rule and way out.
-        MissingRule: an option that no rule of the engine covers yet.
-    """
-    for rule in MODEL_RULES[plan.engine]:
-        rule(model, plan)
-
-
-def check_device(plan: Plan, device: Device) -> None:
-    """Raise if PyTorch runs the plan on this device, but computes it wrongly.
-
-    Source: pytorch/pytorch issue 191763 (torch 2.12, 2.13).
-
-    Raises:
-        PlanRefused: with value, rule and way out.
-    """
-    sgd = plan.optimizer in ("sgd", "sgd-momentum")
-    if device.on_cpu and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
-        raise PlanRefused(
-            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
-            "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'.",
-            kind="fused bfloat16 SGD on CPU, which PyTorch computes wrongly",
-        )
-
-
-def _check_positions(model: Model, plan: Plan) -> None:
-    if model.learned_positions and plan.seq_len > model.max_seq_len:
-        raise PlanRefused(
-            f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
-            f"positions of {model.name}; use {model.max_seq_len} or less.",
-            kind="sequences longer than the table of learned positions",
-        )
-
-
-def _check_rules(model: Model, plan: Plan) -> None:
-    for option, ruled in RULED[plan.engine].items():
-        value = getattr(plan, option)
-        if value not in ruled:
-            raise MissingRule(
-                f"{option}={value!r} has no rule yet in the {plan.engine} engine; use "
-                f"{' or '.join(map(repr, ruled))}.",
-                kind="options that the engine has no rule for",
-            )
-
-
-def _check_tensor_axis(model: Model, plan: Plan) -> None:
-    sizes = {"n_heads": model.n_heads}
-    if plan.engine == "torch":
-        sizes |= {"n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
-    for name, total in sizes.items():
-        if total % plan.tp:
-            shared = gcd(*sizes.values())
-            choices = f"one of {divisors_text(shared)}" if shared > 1 else "tp=1"
-            if shared < gcd(model.n_kv_heads, model.d_ff) and plan.engine == "torch":
-                choices += f", or pad vocab_size={model.vocab_size} to a multiple of tp"
-            raise PlanRefused(
-                f"tp={plan.tp} does not divide {name}={total}; use {choices}.",
-                kind="tp does not divide the heads, d_ff or the vocabulary",
-            )
-    if plan.sequence_parallel and plan.seq_len % plan.tp:
-        divisible = -(-plan.seq_len // plan.tp) * plan.tp
-        if model.learned_positions:
-            divisible = min(divisible, model.max_seq_len // plan.tp * plan.tp)
-        raise PlanRefused(
-            f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use "
-            f"{f'seq_len={divisible}' if divisible else 'sequence_parallel=False'}.",
-            kind="tp does not divide the sequence under sequence parallelism",
-        )
-
-
-def _check_layers(model: Model, plan: Plan) -> None:
-    if plan.virtual_stages > 1 and plan.pp == 1:
-        raise PlanRefused(
-            f"virtual_stages={plan.virtual_stages} are stages of a pipeline, but pp=1; use pp of 2 or more, "
-            "or virtual_stages=1.",
-            kind="virtual stages without a pipeline",
-        )
-    stages = f"pp={plan.pp}"
-    if plan.virtual_stages > 1:
-        stages = f"pp x virtual_stages = {plan.pp} x {plan.virtual_stages} = {plan.n_stages}"
-    if plan.layers_per_stage is None:
-        most = model.n_layers
-        if plan.pp > most:
-            raise PlanRefused(
-                f"pp={plan.pp} is more than n_layers={most}; use at most {most}.",
-                kind="more pipeline stages than layers",
-            )
-        if plan.n_stages > most:
-            raise PlanRefused(
-                f"{stages} is more than n_layers={most}; use virtual_stages={most // plan.pp} or smaller "
-                "degrees.",
-                kind="more pipeline stages than layers",
-            )
-        return
-    given = f"layers_per_stage={plan.layers_per_stage}"
-    if len(plan.layers_per_stage) != plan.n_stages:
-        raise PlanRefused(
-            f"{given} names {len(plan.layers_per_stage)} stages, but {stages}; name {plan.n_stages}.",
-            kind="layers_per_stage for another number of stages",
-        )
-    if sum(plan.layers_per_stage) != model.n_layers:
-        raise PlanRefused(
-            f"{given} adds up to {sum(plan.layers_per_stage)} blocks, but n_layers={model.n_layers}; "
-            f"make it add up to {model.n_layers}.",
-            kind="layers_per_stage for another number of layers",
-        )
-    _check_empty_stages(plan, plan.layers_per_stage)
-
-
-def _check_empty_stages(plan: Plan, layers: tuple[int, ...]) -> None:
-    """The ends have weights of their own, other stages only those of their blocks."""
-    empty = [stage for stage in range(1, plan.n_stages - 1) if not layers[stage]]
-    for rank in range(plan.pp):
-        if set(plan.stages_of(rank)) <= set(empty):
-            raise PlanRefused(
-                f"layers_per_stage={layers} leaves rank {rank} of the pipeline without weights ('optimizer "
-                "got an empty parameter list'); give it at least 1 block, or use fewer pp.",
-                kind="a pipeline rank without weights",
-            )
-    if empty:
-        raise MissingRule(
-            f"layers_per_stage={layers} leaves stage {empty[0]} without blocks, which only the first and the "
-            "last stage have a rule for; give it at least 1.",
-            kind="a middle stage without blocks, which has no rule",
-        )
-
-
-def _check_ends(model: Model, plan: Plan) -> None:
-    if plan.pp > 1 and model.tied_head:
-        raise PlanRefused(
-            f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
-            "tied; use pp=1, or the model with tied_head=False.",
-            kind="a pipeline of a model whose embedding and head are tied",
-        )
-
-
-def _check_stages(model: Model, plan: Plan) -> None:
-    if plan.pp == 1:
-        return
-    if plan.schedule in SINGLE_STAGE_SCHEDULES and plan.virtual_stages > 1:
-        raise PlanRefused(
-            f"schedule={plan.schedule!r} runs one stage on each rank, but virtual_stages="
-            f"{plan.virtual_stages}; use schedule='interleaved-1f1b', or virtual_stages=1.",
-            kind="gpipe or 1f1b with several stages on a rank",
-        )
-    if plan.schedule in V_SCHEDULES and plan.virtual_stages != 2:
-        raise PlanRefused(
-            f"schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}: ZBV requires exactly 2 "
-            f"stages per rank, but got {plan.virtual_stages} (PyTorch); use virtual_stages=2, or "
-            "schedule='zero-bubble'.",
-            kind="zbv or dualpipe-v without exactly 2 stages on a rank",
-        )
-
-
-def _check_split_backward(model: Model, plan: Plan) -> None:
-    """Schedules that take a backward pass apart lose gradients unless the weights stay whole and plain."""
-    if plan.pp == 1 or plan.schedule not in SPLITTING_SCHEDULES:
-        return
-    if plan.recompute == "selective":
-        raise PlanRefused(
-            f"schedule={plan.schedule!r} goes back through a block in parts, but recompute='selective' lets "
-            "it once ('Trying to backward an extra time. You are only allowed to backward once on any region "
-            "computed under selective activation checkpoint.'); use recompute='full' or 'none', or "
-            "schedule='interleaved-1f1b'.",
-            kind="zero-bubble, zbv or dualpipe-v with selective recomputation, which fails in PyTorch",
-        )
-    if plan.dp == 1 or plan.zero == 2:
-        return
-    why = "DDP's hooks do not run for gradients made by `torch.autograd.grad`, which are never reduced"
-    if plan.zero == 3:
-        why = (
-            "FSDP2 frees a block's weights after its forward pass, so that `stage_backward_input` finds none "
-            "to make gradients for"
-        )
-    raise PlanRefused(
-        f"schedule={plan.schedule!r} loses gradients with zero={plan.zero}: {why}; use zero=2, or "
-        "schedule='interleaved-1f1b'.",
-        kind="zero-bubble, zbv or dualpipe-v with DDP, ZeRO-1 or ZeRO-3, which lose gradients",
-    )
-
-
-def _check_micro_batches(model: Model, plan: Plan) -> None:
-    if plan.pp == 1:
-        return
-    m, n, least, reason = plan.n_micro_batches, plan.n_stages, 0, ""
-    match plan.schedule:
-        case "1f1b":
-            least = n
-            reason = (
-                f"Number of microbatches ({m}) must be greater than or equal to the number of stages ({n})"
-            )
-        case "dualpipe-v":
-            least = n
-            reason = (
-                "DualPipeV requires at least as many microbatches as stages, but got "
-                f"{m} microbatches and {n} stages"
-            )
-        case "interleaved-1f1b" | "zero-bubble" as kind:
-            least = next(i for i in count(m) if i % _rounds(i, plan) == 0)
-            reason = (
-                f"{'Zero bubble' if kind == 'zero-bubble' else 'Interleaved 1F1B'} requires the number of "
-                f"microbatches to be a multiple of the number of rounds ({_rounds(m, plan)}), but got {m}"
-            )
-    if m < least:
-        raise PlanRefused(
-            f"schedule={plan.schedule!r}: {reason}; use global_batch="
-            f"{plan.n_replicas * plan.micro_batch * least}.",
-            kind="too few micro-batches for the schedule, or not a multiple of its rounds",
-        )
-
-
-def _rounds(n_micro_batches: int, plan: Plan) -> int:
-    """How often an interleaved schedule goes round a rank's stages.
-
-    Source: torch/distributed/pipelining/schedules.py (`ScheduleInterleaved1F1B.number_of_rounds`).
-    """
-    return max(1, n_micro_batches // plan.pp)
-
-
-def _check_update(model: Model, plan: Plan) -> None:
-    """What PyTorch's optimizers and loss scalers cannot take: some lists of DTensors."""
-    tensors_alone = plan.tp > 1 and not plan.ddp and not plan.fsdp
-    listed = plan.optimizer_impl in ("foreach", "fused")
-    sgd = plan.optimizer in ("sgd", "sgd-momentum")
-    if plan.optimizer_impl == "fused" and sgd and (plan.fsdp or tensors_alone):
-        raise PlanRefused(
-            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the DTensors of zero="
-            f"{plan.zero}, tp={plan.tp} (Operator aten._fused_sgd_.default does not have a sharding strategy "
-            "registered); use optimizer_impl='foreach' or 'for-loop'.",
-            kind="fused SGD on sharded weights, which fails in PyTorch",
-        )
-    if listed and not plan.set_to_none and tensors_alone:
-        reason = (
-            "aten.zero.default: in-place operations that require placement changes are not supported"
-            if plan.sequence_parallel
-            else "aten._foreach_zero_.default got mixed torch.Tensor and DTensor"
-        )
-        raise PlanRefused(
-            f"set_to_none=False with optimizer_impl={plan.optimizer_impl!r} zeroes all gradients at once, "
-            f"which fails beside tp={plan.tp} ({reason}); use optimizer_impl='for-loop', or "
-            "set_to_none=True.",
-            kind="gradients zeroed all at once beside tensor parallelism, which fails in PyTorch",
-        )
-    if plan.precision != "fp16-mixed":
-        return
-    if tensors_alone and not plan.sequence_parallel:
-        raise PlanRefused(
-            f"precision='fp16-mixed' unscales all gradients at once, which fails beside tp={plan.tp} "
-            "(aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor); "
-            "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'.",
-            kind="fp16-mixed beside tensor parallelism alone, which fails in PyTorch",
-        )
-    if plan.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
-        raise PlanRefused(
-            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the overflow flag that "
-            "precision='fp16-mixed' shares over all ranks (_foreach_sub_: output with shape [] doesn't match "
-            "the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'.",
-            kind="fused Adam with fp16-mixed over several ranks, which fails in PyTorch",
-        )
-
-
-def _check_data_axis(model: Model, plan: Plan) -> None:
-    if plan.zero and plan.dp == 1:
-        raise PlanRefused(
-            f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
-            kind="a ZeRO stage without data-parallel ranks",
-        )
-    if model.tied_head and plan.fsdp_units == "block+ends":
-        raise PlanRefused(
-            f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
-            "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
-            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
-            kind="fsdp_units=block+ends of a model whose embedding and head are tied",
-        )
-    if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
-        raise PlanRefused(
-            f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
-            f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
-            "tp=1, or the model with tied_head=False.",
-            kind="DDP beside tensor parallelism of a model whose embedding and head are tied",
-        )
-
-
-MODEL_RULES: Final[dict[str, tuple[Callable[[Model, Plan], None], ...]]] = {
-    "torch": (
-        _check_tensor_axis,
-        _check_layers,
-        _check_ends,
-        _check_stages,
-        _check_micro_batches,
-        _check_split_backward,
-        _check_data_axis,
-        _check_update,
-        _check_positions,
-        _check_rules,
-    ),
-    "textbook": (_check_tensor_axis, _check_layers, _check_positions, _check_rules),
-}
-"""What no plan of a model may contradict, of each engine in the order in which it is asked."""

@@ -57,7 +57,7 @@ Backward = Callable[["Tensor", "tuple[Tensor, ...]"], "tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class OpContext:
     """What decides an operation's cost beside its shapes.
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
@@ -97,15 +97,15 @@ class Setting:
 class Storage:
     """Owner of a buffer's bytes; recording their free is its last act."""
 
-    __slots__ = ("buffer", "run")
+    __slots__ = ("buffer", "tape")
 
-    def __init__(self, buffer: Buffer, run: "Run") -> None:
+    def __init__(self, buffer: Buffer, tape: "Tape") -> None:
         self.buffer = buffer
-        self.run = run
-        run.events.append(Alloc(buffer))
+        self.tape = tape
+        tape.events.append(Alloc(buffer))
 
     def __del__(self) -> None:
-        self.run.events.append(Free(self.buffer))
+        self.tape.events.append(Free(self.buffer))
 
 
 class Node:
@@ -145,7 +145,7 @@ class Node:
 class Region:
     """A stretch of the forward pass that keeps only its input and is run again in the backward pass.
 
-    If `selective`, what `Run.kept` makes is `kept` too, in order, and not made again.
+    If `selective`, what `Tape.save_if_selective` makes is `kept` too, in order, and not made again.
     """
 
     __slots__ = ("function", "kept", "n_saving", "nodes", "random_state", "selective", "x")
@@ -161,35 +161,35 @@ class Region:
 
 
 class _Recomputed(Exception):
-    """The last saved tensor of a region has been recomputed: the rest need not run."""
+    """The last saved tensor of a region has been recomputed: the rest need not tape."""
 
 
 class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
     `in_flight` is what the collective that is still filling it holds until the first use: operand, scratch.
-    `by_head`: its (batch, seq, heads, d_head) are laid out in another order, one head after the other.
+    `head_major`: its (batch, seq, heads, d_head) are laid out in another order, one head after the other.
     """
 
-    __slots__ = ("by_head", "dtype", "in_flight", "is_view", "node", "run", "shape", "storage")
+    __slots__ = ("dtype", "head_major", "in_flight", "is_view", "node", "shape", "storage", "tape")
 
     def __init__(
         self,
-        run: "Run",
+        tape: "Tape",
         shape: Shape,
         dtype: DType,
         storage: Storage | None = None,
         node: "Node | Parameter | None" = None,
         is_view: bool = False,
     ) -> None:
-        self.run = run
+        self.tape = tape
         self.shape = shape
         self.dtype = dtype
         self.storage = storage
         self.node = node
         self.is_view = is_view
         self.in_flight: tuple[Tensor, ...] = ()
-        self.by_head = False
+        self.head_major = False
 
     @property
     def n_bytes(self) -> int:
@@ -198,20 +198,20 @@ class Tensor:
 
     def view(self, *shape: int) -> "Tensor":
         """The same bytes under another shape."""
-        return Tensor(self.run, shape, self.dtype, self.storage, self.node, is_view=True)
+        return Tensor(self.tape, shape, self.dtype, self.storage, self.node, is_view=True)
 
     def __add__(self, other: "Tensor") -> "Tensor":
         """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
-        run = self.run
+        tape = self.tape
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
-        left, right = run.promoted(self, dtype), run.promoted(other, dtype)
-        node = run.node((left.node, right.node), (), _add_backward)
-        return run.new("residual", left.shape, dtype, node)
+        left, right = tape.promoted(self, dtype), tape.promoted(other, dtype)
+        node = tape.node((left.node, right.node), (), _add_backward)
+        return tape.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
         """Elementwise product of equal shapes; saves both factors."""
-        node = self.run.node((self.node, other.node), (self, other), _mul_backward)
-        return self.run.new("product", self.shape, self.dtype, node)
+        node = self.tape.node((self.node, other.node), (self, other), _mul_backward)
+        return self.tape.new("product", self.shape, self.dtype, node)
 
 
 def _add_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -219,11 +219,11 @@ def _add_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tens
 
 
 def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    of_right = grad.run.new("grad", grad.shape, grad.dtype)
-    return grad.run.new("grad", grad.shape, grad.dtype), of_right
+    of_right = grad.tape.new("grad", grad.shape, grad.dtype)
+    return grad.tape.new("grad", grad.shape, grad.dtype), of_right
 
 
-class Run:
+class Tape:
     """One pass over a model: the events, nodes and parameters it leaves behind."""
 
     __slots__ = (
@@ -237,17 +237,17 @@ class Run:
         "_saved_again",
         "_uses",
         "_wanted",
+        "context",
         "events",
         "first_products",
         "nodes",
         "parameters",
         "phase",
         "scope",
-        "setting",
     )
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, context: OpContext) -> None:
+        self.context = context
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
@@ -279,7 +279,7 @@ class Run:
 
     def workspace(self, shape: Shape, dtype: DType) -> Tensor | None:
         """What a kernel allocates for itself while it runs; None where none does."""
-        return self.new("workspace", shape, dtype) if self.setting.device.runs_kernels else None
+        return self.new("workspace", shape, dtype) if self.context.device.runs_kernels else None
 
     def wants(self, i: int) -> bool:
         """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
@@ -344,7 +344,7 @@ class Run:
             self.parameters[key] = Parameter(
                 key,
                 shape,
-                self.setting.weight_dtype,
+                self.context.weight_dtype,
                 tp_dim=tp_dim,
                 summed_over_tp=summed,
                 distributed=distributed,
@@ -363,7 +363,7 @@ class Run:
         own = Tensor(self, parameter.shape, parameter.dtype, None, parameter)
         if dtype is None or dtype == parameter.dtype:
             return own
-        if parameter.distributed and self.setting.local_grads:
+        if parameter.distributed and self.context.local_grads:
             return self.cast(own, dtype)
         if parameter not in self._casts:
             self._casts[parameter] = self.cast(own, dtype)
@@ -378,7 +378,7 @@ class Run:
         if x.dtype == dtype:
             return x
         y = self.new(f"copy as {dtype.name}", x.shape, dtype, self._cast_node(x))
-        y.by_head = x.by_head
+        y.head_major = x.head_major
         return y
 
     def _cast_node(self, x: Tensor) -> Node:
@@ -386,8 +386,8 @@ class Run:
         was = x.dtype
 
         def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
-            narrow = grad.run.new(f"grad as {was.name}", grad.shape, was)
-            narrow.by_head = grad.by_head
+            narrow = grad.tape.new(f"grad as {was.name}", grad.shape, was)
+            narrow.head_major = grad.head_major
             return (narrow,)
 
         return self.node((x.node,), (), backward)
@@ -398,7 +398,7 @@ class Run:
         Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `common_device == kCPU`),
         native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
         """
-        if x.dtype == dtype or self.setting.device.casts_in_copies:
+        if x.dtype == dtype or self.context.device.casts_in_copies:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
@@ -427,7 +427,7 @@ class Run:
         region = self._replaying or self._region
         return region is not None and region.selective
 
-    def kept(
+    def save_if_selective(
         self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0, *, again: bool = False
     ) -> tuple[Tensor, ...]:
         """The outputs of an operation of so many FLOPs that selective recomputation does not run again.
@@ -454,7 +454,7 @@ class Run:
         """`function(x)` keeping only `x`; what backward needs is computed again when it gets there."""
         self._region = region = Region(function, x, selective=selective)
         _mark_saved((x,))
-        if self.setting.device.on_cpu:
+        if self.context.device.on_cpu:
             region.random_state = self._random_state()
         y = function(x)
         self._region = None
@@ -490,7 +490,7 @@ class Run:
             output.node.grad = grad
 
     def backward(self, down_to: int = 0) -> None:
-        """Run the newest nodes until `down_to` are left."""
+        """Tape the newest nodes until `down_to` are left."""
         self.phase = "backward"
         while len(self.nodes) > down_to:
             self._step(self.nodes.pop())
@@ -552,7 +552,7 @@ class Run:
         phase = self.phase
         self.phase = "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
-        current_state = self._random_state() if self.setting.device.on_cpu else None
+        current_state = self._random_state() if self.context.device.on_cpu else None
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
         with suppress(_Recomputed):
             region.function(Tensor(self, region.x.shape, region.x.dtype, region.x.storage, region.x.node))
@@ -592,19 +592,19 @@ class SplitBackward:
     torch/utils/checkpoint.py (`_CheckpointFrame.recomputed`, one for each graph task).
     """
 
-    __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "run")
+    __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "tape")
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._graph = list(run.nodes)
-        self.n_nodes = len(run.nodes)
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._graph = list(tape.nodes)
+        self.n_nodes = len(tape.nodes)
         self._beside: set[Node] = set()
         self._waiting: deque[tuple[int, Node, Tensor]] = deque()
         self._taken: tuple[Node, Tensor] | None = None
         self._made: list[Tensor] = []
         self._unused: dict[Node, list[tuple[Tensor, ...]]] = {}
-        self._regions = {node.region for node in run.nodes if node.region is not None}
-        for node in run.nodes:
+        self._regions = {node.region for node in tape.nodes if node.region is not None}
+        for node in tape.nodes:
             inputs = [target for target in node.inputs if target is not None]
             if inputs and all(map(self._is_weights, inputs)):
                 self._beside.add(node)
@@ -614,26 +614,26 @@ class SplitBackward:
         return isinstance(target, Parameter) or target in self._beside
 
     def input(self, down_to: int) -> None:
-        """Run the newest nodes until `down_to` are left, but for those that only weights need."""
-        run = self.run
-        run.phase = "backward"
-        while len(run.nodes) > down_to:
-            node = run.nodes.pop()
+        """Tape the newest nodes until `down_to` are left, but for those that only weights need."""
+        tape = self.tape
+        tape.phase = "backward"
+        while len(tape.nodes) > down_to:
+            node = tape.nodes.pop()
             if node not in self._beside:
-                self._step(node, len(run.nodes))
+                self._step(node, len(tape.nodes))
 
     def _step(self, node: Node, index: int) -> None:
-        run = self.run
+        tape = self.tape
         grad, node.grad = node.grad, None
         if grad is None:
             raise MissingRule("an operation received no gradient in the first part of a split backward pass.")
         wanted = tuple([not self._is_weights(target) for target in node.inputs])
         if not all(wanted):
             self._waiting.appendleft((index, node, grad))
-            run.retain(grad)
-        run.make_saved(node)
+            tape.retain(grad)
+        tape.make_saved(node)
         grad.in_flight = ()
-        grads = run.gradients(node, grad, wanted)
+        grads = tape.gradients(node, grad, wanted)
         if node.region is not None:
             node.saved = None
         grad = None
@@ -642,7 +642,7 @@ class SplitBackward:
         for i, target in enumerate(inputs):
             part, grads[i] = grads[i], None
             if target is not None and part is not None:
-                run.deliver(target, part)
+                tape.deliver(target, part)
             part = None
 
     def end_input(self) -> None:
@@ -656,7 +656,7 @@ class SplitBackward:
         for node in self._graph:
             node.released = node not in kept
         self._graph.clear()
-        self.run.release_retained()
+        self.tape.release_retained()
 
     def weights(self, up_to: int) -> None:
         """The gradients of the weights of the first `up_to` nodes.
@@ -669,15 +669,15 @@ class SplitBackward:
             self._made = self._weights_of(node, grad)
 
     def _weights_of(self, node: Node, grad: Tensor) -> list[Tensor]:
-        run, region = self.run, node.region
-        run.make_saved(node)
+        tape, region = self.tape, node.region
+        tape.make_saved(node)
         if region is not None:
             for other in region.nodes:
                 if other is not node and other.saved:
                     self._unused.setdefault(other, []).append(other.saved)
                     other.saved = None
         wanted = tuple([self._is_weights(target) for target in node.inputs])
-        grads = run.gradients(node, grad, wanted)
+        grads = tape.gradients(node, grad, wanted)
         node.saved = ()
         node.released = True
         self._unused.pop(node, None)
@@ -685,10 +685,10 @@ class SplitBackward:
         for i, target in enumerate(node.inputs):
             part, grads[i] = grads[i], None
             while isinstance(target, Node) and part is not None:
-                (part,) = run.gradients(target, part, ())
+                (part,) = tape.gradients(target, part, ())
                 (target,) = target.inputs
             if isinstance(target, Parameter) and part is not None:
-                made.append(run.graded(target, part))
+                made.append(tape.graded(target, part))
             part = None
         return made
 

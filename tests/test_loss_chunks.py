@@ -11,43 +11,43 @@ from memplan.errors import PlanRefused
 from memplan.ops import cross_entropy, gradient_of_loss
 from memplan.record import Alloc, changes
 from memplan.shapes import BF16, FP32, DType, Shape
-from memplan.tape import Run, Setting, Tensor
+from memplan.tape import OpContext, Tape, Tensor
 from validate.modules import token_loss
 
 VOCABULARY = 1000
 
 
-def logits_of(run: Run, shape: Shape, dtype: DType) -> Tensor:
+def logits_of(tape: Tape, shape: Shape, dtype: DType) -> Tensor:
     """Logits that want a gradient."""
-    return run.new("logits", shape, dtype, run.node((None,), (), lambda grad, saved: (None,)))
+    return tape.new("logits", shape, dtype, tape.node((None,), (), lambda grad, saved: (None,)))
 
 
 def peaks(chunks: int, *, seq_len: int = 12, batch: int = 1, dtype: DType = BF16, tp: int = 1):
     """The most a loss holds beside its logits, forward and backward, and what it saves between them."""
-    run = Run(Setting(device=CPU, loss_chunks=chunks, tp=tp))
-    logits = run.new(
-        "logits", (batch, seq_len, VOCABULARY // tp), dtype, run.node((None,), (), lambda g, s: (None,))
+    tape = Tape(OpContext(device=CPU, loss_chunks=chunks, tp=tp))
+    logits = tape.new(
+        "logits", (batch, seq_len, VOCABULARY // tp), dtype, tape.node((None,), (), lambda g, s: (None,))
     )
-    start = len(run.events)
+    start = len(tape.events)
     loss = cross_entropy(logits)
-    kept, forward = running(run.events[start:])
-    middle = len(run.events)
-    run.start_backward(loss, gradient_of_loss(run))
+    kept, forward = running(tape.events[start:])
+    middle = len(tape.events)
+    tape.start_backward(loss, gradient_of_loss(tape))
     del loss
-    run.backward(down_to=1)
-    _, backward = running(run.events[middle:])
+    tape.backward(down_to=1)
+    _, backward = running(tape.events[middle:])
     return kept, forward, kept + backward
 
 
 def lost(chunks: int):
     """The events of a loss's backward pass."""
-    run = Run(Setting(device=CPU, loss_chunks=chunks))
-    logits = logits_of(run, (1, 12, VOCABULARY), BF16)
+    tape = Tape(OpContext(device=CPU, loss_chunks=chunks))
+    logits = logits_of(tape, (1, 12, VOCABULARY), BF16)
     loss = cross_entropy(logits)
-    start = len(run.events)
-    run.start_backward(loss, gradient_of_loss(run))
-    run.backward(down_to=1)
-    return run.events[start:]
+    start = len(tape.events)
+    tape.start_backward(loss, gradient_of_loss(tape))
+    tape.backward(down_to=1)
+    return tape.events[start:]
 
 
 def running(events):
@@ -60,13 +60,13 @@ def running(events):
 
 @given(seq_len=st.integers(1, 40), chunks=st.integers(2, 12))
 def test_the_pieces_are_torch_chunks(seq_len, chunks):
-    run = Run(Setting(loss_chunks=chunks))
-    logits = Tensor(run, (1, seq_len, 7), FP32, None, run.node((None,), (), lambda g, s: (None,)))
-    start = len(run.events)
+    tape = Tape(OpContext(loss_chunks=chunks))
+    logits = Tensor(tape, (1, seq_len, 7), FP32, None, tape.node((None,), (), lambda g, s: (None,)))
+    start = len(tape.events)
     cross_entropy(logits)
     found = [
         e.buffer.shape[1]
-        for e in run.events[start:]
+        for e in tape.events[start:]
         if isinstance(e, Alloc) and e.buffer.name == "log-probabilities"
     ]
     assert found == [piece.shape[1] for piece in torch.empty(1, seq_len, 7).chunk(chunks, dim=1)]

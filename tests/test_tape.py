@@ -7,115 +7,115 @@ from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Free, changes
 from memplan.shapes import BF16, FP32, INT64, DType
-from memplan.tape import CPU_RANDOM_STATE_BYTES, Run, Setting, Tensor
+from memplan.tape import CPU_RANDOM_STATE_BYTES, OpContext, Tape, Tensor
 
 
-def a_run(**setting) -> Run:
-    return Run(Setting(**{"device": H100, **setting}))
+def a_tape(**context) -> Tape:
+    return Tape(OpContext(**{"device": H100, **context}))
 
 
-def input_of(run: Run, name: str = "x", dtype: DType = FP32) -> Tensor:
+def input_of(tape: Tape, name: str = "x", dtype: DType = FP32) -> Tensor:
     """A tensor that wants a gradient, as another stage's output does."""
-    return run.new(name, (4,), dtype, run.node((None,), (), lambda grad, saved: (None,)))
+    return tape.new(name, (4,), dtype, tape.node((None,), (), lambda grad, saved: (None,)))
 
 
 def op(x: Tensor, name: str, *saved: Tensor, view_grad: bool = False) -> Tensor:
     """One output like x, one new gradient for it; saves what it is told to."""
 
     def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
-        grad_x = grad.run.new(f"d({name})/dx", grad.shape, grad.dtype)
+        grad_x = grad.tape.new(f"d({name})/dx", grad.shape, grad.dtype)
         grad_x.is_view = view_grad
         return (grad_x,)
 
-    node = x.run.node((x.node,), saved, backward)
-    return x.run.new(name, x.shape, x.dtype, node)
+    node = x.tape.node((x.node,), saved, backward)
+    return x.tape.new(name, x.shape, x.dtype, node)
 
 
-def record(run: Run, start: int = 0) -> list[str]:
+def record(tape: Tape, start: int = 0) -> list[str]:
     """Allocations and frees as +name and -name."""
-    return [f"{'+' if e.sign > 0 else '-'}{e.buffer.name}" for e in changes(run.events[start:])]
+    return [f"{'+' if e.sign > 0 else '-'}{e.buffer.name}" for e in changes(tape.events[start:])]
 
 
-def alive(run: Run) -> dict[str, str]:
+def alive(tape: Tape) -> dict[str, str]:
     """The kind of each buffer that is not freed, by name."""
-    held = {id(e.buffer): e.buffer for e in changes(run.events) if isinstance(e, Alloc)}
-    for event in run.events:
+    held = {id(e.buffer): e.buffer for e in changes(tape.events) if isinstance(e, Alloc)}
+    for event in tape.events:
         if isinstance(event, Free):
             del held[id(event.buffer)]
     return {buffer.name: buffer.kind for buffer in held.values()}
 
 
-def gradients(run: Run) -> list[AccumulateGrad]:
-    return [event for event in run.events if isinstance(event, AccumulateGrad)]
+def gradients(tape: Tape) -> list[AccumulateGrad]:
+    return [event for event in tape.events if isinstance(event, AccumulateGrad)]
 
 
 # Lifetimes
 
 
 def test_a_tensor_dies_with_its_last_name():
-    run = a_run()
-    x = input_of(run)
+    tape = a_tape()
+    x = input_of(tape)
     y = op(x, "y")
     del x
-    assert record(run) == ["+x", "+y", "-x"]
+    assert record(tape) == ["+x", "+y", "-x"]
     del y
-    assert record(run)[3:] == ["-y"]
+    assert record(tape)[3:] == ["-y"]
 
 
 def test_a_view_keeps_the_bytes():
-    run = a_run()
-    x = input_of(run)
+    tape = a_tape()
+    x = input_of(tape)
     seen = x.view(2, 2)
     assert seen.shape == (2, 2)
     del x
-    assert record(run) == ["+x"]
+    assert record(tape) == ["+x"]
     del seen
-    assert record(run) == ["+x", "-x"]
+    assert record(tape) == ["+x", "-x"]
 
 
 def test_what_is_saved_lives_until_its_backward_has_run():
-    run = a_run()
-    x = input_of(run)
+    tape = a_tape()
+    x = input_of(tape)
     y = op(x, "y", x)
     del x
-    assert alive(run) == {"x": "activations", "y": "temporaries"}
-    start = len(run.events)
-    run.start_backward(y, run.new("dy", (4,), FP32))
+    assert alive(tape) == {"x": "activations", "y": "temporaries"}
+    start = len(tape.events)
+    tape.start_backward(y, tape.new("dy", (4,), FP32))
     del y
-    run.backward(down_to=1)
-    assert record(run, start) == ["+dy", "-y", "+d(y)/dx", "-x", "-dy"]
+    tape.backward(down_to=1)
+    assert record(tape, start) == ["+dy", "-y", "+d(y)/dx", "-x", "-dy"]
 
 
 def test_a_tensor_saved_by_three_is_saved_once():
-    run = a_run()
-    x = input_of(run)
+    tape = a_tape()
+    x = input_of(tape)
     users = [op(x, name, x) for name in ("a", "b", "c")]
     del x
     for y in users:
-        run.start_backward(y, run.new("dy", (4,), FP32))
+        tape.start_backward(y, tape.new("dy", (4,), FP32))
     del y
-    assert record(run).count("+x") == 1
-    run.backward(down_to=2)
-    assert "-x" not in record(run)
-    run.backward(down_to=1)
-    assert "-x" in record(run)
+    assert record(tape).count("+x") == 1
+    tape.backward(down_to=2)
+    assert "-x" not in record(tape)
+    tape.backward(down_to=1)
+    assert "-x" in record(tape)
 
 
 def test_backward_runs_the_newest_first_and_stops_where_told():
-    run = a_run()
-    z = op(op(op(input_of(run), "a"), "b"), "c")
-    run.start_backward(z, run.new("dc", (4,), FP32))
-    start = len(run.events)
-    run.backward(down_to=2)
-    assert [name for name in record(run, start) if name[0] == "+"] == ["+d(c)/dx", "+d(b)/dx"]
-    assert len(run.nodes) == 2
+    tape = a_tape()
+    z = op(op(op(input_of(tape), "a"), "b"), "c")
+    tape.start_backward(z, tape.new("dc", (4,), FP32))
+    start = len(tape.events)
+    tape.backward(down_to=2)
+    assert [name for name in record(tape, start) if name[0] == "+"] == ["+d(c)/dx", "+d(b)/dx"]
+    assert len(tape.nodes) == 2
 
 
 def test_an_output_that_receives_no_gradient_is_a_missing_rule():
-    run = a_run()
-    op(input_of(run), "y")
+    tape = a_tape()
+    op(input_of(tape), "y")
     with pytest.raises(MissingRule, match="received no gradient"):
-        run.backward()
+        tape.backward()
 
 
 # Gradients that meet
@@ -123,16 +123,16 @@ def test_an_output_that_receives_no_gradient_is_a_missing_rule():
 
 def two_users(*, view_grad: bool) -> list[str]:
     """x feeds a and b; what happens in backward until x has its whole gradient."""
-    run = a_run()
-    x = input_of(run)
+    tape = a_tape()
+    x = input_of(tape)
     a, b = op(x, "a", view_grad=view_grad), op(x, "b", view_grad=view_grad)
     del x
-    run.start_backward(a, run.new("da", (4,), FP32))
-    run.start_backward(b, run.new("db", (4,), FP32))
+    tape.start_backward(a, tape.new("da", (4,), FP32))
+    tape.start_backward(b, tape.new("db", (4,), FP32))
     del a, b
-    start = len(run.events)
-    run.backward(down_to=1)
-    return record(run, start)
+    start = len(tape.events)
+    tape.backward(down_to=1)
+    return record(tape, start)
 
 
 def test_gradients_are_summed_in_place():
@@ -147,15 +147,15 @@ def test_a_gradient_that_is_a_view_is_summed_out_of_place():
 
 
 def test_a_sum_passes_its_gradient_to_both_without_a_copy():
-    run = a_run()
-    x, y = input_of(run, "x"), input_of(run, "y")
+    tape = a_tape()
+    x, y = input_of(tape, "x"), input_of(tape, "y")
     z = x + y
     del x, y
-    run.start_backward(z, run.new("dz", (4,), FP32))
-    start = len(run.events)
-    run.backward(down_to=2)
-    assert record(run, start) == []
-    assert [node.grad.storage.buffer.name for node in run.nodes] == ["dz", "dz"]
+    tape.start_backward(z, tape.new("dz", (4,), FP32))
+    start = len(tape.events)
+    tape.backward(down_to=2)
+    assert record(tape, start) == []
+    assert [node.grad.storage.buffer.name for node in tape.nodes] == ["dz", "dz"]
 
 
 @pytest.mark.parametrize(
@@ -166,48 +166,48 @@ def test_a_sum_passes_its_gradient_to_both_without_a_copy():
     ],
 )
 def test_a_sum_is_in_the_wider_type_and_only_cpus_kernels_copy_what_is_narrow(device, copied):
-    run = a_run(device=device)
-    narrow, x = input_of(run, "narrow", BF16), input_of(run)
+    tape = a_tape(device=device)
+    narrow, x = input_of(tape, "narrow", BF16), input_of(tape)
     z = narrow + x
     assert (z.dtype, z.n_bytes) == (FP32, 16)
-    assert record(run) == ["+narrow", "+x", *copied]
-    run.start_backward(z, run.new("dz", (4,), FP32))
-    start = len(run.events)
-    run.backward(down_to=2)
-    assert record(run, start) == ["+grad as bfloat16"]
+    assert record(tape) == ["+narrow", "+x", *copied]
+    tape.start_backward(z, tape.new("dz", (4,), FP32))
+    start = len(tape.events)
+    tape.backward(down_to=2)
+    assert record(tape, start) == ["+grad as bfloat16"]
 
 
 def test_a_workspace_is_there_where_kernels_run():
-    assert a_run(device=CPU).workspace((4,), FP32).n_bytes == 16
-    assert a_run(device=CPU_OF_SHAPES).workspace((4,), FP32) is None
+    assert a_tape(device=CPU).workspace((4,), FP32).n_bytes == 16
+    assert a_tape(device=CPU_OF_SHAPES).workspace((4,), FP32) is None
 
 
 @pytest.mark.parametrize("anew, freed", [(False, []), (True, ["-copy as bfloat16"])])
 def test_autocast_keeps_copies_of_weights_unless_ddp_makes_them_anew(anew, freed):
-    run = a_run(tp=2, local_grads=anew)
-    weight = run.parameter("weight", (4,), tp_dim=0)
-    run.weight(weight, BF16)
-    assert record(run) == ["+copy as bfloat16", *freed]
+    tape = a_tape(tp=2, local_grads=anew)
+    weight = tape.parameter("weight", (4,), tp_dim=0)
+    tape.weight(weight, BF16)
+    assert record(tape) == ["+copy as bfloat16", *freed]
 
 
 def test_a_product_saves_both_factors():
-    run = a_run()
-    z = input_of(run, "x") * input_of(run, "y")
-    assert alive(run) == {"x": "activations", "y": "activations", "product": "temporaries"}
+    tape = a_tape()
+    z = input_of(tape, "x") * input_of(tape, "y")
+    assert alive(tape) == {"x": "activations", "y": "activations", "product": "temporaries"}
     assert z.shape == (4,)
 
 
 def test_a_gradient_from_outside_is_added_to_in_place_but_marked():
     # The caller owns the output's gradient (it has no bytes of its own here); the residual's is added to it.
-    run = a_run()
-    x = input_of(run)
+    tape = a_tape()
+    x = input_of(tape)
     y = x + op(x, "a")
-    run.start_backward(y, Tensor(run, (4,), FP32))
+    tape.start_backward(y, Tensor(tape, (4,), FP32))
     del x, y
-    run.backward(down_to=1)
-    (added,) = [event for event in run.events if isinstance(event, AddToIncoming)]
+    tape.backward(down_to=1)
+    (added,) = [event for event in tape.events if isinstance(event, AddToIncoming)]
     assert added.buffer.name == "sum of grads"
-    assert not gradients(run)
+    assert not gradients(tape)
 
 
 # Recomputation
@@ -221,31 +221,31 @@ def a_block(x: Tensor) -> Tensor:
     return op(c, "d")
 
 
-def recomputed(device: Device) -> tuple[Run, int]:
-    """A run whose block has been recomputed, and where its backward pass began."""
-    run = a_run(device=device)
-    x = input_of(run)
-    y = run.recomputed(a_block, x)
+def recomputed(device: Device) -> tuple[Tape, int]:
+    """A tape whose block has been recomputed, and where its backward pass began."""
+    tape = a_tape(device=device)
+    x = input_of(tape)
+    y = tape.recomputed(a_block, x)
     del x
-    run.start_backward(y, run.new("dd", (4,), FP32))
+    tape.start_backward(y, tape.new("dd", (4,), FP32))
     del y
-    start = len(run.events)
-    run.backward(down_to=1)
-    return run, start
+    start = len(tape.events)
+    tape.backward(down_to=1)
+    return tape, start
 
 
 def test_a_recomputed_block_keeps_its_input_only():
-    run = a_run()
-    x = input_of(run)
-    y = run.recomputed(a_block, x)
+    tape = a_tape()
+    x = input_of(tape)
+    y = tape.recomputed(a_block, x)
     del x
-    assert alive(run) == {"x": "activations", "d": "temporaries"}
+    assert alive(tape) == {"x": "activations", "d": "temporaries"}
     assert y.shape == (4,)
 
 
 def test_recomputation_stops_once_the_last_saved_tensor_is_there():
-    run, start = recomputed(H100)
-    after = record(run, start)
+    tape, start = recomputed(H100)
+    after = record(tape, start)
     first = after.index("+a")
     assert after[:first] == ["+d(d)/dx", "-dd"]  # the last operation saved nothing: its backward runs first
     assert after[first : first + 2] == ["+a", "+b"]
@@ -254,28 +254,28 @@ def test_recomputation_stops_once_the_last_saved_tensor_is_there():
 
 
 def test_what_is_recomputed_is_saved_until_its_own_backward():
-    run, start = recomputed(H100)
-    after = record(run, start)
+    tape, start = recomputed(H100)
+    after = record(tape, start)
     assert after.index("+d(c)/dx") < after.index("-b") < after.index("+d(b)/dx") < after.index("-a")
 
 
 def test_everything_recomputed_is_freed_in_the_end():
-    run, _ = recomputed(H100)
-    assert list(alive(run)) == ["d(a)/dx"]  # what goes back to the block before
+    tape, _ = recomputed(H100)
+    assert list(alive(tape)) == ["d(a)/dx"]  # what goes back to the block before
 
 
 @pytest.mark.parametrize("device, states", [(CPU, 2), (H100, 0)])
 def test_on_cpu_the_generators_state_is_kept_and_saved_again_beside_it(device, states):
-    run, _ = recomputed(device)
-    kept = [e.buffer for e in run.events if isinstance(e, Alloc) and e.buffer.name == "random state"]
+    tape, _ = recomputed(device)
+    kept = [e.buffer for e in tape.events if isinstance(e, Alloc) and e.buffer.name == "random state"]
     assert [buffer.n_bytes for buffer in kept] == [CPU_RANDOM_STATE_BYTES] * states
-    assert "random state" not in alive(run)
+    assert "random state" not in alive(tape)
 
 
 def test_recomputation_counts_flops_and_nodes_of_the_forward_pass_once():
-    run = a_run()
-    n_nodes = len((a_block(input_of(run)), run.nodes)[1])
-    again = a_run()
+    tape = a_tape()
+    n_nodes = len((a_block(input_of(tape)), tape.nodes)[1])
+    again = a_tape()
     again.recomputed(a_block, input_of(again))
     assert len(again.nodes) == n_nodes
 
@@ -284,58 +284,58 @@ def a_block_with_a_kernel(x: Tensor) -> Tensor:
     """a, k, b, l: k and l by kernels whose outputs can be kept, k's with a workspace; the last saved is b."""
 
     def kernel() -> tuple[Tensor]:
-        run.new("workspace", (4,), FP32)
-        return (run.new("k", (4,), FP32),)
+        tape.new("workspace", (4,), FP32)
+        return (tape.new("k", (4,), FP32),)
 
-    run = x.run
+    tape = x.tape
     a = op(x, "a")
-    node = run.node((a.node,), (a,), lambda grad, saved: (grad,))
-    (k,) = run.kept(kernel)
+    node = tape.node((a.node,), (a,), lambda grad, saved: (grad,))
+    (k,) = tape.save_if_selective(kernel)
     k.node = node
     b = op(k, "b")
-    node = run.node((b.node,), (b,), lambda grad, saved: (grad,))
-    (last,) = run.kept(lambda: (run.new("l", (4,), FP32),))
+    node = tape.node((b.node,), (b,), lambda grad, saved: (grad,))
+    (last,) = tape.save_if_selective(lambda: (tape.new("l", (4,), FP32),))
     last.node = node
     return op(last, "out")
 
 
-def selectively_recomputed() -> tuple[Run, int]:
-    run = a_run()
-    x = input_of(run)
-    y = run.recomputed(a_block_with_a_kernel, x, selective=True)
+def selectively_recomputed() -> tuple[Tape, int]:
+    tape = a_tape()
+    x = input_of(tape)
+    y = tape.recomputed(a_block_with_a_kernel, x, selective=True)
     del x
-    assert alive(run) == {"x": "activations", "k": "activations", "l": "activations", "out": "temporaries"}
-    run.start_backward(y, run.new("dd", (4,), FP32))
+    assert alive(tape) == {"x": "activations", "k": "activations", "l": "activations", "out": "temporaries"}
+    tape.start_backward(y, tape.new("dd", (4,), FP32))
     del y
-    start = len(run.events)
-    run.backward(down_to=1)
-    return run, start
+    start = len(tape.events)
+    tape.backward(down_to=1)
+    return tape, start
 
 
 def test_selective_recomputation_runs_no_kernel_again():
-    run, start = selectively_recomputed()
-    assert [line for line in record(run, start) if line[0] == "+" and "/" not in line] == ["+a", "+b"]
+    tape, start = selectively_recomputed()
+    assert [line for line in record(tape, start) if line[0] == "+" and "/" not in line] == ["+a", "+b"]
 
 
 def test_what_is_kept_dies_when_it_is_handed_out_or_with_its_region():
-    run, start = selectively_recomputed()
-    after = record(run, start)
+    tape, start = selectively_recomputed()
+    after = record(tape, start)
     assert after.index("+b") < after.index("-k") < after.index("-a") < after.index("-l")
-    assert list(alive(run)) == ["d(a)/dx"]
+    assert list(alive(tape)) == ["d(a)/dx"]
 
 
 # Attention's heads
 
 
-def attention_pass(dropout: float, **setting) -> Run:
+def attention_pass(dropout: float, **context) -> Tape:
     """Queries, keys and values by linears, attention, merged heads; forward and backward on CPU."""
-    run = a_run(device=CPU, **setting)
-    x = run.new("x", (2, 4, 6), FP32, run.node((None,), (), lambda grad, saved: (None,)))
+    tape = a_tape(device=CPU, **context)
+    x = tape.new("x", (2, 4, 6), FP32, tape.node((None,), (), lambda grad, saved: (None,)))
     q, k, v = (heads(linear(x, name, 6, bias=False, split="columns"), 3) for name in "qkv")
     y = merged_heads(attention(q, k, v, dropout=dropout))
-    run.start_backward(y, run.new("dy", y.shape, FP32))
-    run.backward()
-    return run
+    tape.start_backward(y, tape.new("dy", y.shape, FP32))
+    tape.backward()
+    return tape
 
 
 def test_fused_attention_copies_no_heads():
@@ -355,69 +355,69 @@ def test_a_selectively_recomputed_score_is_not_added_to_in_place():
         return merged_heads(attention(q, k, v, dropout=0.1))
 
     for selective in (False, True):
-        run = a_run(device=CPU)
-        run.recomputed(block, run.new("x", (2, 4, 6), FP32, run.node((None,), (), lambda g, s: (None,))),
+        tape = a_tape(device=CPU)
+        tape.recomputed(block, tape.new("x", (2, 4, 6), FP32, tape.node((None,), (), lambda g, s: (None,))),
                        selective=selective)  # fmt: skip
-        assert ("+scores and bias" in record(run)) == selective
+        assert ("+scores and bias" in record(tape)) == selective
 
 
 # Weights
 
 
 def test_a_weight_is_made_once_per_name_in_its_scope():
-    run = a_run()
-    with run.named("blocks.*"):
-        inner = run.parameter("w", (2, 3))
-    assert run.parameter("w", (2, 3)) is run.parameter("w", (2, 3))
-    assert inner is not run.parameter("w", (2, 3))
-    assert list(run.parameters) == ["blocks.*.w", "w"]
+    tape = a_tape()
+    with tape.named("blocks.*"):
+        inner = tape.parameter("w", (2, 3))
+    assert tape.parameter("w", (2, 3)) is tape.parameter("w", (2, 3))
+    assert inner is not tape.parameter("w", (2, 3))
+    assert list(tape.parameters) == ["blocks.*.w", "w"]
 
 
 def test_a_weights_bytes_are_the_engines():
-    run = a_run()
-    assert run.weight(run.parameter("w", (2, 3))).storage is None
-    assert run.events == []
+    tape = a_tape()
+    assert tape.weight(tape.parameter("w", (2, 3))).storage is None
+    assert tape.events == []
 
 
 def test_autocast_keeps_one_copy_of_a_weight_until_it_is_left():
-    run = a_run()
-    parameter = run.parameter("w", (2, 3))
-    run.weight(parameter, BF16)
-    run.weight(parameter, BF16)
-    assert record(run) == ["+copy as bfloat16"]
-    run.leave_autocast()
-    assert record(run) == ["+copy as bfloat16", "-copy as bfloat16"]
+    tape = a_tape()
+    parameter = tape.parameter("w", (2, 3))
+    tape.weight(parameter, BF16)
+    tape.weight(parameter, BF16)
+    assert record(tape) == ["+copy as bfloat16"]
+    tape.leave_autocast()
+    assert record(tape) == ["+copy as bfloat16", "-copy as bfloat16"]
 
 
-def tied_backward() -> Run:
+def tied_backward() -> Tape:
     """Six tokens looked up in a table that is the head's weight too, and the whole backward pass."""
-    run = a_run(seq_len=6)
-    x = embedding(Tensor(run, (1, 6), INT64), "table", 10, 4)
+    tape = a_tape(seq_len=6)
+    x = embedding(Tensor(tape, (1, 6), INT64), "table", 10, 4)
     y = linear(x, "table", 10, bias=False, split="columns")
     del x
-    run.start_backward(y, run.new("dy", y.shape, FP32))
+    tape.start_backward(y, tape.new("dy", y.shape, FP32))
     del y
-    run.backward()
-    return run
+    tape.backward()
+    return tape
 
 
 def test_a_tied_weight_is_one_parameter_with_one_gradient():
-    run = tied_backward()
-    (table,) = run.parameters.values()
+    tape = tied_backward()
+    (table,) = tape.parameters.values()
     assert table.shape == (10, 4)
-    assert alive(run) == {"table.weight.grad": "grads"}
-    assert [(event.buffer.name, event.parameter) for event in gradients(run)] == [
+    assert alive(tape) == {"table.weight.grad": "grads"}
+    assert [(event.buffer.name, event.parameter) for event in gradients(tape)] == [
         ("table.weight.grad", table)
     ]
 
 
 def test_an_untied_heads_gradient_is_its_own():
-    run = a_run(seq_len=6)
-    x = embedding(Tensor(run, (1, 6), INT64), "table", 10, 4)
+    tape = a_tape(seq_len=6)
+    x = embedding(Tensor(tape, (1, 6), INT64), "table", 10, 4)
     y = linear(x, "head", 10, bias=False, split="columns")
     del x
-    run.start_backward(y, run.new("dy", y.shape, FP32))
+    tape.start_backward(y, tape.new("dy", y.shape, FP32))
     del y
-    run.backward()
-    assert alive(run) == {"table.weight.grad": "grads", "head.weight.grad": "grads"}
-    assert [event.parameter.name for event in gradients(run)] == ["head.weight", "table.weight"]
+    tape.backward()
+    assert alive(tape) == {"table.weight.grad": "grads", "head.weight.grad": "grads"}
+    assert [event.parameter.name for event in gradients(tape)] == ["head.weight", "table.weight"]

@@ -31,6 +31,9 @@ from memplan.tape import Backend
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+Rule = Callable[[Model, Plan], None]
+"""Raises `PlanRefused` or `MissingRule` if no plan of a model can be as this one says."""
+
 Confirmation = Literal["measured", "unmeasured"]
 """Whether rules have been compared with runs of the framework, or are read from sources only."""
 
@@ -127,6 +130,8 @@ class Engine(ABC):
     """What it plays, with the version that its rules were read from."""
     is_accounting: ClassVar[bool] = False
     """Whether it is closed-form accounting that no run can confirm: it gives no verdict and no step time."""
+    refusals: ClassVar[tuple[Rule, ...]] = ()
+    """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -143,6 +148,10 @@ class Engine(ABC):
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
     ) -> RankRecord:
         """The record of one given rank; `backend` is what ranks talk by, left out the device's usual one."""
+
+    def check_device(self, plan: Plan, device: Device) -> None:
+        """Raise if the plan runs on this device, but not correctly."""
+        return
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts | None:
         """What one micro-batch of a plan of one replica and one stage takes of the model's parts.

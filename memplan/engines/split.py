@@ -26,7 +26,7 @@ from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_l
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer, DType, Kind, Shape
-from memplan.tape import Run, Setting, SplitBackward, Tensor
+from memplan.tape import OpContext, SplitBackward, Tape, Tensor
 
 Turns = tuple[tuple[Segment, int], ...]
 """Segments in order, and how often each."""
@@ -62,26 +62,26 @@ class SplitTrace:
 
 
 @lru_cache(maxsize=256)
-def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, kinds: Kinds) -> SplitTrace:
+def split_traced(trace: Trace, model: Model, context: OpContext, *, last: bool, kinds: Kinds) -> SplitTrace:
     """One micro-batch back through a stage of runs of blocks; its buffers and weights are the `trace`'s.
 
     The trace is handed in, not looked up: another one of the same stage has other buffers.
     """
-    run, names = Run(setting), _Names(trace)
+    tape, names = Tape(context), _Names(trace)
     for parameter in (*trace.block_parameters, *trace.head_parameters):
-        run.parameters[parameter.name] = parameter
-    cut = Marks(run)
-    x = entry_of(model, run, first=False)
+        tape.parameters[parameter.name] = parameter
+    cut = Marks(tape)
+    x = entry_of(model, tape, first=False)
     names.leave_out(cut.segment())
     ends, times = [1], list(_times(kinds))
     for (recompute, block), n in zip(_blocks(trace, kinds), times, strict=True):
-        with run.named("blocks.*"):
-            x = run_block(model, run, x, recompute)
+        with tape.named("blocks.*"):
+            x = run_block(model, tape, x, recompute)
         made = block.entry if len(ends) == 1 else block.forward
         names.give(cut.segment(), made, repeats=n)
-        run.leave_autocast()
-        ends.append(len(run.nodes))
-    held = Tensor(run, x.shape, x.dtype, x.storage)
+        tape.leave_autocast()
+        ends.append(len(tape.nodes))
+    held = Tensor(tape, x.shape, x.dtype, x.storage)
     loss = head = EMPTY
     grad: Tensor | None = None
     held_loss: Tensor | None = None
@@ -89,23 +89,23 @@ def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, ki
         logits = model.head(x)
         del x
         names.give(cut.segment(), trace.head)
-        run.leave_autocast()
-        n_head = len(run.nodes)
+        tape.leave_autocast()
+        n_head = len(tape.nodes)
         end = scaled_loss(share_of_loss(cross_entropy(logits)))
-        held = Tensor(run, logits.shape, logits.dtype, logits.storage)
+        held = Tensor(tape, logits.shape, logits.dtype, logits.storage)
         names.give(cut.segment(), trace.loss)
-        grad = gradient_of_loss(run)
-        split = SplitBackward(run)
-        run.start_backward(end, grad)
-        held_loss = Tensor(run, end.shape, end.dtype, end.storage)
+        grad = gradient_of_loss(tape)
+        split = SplitBackward(tape)
+        tape.start_backward(end, grad)
+        held_loss = Tensor(tape, end.shape, end.dtype, end.storage)
         del end, logits
         split.input(down_to=n_head)
         loss = names(cut.segment())
         split.input(down_to=ends[-1])
         head = names(cut.segment())
     else:
-        split = SplitBackward(run)
-        run.start_backward(x, Tensor(run, x.shape, x.dtype))
+        split = SplitBackward(tape)
+        tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
         del x
         cut.segment()
     blocks: list[tuple[Segment, int]] = []
@@ -113,7 +113,7 @@ def split_traced(trace: Trace, model: Model, setting: Setting, *, last: bool, ki
     for i in reversed(range(len(times))):
         split.input(down_to=ends[i])
         if i == 0:
-            input_grad = run.nodes.pop().grad
+            input_grad = tape.nodes.pop().grad
             names.call(input_grad, trace.boundary_grad)
         blocks.append((names(cut.segment(), repeats=times[i]), times[i]))
     grad = None

@@ -8,11 +8,18 @@ buffers and no allocator, and here they stay so.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 from memplan.checks import checked_count
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, RankRecord
+from memplan.engines.base import Confirmation, Engine, RankRecord, Rule
+from memplan.engines.refusals import (
+    check_divided,
+    check_layers,
+    check_positions,
+    check_sequence,
+    check_supported,
+)
 from memplan.memory import Alive
 from memplan.models import Model, parameter_count
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
@@ -433,6 +440,47 @@ def _bytes(kind: Kind, n_bytes: float) -> Buffer:
     return Buffer(f"textbook {kind}", (round(n_bytes),), UINT8, round(n_bytes), kind)
 
 
+# --- What the formulas do not cover -----------------------------------------------------------------------
+
+SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "dp_replicate": (1,),
+    "virtual_stages": (1,),
+    "schedule": ("gpipe", "1f1b"),
+    "layers_per_stage": (None,),
+    "fsdp_units": ("block",),
+    "fsdp_blocks": (1,),
+    "offload": (False,),
+    "optimizer_impl": ("default",),
+    "clip_grad_norm": (None,),
+    "set_to_none": (True,),
+    "gradient_as_bucket_view": (False,),
+    "static_graph": (False,),
+    "bucket_cap_bytes": (None,),
+    "ddp_comm_hook": ("none",),
+    "precision": ("fp32", "bf16", "bf16-mixed"),
+    "loss_chunks": (1,),
+}
+"""Values of a plan's options that the formulas cover; of other options all."""
+
+
+def _check_heads(model: Model, plan: Plan) -> None:
+    check_divided(plan, {"n_heads": model.n_heads})
+
+
+def _check_options(model: Model, plan: Plan) -> None:
+    check_supported(plan, SUPPORTED_VALUES)
+
+
+REFUSALS: Final[tuple[Rule, ...]] = (
+    _check_heads,
+    check_sequence,
+    check_layers,
+    check_positions,
+    _check_options,
+)
+"""The rules of what a plan may say: no vocabulary to divide, no tied weights, no schedule to fill."""
+
+
 @final
 class TextbookEngine(Engine):
     """The formulas above as an engine: weights and optimizer state at rest, one instant in a step."""
@@ -440,6 +488,7 @@ class TextbookEngine(Engine):
     name = "textbook"
     plays = "closed forms of papers"
     is_accounting = True
+    refusals = REFUSALS
     assumes = (
         "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"
         "16-bit activations; no buffers): for teaching and for checking formulas."

@@ -11,7 +11,7 @@ from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_l
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
 from memplan.shapes import INT64, Buffer, Parameter
-from memplan.tape import Run, Setting, Tensor
+from memplan.tape import OpContext, Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +106,21 @@ class Trace:
 
 
 class Marks:
-    """Cuts a run's record into segments."""
+    """Cuts a tape's record into segments."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
         self.n_events = self.n_parameters = 0
 
     def segment(self) -> Segment:
-        """What the run has done since the last segment."""
-        events = self.run.events[self.n_events :]
-        self.n_events = len(self.run.events)
+        """What the tape has done since the last segment."""
+        events = self.tape.events[self.n_events :]
+        self.n_events = len(self.tape.events)
         return Segment(tuple(events))
 
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters first used since the last call."""
-        new = list(self.run.parameters.values())[self.n_parameters :]
+        new = list(self.tape.parameters.values())[self.n_parameters :]
         self.n_parameters += len(new)
         return tuple(new)
 
@@ -128,7 +128,7 @@ class Marks:
 @lru_cache(maxsize=1024)
 def traced(
     model: Model,
-    setting: Setting,
+    context: OpContext,
     *,
     first: bool,
     last: bool,
@@ -140,7 +140,7 @@ def traced(
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
     one, *others = (
-        _traced(model, setting, first=first, last=last, recompute=recompute, keep_logits=keep_logits)
+        _traced(model, context, first=first, last=last, recompute=recompute, keep_logits=keep_logits)
         for recompute in recomputes
     )
     return replace(one, blocks=(*one.blocks, *(_as_in(one, other) for other in others)))
@@ -174,22 +174,22 @@ def _as_in(one: Trace, other: Trace) -> Block:
 
 
 def _traced(
-    model: Model, setting: Setting, *, first: bool, last: bool, recompute: Recompute, keep_logits: bool
+    model: Model, context: OpContext, *, first: bool, last: bool, recompute: Recompute, keep_logits: bool
 ) -> Trace:
-    run = Run(setting)
-    cut = Marks(run)
-    x = entry_of(model, run, first=first)
+    tape = Tape(context)
+    cut = Marks(tape)
+    x = entry_of(model, tape, first=first)
     entry = _buffer(x)
     embed, embed_parameters = cut.segment(), cut.parameters()
-    n_embed = len(run.nodes)
-    run.leave_autocast()
+    n_embed = len(tape.nodes)
+    tape.leave_autocast()
     embed_casts = cut.segment()
-    with run.named("blocks.*"):
-        x = run_block(model, run, x, recompute)
+    with tape.named("blocks.*"):
+        x = run_block(model, tape, x, recompute)
     boundary = _buffer(x)
     block, block_parameters = cut.segment(), cut.parameters()
-    n_block = len(run.nodes)
-    run.leave_autocast()
+    n_block = len(tape.nodes)
+    tape.leave_autocast()
     block_casts = cut.segment()
     head = head_casts = loss = head_backward = end_of_backward = release_loss = EMPTY
     ends: list[Tensor] = []
@@ -200,35 +200,35 @@ def _traced(
         logits = model.head(x)
         del x
         head, head_parameters = cut.segment(), cut.parameters()
-        run.leave_autocast()
+        tape.leave_autocast()
         head_casts = cut.segment()
-        n_head = len(run.nodes)
+        n_head = len(tape.nodes)
         end = cross_entropy(logits)
         held = logits if keep_logits else None
         del logits
         end = share_of_loss(end)
         scaled = scaled_loss(end)
-        ends = [Tensor(run, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
+        ends = [Tensor(tape, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
         del end
         loss = cut.segment()
-        start = gradient_of_loss(run)
-        run.start_backward(scaled, start)
+        start = gradient_of_loss(tape)
+        tape.start_backward(scaled, start)
         del scaled
-        run.backward(down_to=n_head)
-        n_loss_backward = len(run.events) - cut.n_events
-        run.backward(down_to=n_block)
+        tape.backward(down_to=n_head)
+        n_loss_backward = len(tape.events) - cut.n_events
+        tape.backward(down_to=n_block)
         head_backward = cut.segment()
     else:
-        held = Tensor(run, x.shape, x.dtype, x.storage)
-        run.start_backward(x, Tensor(run, x.shape, x.dtype))
+        held = Tensor(tape, x.shape, x.dtype, x.storage)
+        tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
         del x
-    run.backward(down_to=n_embed)
+    tape.backward(down_to=n_embed)
     block_backward = cut.segment()
-    input_grad = run.nodes[-1].grad
+    input_grad = tape.nodes[-1].grad
     boundary_grad = _buffer(input_grad)
     if first:
         input_grad = None
-    run.backward()
+    tape.backward()
     embed_backward = cut.segment()
     if last:
         del start
@@ -273,30 +273,30 @@ def _traced(
         embed_parameters=embed_parameters,
         block_parameters=block_parameters,
         head_parameters=head_parameters,
-        first_product=run.first_products.get("forward"),
-        first_product_backward=run.first_products.get("backward"),
+        first_product=tape.first_products.get("forward"),
+        first_product_backward=tape.first_products.get("backward"),
         boundary=boundary,
         sent=sent,
         boundary_grad=boundary_grad,
     )
 
 
-def run_block(model: Model, run: Run, x: Tensor, recompute: Recompute) -> Tensor:
+def run_block(model: Model, tape: Tape, x: Tensor, recompute: Recompute) -> Tensor:
     """The model's block, recomputed or not."""
     if recompute == "none":
         return model.block(x)
-    return run.recomputed(model.block, x, selective=recompute == "selective")
+    return tape.recomputed(model.block, x, selective=recompute == "selective")
 
 
-def entry_of(model: Model, run: Run, *, first: bool) -> Tensor:
+def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
     """What a stage's first block gets: the embedding of tokens, or what another stage has sent."""
-    setting = run.setting
+    context = tape.context
     if first:
-        return model.embed(Tensor(run, (setting.micro_batch, setting.seq_len), INT64))
-    seq_len = setting.seq_len // setting.tp if setting.sequence_parallel else setting.seq_len
-    node = run.node((None,), (), lambda grad, saved: (None,))
-    shape = (setting.micro_batch, seq_len, model.d_model)
-    return run.new("received", shape, setting.weight_dtype, node)
+        return model.embed(Tensor(tape, (context.micro_batch, context.seq_len), INT64))
+    seq_len = context.seq_len // context.tp if context.sequence_parallel else context.seq_len
+    node = tape.node((None,), (), lambda grad, saved: (None,))
+    shape = (context.micro_batch, seq_len, model.d_model)
+    return tape.new("received", shape, context.weight_dtype, node)
 
 
 def _buffer(x: Tensor | None) -> Buffer:

@@ -5,7 +5,7 @@ from functools import cache
 from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
 from memplan.shapes import INT64, n_elements
-from memplan.tape import Run, Setting, Tensor
+from memplan.tape import OpContext, Tape, Tensor
 
 
 def parameter_count(model: Model) -> int:
@@ -28,12 +28,12 @@ def parameter_count(model: Model) -> int:
 
 @cache
 def _counted(model: Model) -> int:
-    run = Run(Setting(micro_batch=1, seq_len=1))
-    x = model.embed(Tensor(run, (1, 1), INT64))
-    ends = dict(run.parameters)
-    run.parameters.clear()
+    tape = Tape(OpContext(micro_batch=1, seq_len=1))
+    x = model.embed(Tensor(tape, (1, 1), INT64))
+    ends = dict(tape.parameters)
+    tape.parameters.clear()
     x = model.block(x)
-    block = sum(n_elements(p.shape) for p in run.parameters.values())
-    run.parameters = ends
+    block = sum(n_elements(p.shape) for p in tape.parameters.values())
+    tape.parameters = ends
     model.head(x)
-    return sum(n_elements(p.shape) for p in run.parameters.values()) + model.n_layers * block
+    return sum(n_elements(p.shape) for p in tape.parameters.values()) + model.n_layers * block

@@ -6,6 +6,7 @@ from typing import final
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Engine, PartCosts, RankRecord, StageCounts
 from memplan.engines.torch.orders import first_under_way
+from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import Segment
@@ -22,6 +23,10 @@ class TorchEngine(Engine):
 
     name = "torch"
     plays = "PyTorch 2.13"
+    refusals = REFUSALS
+
+    def check_device(self, plan: Plan, device: Device) -> None:
+        check_device(plan, device)
 
     def confirmed_on(self, device: Device) -> Confirmation:
         return "measured" if device.on_cpu else "unmeasured"

@@ -37,7 +37,7 @@ class Unit:
     def __init__(
         self, stage: Stage, dp_rank: int, name: str, parts: Iterable[Part], *, reshards: bool
     ) -> None:
-        n, compute = stage.plan.dp, stage.setting.weight_dtype
+        n, compute = stage.plan.dp, stage.op_context.weight_dtype
         self.stage = stage
         self.dp_rank = dp_rank
         self._shards: dict[Parameter, int] = {}
@@ -66,7 +66,7 @@ class Unit:
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
-        stored, compute = self.stage.weight_dtype, self.stage.setting.weight_dtype
+        stored, compute = self.stage.weight_dtype, self.stage.op_context.weight_dtype
         if not self.stage.offloads:
             cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
             return ([([cast], 1)] if compute != stored else []), {}
@@ -97,7 +97,7 @@ class Unit:
             overlap="compute",
         )
         yield (*allocs(self.flat), gathered), 1
-        if self.stage.setting.gathers_in_copies:
+        if self.stage.op_context.gathers_in_copies:
             yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
         for inputs, times in self.inputs:
             yield frees(*inputs), times
@@ -354,9 +354,9 @@ class ShardedPasses(Passes):
         }
 
     @property
-    def widens(self) -> bool:
+    def accumulates_in_fp32(self) -> bool:
         """Whether the micro-batches of a schedule are added up in a wider type than they come in."""
-        return self.pipelined and self.stage.setting.weight_dtype != self.stage.weight_dtype
+        return self.pipelined and self.stage.op_context.weight_dtype != self.stage.weight_dtype
 
     @property
     def defers(self) -> bool:
@@ -371,7 +371,7 @@ class ShardedPasses(Passes):
         `entering_forward_pass`), _fsdp_state.py (`_root_post_backward_final_callback`).
         """
         split = self.stage.plan.schedule in SPLITTING_SCHEDULES and not self.stage.first
-        return self.widens and split and self.n_recomputed > 0
+        return self.accumulates_in_fp32 and split and self.n_recomputed > 0
 
     @property
     def n_recomputed(self) -> int:
@@ -455,7 +455,7 @@ class ShardedPasses(Passes):
             if not self.pipelined:
                 yield from unit.close(self.grads, reducing, first=first)
                 reducing = unit
-            elif self.widens:
+            elif self.accumulates_in_fp32:
                 yield from unit.sum(self.grads, self.wide, first=first)
 
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
@@ -487,7 +487,7 @@ class ShardedPasses(Passes):
         Where gradients are summed in a wider type than they come in, that happens after each unit's backward;
         so there they are added to those only that are `pending`.
         """
-        return self.added(segment, not pending if self.widens else first or not self.pipelined)
+        return self.added(segment, not pending if self.accumulates_in_fp32 else first or not self.pipelined)
 
     def _backward_input(self, first: bool, pending: bool, late: bool) -> Stretch:
         """The first part: after each unit its pending gradients are added to their sum."""
@@ -510,7 +510,7 @@ class ShardedPasses(Passes):
 
     def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:
         """The schedule's end: every unit in turn is freed and reduced."""
-        grads, name = self.wide if self.widens and summed else self.grads, "gradient reduction"
+        grads, name = self.wide if self.accumulates_in_fp32 and summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
         stale: Unit | None = None
         for unit, times in self.units:

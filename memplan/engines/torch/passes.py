@@ -75,7 +75,7 @@ class Passes:
         parts = []
         if self.stage.last:
             parts.append(trace.head.stretch("forward: head"))
-        if self.stage.setting.autocast:
+        if self.stage.op_context.autocast:
             parts.append(trace.embed_casts.stretch("forward: end of autocast"))
             for block, n in self.stage.blocks:
                 parts.append(repeated(block.casts.stretch("forward: end of autocast"), n))
@@ -202,7 +202,7 @@ class Passes:
         return events(f"{kind} {what}", [Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes)])
 
     @property
-    def widens(self) -> bool:
+    def accumulates_in_fp32(self) -> bool:
         """Whether gradients are added up in a wider type than they come in."""
         return False
 

@@ -158,14 +158,14 @@ class _Runtime:
             case "backward-input":
                 if self.passes[action.local].stage.first or not state.graded:
                     return state
-        if self.passes[action.local].widens:
+        if self.passes[action.local].accumulates_in_fp32:
             return state._replace(graded=False, summed=True)
         return state._replace(graded=state.graded or action.kind != "backward-input")
 
     def _pass(self, action: Action, state: Progress) -> Iterator[Stretch]:
         local, passes, whole = action.local, self.passes[action.local], state.weights == "whole"
-        first = not (state.summed if passes.widens else state.graded)
-        pending, late = passes.widens and state.graded, any(state.late[:1])
+        first = not (state.summed if passes.accumulates_in_fp32 else state.graded)
+        pending, late = passes.accumulates_in_fp32 and state.graded, any(state.late[:1])
         match action.kind:
             case "forward":
                 if not (passes.stage.first or self._previous_is_here(local)):

@@ -29,7 +29,7 @@ from memplan.shapes import (
     Shape,
     buffer_of,
 )
-from memplan.tape import USUAL_BACKENDS, Backend, Setting
+from memplan.tape import USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -75,11 +75,11 @@ class Stage:
         return self.trace.embed_parameters + self.trace.head_parameters
 
     @cached_property
-    def setting(self) -> Setting:
+    def op_context(self) -> OpContext:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
         plan = self.plan
         compute = COMPUTE_TYPES[plan.precision]
-        return Setting(
+        return OpContext(
             device=self.device,
             backend=self.backend,
             weight_dtype=compute if plan.fsdp else self.weight_dtype,
@@ -104,7 +104,7 @@ class Stage:
     @cached_property
     def _with_blocks(self) -> Trace:
         return traced(
-            self.model, self.setting, first=self.first, last=self.last,
+            self.model, self.op_context, first=self.first, last=self.last,
             recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ class Stage:
     @cached_property
     def split(self) -> SplitTrace:
         """The two parts that schedules take a backward pass apart into."""
-        return split_traced(self._with_blocks, self.model, self.setting, last=self.last, kinds=self.kinds)
+        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, kinds=self.kinds)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, int], ...]:
