@@ -20,8 +20,8 @@ from memplan import Gpt, Llama, Model, Plan, parameter_count
 from memplan.device import CPU, H100, Device
 from memplan.engines.checks import check_device, check_plan
 from memplan.engines.torch import RankStages
-from memplan.engines.torch.fsdp import Group, grouped
-from memplan.engines.torch.runtime import left_behind
+from memplan.engines.torch.fsdp import Row, grouped
+from memplan.engines.torch.pipelining import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.trace import Segment
 from memplan.errors import MissingRule, PlanRefused
@@ -502,7 +502,7 @@ def test_every_block_passes_once_in_its_own_unit_whatever_the_groups():
         runs = [(kinds[0], 1), (kinds[1], min(n_first, n_blocks - 1))]
         runs.append((kinds[2], n_blocks - 1 - runs[1][1]))
         whole, left = divmod(n_blocks, size)
-        groups = [Group(None, size, whole), Group(None, left, 1 if left else 0)]
+        groups = [Row(None, size, whole), Row(None, left, 1 if left else 0)]
         for order, rows in ((runs, groups), (runs[::-1], groups[::-1])):
             expected = [id(segment) for segment, n in order for _ in range(n)]
             found, sizes = [], []

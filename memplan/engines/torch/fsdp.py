@@ -5,9 +5,9 @@ Source: torch/distributed/fsdp/_fully_shard.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, final
 
-from memplan.engines.torch.passes import Passes, backward_order, from_outside
+from memplan.engines.torch.module import StageModule, added_to_older, backward_order, from_outside
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in, gradients
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     n: int
 
 
-class Unit:
+class ParamGroup:
     """One FSDP2 unit: parameters gathered and reduced together.
 
     `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard. A unit that
@@ -81,7 +81,7 @@ class Unit:
                     uploads[shard] = buffer_of(f"{p.name} (own shard)", (self.shard(p),), stored)
         return found, uploads
 
-    def gather(self) -> Iterator[Turn]:
+    def unshard(self) -> Iterator[Turn]:
         """All-gather into one flat buffer, from shards in the compute type on the device.
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`_get_param_all_gather_inputs`),
@@ -125,7 +125,7 @@ class Unit:
             return (*allocs(shard), copied)
         return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
 
-    def copy_out(self, stale: "Unit | None") -> Iterator[Turn]:
+    def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[Turn]:
         """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
         for buffers, times in self.unsharded:
             yield allocs(*buffers), times
@@ -136,7 +136,9 @@ class Unit:
         for buffers, times in self.unsharded:
             yield frees(*buffers), times
 
-    def close(self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool) -> Iterator[Turn]:
+    def post_backward(
+        self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
+    ) -> Iterator[Turn]:
         """The end of the unit's backward pass: gradients made like their weights, weights freed, all reduced.
 
         Beside tensor parallelism a gradient that is whole is cut, and a partial one summed.
@@ -154,9 +156,11 @@ class Unit:
                     found += [*allocs(own[p]), *summed, *frees(grads[p])]
             yield tuple(found), times
         yield from self.reshard()
-        yield from self.reduce(own, stale, first=first)
+        yield from self.reduce_grads(own, comms, has_sharded_grads=has_sharded_grads)
 
-    def reduce(self, grads: dict[Parameter, Buffer], stale: "Unit | None", *, first: bool) -> Iterator[Turn]:
+    def reduce_grads(
+        self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
+    ) -> Iterator[Turn]:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
@@ -170,7 +174,8 @@ class Unit:
         own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
         padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.parts]
         (*_, last), times = own[-1]
-        output = self.passing if self.passes_on(first=first) else self.reduced
+        output = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        stale, comms.reduce_scatter = comms.reduce_scatter, self
         yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
@@ -189,7 +194,7 @@ class Unit:
         yield frees(last), 1
         yield (self._all_reduce,), self.replicates
         if self.stage.offloads:
-            yield from self._downloads(first=first)
+            yield from self._downloads(has_sharded_grads)
         if output is self.passing:
             yield frees(output), 1 - self.replicates
 
@@ -214,11 +219,10 @@ class Unit:
             overlap="backward",
         )
 
-    def _downloads(self, *, first: bool) -> Iterator[Turn]:
+    def _downloads(self, has_sharded_grads: bool) -> Iterator[Turn]:
         """Own gradients to the host: beside the computation unless they are to be added to older ones."""
-        fresh = first and self.stage.plan.set_to_none
-        what = "gradients to the host" if fresh else "gradients to be added"
-        overlap: Overlap = "compute" if fresh else "nothing"
+        what = "gradients to be added" if has_sharded_grads else "gradients to the host"
+        overlap: Overlap = "nothing" if has_sharded_grads else "compute"
         plan = self.stage.plan
         for parameters, times in self.parts:
             for p in parameters:
@@ -228,16 +232,16 @@ class Unit:
                 )
                 yield (copied,), times
 
-    def passes_on(self, *, first: bool) -> bool:
+    def passes_on(self, has_sharded_grads: bool) -> bool:
         """Whether reduced gradients are added to older ones, or copied to the host, and then freed."""
-        return not (first and self.stage.plan.set_to_none) or self.stage.offloads
+        return has_sharded_grads or self.stage.offloads
 
-    def finalize(self, *, first: bool) -> Iterator[Turn]:
+    def finalize_backward(self, *, has_sharded_grads: bool) -> Iterator[Turn]:
         """The end of the backward pass: what an all-reduce between replicas has been given is dropped.
 
         Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`AllReduceState`).
         """
-        if self.passes_on(first=first):
+        if self.passes_on(has_sharded_grads):
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
@@ -264,8 +268,8 @@ class Unit:
             f"{parameter.name}.grad (in chunks)", (self.stage.plan.dp * self.shard(parameter),), dtype
         )
 
-    def sum(
-        self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, first: bool
+    def accumulate_unsharded_grads(
+        self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool
     ) -> Iterator[Turn]:
         """Each gradient is copied into its float32 sum the first time, added to it after, and freed.
 
@@ -278,14 +282,14 @@ class Unit:
             found: list[Event] = []
             for p in parameters:
                 copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
-                found += [*(allocs(wide[p]) if first else copied), *frees(grads[p])]
+                found += [*(copied if has_sums else allocs(wide[p])), *frees(grads[p])]
             yield tuple(found), times
 
 
-class Group(NamedTuple):
+class Row(NamedTuple):
     """Blocks in a row that share a unit (None: the root): how many do, and how many such rows there are."""
 
-    unit: Unit | None
+    group: "ParamGroup | None"
     size: int
     times: int
 
@@ -301,15 +305,15 @@ class Units:
         embed, head = Part(trace.embed_parameters, 1), Part(trace.head_parameters, 1)
         blocks, again = Part(trace.block_parameters, stage.n_blocks), plan.zero == 3
 
-        def unit(name: str, *parts: Part, reshards: bool = again) -> Unit | None:
+        def unit(name: str, *parts: Part, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
-            return Unit(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
+            return ParamGroup(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
 
         self.root = self.embed = self.head = None
-        self.groups: list[Group] = []
+        self.rows: list[Row] = []
         if plan.fsdp_units == "model":
             self.root = unit("root", embed, blocks, head, reshards=False)
-            self.groups.append(Group(None, stage.n_blocks, 1))
+            self.rows.append(Row(None, stage.n_blocks, 1))
             return
         if plan.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
@@ -319,31 +323,76 @@ class Units:
         for size, times in ((plan.fsdp_blocks, whole), (left, 1)):
             if size and times:
                 name = "block" if size == 1 else f"{size} blocks"
-                self.groups.append(Group(unit(name, Part(trace.block_parameters, size)), size, times))
+                self.rows.append(Row(unit(name, Part(trace.block_parameters, size)), size, times))
 
-    def __iter__(self) -> Iterator[tuple[Unit, int]]:
+    def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Every unit in the module's order, and how often there is one."""
-        groups = [(group.unit, group.times) for group in self.groups]
+        groups = [(row.group, row.times) for row in self.rows]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
 
-    def finalize(self, *, first: bool) -> Iterator[Turn]:
-        """The end of the backward pass of every unit."""
-        for unit, times in self:
-            for found, n in unit.finalize(first=first):
-                yield found, n * times
+
+Weights = Literal["sharded", "freed after forward", "whole"]
+"""What FSDP2 has of a stage's weights: after a forward pass it frees those of the groups that reshard."""
 
 
-class ShardedPasses(Passes):
-    """Forward and backward of one micro-batch under FSDP2.
+class FsdpState(NamedTuple):
+    """What passes of a step have left.
 
-    Without a pipeline, every backward pass frees each unit's weights and reduces its gradients. Under a
+    Attributes whose meaning their name does not tell:
+        unshard_issued: all weights are being gathered ahead of the next pass.
+        has_unsummed_grads: there are unsharded gradients in the type in which they came.
+        has_sums: there are unsharded gradients in the wider type that the micro-batches of a schedule are
+            added up in.
+        has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed ones.
+        recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
+        deferring: of each micro-batch under way, whether they were before its forward pass.
+    """
+
+    weights: Weights
+    unshard_issued: bool
+    has_unsummed_grads: bool
+    has_sums: bool
+    has_sharded_grads: bool
+    recomputed_last: bool
+    deferring: tuple[bool, ...]
+
+
+class CommContext:
+    """The collectives of a pass whose results are still held, and the group that is gathered ahead.
+
+    Plays `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext`.
+    """
+
+    def __init__(self) -> None:
+        self.all_gather: ParamGroup | None = None
+        self.reduce_scatter: ParamGroup | None = None
+        self.prefetched: ParamGroup | None = None
+
+
+@final
+class FSDPModule(StageModule[FsdpState]):
+    """A module under FSDP2.
+
+    Without a pipeline, every backward pass frees each group's weights and reduces its gradients. Under a
     pipeline schedule gradients are summed unsharded and the weights stay whole until the schedule's end.
+
+    Plays `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule`.
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        super().__init__(stage)
-        self.first_differs = True
+        super().__init__(
+            stage,
+            FsdpState(
+                weights="sharded",
+                unshard_issued=False,
+                has_unsummed_grads=False,
+                has_sums=False,
+                has_sharded_grads=not stage.plan.set_to_none,
+                recomputed_last=False,
+                deferring=(),
+            ),
+        )
         self.units = Units(stage, dp_rank)
         self.pipelined = stage.plan.pp > 1
         trace = stage.trace
@@ -354,6 +403,10 @@ class ShardedPasses(Passes):
         }
 
     @property
+    def has_grads(self) -> bool:
+        return self.state.has_unsummed_grads
+
+    @property
     def accumulates_in_fp32(self) -> bool:
         """Whether the micro-batches of a schedule are added up in a wider type than they come in."""
         return self.pipelined and self.stage.op_context.weight_dtype != self.stage.weight_dtype
@@ -362,13 +415,13 @@ class ShardedPasses(Passes):
     def defers(self) -> bool:
         """Whether sums of recomputed blocks can be late: where backward passes are split.
 
-        A second part runs the blocks again and stops early, so that their units still seem to be in a
+        A second part runs the blocks again and stops early, so that their groups still seem to be in a
         forward pass. The next one then registers no `RegisterPostBackwardFunction` for them, and what that
         would do in its backward pass is done when this is over, after the root, in the module's order. Not so
-        a unit of several blocks: it seems to have run the first of them, and begins anew with the second.
+        a group of several blocks: it seems to have run the first of them, and begins anew with the second.
 
-        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`pre_forward`:
-        `entering_forward_pass`), _fsdp_state.py (`_root_post_backward_final_callback`).
+        Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward,
+        torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback
         """
         split = self.stage.plan.schedule in SPLITTING_SCHEDULES and not self.stage.first
         return self.accumulates_in_fp32 and split and self.n_recomputed > 0
@@ -378,171 +431,250 @@ class ShardedPasses(Passes):
         """How many of the stage's blocks are run again: the first ones."""
         return sum([n for recompute, n in self.stage.kinds if recompute != "none"])
 
-    def _rows(
-        self, order: Iterable[tuple[Segment, int]], *, late: bool
-    ) -> Iterator[tuple[Unit | None, list[tuple[Segment, int]], int, bool]]:
-        """The blocks' backward passes in rows of a unit each, and whether that is closed in its turn."""
-        ahead = self.stage.n_blocks
-        for unit, row, times in grouped(order, reversed(self.units.groups)):
-            size = sum([n for _, n in row])
-            ahead = ahead - times * size
-            yield unit, row, times, not late or size > 1 or ahead >= self.n_recomputed
+    # --- What happens to one group ---
 
-    def _late(self, *, first: bool) -> Iterator[Turn]:
-        """The sums of the recomputed blocks' units, after all others."""
-        left = self.n_recomputed
-        for unit, size, times in self.units.groups:
-            if unit is not None and size == 1 and left > 0:
-                yield from repeatedly(unit.sum(self.grads, self.wide, first=first), min(times, left))
-            left -= size * times
+    def pre_forward(self, group: "ParamGroup | None", comms: CommContext) -> Iterator[Turn]:
+        """A group's weights are gathered unless they are whole.
 
-    def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
-        """The forward pass: units are gathered unless `unsharded`, those that stay whole once in a step."""
-        trace, units = self.trace, self.units
-        everything = first or not self.pipelined
-        flat: Unit | None = None
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward
+        """
+        if group is None:
+            return
+        weights = self.state.weights
+        if weights == "sharded" or (weights == "freed after forward" and group.reshards):
+            yield from group.unshard()
+            yield from group.wait_for_unshard(comms.all_gather)
+            comms.all_gather = group
 
-        def opened(unit: Unit | None) -> Iterator[Turn]:
-            nonlocal flat
-            if unit is not None and (everything or (unit.reshards and not unsharded)):
-                yield from unit.gather()
-                yield from unit.copy_out(flat)
-                flat = unit
+    def post_forward(self, group: "ParamGroup | None") -> Iterator[Turn]:
+        """A group that reshards frees its weights.
 
-        def within(name: str, unit: Unit | None, *segments: tuple[Segment, int]) -> Stretch:
-            closed = unit.reshard() if unit is not None and unit.reshards else ()
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward
+        """
+        if group is not None and group.reshards:
+            yield from group.reshard()
+
+    def prefetch(self, group: "ParamGroup | None", comms: CommContext) -> Iterator[Turn]:
+        """A group that was freed after its forward pass is gathered, unless it is being gathered.
+
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch
+        """
+        freed = self.state.weights == "freed after forward"
+        if group is not None and group.reshards and freed and comms.prefetched is not group:
+            comms.prefetched = group
+            yield from group.unshard()
+
+    def pre_backward(
+        self, group: "ParamGroup | None", following: "ParamGroup | None", comms: CommContext
+    ) -> Iterator[Turn]:
+        """A group's weights are gathered if they were freed, and those that are needed next.
+
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_backward
+        """
+        yield from self.prefetch(group, comms)
+        if group is not None and comms.prefetched is group:
+            comms.prefetched = None
+            yield from group.wait_for_unshard(group)
+        if group is not None:
+            yield from self.prefetch(following, comms)
+
+    def post_backward(self, group: "ParamGroup | None", comms: CommContext) -> Iterator[Turn]:
+        """A group's gradients are reduced and its weights freed; under a schedule they are only added up.
+
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward
+        """
+        if group is None:
+            return
+        if not self.pipelined:
+            yield from group.post_backward(self.grads, comms, has_sharded_grads=self.state.has_sharded_grads)
+        elif self.accumulates_in_fp32:
+            yield from self._accumulated(group)
+
+    def _accumulated(self, group: "ParamGroup") -> Iterator[Turn]:
+        return group.accumulate_unsharded_grads(self.grads, self.wide, has_sums=self.state.has_sums)
+
+    # --- Passes ---
+
+    def _forward(self, release: Stretch | None) -> Stretch:
+        """The forward pass: groups are gathered as they are called, those that stay whole once in a step."""
+        trace, units, comms = self.trace, self.units, CommContext()
+
+        def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
+            opened = [*self.pre_forward(group, comms)]
             passed = [(segment.events, n) for segment, n in segments]
-            return in_turn(name, (*called([*opened(unit)], passed), *closed))
+            return in_turn(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
 
-        parts = [in_turn("forward: embedding", opened(units.root))]
-        parts.append(within("forward: embedding", units.embed, (trace.embed, 1)))
-        for unit, segments, times in grouped(self.stage.forward_order, units.groups):
-            parts.append(repeated(within("forward: block", unit, *segments), times))
+        parts = [in_turn("forward: embedding", self.pre_forward(units.root, comms))]
+        parts.append(called("forward: embedding", units.embed, (trace.embed, 1)))
+        for group, segments, times in grouped(self.stage.forward_order, units.rows):
+            parts.append(repeated(called("forward: block", group, *segments), times))
         if self.stage.last:
-            parts.append(within("forward: head", units.head, (trace.head, 1)))
-        parts.append(events("forward: end", frees(flat.flat) if flat is not None else ()))
+            parts.append(called("forward: head", units.head, (trace.head, 1)))
+        parts.append(events("forward: end", frees(comms.all_gather.flat) if comms.all_gather else ()))
         if release is not None:
             parts.append(release)
         if self.stage.last:
             parts.append(events("loss", trace.loss.events))
+        self.state = self.state._replace(
+            weights="freed after forward" if self.stage.plan.zero == 3 else "whole", unshard_issued=False
+        )
+        if self.defers:
+            deferring = *self.state.deferring, self.state.recomputed_last
+            self.state = self.state._replace(recomputed_last=False, deferring=deferring)
         return chain("forward", *parts)
 
-    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
-        """The backward pass: units are gathered one ahead if they were freed, and not `unsharded`."""
-        trace, units = self.trace, self.units
-        ahead: Unit | None = None
-        reducing: Unit | None = None
-
-        def gathered(unit: Unit | None) -> Iterator[Turn]:
-            nonlocal ahead
-            if unit is not None and unit.reshards and not unsharded and ahead is not unit:
-                ahead = unit
-                yield from unit.gather()
-
-        def opened(unit: Unit | None, following: Unit | None) -> Iterator[Turn]:
-            nonlocal ahead
-            yield from gathered(unit)
-            if unit is not None and ahead is unit:
-                ahead = None
-                yield from unit.copy_out(unit)
-            if unit is not None:
-                yield from gathered(following)
-
-        def closed(unit: Unit | None) -> Iterator[Turn]:
-            nonlocal reducing
-            if unit is None:
-                return
-            if not self.pipelined:
-                yield from unit.close(self.grads, reducing, first=first)
-                reducing = unit
-            elif self.accumulates_in_fp32:
-                yield from unit.sum(self.grads, self.wide, first=first)
-
+    def _backward(self) -> Stretch:
+        """The backward pass: groups are gathered one ahead if they were freed."""
+        trace, units, comms = self.trace, self.units, CommContext()
+        late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
-        order = [*[unit for unit, *_ in rows], units.embed]
-        head, n_loss = self.kept(trace.head_backward, first, pending), trace.n_loss_backward
+        order = [*[group for group, *_ in rows], units.embed]
+        head, n_loss = self._added(trace.head_backward), trace.n_loss_backward
         parts = [events("backward: loss", head[:n_loss])]
-        turns = [*gathered(units.head or order[0])] if units.root is not None else []
-        turns += [*opened(units.head, order[0]), (head[n_loss:], 1), *closed(units.head)]
+        turns = [*self.prefetch(units.head or order[0], comms)] if units.root is not None else []
+        turns += [*self.pre_backward(units.head, order[0], comms), (head[n_loss:], 1)]
+        turns += self.post_backward(units.head, comms)
         parts.append(in_turn("backward: head", turns))
         outer = not self.stage.last
-        for (unit, segments, times, closes), following in zip(rows, order[1:], strict=True):
-            turns = [*opened(unit, following)]
+        for (group, segments, times, closes), following in zip(rows, order[1:], strict=True):
+            turns = [*self.pre_backward(group, following, comms)]
             for segment, n in segments:
-                body = self.kept(segment, first, pending)
+                body = self._added(segment)
                 turns.append((from_outside(body) if outer else body, n))
                 outer = False
-            turns += closed(unit) if closes else ()
+            turns += self.post_backward(group, comms) if closes else ()
             parts.append(repeated(in_turn("backward: block", turns), times))
-        turns = [*opened(units.embed, None), (self.kept(trace.embed_backward, first, pending), 1)]
-        turns += [*closed(units.root), *(self._late(first=first) if late else ()), *closed(units.embed)]
-        if reducing is not None:
-            turns += [*units.finalize(first=first), (frees(reducing.reduce_input), 1)]
+        turns = [*self.pre_backward(units.embed, None, comms), (self._added(trace.embed_backward), 1)]
+        turns += self.post_backward(units.root, comms)
+        turns += [*(self._late() if late else ()), *self.post_backward(units.embed, comms)]
+        turns += self.finalize_backward(comms)
         parts.append(in_turn("backward: embedding", turns))
+        self._passed_backward()
         return chain("backward", *parts, *self.returned())
 
-    def kept(self, segment: Segment, first: bool, pending: bool) -> tuple[Event, ...]:
-        """A backward segment's events: unsharded gradients are added to older ones under a schedule only.
+    def _passed_backward(self) -> None:
+        """The state after a whole backward pass."""
+        state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
+        if not self.pipelined:
+            self.state = state._replace(weights="sharded", has_sharded_grads=True)
+        elif self.accumulates_in_fp32:
+            self.state = state._replace(weights="whole", has_unsummed_grads=False, has_sums=True)
+        else:
+            self.state = state._replace(weights="whole", has_unsummed_grads=True)
 
-        Where gradients are summed in a wider type than they come in, that happens after each unit's backward;
-        so there they are added to those only that are `pending`.
-        """
-        return self.added(segment, not pending if self.accumulates_in_fp32 else first or not self.pipelined)
+    def _added(self, segment: Segment) -> tuple[Event, ...]:
+        """A backward segment's events: gradients are kept, or added to older ones that are not summed yet."""
+        return added_to_older(segment) if self.state.has_unsummed_grads else segment.events
 
-    def _backward_input(self, first: bool, pending: bool, late: bool) -> Stretch:
-        """The first part: after each unit its pending gradients are added to their sum."""
-        split, units = self.stage.split, self.units
+    def _backward_input(self) -> Stretch:
+        """The first part: after each group its gradients that are not summed yet are added to their sum."""
+        split, units, comms = self.stage.split, self.units, CommContext()
+        late, has_unsummed = any(self.state.deferring[:1]), self.state.has_unsummed_grads
 
-        def closed(unit: Unit | None) -> Iterator[Turn]:
-            if pending and unit is not None:
-                yield from unit.sum(self.grads, self.wide, first=first)
+        def closed(group: ParamGroup | None) -> Iterator[Turn]:
+            if has_unsummed:
+                yield from self.post_backward(group, comms)
 
         head = ((split.head.events, 1), *closed(units.head))
         parts = [events("backward: loss", split.loss.events), in_turn("backward: input of the head", head)]
-        for unit, segments, times, closes in self._rows(split.blocks, late=late):
+        for group, segments, times, closes in self._rows(split.blocks, late=late):
             turns = [(segment.events, n) for segment, n in segments]
-            turns += closed(unit) if closes else ()
+            turns += closed(group) if closes else ()
             parts.append(repeated(in_turn("backward: inputs of the blocks", turns), times))
         end = [(segment.events, n) for segment, n in split.end]
-        sums = self._late(first=first) if pending and late else ()
+        sums = self._late() if has_unsummed and late else ()
         parts.append(in_turn("backward: end", (*closed(units.root), *sums, *end)))
+        state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
+        if has_unsummed and self.accumulates_in_fp32:
+            state = state._replace(has_unsummed_grads=False, has_sums=True)
+        self.state = state
         return chain("backward", *parts)
 
-    def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:
-        """The schedule's end: every unit in turn is freed and reduced."""
-        grads, name = self.wide if self.accumulates_in_fp32 and summed else self.grads, "gradient reduction"
+    def _made_grads(self) -> None:
+        self.state = self.state._replace(
+            weights="whole", unshard_issued=False, has_unsummed_grads=True, recomputed_last=self.defers
+        )
+
+    def _rows(
+        self, order: Iterable[tuple[Segment, int]], *, late: bool
+    ) -> Iterator[tuple["ParamGroup | None", list[tuple[Segment, int]], int, bool]]:
+        """The blocks' backward passes in rows of a group each, and whether that is closed in its turn."""
+        ahead = self.stage.n_blocks
+        for group, row, times in grouped(order, reversed(self.units.rows)):
+            size = sum([n for _, n in row])
+            ahead = ahead - times * size
+            yield group, row, times, not late or size > 1 or ahead >= self.n_recomputed
+
+    def _late(self) -> Iterator[Turn]:
+        """The sums of the recomputed blocks' groups, after all others."""
+        left = self.n_recomputed
+        for group, size, times in self.units.rows:
+            if group is not None and size == 1 and left > 0:
+                yield from repeatedly(self._accumulated(group), min(times, left))
+            left -= size * times
+
+    def finalize_backward(self, comms: CommContext) -> Iterator[Turn]:
+        """The end of a backward pass that reduces: what its collectives still hold is dropped.
+
+        Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback
+        """
+        if comms.reduce_scatter is not None:
+            for group, times in self.units:
+                finalized = group.finalize_backward(has_sharded_grads=self.state.has_sharded_grads)
+                yield from repeatedly(finalized, times)
+            yield frees(comms.reduce_scatter.reduce_input), 1
+
+    # --- What a schedule does between passes ---
+
+    def reduce_grads(self) -> list[Stretch]:
+        """Every group in turn is freed and reduced, the last gradients being added to their sum before.
+
+        Source: torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad
+        """
+        summed, has_sharded_grads = self.state.has_sums, self.state.has_sharded_grads
+        grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
-        stale: Unit | None = None
-        for unit, times in self.units:
-            added = list(unit.sum(self.grads, self.wide, first=False)) if summed and pending else []
+        comms = CommContext()
+        for group, times in self.units:
+            added = list(self._accumulated(group)) if summed and self.state.has_unsummed_grads else []
             for n in (1, times - 1):
-                turns = (*added, *unit.close(grads, stale, first=True))
-                parts.append(repeated(in_turn(name, turns), n))
-                stale = unit
-        if stale is not None:
-            turns = (*self.units.finalize(first=True), (frees(stale.reduce_input), 1))
-            parts.append(in_turn(name, turns))
+                reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)
+                parts.append(repeated(in_turn(name, (*added, *reduced)), n))
+        parts.append(in_turn(name, self.finalize_backward(comms)))
+        self.state = self.state._replace(weights="sharded")
         return parts
 
     def unshard(self) -> Stretch:
-        """All units are gathered at once, ahead of the stage's first pass."""
-        turns = (turn for unit, times in self.units for turn in repeatedly(unit.gather(), times))
+        """All groups are gathered at once, ahead of the stage's first pass."""
+        turns = (turn for group, times in self.units for turn in repeatedly(group.unshard(), times))
+        self.state = self.state._replace(weights="whole", unshard_issued=True)
         return in_turn("gathering of a stage's weights", turns)
 
-    def reshard(self, *, freed_after_forward: bool) -> Stretch:
+    def wait_for_unshard(self) -> list[Stretch]:
+        """The first pass of the stage copies what was gathered into the weights, group by group."""
+        if not self.state.unshard_issued:
+            return []
+        self.state = self.state._replace(unshard_issued=False)
+        turns = (
+            turn for group, times in self.units for turn in repeatedly(group.wait_for_unshard(group), times)
+        )
+        return [in_turn("gathering of a stage's weights", turns)]
+
+    def reshard(self) -> Stretch:
         """All weights are freed that are whole."""
-        whole = [(unit, n) for unit, n in self.units if not (unit.reshards and freed_after_forward)]
-        turns = (turn for unit, times in whole for turn in repeatedly(unit.reshard(), times))
+        weights = self.state.weights
+        self.state = self.state._replace(weights="sharded")
+        turns = (
+            turn
+            for group, times in self.units
+            if weights == "whole" or (weights == "freed after forward" and not group.reshards)
+            for turn in repeatedly(group.reshard(), times)
+        )
         return in_turn("freeing of a stage's weights", turns)
 
-    def wait_for_unshard(self) -> Stretch:
-        """The first pass of the stage copies what was gathered into the weights, unit by unit."""
-        turns = (turn for unit, times in self.units for turn in repeatedly(unit.copy_out(unit), times))
-        return in_turn("gathering of a stage's weights", turns)
 
-
-def called(opened: Sequence[Turn], passed: Sequence[Turn]) -> tuple[Turn, ...]:
-    """A unit opens when its first module is called: after what checkpointing keeps before that."""
+def opened_when_called(opened: Sequence[Turn], passed: Sequence[Turn]) -> tuple[Turn, ...]:
+    """A group is gathered when its first module is called: after what checkpointing keeps before that."""
     first, n = passed[0] if passed else ((), 0)
     starts_with = buffer_in(first[0]) if first else None
     if not (opened and starts_with is not None and starts_with.name.endswith(RANDOM_STATE)):
@@ -556,8 +688,8 @@ def repeatedly(turns: Iterable[Turn], times: int) -> Iterator[Turn]:
 
 
 def grouped(
-    order: Iterable[tuple[Segment, int]], groups: Iterable[Group]
-) -> Iterator[tuple[Unit | None, list[tuple[Segment, int]], int]]:
+    order: Iterable[tuple[Segment, int]], groups: Iterable[Row]
+) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
     """The blocks' passes in order, divided into rows: each row's unit and passes, and how often it comes.
 
     The first row of a unit stands alone: it follows another unit than those after it. Rows of one block come
@@ -566,7 +698,7 @@ def grouped(
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)
     match all_groups:
-        case [Group(unit=unit, size=int(size))] if size == 1:
+        case [Row(group=unit, size=int(size))] if size == 1:
             yield from ((unit, [(segment, 1)], n) for segment, n in left)
             return
     for unit, size, times in all_groups:

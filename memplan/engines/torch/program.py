@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from memplan.engines.torch.ddp import ReplicatedPasses, buckets
-from memplan.engines.torch.fsdp import ShardedPasses
+from memplan.engines.torch.ddp import DistributedDataParallel, buckets
+from memplan.engines.torch.fsdp import FSDPModule
+from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
-from memplan.engines.torch.passes import Passes
-from memplan.engines.torch.runtime import left_behind
-from memplan.engines.torch.schedules import schedule
+from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.plan import SINGLE_STAGE_SCHEDULES
@@ -26,16 +25,16 @@ GATHERS: Final = "all-gather copy-in"
 REDUCES: Final = "reduce-scatter"
 
 
-def passes_of(stage: Stage, dp_rank: int) -> Passes:
-    """The stage's forward and backward passes on a rank of the data axis."""
+def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
+    """The stage's module on a rank of the data axis."""
     if stage.plan.fsdp:
-        return ShardedPasses(stage, dp_rank)
-    return ReplicatedPasses(stage) if stage.plan.ddp else Passes(stage)
+        return FSDPModule(stage, dp_rank)
+    return DistributedDataParallel(stage) if stage.plan.ddp else PlainModule(stage)
 
 
-def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
-    """What the rank allocates and frees, in order; `passes` are those it was estimated with."""
-    own = [passes.get(stage) or passes_of(stage, stages.rank.dp) for stage in stages]
+def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Program:
+    """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
+    own = [(modules.get(stage) or module_of(stage, stages.rank.dp)).fresh() for stage in stages]
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return Program(
         setup=tuple(_setup(stages, first_buckets)),
@@ -55,16 +54,16 @@ def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
     )
 
 
-def _step(stages: RankStages, passes: Sequence[Passes]) -> Stretch:
+def _step(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
     updates = [] if stages.offloads else [update(stages, in_order=True)]
-    return chain("step", *schedule(stages, passes), *updates)
+    return chain("step", *schedule(stages, modules), *updates)
 
 
 def _without_gradients(stages: RankStages) -> Stretch:
     """The first step where gradients are kept and zeroed: it finds none."""
     plan = replace(stages.plan, set_to_none=True)
     fresh = RankStages(stages.model, plan, stages.rank, stages.device, backend=stages.backend)
-    return _step(fresh, [passes_of(stage, stages.rank.dp) for stage in fresh])
+    return _step(fresh, [module_of(stage, stages.rank.dp) for stage in fresh])
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
@@ -160,24 +159,24 @@ def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
     return [(products, workspace) for products in groups if products]
 
 
-def _kept_by_hooks(passes: Iterable[Passes]) -> Counter[Buffer]:
+def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:
     kept: Counter[Buffer] = Counter()
-    for one in passes:
-        if isinstance(one, ReplicatedPasses):
+    for one in modules:
+        if isinstance(one, DistributedDataParallel):
             kept += one.between_steps
     return kept
 
 
-def _oldest_first(passes: Iterable[Passes]) -> Iterator[Buffer]:
+def _oldest_first(modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
     """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds."""
-    for one in passes:
-        if isinstance(one, ShardedPasses):
+    for one in modules:
+        if isinstance(one, FSDPModule):
             yield from (unit.flat for unit, _ in one.units)
         if one.stage.last and one.stage.plan.pp > 1:
             yield from (event.buffer for event in one.trace.release.events if isinstance(event, Free))
 
 
-def _streams(passes: Iterable[Passes]) -> Iterator[tuple[Buffer, str]]:
+def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]]:
     """FSDP2's own streams: what an all-gather reads and fills, and what a reduce-scatter leaves.
 
     Gradients that are to be reduced, and weights, come from the default stream; so does what a schedule
@@ -186,8 +185,8 @@ def _streams(passes: Iterable[Passes]) -> Iterator[tuple[Buffer, str]]:
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_all_gather`, `foreach_reduce`),
     _fsdp_param_group.py (`FSDPCommContext.get_all_gather_streams`).
     """
-    for one in passes:
-        if isinstance(one, ShardedPasses):
+    for one in modules:
+        if isinstance(one, FSDPModule):
             plan = one.stage.plan
             ahead = plan.pp > 1 and plan.schedule not in SINGLE_STAGE_SCHEDULES
             for unit, _ in one.units:

@@ -1,7 +1,14 @@
-"""Forward and backward of one micro-batch where every rank has the weights whole."""
+"""A stage's module: a state machine whose passes leave what they allocate, compute and send.
 
-from collections.abc import Iterable, Iterator, Sequence
+A pass depends on what earlier passes of the step have left: gradients, gathered weights. That is the module's
+`state`, and each pass changes it. A pass that is played again from the same state is not played anew.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
+from typing import Any, Generic, NamedTuple, Self, TypeVar, final
 
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Block, Segment, gradients
@@ -20,52 +27,78 @@ from memplan.record import (
 )
 from memplan.shapes import Buffer, Parameter
 
+State = TypeVar("State", bound=tuple[Any, ...])
 
-class Passes:
-    """Forward and backward of one micro-batch where every rank has the weights whole (DDP, or one rank)."""
 
-    def __init__(self, stage: Stage) -> None:
+class StageModule(ABC, Generic[State]):
+    """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time."""
+
+    def __init__(self, stage: Stage, initial: State) -> None:
         self.stage = stage
         self.trace = stage.trace
-        self.reduces = False
-        """Whether the last backward pass of a step differs from the others."""
-        self.first_differs = False
-        """Whether the first forward pass of a step does."""
-        self._made: dict[tuple[str | bool, ...], Stretch] = {}
+        self.initial = self.state = initial
+        self._played: dict[Hashable, tuple[Stretch, State]] = {}
 
-    def forward(self, *, first: bool, unsharded: bool = False, releases: bool = False) -> Stretch:
+    def fresh(self) -> Self:
+        """The same module at the start of a step; what has been played is known to both."""
+        other = copy(self)
+        other.state = self.initial
+        return other
+
+    def play(self, action: Hashable, make: Callable[[], Stretch]) -> Stretch:
+        """What an action leaves in the present state; `make` plays it and changes the state."""
+        key = action, self.state
+        if key not in self._played:
+            made = make()
+            self._played[key] = made, self.state
+        made, self.state = self._played[key]
+        return made
+
+    def forward(self, *, replaces: bool = False) -> Stretch:
         """The forward pass up to the loss.
 
-        `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `releases`: the schedule
-        drops the micro-batch before once it has the new output.
+        `replaces`: the schedule drops the micro-batch before once it has the new output.
         """
-        first, unsharded = first and self.first_differs, unsharded and self.stage.plan.fsdp
-        key = "forward", first, unsharded, releases
-        if key not in self._made:
-            self._made[key] = self._forward(first, unsharded, self.release() if releases else None)
-        return self._made[key]
+        release = self.release() if replaces else None
+        return self.play(("forward", replaces), lambda: self._forward(release))
 
-    def backward(
-        self,
-        *,
-        first: bool,
-        last: bool = False,
-        unsharded: bool = False,
-        pending: bool = False,
-        late: bool = False,
-    ) -> Stretch:
-        """The backward pass; `first` or `last` of the step, `unsharded` as in `forward`.
+    def backward(self) -> Stretch:
+        """The backward pass."""
+        return self.play("backward", self._backward)
 
-        `pending`: FSDP2 has yet to add the last gradients to their sum; `late`: it adds those of recomputed
-        blocks when all else is done.
-        """
-        last, unsharded = self.reduces and last, unsharded and self.stage.plan.fsdp
-        key = "backward", first, last, unsharded, pending, late
-        if key not in self._made:
-            self._made[key] = self._backward(first, last, unsharded, pending, late)
-        return self._made[key]
+    def backward_input(self) -> Stretch:
+        """The first part of a split backward pass: the gradient of the stage's input."""
+        return self.play("backward-input", self._backward_input)
 
-    def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
+    def backward_weight(self) -> Stretch:
+        """The second part: the gradients of the stage's weights."""
+        return self.play("backward-weight", self._backward_weight)
+
+    def require_gradient_sync(self) -> None:
+        """From now on backward passes are the step's last, in which DDP reduces."""
+        return
+
+    def wait_for_unshard(self) -> list[Stretch]:
+        """What FSDP2 has gathered ahead of time becomes the weights."""
+        return []
+
+    def reduce_grads(self) -> list[Stretch]:
+        """The reductions that FSDP2 has put off until a schedule's last backward pass."""
+        return []
+
+    @property
+    @abstractmethod
+    def has_grads(self) -> bool:
+        """Whether a backward pass finds gradients to add its own to: another pass's, or zeroed ones."""
+
+    @abstractmethod
+    def _backward(self) -> Stretch: ...
+
+    @abstractmethod
+    def _made_grads(self) -> None:
+        """The second part of a backward pass has made gradients."""
+
+    def _forward(self, release: Stretch | None) -> Stretch:
         blocks = (repeated(segment.stretch("forward: block"), n) for segment, n in self.stage.forward_order)
         embedding = self.trace.embed.stretch("forward: embedding")
         return chain("forward", embedding, *blocks, *self._forward_end(release))
@@ -86,49 +119,12 @@ class Passes:
             parts.append(trace.loss.stretch("loss"))
         return parts
 
-    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
-        kept = not self.adds_to_older(first)
-        return chain(
-            "backward",
-            events("backward: loss and head", self.added(self.trace.head_backward, kept)),
-            *self._blocks(kept),
-            events("backward: embedding", self.added(self.trace.embed_backward, kept)),
-            *self.returned(),
-        )
-
     def returned(self) -> list[Stretch]:
         """What goes when the backward pass returns."""
         trace = self.trace
         return [trace.end_of_backward.stretch("backward: end")] if self.stage.last else []
 
-    def adds_to_older(self, first: bool) -> bool:
-        """Whether a pass finds gradients that it adds its own to: another pass's, or zeroed ones."""
-        return not (first and self.stage.plan.set_to_none)
-
-    def added(self, segment: Segment, kept: bool) -> tuple[Event, ...]:
-        """A backward segment's events: gradients are `kept`, or added to older ones."""
-        return segment.events if kept else added_to_older(segment)
-
-    def _blocks(self, kept: bool) -> Iterator[Stretch]:
-        """The blocks in reverse; what the last one gets comes from the head or from another stage."""
-        outside = not self.stage.last
-        for segment, n in backward_order(self.stage.blocks):
-            body = self.added(segment, kept)
-            yield repeated(events("backward: block", from_outside(body) if outside else body), n)
-            outside = False
-
-    def backward_input(self, *, first: bool, pending: bool = False, late: bool = False) -> Stretch:
-        """The first part of a split backward pass: the gradient of the stage's input.
-
-        `pending`: FSDP2 has yet to add the last gradients to their sum, and does so now; `late` as in
-        `backward`; `first` of the step.
-        """
-        key = "backward-input", first, pending, late
-        if key not in self._made:
-            self._made[key] = self._backward_input(first, pending, late)
-        return self._made[key]
-
-    def _backward_input(self, first: bool, pending: bool, late: bool) -> Stretch:
+    def _backward_input(self) -> Stretch:
         split, name = self.stage.split, "backward: inputs of the blocks"
         return chain(
             "backward",
@@ -138,28 +134,22 @@ class Passes:
             *[repeated(events("backward: end", segment.events), n) for segment, n in split.end],
         )
 
-    def backward_weight(self, *, first: bool) -> Stretch:
-        """The second part: the gradients of the stage's weights, added to older ones but for the first."""
-        key = "backward-weight", first
-        if key not in self._made:
-            self._made[key] = self._backward_weight(first)
-        return self._made[key]
-
-    def _backward_weight(self, first: bool) -> Stretch:
+    def _backward_weight(self) -> Stretch:
         split = self.stage.split
-        keeps = first and (self.stage.plan.set_to_none or self.stage.plan.fsdp)
-        kept = set(self._gradients().values()) if keeps else set()
+        kept = set() if self.has_grads else set(self._gradients().values())
 
         def part(segment: Segment, n: int = 1) -> Stretch:
             found = [e for e in segment.events if not (isinstance(e, Free) and e.buffer in kept)]
             return repeated(events("backward: weights", found), n)
 
-        return chain(
+        played = chain(
             "backward",
             *[part(segment, n) for segment, n in split.weights],
             part(split.weights_head),
             *[part(segment, n) for segment, n in split.weights_end],
         )
+        self._made_grads()
+        return played
 
     def _gradients(self) -> dict[Parameter, Buffer]:
         trace = self.trace
@@ -201,22 +191,65 @@ class Passes:
         n_bytes = self.trace.boundary.n_bytes
         return events(f"{kind} {what}", [Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes)])
 
-    @property
-    def accumulates_in_fp32(self) -> bool:
-        """Whether gradients are added up in a wider type than they come in."""
-        return False
+
+class PlainState(NamedTuple):
+    """Whether there are gradients."""
+
+    has_grads: bool
+
+
+@final
+class PlainModule(StageModule[PlainState]):
+    """A module without a wrapper: no other rank has its weights."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage, PlainState(has_grads=not stage.plan.set_to_none))
 
     @property
-    def defers(self) -> bool:
-        """Whether some of a stage's gradients can be `late`."""
-        return False
+    def has_grads(self) -> bool:
+        return self.state.has_grads
 
-    def reduced(self, *, summed: bool = True, pending: bool = False) -> list[Stretch]:
-        """The reductions that a pipeline schedule has put off until its last backward pass.
+    def _made_grads(self) -> None:
+        self.state = PlainState(has_grads=True)
 
-        Of the gradients that are `summed`, after those that are `pending` have been added to them.
-        """
-        return []
+    def _backward(self) -> Stretch:
+        played = chain(
+            "backward",
+            events("backward: loss and head", self._added(self.trace.head_backward)),
+            *self._blocks(),
+            events("backward: embedding", self._added(self.trace.embed_backward)),
+            *self.returned(),
+        )
+        self._made_grads()
+        return played
+
+    def _added(self, segment: Segment) -> tuple[Event, ...]:
+        """A backward segment's events: gradients are kept, or added to older ones."""
+        return added_to_older(segment) if self.has_grads else segment.events
+
+    def _blocks(self) -> Iterator[Stretch]:
+        """The blocks in reverse; what the last one gets comes from the head or from another stage."""
+        outside = not self.stage.last
+        for segment, n in backward_order(self.stage.blocks):
+            body = self._added(segment)
+            yield repeated(events("backward: block", from_outside(body) if outside else body), n)
+            outside = False
+
+
+def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[Any]]) -> list[Stretch]:
+    """Plays something `n` times: one after the other until one leaves all modules as it found them.
+
+    The others would all be like that one, and are counted.
+    """
+    found: list[Stretch] = []
+    while n > 0:
+        before = [module.state for module in modules]
+        played = play()
+        if [module.state for module in modules] == before:
+            return [*found, repeated(played, n)]
+        found.append(played)
+        n -= 1
+    return found
 
 
 def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
