@@ -37,7 +37,7 @@ class Program:
     """What one rank allocates and frees: its `setup`, then, nothing being cached, steps that are all alike.
 
     What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
-    what is `kept`; with a `first_step` all of it stays, as zeroed gradients do.
+    what is `kept`; of what a `first_step` leaves those stay that a step leaves alone, as zeroed gradients.
 
     Attributes whose meaning their name does not tell:
         start: what the first step begins with, to be kept.
@@ -285,7 +285,9 @@ class _Replay:
         self.n_steps += 1
         left = self._all_held()
         if first and program.first_step is not None:
-            self.at_rest = left
+            net: Alive = Counter()
+            add_net(program.step, net, 1)
+            self.at_rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
         at_rest = self.at_rest
         for buffer, n in (left - at_rest).items():
             for _ in range(n):

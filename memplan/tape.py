@@ -239,10 +239,10 @@ class Tape:
         "_wanted",
         "context",
         "events",
-        "first_products",
         "nodes",
         "parameters",
         "phase",
+        "products",
         "scope",
     )
 
@@ -251,7 +251,7 @@ class Tape:
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
-        self.first_products: dict[str, Buffer] = {}
+        self.products: dict[str, list[Buffer]] = {"forward": [], "backward": []}
         self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -403,11 +403,11 @@ class Tape:
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
     def product(self) -> None:
-        """A matrix product has got its result: the first one of either pass is known by that."""
+        """Keep the result of a matrix product, which was allocated last, among those of its pass."""
         direction = "forward" if self.phase == "forward" else "backward"
         newest = self.events[-1]
         if isinstance(newest, Alloc):
-            self.first_products.setdefault(direction, newest.buffer)
+            self.products[direction].append(newest.buffer)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
