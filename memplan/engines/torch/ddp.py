@@ -72,7 +72,7 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
     DTensors of the divided ones, module by module, before the forward pass. That is the first step of the
     pass, and so the last of the way back.
 
-    Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+    Source: `torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor`.
     """
     trace = stage.trace
     made = [
@@ -225,7 +225,7 @@ class DistributedDataParallel(StageModule[DdpState]):
 
         Once a step, as passes under `no_sync` ask for none; never under a schedule, whose are all under it.
 
-        Source: torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers
+        Source: `torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers`.
         """
         n_bytes = rotation_of(self.stage.model, self.stage.plan).n_bytes
         sent = Collective(kind="broadcast", axis="dp", what="rotation buffer", payload_bytes=n_bytes)

@@ -169,22 +169,34 @@ class StageModule(ABC, Generic[State]):
 
     @cached_property
     def fwd_recv(self) -> Stretch:
-        """The receive of the stage's input (`_PipelineStageBase.get_fwd_recv_ops`)."""
+        """The receive of the stage's input.
+
+        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops`.
+        """
         return self._p2p("recv", "activations")
 
     @cached_property
     def fwd_send(self) -> Stretch:
-        """The send of the stage's output (`_PipelineStageBase.get_fwd_send_ops`)."""
+        """The send of the stage's output.
+
+        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_send_ops`.
+        """
         return self._p2p("send", "activations")
 
     @cached_property
     def bwd_recv(self) -> Stretch:
-        """The receive of the output's gradient (`_PipelineStageBase.get_bwd_recv_ops`)."""
+        """The receive of the output's gradient.
+
+        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_bwd_recv_ops`.
+        """
         return self._p2p("recv", "activation gradients")
 
     @cached_property
     def bwd_send(self) -> Stretch:
-        """The send of the input's gradient (`_PipelineStageBase.get_bwd_send_ops`)."""
+        """The send of the input's gradient.
+
+        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_bwd_send_ops`.
+        """
         return self._p2p("send", "activation gradients")
 
     def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:

@@ -3,8 +3,9 @@
 Modules are state machines, so that a schedule says only what comes next. What recurs is played until a turn
 leaves every module as it found it, and counted from there on.
 
-Source: torch/distributed/pipelining/schedules.py (`ScheduleGPipe`, `Schedule1F1B`,
-`_PipelineScheduleRuntime._step_microbatches`), stage.py.
+Source: `torch.distributed.pipelining.schedules:ScheduleGPipe`,
+`torch.distributed.pipelining.schedules:Schedule1F1B`,
+`torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
 """
 
 from collections import Counter
@@ -58,7 +59,7 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     So are the handles of what was sent, and gloo's keep the tensors. Else the gradient that was sent is
     dropped when the next micro-batch's operations take the place of its own (`ops`), before that goes back.
 
-    Source: torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches
+    Source: `torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches`.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
     keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
@@ -91,7 +92,7 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
     the one that is sent on its own during warm-up is held by that send's handle (gloo's) until the schedule
     has no forward left and reuses the handle's name.
 
-    Source: torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches
+    Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches`.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
     warm_up = min(m, stages.plan.pp - stages.rank.pp)
@@ -147,8 +148,8 @@ def left_behind(stages: RankStages) -> Alive:
 
     The first part of a split backward pass leaves its result in the received tensor's `grad`.
 
-    Source: torch/distributed/pipelining/_backward.py (`stage_backward_input`), stage.py
-    (`clear_runtime_states`).
+    Source: `torch.distributed.pipelining._backward:stage_backward_input`,
+    `torch.distributed.pipelining.stage:_PipelineStageBase.clear_runtime_states`.
     """
     alive: Alive = Counter()
     if stages.plan.pp > 1 and stages.plan.schedule in SPLITTING_SCHEDULES:
@@ -165,7 +166,7 @@ class _Runtime:
     Handles of what is sent are kept to the end, and gloo's hold the tensors. What passes between two stages
     of the same rank is not sent: it takes the place of the buffer that the last step has left.
 
-    Source: torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches
+    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
     """
 
     def __init__(self, stages: RankStages, modules: Sequence[Module]) -> None:
