@@ -96,8 +96,11 @@ def buckets(stage: Stage) -> list[list[Parameter]]:
     return ddp_buckets([*made, *late], stage.plan.bucket_cap_bytes)
 
 
-def bucket_of(parameters: Iterable[Parameter]) -> Bucket:
+def bucket_of(parameters: Iterable[Parameter], hook: str) -> Bucket:
     """The sizes of a bucket of these parameters."""
+    if hook != "powersgd":
+        n_elements = sum([parameter.n_elements for parameter in parameters])
+        return Bucket(n_elements, p=0, q=0, uncompressed=n_elements)
     n_elements = sum_p = sum_q = uncompressed = 0
     for parameter in parameters:
         n_elements += parameter.n_elements
@@ -192,7 +195,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
-            self.buckets.update(map(bucket_of, buckets(stage)))
+            self.buckets.update(bucket_of(parameters, self.hook) for parameters in buckets(stage))
         self.kept = {bucket: kept(self.hook, bucket, stage.weight_dtype) for bucket in self.buckets}
 
     @property
@@ -250,7 +253,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         """For each gradient in the order they are ready: the bucket that it is the last of."""
         for parameters in buckets(self.stage):
             yield from repeat(None, len(parameters) - 1)
-            yield bucket_of(parameters)
+            yield bucket_of(parameters, self.hook)
 
     def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
         """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.

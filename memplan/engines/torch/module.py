@@ -7,7 +7,6 @@ A pass depends on what earlier passes of the step have left: gradients, gathered
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any, Generic, NamedTuple, Self, TypeVar, final
 
 from memplan.engines.torch.stage import Stage
@@ -31,13 +30,22 @@ State = TypeVar("State", bound=tuple[Any, ...])
 
 
 class StageModule(ABC, Generic[State]):
-    """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time."""
+    """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time.
+
+    `fwd_recv`, `fwd_send`, `bwd_recv`, `bwd_send`: what a stage of a pipeline receives and sends for each.
+
+    Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
+    """
 
     def __init__(self, stage: Stage, initial: State) -> None:
         self.stage = stage
         self.trace = stage.trace
         self.initial = self.state = initial
         self._played: dict[Hashable, tuple[Stretch, State]] = {}
+        self.fwd_recv = self._p2p("recv", "activations")
+        self.fwd_send = self._p2p("send", "activations")
+        self.bwd_recv = self._p2p("recv", "activation gradients")
+        self.bwd_send = self._p2p("send", "activation gradients")
 
     def fresh(self) -> Self:
         """The same module at the start of a step; what has been played is known to both."""
@@ -166,38 +174,6 @@ class StageModule(ABC, Generic[State]):
     def release_input_grad(self) -> Stretch:
         """The gradient that was sent to the stage before."""
         return self.trace.release_input_grad.stretch("release of the input's gradient")
-
-    @cached_property
-    def fwd_recv(self) -> Stretch:
-        """The receive of the stage's input.
-
-        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops`.
-        """
-        return self._p2p("recv", "activations")
-
-    @cached_property
-    def fwd_send(self) -> Stretch:
-        """The send of the stage's output.
-
-        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_send_ops`.
-        """
-        return self._p2p("send", "activations")
-
-    @cached_property
-    def bwd_recv(self) -> Stretch:
-        """The receive of the output's gradient.
-
-        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_bwd_recv_ops`.
-        """
-        return self._p2p("recv", "activation gradients")
-
-    @cached_property
-    def bwd_send(self) -> Stretch:
-        """The send of the input's gradient.
-
-        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_bwd_send_ops`.
-        """
-        return self._p2p("send", "activation gradients")
 
     def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:
         n_bytes = self.trace.boundary.n_bytes
