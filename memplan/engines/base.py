@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from memplan.device import Device
-from memplan.errors import InvalidValue, unknown_name
+from memplan.errors import InvalidValue, MissingRule, unknown_name
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
 from memplan.plan import Plan, Rank, Schedule
@@ -132,6 +132,8 @@ class Engine(ABC):
     """Whether it is closed-form accounting that no run can confirm: it gives no verdict and no step time."""
     refusals: ClassVar[tuple[Rule, ...]] = ()
     """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
+    gives_bounds: ClassVar[bool] = False
+    """Whether `part_costs` and `first_under_way` are known, so that search need not estimate every plan."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -153,12 +155,9 @@ class Engine(ABC):
         """Raise if the plan runs on this device, but not correctly."""
         return
 
-    def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts | None:
-        """What one micro-batch of a plan of one replica and one stage takes of the model's parts.
-
-        Search bounds plans by it; None: nothing is known, and every plan is estimated.
-        """
-        return None
+    def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
+        """What one micro-batch of a plan of one replica and one stage takes of the model's parts."""
+        raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def first_under_way(
         self, schedule: Schedule, pp: int, virtual_stages: int, n_micro_batches: int
@@ -168,7 +167,7 @@ class Engine(ABC):
         Before the rank's first backward pass, and when all its stages have had one and another is to come;
         None if there is no such instant.
         """
-        return (0,) * virtual_stages, None
+        raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:
         """What should be known of a plan under this engine that no figure says."""
