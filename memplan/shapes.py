@@ -1,6 +1,9 @@
 """Shapes, element types and the record of an allocation."""
 
+from enum import Enum
 from typing import Final, Literal, NamedTuple
+
+from memplan.errors import InvalidValue
 
 Kind = Literal["weights", "grads", "optimizer", "activations", "temporaries"]
 KINDS: Final[tuple[Kind, ...]] = ("weights", "grads", "optimizer", "activations", "temporaries")
@@ -38,10 +41,29 @@ def n_elements(shape: Shape) -> int:
     return n
 
 
+def check_equal(what: str, left: object, right: object) -> None:
+    """Refuse operands that differ where an operation needs equal ones.
+
+    Raises:
+        InvalidValue: with both values.
+    """
+    if left != right:
+        raise InvalidValue(
+            f"{what} of {left} and {right} has no rule: nothing is broadcast or promoted; make both equal."
+        )
+
+
+class Role(Enum):
+    """What a buffer is to the code; its name is for people to read."""
+
+    TENSOR = "tensor"
+    RNG_STATE = "state of the random number generator"
+
+
 class Buffer:
     """The record of one allocation, as the ledger shows it. `kind` becomes "activations" once saved."""
 
-    __slots__ = ("dtype", "kind", "n_bytes", "name", "shape")
+    __slots__ = ("dtype", "kind", "n_bytes", "name", "role", "shape")
 
     def __init__(self, name: str, shape: Shape, dtype: DType, n_bytes: int, kind: Kind) -> None:
         self.name = name
@@ -49,6 +71,7 @@ class Buffer:
         self.dtype = dtype
         self.n_bytes = n_bytes
         self.kind = kind
+        self.role = Role.TENSOR
 
     def __repr__(self) -> str:
         return f"{self.name} {self.shape} {self.dtype.name} {self.n_bytes} B ({self.kind})"

@@ -5,22 +5,43 @@ last name, its last pending gradient and its last saved reference are gone. A fo
 torch module therefore allocates and frees in the torch module's order. The backward pass runs the nodes in
 the reverse of their creation, which is the order of PyTorch's engine (highest sequence number first).
 
-Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), input_buffer.cpp (`accumulate`),
-torch/utils/checkpoint.py (non-reentrant variant, early stop).
+Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), torch/csrc/autograd/input_buffer.cpp
+(`accumulate`), torch.utils.checkpoint:_checkpoint_without_reentrant_generator (with early stop).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, cast
 
 from memplan.device import H100, Device, DeviceType
-from memplan.errors import MissingRule
-from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
+from memplan.errors import InvalidValue, MissingRule
+from memplan.kernels import reduction_scratch
+from memplan.shapes import (
+    FP16,
+    FP32,
+    INT32,
+    UINT8,
+    Buffer,
+    DType,
+    Event,
+    Kind,
+    Parameter,
+    Role,
+    Shape,
+    check_equal,
+    n_elements,
+)
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
-"""What ranks talk by; `nccl-at-once`: NCCL where collectives take no time, as on a GPU that is not there."""
+"""What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""The collectives that operations issue on the tensor axis."""
+
+Phase = Literal["forward", "backward", "recompute"]
+"""What a tape is recording; `recompute` is the part of a backward pass that plays a forward pass again."""
 
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
 """Backends whose handles hold what is sent until they are waited for.
@@ -31,27 +52,30 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator
 """
 
 USUAL_BACKENDS: Final[dict[DeviceType, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
-"""What ranks talk by, unless said otherwise. PyTorch's `fake` moves nothing and holds nothing.
+"""The backend of each device type, unless another is asked for. `fake` moves nothing and holds nothing.
 
 Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp.
 """
 
-RANDOM_STATE: Final = "random state"
-"""What checkpointing keeps of a block before it is called, so that dropout drops the same again."""
-
-CPU_RANDOM_STATE_BYTES: Final = 5056
+CPU_RNG_STATE_BYTES: Final = 5056
 """The state of PyTorch's CPU generator (`torch.get_rng_state().nbytes`), kept by every recomputed region."""
 
-Backward = Callable[["Tensor", "tuple[Tensor, ...]"], "tuple[Tensor | None, ...]"]
+Saved = tuple["Tensor", ...]
+"""What an operation has saved for its backward."""
+
+Grads = tuple["Tensor | Expanded | None", ...]
+"""What a backward returns: a gradient for each input, None where the input needs none."""
+
+Backward = Callable[["Tensor", Saved], Grads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpContext:
-    """What decides an operation's cost beside its shapes.
+    """Everything beside the shapes that an operation's allocations depend on.
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
-    `local_grads`: gradients are cut like their weights as soon as they are made. `loss_chunks`: pieces of the
+    `local_grads`: a divided weight's gradient is divided as soon as it is made. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other.
     """
 
@@ -84,11 +108,11 @@ class OpContext:
 
 
 class Call:
-    """One collective that an operation causes: the operand's bytes, on the tensor axis."""
+    """One collective that an operation issues on the tensor axis; `what` is for people to read."""
 
     __slots__ = ("kind", "payload_bytes", "phase", "what")
 
-    def __init__(self, kind: str, payload_bytes: int, phase: str, what: str) -> None:
+    def __init__(self, kind: CollectiveKind, payload_bytes: int, phase: Phase, what: str) -> None:
         self.kind = kind
         self.payload_bytes = payload_bytes
         self.phase = phase
@@ -96,7 +120,7 @@ class Call:
 
 
 class Storage:
-    """Owner of a buffer's bytes; recording their free is its last act."""
+    """Owns a buffer's bytes: records their allocation when it is made and their free when it dies."""
 
     __slots__ = ("buffer", "tape")
 
@@ -144,12 +168,12 @@ class Node:
 
 
 class Region:
-    """A stretch of the forward pass that keeps only its input and is run again in the backward pass.
+    """A part of the forward pass that keeps only its input `x` and is run again in the backward pass.
 
-    If `selective`, what `Tape.save_if_selective` makes is `kept` too, in order, and not made again.
+    If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = ("function", "kept", "n_saving", "nodes", "random_state", "selective", "x")
+    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "selective", "x")
 
     def __init__(self, function: "Callable[[Tensor], Tensor]", x: "Tensor", *, selective: bool) -> None:
         self.function = function
@@ -157,8 +181,8 @@ class Region:
         self.selective = selective
         self.nodes: list[Node] = []
         self.n_saving = 0
-        self.random_state: Tensor | None = None
-        self.kept: deque[tuple[Tensor, ...]] = deque()
+        self.rng_state: Tensor | None = None
+        self.saved_outputs: deque[Saved] = deque()
 
 
 class _Recomputed(Exception):
@@ -199,33 +223,96 @@ class Tensor:
 
     def view(self, *shape: int) -> "Tensor":
         """The same bytes under another shape."""
+        if n_elements(shape) != n_elements(self.shape):
+            raise InvalidValue(
+                f"a view of shape {shape} of a tensor of shape {self.shape} has another number of elements; "
+                f"use a shape of {n_elements(self.shape)} elements."
+            )
         return Tensor(self.tape, shape, self.dtype, self.storage, self.node, is_view=True)
 
+    def alias(self, node: "Node") -> "Tensor":
+        """The same bytes as the output of another node."""
+        return Tensor(self.tape, self.shape, self.dtype, self.storage, node)
+
+    def detach(self) -> "Tensor":
+        """The same bytes without a node, as a node saves its own output."""
+        return Tensor(self.tape, self.shape, self.dtype, self.storage)
+
     def __add__(self, other: "Tensor") -> "Tensor":
-        """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
+        """Elementwise sum of equal shapes, promoted to the wider type; saves nothing.
+
+        Both gradients are the sum's own.
+        """
         tape = self.tape
+        check_equal("a sum", self.shape, other.shape)
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
         left, right = tape.promoted(self, dtype), tape.promoted(other, dtype)
         node = tape.node((left.node, right.node), (), _add_backward)
         return tape.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
-        """Elementwise product of equal shapes; saves both factors."""
+        """Elementwise product of equal shapes and types; saves both factors."""
+        check_equal("a product", self.shape, other.shape)
+        check_equal("a product", self.dtype.name, other.dtype.name)
         node = self.tape.node((self.node, other.node), (self, other), _mul_backward)
         return self.tape.new("product", self.shape, self.dtype, node)
 
 
-def _add_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _add_backward(grad: Tensor, saved: Saved) -> Grads:
     return grad, grad
 
 
-def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    of_right = grad.tape.new("grad", grad.shape, grad.dtype)
-    return grad.tape.new("grad", grad.shape, grad.dtype), of_right
+def _mul_backward(grad: Tensor, saved: Saved) -> Grads:
+    grad_right = grad.tape.new("grad", grad.shape, grad.dtype)
+    return grad.tape.new("grad", grad.shape, grad.dtype), grad_right
+
+
+class Expanded(NamedTuple):
+    """The gradient of an input that was expanded (broadcast), in the shape that it was expanded to.
+
+    The tape sums it to the input's own shape and casts it to the input's type when the backward has returned.
+
+    Source: torch/csrc/autograd/engine.cpp (`validate_outputs`).
+    """
+
+    grad: Tensor
+    shape: Shape
+    dtype: DType
+
+
+class Workspace:
+    """Buffers of one operation that are freed when the `with` block ends, the newest first."""
+
+    __slots__ = ("_held", "_tape")
+
+    def __init__(self, tape: "Tape | None") -> None:
+        self._tape = tape
+        self._held: list[Tensor] = []
+
+    def new(self, name: str, shape: Shape, dtype: DType) -> None:
+        """Allocate one more buffer."""
+        if self._tape is not None:
+            self._held.append(self._tape.new(name, shape, dtype))
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor alive until the block ends."""
+        self._held.append(tensor)
+
+    def handed_over(self) -> Saved:
+        """The buffers, which are no longer this block's to free."""
+        held, self._held = self._held, []
+        return tuple(held)
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        while self._held:
+            self._held.pop()
 
 
 class Tape:
-    """One pass over a model: the events, nodes, parameters and collectives it leaves behind."""
+    """The record of one pass over a model: its events, nodes, parameters, collectives and FLOPs."""
 
     __slots__ = (
         "_casts",
@@ -256,8 +343,8 @@ class Tape:
         self.parameters: dict[str, Parameter] = {}
         self.calls: list[Call] = []
         self.flops = 0
-        self.first_products: dict[str, Buffer] = {}
-        self.phase = "forward"
+        self.first_products: dict[Phase, Buffer] = {}
+        self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
         self._casts: dict[Parameter, Tensor] = {}
@@ -282,9 +369,24 @@ class Tape:
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
 
-    def workspace(self, shape: Shape, dtype: DType) -> Tensor | None:
-        """What a kernel allocates for itself while it runs; None where none does."""
-        return self.new("workspace", shape, dtype) if self.context.device.runs_kernels else None
+    def workspace(self) -> Workspace:
+        """A block of temporary buffers: `with tape.workspace() as temporary: temporary.new(...)`."""
+        return Workspace(self)
+
+    def kernel_workspace(self) -> Workspace:
+        """A block of buffers that a kernel allocates itself: none are where tensors have no data."""
+        return Workspace(self if self.context.device.runs_kernels else None)
+
+    def sum_workspace(self, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
+        """Allocate and free what a sum takes on CUDA beside its output (see `reduction_scratch`)."""
+        device = self.context.device
+        scratch = (
+            None if device.on_cpu else reduction_scratch(device, n_outputs, n_inputs, along_rows=along_rows)
+        )
+        if scratch is not None:
+            with self.workspace() as blocks:
+                blocks.new("partial sums", (scratch.sums_bytes // FP32.itemsize,), FP32)
+                blocks.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
 
     def wants(self, i: int) -> bool:
         """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
@@ -345,7 +447,9 @@ class Tape:
     ) -> Parameter:
         """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight."""
         key = f"{self.scope}{name}"
-        if key not in self.parameters:
+        if key in self.parameters:
+            check_equal(f"two uses of {key}", self.parameters[key].shape, shape)
+        else:
             self.parameters[key] = Parameter(
                 key,
                 shape,
@@ -390,7 +494,7 @@ class Tape:
         """The backward step of `x` in another element type: a copy of the gradient in its own."""
         was = x.dtype
 
-        def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
+        def backward(grad: Tensor, saved: Saved) -> Grads:
             narrow = grad.tape.new(f"grad as {was.name}", grad.shape, was)
             narrow.head_major = grad.head_major
             return (narrow,)
@@ -408,11 +512,11 @@ class Tape:
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
     def product(self) -> None:
-        """A matrix product has got its result: the first one of either pass is known by that."""
-        direction = "forward" if self.phase == "forward" else "backward"
+        """Note the newest allocation as a matrix product's result, if it is the first of its pass."""
+        direction: Phase = "forward" if self.phase == "forward" else "backward"
         self.first_products.setdefault(direction, self.events[-1].buffer)
 
-    def collective(self, kind: str, what: str, payload_bytes: int) -> None:
+    def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
         self.calls.append(Call(kind, payload_bytes, self.phase, f"{self.scope}{what}"))
 
@@ -432,20 +536,21 @@ class Tape:
     def save_if_selective(
         self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0, *, again: bool = False
     ) -> tuple[Tensor, ...]:
-        """The outputs of an operation of so many FLOPs that selective recomputation does not run again.
+        """The outputs of `compute`, an operation of `flops` that selective recomputation saves.
 
-        With `again` it does: a policy may keep only some of the products.
+        With `again` it is not saved, but computed again: a policy may save only some of the products.
 
-        Source: torch/utils/checkpoint.py (`_CachingTorchDispatchMode`, `_CachedTorchDispatchMode`).
+        Source: torch.utils.checkpoint:_CachingTorchDispatchMode, and
+        torch.utils.checkpoint:_CachedTorchDispatchMode.
         """
         replaying, region = self._replaying, self._region
         if replaying is not None and replaying.selective and not again:
-            return replaying.kept.popleft()
+            return replaying.saved_outputs.popleft()
         outputs = compute()
         self.flops += flops
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
-            region.kept.append(tuple(Tensor(self, y.shape, y.dtype, y.storage) for y in outputs))
+            region.saved_outputs.append(tuple([y.detach() for y in outputs]))
         return outputs
 
     def recomputed(
@@ -455,29 +560,27 @@ class Tape:
         self._region = region = Region(function, x, selective=selective)
         _mark_saved((x,))
         if self.context.device.on_cpu:
-            region.random_state = self._random_state()
+            region.rng_state = self._rng_state()
         y = function(x)
         self._region = None
         return y if region.nodes else x
 
     def _sum(self, parameter: Parameter, older: Tensor, grad: Tensor) -> Tensor:
-        """The sum of a tied weight's gradients: in place, unless the older is a view, or they are DTensors.
+        """The sum of a tied weight's gradients: in place, unless the older is a view or a DTensor.
 
-        A whole DTensor is cut first where the weight is divided.
+        A DTensor that is whole on every rank is cut first where the weight is divided.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
         """
         if not older.is_view and parameter.tp_dim is None:
             return older
-        part = None
-        if grad.shape != parameter.shape:
-            part = self.new("grad (own rows)", parameter.shape, grad.dtype)
-        total = self.new("sum of grads", parameter.shape, grad.dtype)
-        del part
-        return total
+        with self.workspace() as own:
+            if grad.shape != parameter.shape:
+                own.new("grad (own rows)", parameter.shape, grad.dtype)
+            return self.new("sum of grads", parameter.shape, grad.dtype)
 
     def _taken_over(self, grad: Tensor) -> Tensor:
-        """The sum with a gradient that the caller owns: a new tensor; an own one is added to in place."""
+        """The sum of `grad` and a gradient that came from outside the tape, marked by an event of sign 0."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
@@ -485,7 +588,7 @@ class Tape:
         return taken
 
     def start_backward(self, output: Tensor, grad: Tensor) -> None:
-        """Give an output its gradient."""
+        """Set the gradient of an output."""
         if isinstance(output.node, Node):
             output.node.grad = grad
 
@@ -518,49 +621,79 @@ class Tape:
             part = None
 
     def make_saved(self, node: Node) -> None:
-        """Compute again what a node has not kept."""
+        """Run a node's region again if it has not kept what the node saved."""
         if node.saved is None and node.region is not None:
             self._recompute(node.region)
 
     def gradients(self, node: Node, grad: Tensor, wanted: tuple[bool, ...] = ()) -> list[Tensor | None]:
-        """The gradients of a node's inputs, or of those `wanted`."""
+        """The gradients of a node's inputs; only of those `wanted`, where this is not empty.
+
+        Those of expanded inputs are summed to the inputs' shapes, then cast to their types.
+
+        Source: torch/csrc/autograd/engine.cpp (`call_function`, `validate_outputs`).
+        """
         self._wanted = wanted
         found = list(node.backward(grad, node.unpacked()))
         self._wanted = ()
-        return found
+        for i in range(len(found)):
+            part, found[i] = found[i], None
+            if isinstance(part, Expanded):
+                dtype, part = part.dtype, self._sum_to(part.grad, part.shape)
+                if part.dtype != dtype:
+                    part = self.new(f"grad as {dtype.name}", part.shape, dtype)
+            found[i] = part
+        return cast("list[Tensor | None]", found)
+
+    def _sum_to(self, grad: Tensor, shape: Shape) -> Tensor:
+        """`grad` summed over the dims that were broadcast: those that `shape` lacks, or has of size 1.
+
+        Source: aten/src/ATen/ExpandUtils.h (`sum_to`).
+        """
+        if grad.shape == shape:
+            return grad
+        total = self.new("grad", shape, grad.dtype)
+        along_rows = grad.shape[-1] == shape[-1]
+        n_outputs = n_elements(shape)
+        self.sum_workspace(n_outputs, n_elements(grad.shape) // n_outputs, along_rows=along_rows)
+        return total
 
     def retain(self, grad: Tensor) -> None:
-        """Keep others from adding to this gradient in place."""
+        """Let no other gradient be added to this one in place."""
         self._retained.add(id(grad.storage))
 
     def release_retained(self) -> None:
-        """Nothing is added to any more."""
+        """Forget the gradients that nothing may be added to."""
         self._retained.clear()
 
     def graded(self, parameter: Parameter, grad: Tensor) -> Tensor:
-        """A gradient that is a weight's own."""
+        """`grad`, marked as the gradient of a weight."""
         if grad.storage is not None:
             grad.storage.buffer.kind = "grads"
             grad.storage.buffer.name = f"{parameter.name}.grad"
             self.events.append(Event(0, grad.storage.buffer, parameter))
         return grad
 
-    def _random_state(self) -> Tensor:
-        return self.new(RANDOM_STATE, (CPU_RANDOM_STATE_BYTES,), UINT8, kind="activations")
+    def _rng_state(self) -> Tensor:
+        state = self.new("random state", (CPU_RNG_STATE_BYTES,), UINT8, kind="activations")
+        if state.storage is not None:
+            state.storage.buffer.role = Role.RNG_STATE
+        return state
 
     def _recompute(self, region: Region) -> None:
         phase, self.phase = self.phase, "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
-        current_state = self._random_state() if self.context.device.on_cpu else None
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
-        with suppress(_Recomputed):
-            region.function(Tensor(self, region.x.shape, region.x.dtype, region.x.storage, region.x.node))
-        del current_state
+        x = region.x
+        with self.workspace() as current:
+            if self.context.device.on_cpu:
+                current.keep(self._rng_state())
+            with suppress(_Recomputed):
+                region.function(Tensor(self, x.shape, x.dtype, x.storage, x.node))
         self._saved_again.clear()
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 
     def deliver(self, target: Node | Parameter, grad: Tensor) -> None:
-        """Add a gradient to what a node or a weight has of it."""
+        """Add a gradient to what a node or a weight has received so far."""
         if isinstance(target, Parameter):
             if target in self._grads:
                 self._grads[target] = self._sum(target, self._grads[target], grad)
@@ -573,7 +706,7 @@ class Tape:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
     def _mark_ready(self, parameter: Parameter) -> None:
-        """One more use of a parameter has its gradient; the last one's arrival marks the sum."""
+        """Count one use of a parameter as done; after the last one its gradient is complete."""
         self._uses[parameter] -= 1
         if self._uses[parameter] == 0:
             self.graded(parameter, self._grads[parameter])

@@ -12,6 +12,7 @@ from memplan.engines.torch.fsdp import Unit, Units
 from memplan.engines.torch.optimizer import all_reduces
 from memplan.engines.torch.orders import Action, plan_counts, plan_order, times_unsharded
 from memplan.engines.trace import Segment
+from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.plan import MESH_AXES, SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, Axis, Plan
 from memplan.shapes import FP32, DType, Parameter
@@ -48,23 +49,31 @@ class Collective:
 def wire_bytes(kind: str, payload_bytes: int, n_ranks: int) -> int:
     """What one of n ranks sends under a ring.
 
-    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, a
-    broadcast (n-1)/n on average over the ranks, point to point and copies all of it, a receive nothing.
+    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, all-to-all
+    (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast (n-1)/n on average over the ranks,
+    point to point and copies all of it, a receive nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 
     >>> wire_bytes("all_reduce", 1000, 4), wire_bytes("all_gather", 1000, 4), wire_bytes("send", 1000, 2)
     (1500, 750, 1000)
+
+    Raises:
+        MissingRule: for any other kind.
     """
     match kind:
         case "all_reduce":
             return 2 * payload_bytes * (n_ranks - 1) // n_ranks
-        case "all_gather" | "reduce_scatter" | "broadcast":
+        case "all_gather" | "reduce_scatter" | "broadcast" | "all_to_all":
             return payload_bytes * (n_ranks - 1) // n_ranks
         case "send" | "copy":
             return payload_bytes
-        case _:
+        case "recv":
             return 0
+        case _:
+            raise MissingRule(
+                f"no rule states what the collective {kind!r} sends; add its figure to `wire_bytes`."
+            )
 
 
 def textbook_collectives(model: Model, plan: Plan, pp_rank: int) -> tuple[Collective, ...]:

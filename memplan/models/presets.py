@@ -1,6 +1,7 @@
 """Published models by name: the table `presets.toml`, each entry with its source."""
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -35,14 +36,26 @@ def preset(name: str) -> Model:
     8
 
     Raises:
-        UnknownName: with the nearest name.
+        UnknownName: a name that is not in the table, with the nearest one; an entry of an unknown family.
     """
     table = preset_table()
     if not isinstance(name, str) or name not in table:
         raise unknown_name("model", name, table)
-    entry = table[name]
-    sizes = {key: entry[key] for key in entry if key not in ("family", "source", "retrieved")}
-    return Gpt(name=name, **sizes) if entry["family"] == "gpt" else Llama(name=name, **sizes)
+    return model_of_entry(name, table[name])
+
+
+def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
+    """The model that an entry of `presets.toml` describes.
+
+    Raises:
+        UnknownName: an unknown family, with the nearest one.
+    """
+    families: dict[str, type[Gpt | Llama]] = {"gpt": Gpt, "llama": Llama}
+    sizes = dict(entry)
+    family, _source, _retrieved = (sizes.pop(key) for key in ("family", "source", "retrieved"))
+    if family not in families:
+        raise unknown_name(f"family of the model {name}:", family, families)
+    return families[family](name=name, **sizes)
 
 
 def preset_source(name: str) -> str:

@@ -11,8 +11,7 @@ from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
 from memplan.plan import SPLITTING_SCHEDULES
-from memplan.shapes import BF16, FP32, Buffer, DType, Event, Parameter, buffer_of
-from memplan.tape import RANDOM_STATE
+from memplan.shapes import BF16, FP32, Buffer, DType, Event, Parameter, Role, buffer_of
 from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
 
 Turn = tuple[tuple[Event, ...], int]
@@ -482,7 +481,7 @@ class ShardedPasses(Passes):
 def called(opened: Sequence[Turn], passed: Sequence[Turn]) -> tuple[Turn, ...]:
     """A unit opens when its first module is called: after what checkpointing keeps before that."""
     first, n = passed[0] if passed else ((), 0)
-    if not (opened and first and first[0].buffer.name.endswith(RANDOM_STATE)):
+    if not (opened and first and first[0].buffer.role is Role.RNG_STATE):
         return (*opened, *passed)
     return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
 
