@@ -8,10 +8,11 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from memplan.allocator import OutOfMemory
+from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines import textbook
+from memplan.engines.checks import check_device, check_plan
 from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
 from memplan.engines.torch.stage import StageKind
 from memplan.errors import InvalidValue
@@ -37,11 +38,9 @@ from memplan.plan import (
     Rank,
     Recompute,
     Schedule,
-    check_device,
-    check_plan,
     stage_layers,
 )
-from memplan.replay import Program, Replayed, replayed
+from memplan.replay import Memory, Program, Replayed, replayed
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -96,17 +95,25 @@ class StageEstimate:
         """Bytes alive between steps."""
         return self.timeline.rest_bytes
 
-    def replay(self, *, limit_bytes: int | None = None, expandable_segments: bool = False) -> Replayed | None:
+    def replay(
+        self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
+    ) -> Replayed | None:
         """The rank's first steps through PyTorch's caching allocator; None where it has none (CPU, textbook).
 
-        `limit_bytes`: what the driver has to give; where that runs out, cached blocks are given back first.
+        Args:
+            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, "expandable_segments:True" say.
+            limit_bytes: what the driver has to give; where that runs out, cached blocks are given back first.
+            allowed_bytes: what the process may have of it (`torch.cuda.set_per_process_memory_fraction`).
 
         Raises:
-            OutOfMemory: if that is not enough.
+            InvalidValue: for a setting that memplan does not know.
+            OutOfMemory: if the memory is not enough.
         """
+        config = AllocatorConfig.parse(alloc_conf)
         if self.program is None:
             return None
-        return replayed(self.program(), limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+        memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
+        return replayed(self.program(), memory)
 
     @cached_property
     def replayed(self) -> Replayed | None:

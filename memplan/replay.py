@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
-from memplan.allocator import Block, CachingAllocator, OutOfMemory
+from memplan.allocator import DEFAULTS, AllocatorConfig, Block, CachingAllocator, OutOfMemory
 from memplan.shapes import Buffer, Event
 from memplan.timeline import Alive, Stretch, add_net, chain, repeated
 
@@ -36,7 +36,7 @@ class Program:
     """What one rank allocates and frees: its `setup`, then, nothing being cached, steps that are all alike.
 
     What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
-    what is `kept`; with a `first_step` all of it stays, as zeroed gradients do.
+    what is `kept`; of what a `first_step` leaves those stay that a step leaves alone, as zeroed gradients.
 
     Attributes whose meaning their name does not tell:
         start: what the first step begins with, to be kept.
@@ -83,31 +83,58 @@ class Replayed:
         return len(self.after_step)
 
 
-def replayed(
-    program: Program, *, limit_bytes: int | None = None, expandable_segments: bool = False
-) -> Replayed:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a rank's allocator has: its settings, the driver's bytes, and how many of them it may take."""
+
+    config: AllocatorConfig = DEFAULTS
+    limit_bytes: int | None = None
+    allowed_bytes: int | None = None
+
+    def allocator(self) -> CachingAllocator:
+        """A new allocator of this memory."""
+        return CachingAllocator(self.config, limit_bytes=self.limit_bytes, allowed_bytes=self.allowed_bytes)
+
+    @property
+    def bound_bytes(self) -> int | None:
+        """The least of its limits; None without any."""
+        limits = [limit for limit in (self.limit_bytes, self.allowed_bytes) if limit is not None]
+        return min(limits, default=None)
+
+    def keeps_all(self, reserved_bytes: int) -> bool:
+        """Whether nothing is given back to the driver as long as no more bytes are reserved."""
+        collects_above = self.allocator().collects_above_bytes
+        limits = [limit for limit in (self.bound_bytes, collects_above) if limit is not None]
+        return reserved_bytes <= min(limits, default=reserved_bytes)
+
+
+UNLIMITED: Final = Memory()
+
+
+def replayed(program: Program, memory: Memory = UNLIMITED) -> Replayed:
     """A program through the caching allocator, step after step until one leaves all as the one before.
 
     Raises:
-        OutOfMemory: beyond `limit_bytes`.
+        OutOfMemory: where the memory does not suffice.
     """
     left_out = _most_repeats(program.step) - FEW
     if left_out >= 3 * FEW:
-        found = _extrapolated(program, left_out, expandable_segments)
+        found = _extrapolated(program, left_out, memory.config)
         enough = found is not None and (found.settled or _n_events(program.step) > MOST_EVENTS)
         if found is not None and enough:
-            if limit_bytes is None or found.reserved_bytes <= limit_bytes:
+            if memory.keeps_all(found.reserved_bytes):
                 return found
-            if found.allocated_bytes > limit_bytes:
+            bound_bytes = memory.bound_bytes
+            if bound_bytes is not None and found.allocated_bytes > bound_bytes:
                 raise OutOfMemory(
-                    f"{found.allocated_bytes} bytes are in use at once, limit_bytes={limit_bytes}; "
+                    f"{found.allocated_bytes} bytes are in use at once, limit_bytes={bound_bytes}; "
                     "use a smaller plan."
                 )
-    return _replayed(program, limit_bytes, expandable_segments)
+    return _replayed(program, memory)
 
 
-def _replayed(program: Program, limit_bytes: int | None, expandable_segments: bool) -> Replayed:
-    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+def _replayed(program: Program, memory: Memory) -> Replayed:
+    allocator = memory.allocator()
     replay = _Replay(program, allocator)
     peaks: list[tuple[int, int]] = []
     before: object = None
@@ -126,13 +153,13 @@ def _replayed(program: Program, limit_bytes: int | None, expandable_segments: bo
     )
 
 
-def _extrapolated(program: Program, left_out: int, expandable_segments: bool) -> Replayed | None:
+def _extrapolated(program: Program, left_out: int, config: AllocatorConfig) -> Replayed | None:
     """The program's peaks from those with fewer micro-batches; None if none can be left out of its step."""
 
     @cache
     def without(n: int) -> Replayed | None:
         fewer = _without(program, n)
-        return None if fewer is None else _replayed(fewer, None, expandable_segments)
+        return None if fewer is None else _replayed(fewer, Memory(config=config))
 
     for period in range(1, LONGEST_PERIOD + 1):
         shortest = left_out - left_out % period
@@ -262,7 +289,9 @@ class _Replay:
         self.n_steps += 1
         left = self._all_held()
         if first and program.first_step is not None:
-            self.at_rest = left
+            net: Alive = Counter()
+            add_net(program.step, net, 1)
+            self.at_rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
         at_rest = self.at_rest
         for buffer, n in (left - at_rest).items():
             for _ in range(n):
@@ -273,8 +302,10 @@ class _Replay:
 
     def state(self) -> object:
         """Everything that the rest of the replay depends on; of micro-batches only how old they are."""
-        return self.allocator.cached, frozenset(
-            (buffer, tuple(self._ages(found))) for buffer, found in self.held.items()
+        return (
+            self.allocator.cached,
+            self.allocator.ages,
+            frozenset((buffer, tuple(self._ages(found))) for buffer, found in self.held.items()),
         )
 
     def _ages(self, found: dict[MicroBatch, list[Block]]) -> Iterator[tuple[int, int, bool, tuple[int, ...]]]:

@@ -328,11 +328,11 @@ class Tape:
         "calls",
         "context",
         "events",
-        "first_products",
         "flops",
         "nodes",
         "parameters",
         "phase",
+        "products",
         "scope",
     )
 
@@ -343,7 +343,7 @@ class Tape:
         self.parameters: dict[str, Parameter] = {}
         self.calls: list[Call] = []
         self.flops = 0
-        self.first_products: dict[Phase, Buffer] = {}
+        self.products: dict[Phase, list[Buffer]] = {"forward": [], "backward": []}
         self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -512,9 +512,9 @@ class Tape:
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
     def product(self) -> None:
-        """Note the newest allocation as a matrix product's result, if it is the first of its pass."""
+        """Keep the result of a matrix product, which was allocated last, among those of its pass."""
         direction: Phase = "forward" if self.phase == "forward" else "backward"
-        self.first_products.setdefault(direction, self.events[-1].buffer)
+        self.products[direction].append(self.events[-1].buffer)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""

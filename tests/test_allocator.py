@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
-from memplan.allocator import CachingAllocator, OutOfMemory, rounded_bytes
+from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, rounded_bytes
+from memplan.errors import InvalidValue
 from memplan.hardware.overheads import overhead_table
 from memplan.plan import SCHEDULES
 from memplan.replay import Program, replayed
@@ -16,10 +17,12 @@ from memplan.shapes import FP32, Buffer, Event
 from memplan.timeline import Stretch, allocs, chain, events, repeated, unrolled
 from memplan.units import GiB, KiB, MiB
 
+EXPANDABLE = AllocatorConfig(expandable_segments=True)
 
-def held(*sizes: int, **options) -> CachingAllocator:
+
+def held(*sizes: int, **config) -> CachingAllocator:
     """An allocator after these requests."""
-    allocator = CachingAllocator(**options)
+    allocator = CachingAllocator(AllocatorConfig(**config))
     for n_bytes in sizes:
         allocator.malloc(n_bytes)
     return allocator
@@ -108,7 +111,7 @@ def test_expandable_segments_grow_by_pages(sizes, reserved_bytes):
 
 
 def test_the_end_of_an_expandable_segment_is_the_last_choice():
-    allocator = CachingAllocator(expandable_segments=True)
+    allocator = CachingAllocator(EXPANDABLE)
     first, _ = allocator.malloc(30 * MiB), allocator.malloc(25 * MiB)
     allocator.free(first)  # 30 MiB free ahead of 25 in use, 5 free at the end
     assert allocator.malloc(4 * MiB).address == 0
@@ -117,10 +120,46 @@ def test_the_end_of_an_expandable_segment_is_the_last_choice():
 
 
 def test_expandable_pages_at_the_end_are_given_back():
-    allocator = CachingAllocator(limit_bytes=100 * MiB, expandable_segments=True)
+    allocator = CachingAllocator(EXPANDABLE, limit_bytes=100 * MiB)
     allocator.free(allocator.malloc(100 * MiB))
     allocator.malloc(60 * MiB, "other")
     assert allocator.reserved_bytes == 60 * MiB
+
+
+@pytest.mark.parametrize(
+    "conf, rule",
+    [
+        ("max_split_size_mb:20", "above 20"),
+        ("garbage_collection_threshold:1.5", "between 0 and 1"),
+        ("expandable_segments:yes", "expandable_segments:True"),
+        ("max_split_size_mb", "max_split_size_mb:128"),
+        ("roundup_power2_divisions:4", "does not know"),
+    ],
+)
+def test_settings_that_are_none_are_refused(conf, rule):
+    with pytest.raises(InvalidValue, match=rule):
+        AllocatorConfig.parse(conf)
+
+
+def test_oversize_blocks_serve_no_small_request_and_are_given_back_for_large_ones():
+    allocator = CachingAllocator(AllocatorConfig(max_split_bytes=32 * MiB), limit_bytes=100 * MiB)
+    allocator.free(allocator.malloc(60 * MiB))
+    allocator.malloc(12 * MiB)
+    assert allocator.reserved_bytes == 72 * MiB
+    allocator.malloc(38 * MiB)
+    assert (allocator.reserved_bytes, allocator.n_retries) == (50 * MiB, 0)
+
+
+def test_garbage_is_collected_only_where_the_process_is_limited():
+    config = AllocatorConfig(garbage_collection_threshold=0.5)
+    for limits, reserved_bytes in (
+        ({"limit_bytes": 100 * MiB}, 90 * MiB),
+        ({"allowed_bytes": 100 * MiB}, 30 * MiB),
+    ):
+        allocator = CachingAllocator(config, **limits)
+        allocator.free(allocator.malloc(60 * MiB))
+        allocator.malloc(30 * MiB, "other")
+        assert allocator.reserved_bytes == reserved_bytes
 
 
 SIZES = st.sampled_from([1, 512, 700 * KiB, 1 * MiB, 1 * MiB + 1, 3 * MiB, 9 * MiB, 10 * MiB, 21 * MiB + 3])
@@ -129,7 +168,7 @@ REQUESTS = st.lists(st.tuples(SIZES, st.sampled_from(["", "other"]), st.integers
 
 @given(requests=REQUESTS, expandable=st.booleans())
 def test_bytes_add_up_whatever_is_asked_and_freed(requests, expandable):
-    allocator = CachingAllocator(expandable_segments=expandable)
+    allocator = CachingAllocator(AllocatorConfig(expandable_segments=expandable))
     live = []
     for n_bytes, stream, freed in requests:
         block = allocator.malloc(n_bytes, stream)
@@ -145,9 +184,9 @@ def test_bytes_add_up_whatever_is_asked_and_freed(requests, expandable):
 
 @given(requests=REQUESTS, data=st.data(), expandable=st.booleans())
 def test_the_order_of_frees_leaves_no_trace(requests, data, expandable):
-    allocator = CachingAllocator(expandable_segments=expandable)
+    allocator = CachingAllocator(AllocatorConfig(expandable_segments=expandable))
     live = [allocator.malloc(n_bytes, stream) for n_bytes, stream, _ in requests]
-    again = CachingAllocator(expandable_segments=expandable)
+    again = CachingAllocator(AllocatorConfig(expandable_segments=expandable))
     same = [again.malloc(n_bytes, stream) for n_bytes, stream, _ in requests]
     for block in live:
         allocator.free(block)
@@ -158,7 +197,7 @@ def test_the_order_of_frees_leaves_no_trace(requests, data, expandable):
 
 @given(n_bytes=SIZES, times=st.integers(1, 20), expandable=st.booleans())
 def test_what_is_freed_and_asked_for_again_reserves_nothing_new(n_bytes, times, expandable):
-    allocator = CachingAllocator(expandable_segments=expandable)
+    allocator = CachingAllocator(AllocatorConfig(expandable_segments=expandable))
     allocator.free(allocator.malloc(n_bytes))
     reserved_bytes = allocator.reserved_bytes
     for _ in range(times):
@@ -259,7 +298,7 @@ def test_of_many_micro_batches_some_suffice(schedule, monkeypatch):
 def test_an_fsdp2_stage_of_8b_settles_and_reserves_more_than_it_uses():
     e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, micro_batch=1, seq_len=4096)
     ordinary = e.worst.replayed
-    expandable = e.worst.replay(expandable_segments=True)
+    expandable = e.worst.replay("expandable_segments:True")
     assert e.reserved_bytes == ordinary.reserved_bytes
     assert 1.1 < ordinary.reserved_bytes / e.peak.total_bytes < 1.3
     assert expandable.allocated_bytes <= expandable.reserved_bytes < ordinary.reserved_bytes

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from memplan import Gpt, Llama, Model, Plan, parameter_count
 from memplan.device import CPU, H100, Device
+from memplan.engines.checks import check_device, check_plan
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.fsdp import Group, grouped
 from memplan.engines.torch.runtime import left_behind
@@ -35,8 +36,6 @@ from memplan.plan import (
     SCHEDULES,
     SINGLE_STAGE_SCHEDULES,
     Rank,
-    check_device,
-    check_plan,
 )
 from memplan.shapes import FP32, KINDS, Buffer, Event
 from memplan.tables import ledger_rows

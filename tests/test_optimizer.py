@@ -8,8 +8,9 @@ import pytest
 
 from memplan import Llama, Plan
 from memplan.device import CPU
+from memplan.engines.checks import check_plan
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.plan import Rank, check_plan
+from memplan.plan import Rank
 from memplan.timeline import Stretch
 from validate.cases import Case
 from validate.launch import run_case

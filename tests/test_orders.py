@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from memplan.device import CPU
+from memplan.engines.checks import check_plan
 from memplan.engines.torch.orders import (
     Run,
     actions,
@@ -24,7 +25,7 @@ from memplan.engines.trace import traced
 from memplan.errors import PlanRefused
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
-from memplan.plan import SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, Schedule, check_plan
+from memplan.plan import SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, Schedule
 
 CLASSES: dict[Schedule, Any] = {
     "gpipe": schedules.ScheduleGPipe,

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from memplan import Gpt, Llama, Model, Plan
+from memplan.engines.checks import check_plan
 from memplan.errors import PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.plan import SINGLE_STAGE_SCHEDULES, check_plan
+from memplan.plan import SINGLE_STAGE_SCHEDULES
 from validate.cases import Case
 from validate.records import PEAK_TOLERANCE, Record, read_records
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan import Cluster, Gpt, Llama, MemplanError, Plan
+from memplan.engines.checks import check_plan
 from memplan.engines.trace import traced
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import n_communicators, outside_allocator
-from memplan.plan import RECOMPUTES, SCHEDULES, check_plan
+from memplan.plan import RECOMPUTES, SCHEDULES
 from memplan.search import judge, searched
 from memplan.search.bounds import bounds
 from memplan.search.plans import VARIED, number_of, value_of

@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
+from memplan.engines.checks import check_plan
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.orders import actions, order_of
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.estimate import estimate_plan
 from memplan.hardware import Link, cluster
-from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank, check_plan
+from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank
 from memplan.search.plans import unchecked
 from memplan.steptime import (
     Roofline,

@@ -14,8 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from memplan import Llama, Plan
+from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, PlanRefused
-from memplan.plan import PRECISIONS, check_plan
+from memplan.plan import PRECISIONS
 from memplan.units import GiB, MiB
 from validate import environment, gpus, launch
 from validate.__main__ import main
@@ -181,12 +182,12 @@ def test_a_gpu_is_asked_for_its_peaks_after_the_step_and_they_are_reset_before(m
 
 def test_a_rank_takes_one_gpu_and_no_more_of_it_than_its_limit(monkeypatch):
     cuda = Cuda(monkeypatch)
-    take_gpu(torch.device("cuda:1"), 250)
+    take_gpu(torch.device("cuda:1"), replace(tiny(), limit_bytes=250))
     assert ("set_device", torch.device("cuda:1")) in cuda.called
     assert ("set_per_process_memory_fraction", 0.25, torch.device("cuda:1")) in cuda.called
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match="does not survive a fork"):
-        take_gpu(torch.device("cuda:0"), None)
+        take_gpu(torch.device("cuda:0"), tiny())
 
 
 def test_ranks_take_turns_on_the_gpus(monkeypatch):

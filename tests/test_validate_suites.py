@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from memplan import Plan
+from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
-from memplan.plan import OPTIMIZERS, RECOMPUTES, check_plan, stage_layers
+from memplan.plan import OPTIMIZERS, RECOMPUTES, stage_layers
 from validate.cases import Case
 from validate.suites import SUITES, suite
 from validate.suites.file import PLAN_KEYS

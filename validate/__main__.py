@@ -17,9 +17,9 @@ import torch
 from memplan import Plan
 from memplan.checks import checked_count
 from memplan.cli import SETTINGS, Commands, command_line, plan_options
+from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
-from memplan.plan import check_plan
 from memplan.units import human_bytes
 from validate import fake, nogpu, published, report
 from validate.attribution import comparison
@@ -34,6 +34,7 @@ from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
 from validate.records import Record, RecordFile, merged, open_records, read_records
+from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
 from validate.snapshot import snapshot_comparison
 from validate.suites import NAMES, SEARCHES, Rounds, case_named, model_named, rounds
@@ -526,6 +527,36 @@ def _finish(records: list[Record]) -> None:
     """Exit code 1 unless every case was confirmed or refused."""
     if not all(record.confirmed or record.outcome == "refused" for record in records):
         sys.exit(1)
+
+
+@main.command()
+@click.option(
+    "--programs", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Of each kind."
+)
+@click.option(
+    "--gpu", "gpu_name", default=H100, show_default=True, metavar="NAME", help="As `memplan gpus` says."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Keep what PyTorch's allocator said in this file."
+)
+def requests(programs: int, gpu_name: str, out: Path | None) -> None:
+    """Ask PyTorch's caching allocator for random bytes, with all its settings, beside memplan's.
+
+    It is CUDA's own, on a GPU that is not there (see --device nogpu): what it says is compared after each
+    request, without a limit, with the process limited, and on a GPU that has no more memory.
+    """
+    kept = output_files({"--out": (out, begins_with(b'{"environment"'))}, inputs=[])
+    lines: list[str] = []
+    total = equal = 0
+    for record in record_requests(gpu_name, programs):
+        lines.append(json.dumps(record, separators=(",", ":")))
+        found = n_equal(record)
+        total, equal = total + programs, equal + found
+        limits = [name for name in ("limit_bytes", "allowed_bytes") if record[name] is not None]
+        click.echo(f"{found:5} of {programs} equal  {record['alloc_conf'] or 'defaults'} {' '.join(limits)}")
+    for file in kept.values():
+        file.write("\n".join(lines) + "\n")
+    click.echo(f"{equal} of {total} programs equal after each request")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def allocator_errors(records: Iterable[Record]) -> Iterator[AllocatorErrors]:
 
 def _errors(case: Case, rank: Mapping[str, Any]) -> AllocatorErrors:
     estimated = estimated_rank(case, rank["rank"])
-    replay = estimated.replay(limit_bytes=case.limit_bytes)
+    replay = estimated.replay(case.alloc_conf, allowed_bytes=case.limit_bytes)
     if replay is None:
         raise ValueError(f"{case.name}: a rank on CPU has no caching allocator")
     measured = rank["allocator"][-1]

@@ -65,7 +65,8 @@ class Case:
 
     The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. PyTorch's
     "fake" plays all ranks but `rank`, the only one that runs. A rank whose allocator would hold more than
-    `limit_bytes` is out of memory; None: all there is. With `tensors` of no data only bytes are seen.
+    `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings of `alloc_conf`, a
+    value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Case:
     backend: Backend = "gloo"
     rank: int = 0
     limit_bytes: int | None = None
+    alloc_conf: str = ""
     tensors: Tensors = "real"
 
     @property
@@ -150,7 +152,7 @@ class Case:
             optimizer=self.plan.optimizer,
             clip_grad_norm=self.plan.clip_grad_norm,
         )
-        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None)
+        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
 
     @property
     def identity(self) -> "Case":

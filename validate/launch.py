@@ -127,7 +127,7 @@ def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = pr
     """Meets the other ranks, trains, measures."""
     device = torch.device(seat.device)
     if device.type == "cuda":
-        take_gpu(device, seat.case.limit_bytes)
+        take_gpu(device, seat.case)
     with (
         process_group(seat),
         profiling(seat.case, paths=keep_events) as profile,
@@ -150,8 +150,8 @@ def profiling(case: Case, *, paths: bool) -> Iterator[NewProfile]:
         yield lifetimes.profile
 
 
-def take_gpu(device: torch.device, limit_bytes: int | None) -> None:
-    """Makes a GPU this process's own, of which its allocator may reserve so much.
+def take_gpu(device: torch.device, case: Case) -> None:
+    """Makes a GPU this process's own, with the settings and within the limit of the case's allocator.
 
     Raises:
         RuntimeError: in a process forked from one that has used CUDA, where nothing on a GPU would work.
@@ -159,9 +159,11 @@ def take_gpu(device: torch.device, limit_bytes: int | None) -> None:
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError("the fork server has used CUDA, which does not survive a fork")
     torch.cuda.set_device(device)
-    if limit_bytes is not None:
+    if case.alloc_conf:
+        torch.cuda.memory._set_allocator_settings(case.alloc_conf)
+    if case.limit_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case.limit_bytes / total_bytes), device)
 
 
 def check_limit(peak_bytes: int, limit_bytes: int | None) -> None:

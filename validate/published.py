@@ -283,7 +283,7 @@ def _held_bytes(row: Row, e: Estimate) -> int | None:
 
     Source: torchtitan's run_llama_train.sh (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
     """
-    replay = e.worst.replay(expandable_segments=_by_torchtitan(row))
+    replay = e.worst.replay("expandable_segments:True" if _by_torchtitan(row) else "")
     if replay is None:
         return None
     return replay.reserved_bytes if row["mem_kind"] == "reserved" else replay.allocated_bytes

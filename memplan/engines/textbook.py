@@ -6,11 +6,18 @@ stage. Every result is a real number of bytes (or elements): the formulas know n
 buffers and no allocator, and here they stay so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 from memplan.checks import checked_count
+from memplan.engines.refusals import (
+    check_divided,
+    check_layers,
+    check_positions,
+    check_sequence,
+    check_supported,
+)
 from memplan.engines.torch import StageTimeline
 from memplan.engines.torch.stage import MOMENTS
 from memplan.models import Model, parameter_count
@@ -422,3 +429,44 @@ def timeline(model: Model, plan: Plan, pp_rank: int) -> StageTimeline:
 
 def _bytes(kind: Kind, n_bytes: float) -> Buffer:
     return Buffer(f"textbook {kind}", (round(n_bytes),), UINT8, round(n_bytes), kind)
+
+
+# --- What the formulas do not cover -----------------------------------------------------------------------
+
+SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "dp_replicate": (1,),
+    "virtual_stages": (1,),
+    "schedule": ("gpipe", "1f1b"),
+    "layers_per_stage": (None,),
+    "fsdp_units": ("block",),
+    "fsdp_blocks": (1,),
+    "offload": (False,),
+    "optimizer_impl": ("default",),
+    "clip_grad_norm": (None,),
+    "set_to_none": (True,),
+    "gradient_as_bucket_view": (False,),
+    "static_graph": (False,),
+    "bucket_cap_bytes": (None,),
+    "ddp_comm_hook": ("none",),
+    "precision": ("fp32", "bf16", "bf16-mixed"),
+    "loss_chunks": (1,),
+}
+"""Values of a plan's options that the formulas cover; of other options all."""
+
+
+def _check_heads(model: Model, plan: Plan) -> None:
+    check_divided(plan, {"n_heads": model.n_heads})
+
+
+def _check_options(model: Model, plan: Plan) -> None:
+    check_supported(plan, SUPPORTED_VALUES)
+
+
+REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+    _check_heads,
+    check_sequence,
+    check_layers,
+    check_positions,
+    _check_options,
+)
+"""The rules of what a plan may say: no vocabulary to divide, no tied weights, no schedule to fill."""

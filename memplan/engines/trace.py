@@ -73,7 +73,7 @@ class Trace:
         release_loss: frees the loss that a pipeline schedule holds until it returns.
         release: frees the stage's output, which a pipeline schedule holds until the backward pass is over.
         release_input_grad: frees the gradient that is sent to the stage before.
-        first_product, first_product_backward: the results of the first matrix products of either pass.
+        products, products_backward: the results of the matrix products of either pass.
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
     """
@@ -94,8 +94,8 @@ class Trace:
     embed_parameters: tuple[Parameter, ...] = ()
     block_parameters: tuple[Parameter, ...]
     head_parameters: tuple[Parameter, ...] = ()
-    first_product: Buffer | None
-    first_product_backward: Buffer | None
+    products: frozenset[Buffer]
+    products_backward: frozenset[Buffer]
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
@@ -282,8 +282,8 @@ def _traced(
         embed_parameters=embed_parameters,
         block_parameters=block_parameters,
         head_parameters=head_parameters,
-        first_product=tape.first_products.get("forward"),
-        first_product_backward=tape.first_products.get("backward"),
+        products=frozenset(tape.products["forward"]),
+        products_backward=frozenset(tape.products["backward"]),
         boundary=boundary,
         sent=sent,
         boundary_grad=boundary_grad,

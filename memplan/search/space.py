@@ -9,9 +9,10 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, kind_of
 from memplan.models import Model
-from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, check_plan
+from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan
 from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
 from memplan.search.rules import RUNS, Axis, Rules
 

@@ -24,8 +24,8 @@ SOURCES: Final = Path(__file__).parent / "played"
 
 LIBRARY: Final = "libmemplan_nogpu.so"
 
-DRIVER: Final = "libcuda.so.1"
-"""The driver's library, which PyTorch and Triton open by name: a link to ours."""
+OPENED_BY_NAME: Final = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""What comes with the driver, which PyTorch and Triton open by name: links to ours."""
 
 REPLACED: Final = ("libcudart.so*", "libcublas.so*", "libcublasLt.so*", "libcudnn.so*", "libnccl.so*")
 """NVIDIA's libraries, all of whose functions are replaced."""
@@ -57,7 +57,7 @@ def can_be_built() -> bool:
 
 @cache
 def library() -> Path:
-    """The stand-in's library, in a folder with `libcuda.so.1`; compiled unless that was done before.
+    """The stand-in's library, in a folder with the driver's names; compiled unless that was done before.
 
     Raises:
         NoGpuUnavailable: without a CUDA build of PyTorch, or without a C++ compiler.
@@ -136,7 +136,8 @@ def _build(compiler: str, installed: Installed, folder: Path) -> None:
         whole.mkdir()
         objects = map(str, sorted(scratch.glob("*.o")))
         _run(compiler, "-shared", f"-Wl,-soname,{LIBRARY}", *objects, "-o", str(whole / LIBRARY), "-ldl")
-        (whole / DRIVER).symlink_to(LIBRARY)
+        for name in OPENED_BY_NAME:
+            (whole / name).symlink_to(LIBRARY)
         try:
             whole.rename(folder)
         except OSError:

@@ -4,7 +4,8 @@ from random import Random
 from typing import Any
 
 from memplan import Gpt, Llama, MemplanError, Model, Plan
-from memplan.plan import OPTIMIZERS, check_plan
+from memplan.engines.checks import check_plan
+from memplan.plan import OPTIMIZERS
 from validate.cases import Case
 
 

@@ -68,7 +68,7 @@ class Question:
         if estimated.peak_bytes > self.limit_bytes:
             return False
         try:
-            estimated.replay(limit_bytes=self.limit_bytes)
+            estimated.replay(allowed_bytes=self.limit_bytes)
         except OutOfMemory:
             return False
         return True

@@ -187,11 +187,43 @@ def gpu_standin(gpus: Gpus | None) -> tuple[Case, ...]:
     )
 
 
+ALLOC_CONFS: Final = ("expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.9")
+"""Settings of `PYTORCH_CUDA_ALLOC_CONF`."""
+
+
+def gpu_allocator(gpus: Gpus | None) -> tuple[Case, ...]:
+    """The cases of `gpu-single` and twelve stand-ins with other settings of CUDA's allocator.
+
+    Each may hold as much as it reserves without them: garbage is collected in the last tenth of that.
+    """
+    sharded = [case for case in gpu_standin(gpus) if case.plan.fsdp and case.plan.tp == 1][:12]
+    cases = [*gpu_single(gpus), *sharded]
+    if gpus is None:
+        return tuple(cases)
+    return tuple(
+        replace(
+            case,
+            name=f"{case.name}, {conf}",
+            alloc_conf=conf,
+            limit_bytes=_reserved_bytes(case) if conf.startswith("garbage") else None,
+        )
+        for conf in ALLOC_CONFS
+        for case in cases
+    )
+
+
+def _reserved_bytes(case: Case) -> int | None:
+    at = case.plan.place(case.rank)
+    replay = rank_estimate(case.model, case.plan, at, case.kernels, case.talks_by).replayed
+    return None if replay is None else replay.reserved_bytes
+
+
 GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-single": gpu_single,
     "gpu-standin": gpu_standin,
     "gpu-shared": gpu_shared,
     "gpu-nccl": gpu_nccl,
+    "gpu-allocator": gpu_allocator,
 }
 
 USABLE: Final = 0.85

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from memplan import Gpt, Llama, Model, Plan
 from memplan.device import CPU
+from memplan.engines.checks import check_device, check_plan
 from memplan.errors import MemplanError, MissingRule
-from memplan.plan import RECOMPUTES, SCHEDULES, check_device, check_plan
+from memplan.plan import RECOMPUTES, SCHEDULES
 from validate.cases import Case, title
 
 MOST_RANKS: Final = 8

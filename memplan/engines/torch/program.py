@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from memplan.engines.torch.ddp import ReplicatedPasses, buckets
@@ -36,7 +35,7 @@ def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
         start=tuple(_received(stages)),
         first_step=None if stages.plan.set_to_none else _without_gradients(stages),
         second=(
-            *frees(*[b for found in first_buckets.values() for b in found]),
+            *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
             *allocs(*_later_buckets(stages)),
         ),
         step=_step(stages, own),
@@ -56,8 +55,7 @@ def _step(stages: RankStages, passes: Sequence[Passes]) -> Stretch:
 
 def _without_gradients(stages: RankStages) -> Stretch:
     """The first step where gradients are kept and zeroed: it finds none."""
-    plan = replace(stages.plan, set_to_none=True)
-    fresh = RankStages(stages.model, plan, stages.rank, stages.device, backend=stages.backend)
+    fresh = stages.with_gradients_freed()
     return _step(fresh, [passes_of(stage) for stage in fresh])
 
 
@@ -147,11 +145,9 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
 
 def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
     """The products of either pass, of which the first one brings a workspace, and the workspace."""
-    (workspace,) = stages.workspaces
-    forward = [stage.trace.first_product for stage in stages]
-    backward = [stage.trace.first_product_backward for stage in stages]
-    groups = [frozenset(product for product in of if product is not None) for of in (forward, backward)]
-    return [(products, workspace) for products in groups if products]
+    forward = frozenset().union(*[stage.trace.products for stage in stages])
+    backward = frozenset().union(*[stage.trace.products_backward for stage in stages])
+    return [(products, workspace) for workspace in stages.workspaces for products in (forward, backward)]
 
 
 def _kept_by_hooks(passes: Iterable[Passes]) -> Counter[Buffer]:

@@ -216,6 +216,13 @@ class RankStages:
         """The blocks of each stage."""
         return tuple([stage_layers(self.model.n_layers, self.plan, index) for index in self.indices])
 
+    def with_gradients_freed(self) -> "RankStages":
+        """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
+        plan = replace(self.plan, set_to_none=True)
+        other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
+        other.received = self.received
+        return other
+
     def moved(self, pp_rank: int) -> "RankStages":
         """The same on another rank of the pipeline with stages of the same kinds; what is known is kept."""
         other = copy(self)
@@ -352,8 +359,8 @@ class RankStages:
 
     @property
     def workspaces(self) -> Alive:
-        """What cuBLAS keeps from its first product on."""
-        if self.device.on_cpu:
+        """What cuBLAS keeps from its first product on: nothing on a rank with no block and no head."""
+        if self.device.on_cpu or not any(stage.n_blocks or stage.last for stage in self.stages):
             return Counter()
         n_bytes = product_workspace_bytes(self.device)
         return Counter({buffer_of("cuBLAS workspace", (n_bytes,), UINT8): N_PRODUCT_THREADS})

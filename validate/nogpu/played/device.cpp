@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace played {
 namespace {
@@ -18,6 +19,7 @@ constexpr size_t PAGE = 2 << 20;  // what the driver hands out device memory in
 using Ranges = std::map<const char*, size_t>;  // start -> bytes
 std::mutex guard;
 Ranges device, reserved, written, host, registered;
+std::map<size_t, std::set<char*>> vacant;  // addresses that were reserved once, by size
 size_t used = 0;
 
 size_t whole_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
@@ -52,15 +54,18 @@ void remember(void* address, size_t bytes) {
     written[start] = bytes;
 }
 
+char* mapped(void* start, size_t bytes) {
+    void* found = mmap(start, bytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    return found == MAP_FAILED ? nullptr : static_cast<char*>(found);
+}
+
 // Address space on a page's border, which takes no memory until it is written to. Each piece lies behind the
 // one before it, so that what PyTorch's allocator chooses between equal blocks, by address, is the same every
 // time.
 char* address_space(size_t bytes) {
     static std::atomic<uintptr_t> next{0x300000000000};
-    void* start = reinterpret_cast<void*>(next.fetch_add(whole_pages(bytes)));
-    void* found = mmap(start, bytes, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
-    return found == MAP_FAILED ? nullptr : static_cast<char*>(found);
+    return mapped(reinterpret_cast<void*>(next.fetch_add(whole_pages(bytes))), bytes);
 }
 
 const char* setting(const char* name) {
@@ -146,9 +151,13 @@ bool on_device(const void* address) {
     return inside(device, address) || inside(reserved, address);
 }
 
+// An expandable segment reserves as many addresses as the GPU has bytes, and there are not enough of them for
+// many: those that were given back are taken first.
 void* reserve(size_t bytes) {
-    char* start = address_space(bytes);
     std::lock_guard<std::mutex> locked(guard);
+    auto& known = vacant[bytes];
+    char* start = known.empty() ? address_space(bytes) : mapped(*known.begin(), bytes);
+    if (!known.empty()) known.erase(known.begin());
     if (start != nullptr) reserved[start] = bytes;
     return start;
 }
@@ -159,6 +168,7 @@ void unreserve(void* address, size_t bytes) {
     forget(start, start + bytes);
     reserved.erase(start);
     munmap(start, bytes);
+    vacant[bytes].insert(start);
 }
 
 void* allocate_on_host(size_t bytes) {

@@ -1,0 +1,213 @@
+"""What PyTorch refuses, fails on or computes wrongly: rules of plans, each with PyTorch's own words."""
+
+from collections.abc import Callable
+from itertools import count
+from math import gcd
+from typing import Final
+
+from memplan.device import Device
+from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
+from memplan.errors import PlanRefused
+from memplan.models import Model
+from memplan.plan import SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, V_SCHEDULES, Plan
+
+
+def _check_sizes(model: Model, plan: Plan) -> None:
+    """What the tensor axis divides."""
+    sizes = {
+        "n_heads": model.n_heads,
+        "n_kv_heads": model.n_kv_heads,
+        "d_ff": model.d_ff,
+        "vocab_size": model.vocab_size,
+    }
+    padded = gcd(*sizes.values()) < gcd(model.n_kv_heads, model.d_ff)
+    pad = f", or pad vocab_size={model.vocab_size} to a multiple of tp" if padded else ""
+    check_divided(plan, sizes, pad)
+
+
+def _check_ends(model: Model, plan: Plan) -> None:
+    if plan.pp > 1 and model.tied_head:
+        raise PlanRefused(
+            f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
+            "tied; use pp=1, or the model with tied_head=False.",
+            kind="a pipeline of a model whose embedding and head are tied",
+        )
+
+
+def _check_stages(model: Model, plan: Plan) -> None:
+    if plan.pp == 1:
+        return
+    if plan.schedule in SINGLE_STAGE_SCHEDULES and plan.virtual_stages > 1:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} runs one stage on each rank, but virtual_stages="
+            f"{plan.virtual_stages}; use schedule='interleaved-1f1b', or virtual_stages=1.",
+            kind="gpipe or 1f1b with several stages on a rank",
+        )
+    if plan.schedule in V_SCHEDULES and plan.virtual_stages != 2:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}: ZBV requires exactly 2 "
+            f"stages per rank, but got {plan.virtual_stages} (PyTorch); use virtual_stages=2, or "
+            "schedule='zero-bubble'.",
+            kind="zbv or dualpipe-v without exactly 2 stages on a rank",
+        )
+
+
+def _check_split_backward(model: Model, plan: Plan) -> None:
+    """Schedules that take a backward pass apart lose gradients unless the weights stay whole and plain."""
+    if plan.pp == 1 or plan.schedule not in SPLITTING_SCHEDULES:
+        return
+    if plan.recompute == "selective":
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} goes back through a block in parts, but recompute='selective' lets "
+            "it once ('Trying to backward an extra time. You are only allowed to backward once on any region "
+            "computed under selective activation checkpoint.'); use recompute='full' or 'none', or "
+            "schedule='interleaved-1f1b'.",
+            kind="zero-bubble, zbv or dualpipe-v with selective recomputation, which fails in PyTorch",
+        )
+    if plan.dp == 1 or plan.zero == 2:
+        return
+    why = "DDP's hooks do not run for gradients made by `torch.autograd.grad`, which are never reduced"
+    if plan.zero == 3:
+        why = (
+            "FSDP2 frees a block's weights after its forward pass, so that `stage_backward_input` finds none "
+            "to make gradients for"
+        )
+    raise PlanRefused(
+        f"schedule={plan.schedule!r} loses gradients with zero={plan.zero}: {why}; use zero=2, or "
+        "schedule='interleaved-1f1b'.",
+        kind="zero-bubble, zbv or dualpipe-v with DDP, ZeRO-1 or ZeRO-3, which lose gradients",
+    )
+
+
+def _check_micro_batches(model: Model, plan: Plan) -> None:
+    if plan.pp == 1:
+        return
+    m, n, least, reason = plan.n_micro_batches, plan.n_stages, 0, ""
+    match plan.schedule:
+        case "1f1b":
+            least = n
+            reason = (
+                f"Number of microbatches ({m}) must be greater than or equal to the number of stages ({n})"
+            )
+        case "dualpipe-v":
+            least = n
+            reason = (
+                "DualPipeV requires at least as many microbatches as stages, but got "
+                f"{m} microbatches and {n} stages"
+            )
+        case "interleaved-1f1b" | "zero-bubble" as kind:
+            least = next(i for i in count(m) if i % _rounds(i, plan) == 0)
+            reason = (
+                f"{'Zero bubble' if kind == 'zero-bubble' else 'Interleaved 1F1B'} requires the number of "
+                f"microbatches to be a multiple of the number of rounds ({_rounds(m, plan)}), but got {m}"
+            )
+    if m < least:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r}: {reason}; use global_batch="
+            f"{plan.n_replicas * plan.micro_batch * least}.",
+            kind="too few micro-batches for the schedule, or not a multiple of its rounds",
+        )
+
+
+def _rounds(n_micro_batches: int, plan: Plan) -> int:
+    """How often an interleaved schedule goes round a rank's stages.
+
+    Source: torch/distributed/pipelining/schedules.py (`ScheduleInterleaved1F1B.number_of_rounds`).
+    """
+    return max(1, n_micro_batches // plan.pp)
+
+
+def _check_update(model: Model, plan: Plan) -> None:
+    """What PyTorch's optimizers and loss scalers cannot take: some lists of DTensors."""
+    tensors_alone = plan.tp > 1 and not plan.ddp and not plan.fsdp
+    listed = plan.optimizer_impl in ("foreach", "fused")
+    sgd = plan.optimizer in ("sgd", "sgd-momentum")
+    if plan.optimizer_impl == "fused" and sgd and (plan.fsdp or tensors_alone):
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the DTensors of zero="
+            f"{plan.zero}, tp={plan.tp} (Operator aten._fused_sgd_.default does not have a sharding strategy "
+            "registered); use optimizer_impl='foreach' or 'for-loop'.",
+            kind="fused SGD on sharded weights, which fails in PyTorch",
+        )
+    if listed and not plan.set_to_none and tensors_alone:
+        reason = (
+            "aten.zero.default: in-place operations that require placement changes are not supported"
+            if plan.sequence_parallel
+            else "aten._foreach_zero_.default got mixed torch.Tensor and DTensor"
+        )
+        raise PlanRefused(
+            f"set_to_none=False with optimizer_impl={plan.optimizer_impl!r} zeroes all gradients at once, "
+            f"which fails beside tp={plan.tp} ({reason}); use optimizer_impl='for-loop', or "
+            "set_to_none=True.",
+            kind="gradients zeroed all at once beside tensor parallelism, which fails in PyTorch",
+        )
+    if plan.precision != "fp16-mixed":
+        return
+    if tensors_alone and not plan.sequence_parallel:
+        raise PlanRefused(
+            f"precision='fp16-mixed' unscales all gradients at once, which fails beside tp={plan.tp} "
+            "(aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor); "
+            "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'.",
+            kind="fp16-mixed beside tensor parallelism alone, which fails in PyTorch",
+        )
+    if plan.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the overflow flag that "
+            "precision='fp16-mixed' shares over all ranks (_foreach_sub_: output with shape [] doesn't match "
+            "the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'.",
+            kind="fused Adam with fp16-mixed over several ranks, which fails in PyTorch",
+        )
+
+
+def _check_data_axis(model: Model, plan: Plan) -> None:
+    if plan.zero and plan.dp == 1:
+        raise PlanRefused(
+            f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
+            kind="a ZeRO stage without data-parallel ranks",
+        )
+    if model.tied_head and plan.fsdp_units == "block+ends":
+        raise PlanRefused(
+            f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
+            "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
+            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
+            kind="fsdp_units=block+ends of a model whose embedding and head are tied",
+        )
+    if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
+        raise PlanRefused(
+            f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
+            f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
+            "tp=1, or the model with tied_head=False.",
+            kind="DDP beside tensor parallelism of a model whose embedding and head are tied",
+        )
+
+
+REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+    _check_sizes,
+    check_sequence,
+    check_layers,
+    _check_ends,
+    _check_stages,
+    _check_micro_batches,
+    _check_split_backward,
+    _check_data_axis,
+    _check_update,
+    check_positions,
+)
+"""The rules in the order in which they are asked."""
+
+
+def check_device(plan: Plan, device: Device) -> None:
+    """Raise if PyTorch runs the plan on this device, but computes it wrongly.
+
+    Source: pytorch/pytorch issue 191763 (torch 2.12, 2.13).
+
+    Raises:
+        PlanRefused: with value, rule and way out.
+    """
+    sgd = plan.optimizer in ("sgd", "sgd-momentum")
+    if device.on_cpu and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
+            "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'.",
+            kind="fused bfloat16 SGD on CPU, which PyTorch computes wrongly",
+        )
