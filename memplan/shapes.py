@@ -61,7 +61,7 @@ class Role(Enum):
 
 
 class Buffer:
-    """The record of one allocation, as the ledger shows it. `kind` becomes "activations" once saved."""
+    """One allocation, as the ledger shows it; `kind` becomes "activations" once the tensor is saved."""
 
     __slots__ = ("dtype", "kind", "n_bytes", "name", "role", "shape")
 
@@ -78,7 +78,7 @@ class Buffer:
 
 
 def buffer_of(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries") -> Buffer:
-    """The record of a tensor that takes its elements' bytes and no more."""
+    """A buffer of exactly its elements' bytes."""
     return Buffer(name, shape, dtype, n_elements(shape) * dtype.itemsize, kind)
 
 
@@ -87,9 +87,9 @@ class Parameter:
 
     `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank); `grad_shape`
     is its gradient's, which PyTorch does not always divide. `n_elements` and `n_bytes` are of `shape`, before
-    any data-parallel sharding.
-    `summed_over_tp` marks a whole weight whose gradient each tensor rank knows only a part of, because the
-    sequence is divided over them. Both kinds are DTensors (`distributed`), and so are a few others.
+    any data-parallel sharding. `summed_over_tp` marks a whole weight whose gradients must be summed over the
+    tensor ranks, each of which has a part of the sequence. `distributed`: it is a DTensor, as all divided and
+    all summed weights are, and a few others.
     """
 
     __slots__ = (

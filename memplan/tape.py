@@ -1,9 +1,9 @@
 """Abstract autograd: a forward pass over shapes, recorded as PyTorch would allocate and free.
 
-Lifetimes follow Python's own reference counts, as they do in PyTorch: an abstract tensor is freed when its
-last name, its last pending gradient and its last saved reference are gone. A forward pass written like the
-torch module therefore allocates and frees in the torch module's order. The backward pass runs the nodes in
-the reverse of their creation, which is the order of PyTorch's engine (highest sequence number first).
+Lifetimes follow Python's own reference counts, as they do in PyTorch: an abstract tensor is freed when no
+name, no pending gradient and no node refers to it any more. A forward pass written like the torch module
+therefore allocates and frees in the torch module's order. The backward pass runs the nodes in the reverse of
+their creation, which is the order of PyTorch's engine (highest sequence number first).
 
 Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), torch/csrc/autograd/input_buffer.cpp
 (`accumulate`), torch.utils.checkpoint:_checkpoint_without_reentrant_generator (with early stop).
@@ -44,9 +44,9 @@ Phase = Literal["forward", "backward", "recompute"]
 """What a tape is recording; `recompute` is the part of a backward pass that plays a forward pass again."""
 
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
-"""Backends whose handles hold what is sent until they are waited for.
+"""Backends whose handles hold a collective's operand until they are waited for.
 
-NCCL's watchdog drops it ten times a second if it has arrived, long before a real step waits.
+NCCL's watchdog looks ten times a second whether it is done, and drops the operand long before a step waits.
 
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`, `watchdogHandler`).
 """
@@ -54,7 +54,7 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator
 USUAL_BACKENDS: Final[dict[DeviceType, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
 """The backend of each device type, unless another is asked for. `fake` moves nothing and holds nothing.
 
-Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp.
+Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeProcessGroup`).
 """
 
 CPU_RNG_STATE_BYTES: Final = 5056
@@ -97,9 +97,9 @@ class OpContext:
 
     @property
     def gathers_in_copies(self) -> bool:
-        """Whether an all-gather copies what goes in and what comes out: gloo, which does so on the host.
+        """Whether an all-gather copies its operand and its result, as gloo's does on the host.
 
-        A reduce-scatter of gloo's copies its operand wherever that is.
+        Gloo's reduce-scatter copies its operand on any device.
 
         Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`,
         `AsyncAllgatherCUDAWork`, `reduce_scatter_tensor_coalesced`).
@@ -136,8 +136,8 @@ class Storage:
 class Node:
     """One step of the backward pass: maps the output's gradient to the inputs' gradients.
 
-    `backward` reads tensors only from `saved`, so that recomputation can supply them anew. The gradients of
-    a `distributed` output are DTensors, which are never summed in place.
+    `backward` reads tensors from `saved` only, so that recomputation can supply them again. `distributed`:
+    the output's gradients are DTensors, which are never summed in place. `released`: what it saved is freed.
     """
 
     __slots__ = ("backward", "distributed", "grad", "inputs", "region", "released", "saved")
@@ -157,9 +157,9 @@ class Node:
         self.grad: Tensor | None = None
 
     def unpacked(self) -> "tuple[Tensor, ...]":
-        """What was saved: recomputed tensors are handed over, others stay until the step is over.
+        """What was saved. Recomputed tensors are handed over; others stay until the node's step is over.
 
-        Source: torch/utils/checkpoint.py (`_checkpoint_hook.unpack_hook`), engine.cpp (`release_variables`).
+        Source: torch.utils.checkpoint:_checkpoint_hook, torch/csrc/autograd/engine.cpp (`release_variables`).
         """
         saved = self.saved or ()
         if self.region is not None:
@@ -186,14 +186,14 @@ class Region:
 
 
 class _Recomputed(Exception):
-    """The last saved tensor of a region has been recomputed: the rest need not tape."""
+    """The last saved tensor of a region has been recomputed: the rest of the region is not run."""
 
 
 class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
-    `in_flight` is what the collective that is still filling it holds until the first use: operand, scratch.
-    `head_major`: its (batch, seq, heads, d_head) are laid out in another order, one head after the other.
+    `in_flight`: the operand and scratch of the collective that fills it, held until its first use.
+    `head_major`: its (batch, seq, heads, d_head) are laid out one head after the other.
     """
 
     __slots__ = ("dtype", "head_major", "in_flight", "is_view", "node", "shape", "storage", "tape")
@@ -389,7 +389,7 @@ class Tape:
                 blocks.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
 
     def wants(self, i: int) -> bool:
-        """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
+        """Whether the i-th input's gradient is asked for; in a split backward pass not all are."""
         return not self._wanted or self._wanted[i]
 
     def grad_of(self, i: int, shape: Shape, dtype: DType, *, is_view: bool = False) -> Tensor | None:
@@ -461,13 +461,13 @@ class Tape:
         return self.parameters[key]
 
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
-        """A parameter as a tensor; its bytes are the engine's.
+        """A parameter as a tensor without bytes: these the engine records.
 
-        In another `dtype` it is a copy that autocast keeps until `leave_autocast`, unless DDP has made the
-        weight anew for this pass, beside tensor parallelism: autocast keeps copies of leaves only.
+        In another `dtype` it is a copy that autocast keeps until `leave_autocast`. Autocast keeps copies of
+        leaves only: a DTensor that DDP makes again for each pass is none.
 
         Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`: `arg.is_leaf()`),
-        torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+        torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor.
         """
         own = Tensor(self, parameter.shape, parameter.dtype, None, parameter)
         if dtype is None or dtype == parameter.dtype:
@@ -505,7 +505,7 @@ class Tape:
         """`x` as an operand of a kernel of another type: CPU's copy it first, CUDA's cast as they load.
 
         Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `common_device == kCPU`),
-        native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
+        aten/src/ATen/native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
         """
         if x.dtype == dtype or self.context.device.casts_in_copies:
             return self.cast(x, dtype)
@@ -556,7 +556,10 @@ class Tape:
     def recomputed(
         self, function: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool = False
     ) -> Tensor:
-        """`function(x)` keeping only `x`; what backward needs is computed again when it gets there."""
+        """`function(x)`, of which only `x` is kept; backward runs it again for what it needs.
+
+        Source: torch.utils.checkpoint:checkpoint.
+        """
         self._region = region = Region(function, x, selective=selective)
         _mark_saved((x,))
         if self.context.device.on_cpu:
@@ -593,7 +596,7 @@ class Tape:
             output.node.grad = grad
 
     def backward(self, down_to: int = 0) -> None:
-        """Tape the newest nodes until `down_to` are left."""
+        """Run the newest nodes until `down_to` are left."""
         self.phase = "backward"
         while len(self.nodes) > down_to:
             self._step(self.nodes.pop())
@@ -713,15 +716,16 @@ class Tape:
 
 
 class SplitBackward:
-    """A backward pass in two parts: the gradient of the input first, those of the weights later.
+    """A backward pass in two parts: first the gradient of the stage's input, later the weights' gradients.
 
-    The first part keeps the graph from the topmost weight down, all that it has saved included, and the
-    gradient that came to each operation with a weight. The second part goes through these operations in the
-    order of the module, and lets go of the graph when it is done. Each of them is a backward pass of its own,
-    for which a recomputed region is run again whole; what the others would need is kept until they are done.
+    The first part keeps the graph below the newest weight, with all that it has saved, and the gradient that
+    reached each operation with a weight. The second part runs these operations in the order of the module,
+    each as a backward pass of its own, and then frees the graph. A recomputed region is run again in full for
+    each of them; what it saves for the other operations is kept until these have run.
 
-    Source: torch/distributed/pipelining/_backward.py (`stage_backward_input`, `stage_backward_weight`),
-    torch/utils/checkpoint.py (`_CheckpointFrame.recomputed`, one for each graph task).
+    Source: torch.distributed.pipelining._backward:stage_backward_input,
+    torch.distributed.pipelining._backward:stage_backward_weight, torch.utils.checkpoint:_CheckpointFrame (its
+    `recomputed`, one for each graph task).
     """
 
     __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "tape")
@@ -742,11 +746,11 @@ class SplitBackward:
                 self._beside.add(node)
 
     def _is_weights(self, target: Node | Parameter | None) -> bool:
-        """Whether a gradient goes to weights only."""
+        """Whether a gradient for `target` reaches weights only."""
         return isinstance(target, Parameter) or target in self._beside
 
     def input(self, down_to: int) -> None:
-        """Tape the newest nodes until `down_to` are left, but for those that only weights need."""
+        """Run the newest nodes until `down_to` are left; skip those that lead to weights only."""
         tape = self.tape
         tape.phase = "backward"
         while len(tape.nodes) > down_to:
@@ -778,7 +782,7 @@ class SplitBackward:
             part = None
 
     def end_input(self) -> None:
-        """The first part returns: the graph above the topmost weight is gone, whatever of it was saved."""
+        """End the first part: free the graph above the newest weight, with what it has saved."""
         kept: set[Node] = set()
         ahead = [node for _, node, _ in self._waiting]
         while ahead:
@@ -791,9 +795,10 @@ class SplitBackward:
         self.tape.release_retained()
 
     def weights(self, up_to: int) -> None:
-        """The gradients of the weights of the first `up_to` nodes.
+        """Compute the gradients of the weights of the first `up_to` nodes.
 
-        What an operation needed lives until the next one is begun, the gradients until its are made.
+        A node and its gradient live until the next node runs, the weights' gradients until the next ones are
+        made.
         """
         while self._waiting and self._waiting[0][0] < up_to:
             _, node, grad = self._waiting.popleft()
@@ -825,7 +830,7 @@ class SplitBackward:
         return made
 
     def end_weights(self) -> None:
-        """The second part returns: the graph is gone."""
+        """End the second part: free the graph."""
         self._taken = None
         self._made = []
         for region in self._regions:

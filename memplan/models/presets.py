@@ -15,13 +15,13 @@ from memplan.models.llama import Llama
 
 @cache
 def preset_table() -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of `presets.toml` as they stand there, read once, at first use."""
+    """The entries of `presets.toml`, read once at first use."""
     text = files("memplan.models").joinpath("presets.toml").read_text(encoding="utf-8")
     return MappingProxyType(tomllib.loads(text))
 
 
 def preset_names() -> tuple[str, ...]:
-    """The known names, in the table's order.
+    """The names of all presets, in the table's order.
 
     >>> preset_names()[:2]
     ('gpt2', 'gpt2-medium')
@@ -30,7 +30,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str) -> Model:
-    """The model of that name.
+    """The preset of that name.
 
     >>> preset("llama-3-70b").n_kv_heads
     8
@@ -59,7 +59,7 @@ def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
 
 
 def preset_source(name: str) -> str:
-    """Where a preset's shape is published.
+    """The publication that a preset's sizes are from.
 
     >>> preset_source("gpt3-175b")[:41]
     'Brown et al. 2020, arXiv:2005.14165, Tabl'

@@ -33,7 +33,10 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
 
 
 def position_ids(tokens: Tensor) -> Tensor:
-    """0 to seq - 1, shape (1, seq), or this tensor rank's part of them under sequence parallelism."""
+    """0 to seq - 1, shape (1, seq), or this tensor rank's part of them under sequence parallelism.
+
+    Source: torch:arange.
+    """
     context = tokens.tape.context
     _, seq = dims(tokens, "positions", "batch", "seq")
     n_parts = context.tp if context.sequence_parallel else 1
@@ -41,13 +44,19 @@ def position_ids(tokens: Tensor) -> Tensor:
 
 
 def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
-    """Rows of the table of positions, whole on every tensor rank."""
+    """Rows of the table of positions, which is whole on every tensor rank; saves the ids.
+
+    Source: torch.nn:Embedding.forward, as `embedding`.
+    """
     table = ids.tape.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.tape.context.sequence_parallel)
     return _looked_up(ids, table, n_rows, name)
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
-    """x (batch, seq, d) plus p (1, seq, d); saves nothing. p's gradient is summed over the batch."""
+    """x (batch, seq, d) plus p (1, seq, d); saves nothing. p's gradient is summed over the batch.
+
+    Source: tools/autograd/derivatives.yaml (`add.Tensor`).
+    """
     tape, p_shape, dtype = x.tape, p.shape, p.dtype
     _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
     check_equal("a sum with positions", (1, *row), p_shape)

@@ -12,7 +12,10 @@ DIMS = ("batch", "seq", "heads", "d_head")
 
 
 def heads(x: Tensor, d_head: int) -> Tensor:
-    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head); its gradient is put in that order."""
+    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head); its gradient is put in that order.
+
+    Source: torch:Tensor.unflatten.
+    """
     batch, seq, width = dims(x, "heads", "batch", "seq", "heads x d_head")
     y = x.view(batch, seq, divided(width, d_head, "heads x d_head", by="d_head"), d_head)
     y.node = x.tape.node((x.node,), (), lambda grad, saved: (_token_major(grad),))
@@ -20,7 +23,10 @@ def heads(x: Tensor, d_head: int) -> Tensor:
 
 
 def merged_heads(x: Tensor) -> Tensor:
-    """(batch, seq, heads, d_head) as (batch, seq, heads x d_head); a copy where x is laid out by head."""
+    """(batch, seq, heads, d_head) as (batch, seq, heads x d_head); a copy where x is laid out by head.
+
+    Source: torch:Tensor.flatten, a view where it can be.
+    """
     batch, seq, n_heads, d_head = dims(x, "merged heads", *DIMS)
     return _token_major(x).view(batch, seq, n_heads * d_head)
 

@@ -144,7 +144,10 @@ def _sums_of_exponentials(logits: Tensor) -> Tensor:
 
 
 def share_of_loss(loss: Tensor) -> Tensor:
-    """The loss over the number of micro-batches."""
+    """The loss divided by the number of micro-batches, so that gradients add up to the batch's mean.
+
+    Source: torch:Tensor.div.
+    """
     return loss.tape.new("loss over the micro-batches", (), FP32, _scalar_node(loss))
 
 
