@@ -18,6 +18,17 @@ from typing import Final, Literal, NamedTuple, cast
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import InvalidValue, MissingRule
 from memplan.kernels import reduction_scratch
+from memplan.record import (
+    AccumulateGrad,
+    AddToIncoming,
+    Alloc,
+    Collective,
+    CollectiveKind,
+    Compute,
+    Event,
+    Free,
+    Phase,
+)
 from memplan.shapes import (
     FP16,
     FP32,
@@ -25,7 +36,6 @@ from memplan.shapes import (
     UINT8,
     Buffer,
     DType,
-    Event,
     Kind,
     Parameter,
     Role,
@@ -36,12 +46,6 @@ from memplan.shapes import (
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
 """What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
-
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-"""The collectives that operations issue on the tensor axis."""
-
-Phase = Literal["forward", "backward", "recompute"]
-"""What a tape is recording; `recompute` is the part of a backward pass that plays a forward pass again."""
 
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
 """Backends whose handles hold a collective's operand until they are waited for.
@@ -107,18 +111,6 @@ class OpContext:
         return self.backend == "gloo" and self.device.on_cpu
 
 
-class Call:
-    """One collective that an operation issues on the tensor axis; `what` is for people to read."""
-
-    __slots__ = ("kind", "payload_bytes", "phase", "what")
-
-    def __init__(self, kind: CollectiveKind, payload_bytes: int, phase: Phase, what: str) -> None:
-        self.kind = kind
-        self.payload_bytes = payload_bytes
-        self.phase = phase
-        self.what = what
-
-
 class Storage:
     """Owns a buffer's bytes: records their allocation when it is made and their free when it dies."""
 
@@ -127,10 +119,10 @@ class Storage:
     def __init__(self, buffer: Buffer, tape: "Tape") -> None:
         self.buffer = buffer
         self.tape = tape
-        tape.events.append(Event(1, buffer))
+        tape.events.append(Alloc(buffer))
 
     def __del__(self) -> None:
-        self.tape.events.append(Event(-1, self.buffer))
+        self.tape.events.append(Free(self.buffer))
 
 
 class Node:
@@ -312,7 +304,7 @@ class Workspace:
 
 
 class Tape:
-    """The record of one pass over a model: its events, nodes, parameters, collectives and FLOPs."""
+    """The record of one pass over a model: its events, nodes and parameters."""
 
     __slots__ = (
         "_casts",
@@ -325,10 +317,8 @@ class Tape:
         "_saved_again",
         "_uses",
         "_wanted",
-        "calls",
         "context",
         "events",
-        "flops",
         "nodes",
         "parameters",
         "phase",
@@ -341,8 +331,6 @@ class Tape:
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
-        self.calls: list[Call] = []
-        self.flops = 0
         self.products: dict[Phase, list[Buffer]] = {"forward": [], "backward": []}
         self.phase: Phase = "forward"
         self.scope = ""
@@ -514,11 +502,14 @@ class Tape:
     def product(self) -> None:
         """Keep the result of a matrix product, which was allocated last, among those of its pass."""
         direction: Phase = "forward" if self.phase == "forward" else "backward"
-        self.products[direction].append(self.events[-1].buffer)
+        newest = self.events[-1]
+        if isinstance(newest, Alloc):
+            self.products[direction].append(newest.buffer)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
-        self.calls.append(Call(kind, payload_bytes, self.phase, f"{self.scope}{what}"))
+        what = f"{self.scope}{what}, {self.phase}"
+        self.events.append(Collective(kind=kind, axis="tp", what=what, payload_bytes=payload_bytes))
 
     @contextmanager
     def named(self, scope: str) -> Iterator[None]:
@@ -547,7 +538,9 @@ class Tape:
         if replaying is not None and replaying.selective and not again:
             return replaying.saved_outputs.popleft()
         outputs = compute()
-        self.flops += flops
+        if flops:
+            y = outputs[0]
+            self.events.append(Compute(phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype))
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
             region.saved_outputs.append(tuple([y.detach() for y in outputs]))
@@ -583,11 +576,11 @@ class Tape:
             return self.new("sum of grads", parameter.shape, grad.dtype)
 
     def _taken_over(self, grad: Tensor) -> Tensor:
-        """The sum of `grad` and a gradient that came from outside the tape, marked by an event of sign 0."""
+        """The sum of `grad` and a gradient that came from outside the tape, marked as such."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
-        self.events[-1] = Event(0, buffer)
+        self.events[-1] = AddToIncoming(buffer)
         return taken
 
     def start_backward(self, output: Tensor, grad: Tensor) -> None:
@@ -673,7 +666,7 @@ class Tape:
         if grad.storage is not None:
             grad.storage.buffer.kind = "grads"
             grad.storage.buffer.name = f"{parameter.name}.grad"
-            self.events.append(Event(0, grad.storage.buffer, parameter))
+            self.events.append(AccumulateGrad(grad.storage.buffer, parameter))
         return grad
 
     def _rng_state(self) -> Tensor:
@@ -683,7 +676,8 @@ class Tape:
         return state
 
     def _recompute(self, region: Region) -> None:
-        phase, self.phase = self.phase, "recompute"
+        phase = self.phase
+        self.phase = "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
         x = region.x
