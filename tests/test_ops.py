@@ -113,8 +113,8 @@ def test_a_view_of_another_number_of_elements_is_refused():
 
 def test_positions_of_another_length_are_refused():
     tape = a_tape()
-    with refused(r"positions of \(1, 8, 6\) and \(1, 9, 6\)"):
-        add_positions(a_tensor(tape, 2, 8, 6), a_tensor(tape, 1, 9, 6))
+    with refused(r"positions of \(8, 6\) and \(9, 6\)"):
+        add_positions(a_tensor(tape, 2, 8, 6), a_tensor(tape, 9, 6))
 
 
 def test_a_tied_weight_of_another_shape_is_refused():
@@ -167,16 +167,16 @@ def test_a_whole_sequence_is_gathered_and_divided_again():
 # Gradients of operands that were broadcast
 
 
-@pytest.mark.parametrize("batch, sums", [(1, 0), (2, 1)])
-def test_the_gradient_of_positions_is_summed_over_several_sequences_only(batch, sums):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_gradient_of_positions_is_summed_over_the_batch_even_of_one(batch):
     tape = a_tape()
-    x, p = a_tensor(tape, batch, 8, 6), a_tensor(tape, 1, 8, 6)
+    x, p = a_tensor(tape, batch, 8, 6), a_tensor(tape, 8, 6)
     y = add_positions(x, p)
     tape.start_backward(y, tape.new("dy", y.shape, FP32))
     start = len(tape.events)
     tape.backward(down_to=2)
-    assert [e.buffer.shape for e in tape.events[start:] if isinstance(e, Alloc)] == [(1, 8, 6)] * sums
-    assert [node.grad.shape for node in tape.nodes] == [(batch, 8, 6), (1, 8, 6)]
+    assert [e.buffer.shape for e in tape.events[start:] if isinstance(e, Alloc)] == [(8, 6)]
+    assert [node.grad.shape for node in tape.nodes] == [(batch, 8, 6), (8, 6)]
 
 
 def test_a_biass_gradient_is_summed_over_the_tokens_after_the_products():

@@ -33,14 +33,14 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
 
 
 def position_ids(tokens: Tensor) -> Tensor:
-    """0 to seq - 1, shape (1, seq), or this tensor rank's part of them under sequence parallelism.
+    """0 to seq - 1, or this tensor rank's part of them under sequence parallelism; shape (seq,).
 
     Source: torch:arange.
     """
     context = tokens.tape.context
     _, seq = dims(tokens, "positions", "batch", "seq")
     n_parts = context.tp if context.sequence_parallel else 1
-    return tokens.tape.new("position ids", (1, divided(seq, n_parts, "seq_len")), INT64)
+    return tokens.tape.new("position ids", (divided(seq, n_parts, "seq_len"),), INT64)
 
 
 def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
@@ -53,13 +53,13 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
-    """x (batch, seq, d) plus p (1, seq, d); saves nothing. p's gradient is summed over the batch.
+    """x (batch, seq, d) plus p (seq, d); saves nothing. p's gradient is summed over the batch, even of one.
 
     Source: tools/autograd/derivatives.yaml (`add.Tensor`).
     """
     tape, p_shape, dtype = x.tape, p.shape, p.dtype
     _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
-    check_equal("a sum with positions", (1, *row), p_shape)
+    check_equal("a sum with positions", tuple(row), p_shape)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad, Expanded(grad, p_shape, dtype)

@@ -53,7 +53,7 @@ class Bucket(NamedTuple):
 def low_rank(parameter: Parameter) -> tuple[int, int] | None:
     """Elements of P and Q that stand for a gradient; None if they would not be small enough.
 
-    Source: powerSGD_hook.py (`_should_compress`).
+    Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:_should_compress.
 
     >>> from memplan.shapes import FP32
     >>> low_rank(Parameter("w", (6, 8), FP32)), low_rank(Parameter("b", (48,), FP32))
@@ -72,7 +72,7 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
     DTensors of the divided ones, module by module, before the forward pass. That is the first step of the
     pass, and so the last of the way back.
 
-    Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+    Source: torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor.
     """
     trace = stage.trace
     made = [
@@ -135,7 +135,8 @@ def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = 
     fp16 and bf16: a copy in that type, unless the gradients are of it. PowerSGD: the bucket before it is
     compressed, what is not compressed, and the new error, which replaces the one `held`.
 
-    Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
+    Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks:_compress_hook,
+    torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook.
     """
     sent = [
         Collective(

@@ -83,8 +83,8 @@ class Unit:
     def gather(self) -> Iterator[Turn]:
         """All-gather into one flat buffer, from shards in the compute type on the device.
 
-        Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`_get_param_all_gather_inputs`),
-        _fsdp_param.py (`all_gather_inputs`).
+        Source: torch.distributed.fsdp._fully_shard._fsdp_collectives:_get_param_all_gather_inputs,
+        torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.all_gather_inputs.
         """
         for inputs, times in self.inputs:
             yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
@@ -140,8 +140,8 @@ class Unit:
 
         Beside tensor parallelism a gradient that is whole is cut, and a partial one summed.
 
-        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`post_backward`), _fsdp_param.py
-        (`_get_grad_inner_tensor`).
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward,
+        torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor.
         """
         own = dict(grads)
         for parameters, times in self.parts:
@@ -163,7 +163,7 @@ class Unit:
         where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
         is reduced becomes the gradient or goes to it (`passes_on`).
 
-        Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_reduce`),
+        Source: torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce,
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
         """
         own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
@@ -234,7 +234,7 @@ class Unit:
     def finalize(self, *, first: bool) -> Iterator[Turn]:
         """The end of the backward pass: what an all-reduce between replicas has been given is dropped.
 
-        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (`AllReduceState`).
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState.
         """
         if self.passes_on(first=first):
             yield frees(self.passing), self.replicates
@@ -270,7 +270,7 @@ class Unit:
 
         CPU adds a narrower tensor by way of a widened copy.
 
-        Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`to_accumulated_grad_if_needed`),
+        Source: torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed,
         aten/src/ATen/TensorIterator.cpp (`compute_types`).
         """
         for parameters, times in self.parts:

@@ -68,7 +68,7 @@ def _without_gradients(stages: RankStages) -> Stretch:
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
     """What there is before the first step, in the order it is made: weights, angles, buckets, tokens.
 
-    Source: torch/nn/modules/module.py (`_apply`: children first, a module's own buffers last).
+    Source: torch.nn.modules.module:Module._apply (children first, a module's own buffers last).
     """
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
@@ -94,7 +94,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
 def _received(stages: RankStages) -> Iterator[Event]:
     """What a schedule receives into, made as the first step starts.
 
-    Source: torch/distributed/pipelining/schedules.py (`_initialize_stages`).
+    Source: torch.distributed.pipelining.schedules:PipelineScheduleMulti._initialize_stages.
     """
     n = stages.plan.n_micro_batches
     received = list(zip(stages, stages.received, strict=True))
@@ -129,7 +129,7 @@ def _weights(stages: RankStages, stage: Stage) -> Iterator[Buffer]:
 def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
     """What DDP reduces in the first step: one bucket for all gradients, as none is known to be late.
 
-    Source: torch/nn/parallel/distributed.py (`_ddp_init_helper`).
+    Source: torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper.
     """
     return _flat([stage.parameters()], stages) if stages.plan.ddp else []
 
@@ -179,8 +179,9 @@ def _streams(passes: Iterable[Passes]) -> Iterator[tuple[Buffer, str]]:
     Gradients that are to be reduced, and weights, come from the default stream; so does what a schedule
     gathers ahead of time by itself.
 
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_all_gather`, `foreach_reduce`),
-    _fsdp_param_group.py (`FSDPCommContext.get_all_gather_streams`).
+    Source: torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather,
+    torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce,
+    torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext.get_all_gather_streams.
     """
     for one in passes:
         if isinstance(one, ShardedPasses):
