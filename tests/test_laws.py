@@ -42,7 +42,7 @@ from memplan.plan import (
 from memplan.record import Alloc, Free, Stretch, changes, events
 from memplan.shapes import FP32, KINDS, Buffer
 from memplan.tables import ledger_rows
-from memplan.tape import CPU_RANDOM_STATE_BYTES
+from memplan.tape import CPU_RNG_STATE_BYTES
 
 
 def laws(max_examples: int) -> settings:
@@ -322,7 +322,7 @@ def test_recomputation_keeps_a_blocks_output_and_nothing_else(case):
         block = stage.trace.blocks[0]
         return events("block", (*block.forward.events, *block.casts.events)).net_bytes
 
-    random_state_bytes = CPU_RANDOM_STATE_BYTES if case.device.on_cpu else 0
+    random_state_bytes = CPU_RNG_STATE_BYTES if case.device.on_cpu else 0
     stage, *_ = case.of()
     assert kept_bytes("full") - random_state_bytes == stage.trace.boundary.n_bytes
     assert kept_bytes("full") - random_state_bytes < kept_bytes("none")

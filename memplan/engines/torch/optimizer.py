@@ -140,7 +140,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """Nothing but the copies of gradients, each made once.
 
-    Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp.
+    Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp (`_fused_adam_kernel_cpu_`).
     """
     for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         yield from _copies(stages, group).events()
