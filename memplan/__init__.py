@@ -1,5 +1,7 @@
 """memplan: bytes, traffic and time of a training job, before the GPUs are reserved."""
 
+from typing import TYPE_CHECKING
+
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import Estimate, StageEstimate, estimate
 from memplan.hardware import Cluster, Gpu, Interval, Link, Verdict, cluster, gpu, gpu_names
@@ -12,11 +14,15 @@ from memplan.search import (
     advise,
     largest_model,
     longest_sequence,
-    search,
     smallest_cluster,
     why,
 )
 from memplan.version import version
+
+if TYPE_CHECKING:
+    from memplan.search.search import search
+else:
+    from memplan import search  # the package, which can be called
 
 __version__ = version()
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
 from memplan.device import DeviceType
-from memplan.errors import MemplanError, did_you_mean, unknown_name
+from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
@@ -36,7 +36,7 @@ from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import search_dict, search_rows
-from memplan.search.text import SHOWN, advice_text, search_text
+from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
 from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.units import TB, TFLOP, GiB
@@ -244,7 +244,7 @@ def plan_options(**defaults: Any) -> Callable[[F], F]:
 
 
 def search_options() -> Callable[[F], F]:
-    """Flags for the fields that a search varies: one value, or several with commas between them."""
+    """Flags for the fields that a search varies: values and ranges with commas between them, as in 1-4,8."""
     yes_or_no = {
         "sequence_parallel": "Divide the sequence over the tensor axis too.",
         "offload": "FSDP2 keeps the states on the host.",
@@ -260,7 +260,8 @@ def search_options() -> Callable[[F], F]:
         "recompute_blocks": "Recompute only in the first N blocks of each stage.",
     }
     options: list[Callable[[Any], Any]] = [
-        click.option(_flag(name), type=_counts, metavar="N,N,...", help=text) for name, text in counts.items()
+        click.option(_flag(name), type=_ranges, metavar="N,N-N,...", help=text)
+        for name, text in counts.items()
     ]
     options += [
         click.option(_flag(name), type=_names, metavar="NAME,...", help=f"Of {', '.join(choices)}.")
@@ -297,6 +298,19 @@ def _flag(name: str) -> str:
 
 def _counts(text: str) -> tuple[int | str, ...]:
     return tuple(map(count_or_text, text.split(",")))
+
+
+def _ranges(text: str) -> tuple[int | str, ...]:
+    """Counts and ranges of counts.
+
+    >>> _ranges("1-4,8"), _ranges("8-x")
+    ((1, 2, 3, 4, 8), ('8-x',))
+    """
+    found: list[int | str] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", part)
+        found += [count_or_text(part)] if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+    return tuple(found)
 
 
 def _number(text: str) -> float | str:
@@ -346,8 +360,11 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 @commands.command("search")
 @click.argument("model")
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
-@_count("--global-batch", "Sequences per step.", required=True)
-@_count("--seq-len", "Tokens per sequence; left out: the model's context.")
+@click.option("--global-batch", type=_counts, required=True, metavar="N,N,...", help="Sequences per step.")
+@click.option(
+    "--seq-len", type=_counts, metavar="N,N,...", help="Tokens per sequence; left out: the model's context."
+)
+@click.option("--tp-across-nodes", is_flag=True, help="Also tensor axes that are on several nodes.")
 @_choice(
     "--objective",
     (*OBJECTIVES, *QUESTIONS),
@@ -359,7 +376,8 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 @search_options()
 @_count(
     "--keep",
-    f"How many of the best plans to show, and of the nearest; left out: {SHOWN}, as JSON or CSV {KEEP}.",
+    "How many of the plans that fit or may fit to show, else of the nearest; left out: "
+    f"{SHOWN}, as JSON or CSV {KEEP}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
@@ -377,6 +395,8 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
         _print_csv(search_rows(result, model), SEARCH_COLUMNS)
     elif as_json:
         _print_json(search_dict(result, model))
+    elif reason := nothing_runs(result):
+        raise PlanRefused(reason)
     else:
         click.echo(search_text(result, model))
 

@@ -192,6 +192,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
         "recompute": RECOMPUTES[RECOMPUTES.index(plan.recompute) :],
         "schedule": plan.schedule,
         "offload": [True] if plan.offload else None,
+        "tp_across_nodes": where.gpus_per_node % plan.tp != 0,
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}
     if asked.step_s is None and Roofline().missing(replace(plan, offload=False), where):

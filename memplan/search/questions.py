@@ -64,11 +64,16 @@ def smallest_part(
     """
     model, whole, asked = _asked(model, cluster, options)
     last: Found | None = None
+    no_mesh = ""
     for where in parts(whole):
-        last, fits = _probed(model, where, global_batch, asked)
+        try:
+            last, fits = _probed(model, where, global_batch, asked)
+        except PlanRefused as refusal:
+            no_mesh = f" ({refusal})"
+            continue
         if fits:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
-    lacks = nearest_text(last) if last else ""
+    lacks = nearest_text(last) if last else no_mesh
     raise PlanRefused(
         f"no plan was found of which it is sure that {model.name} fits on {whole.name}{lacks}; use more GPUs "
         "or fewer states."

@@ -1,6 +1,6 @@
 """Which plans there are: every mesh of so many GPUs, and on each every way of dividing the training."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from math import prod
@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.engines.checks import check_plan
-from memplan.errors import MemplanError, kind_of
+from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.models import Model
-from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan
+from memplan.plan import MESH_AXES, RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan
 from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
 from memplan.search.rules import RUNS, Axis, Rules
 
@@ -83,6 +83,8 @@ class Space:
     n_gpus: int
     base: Plan
     ranges: Mapping[str, tuple[Any, ...]]
+    node: int | None = None
+    """GPUs of the node that a tensor axis stays within; None: it may be on several."""
     rules: dict[str, int] = field(default_factory=dict)
     """The kinds of plans that are refused, numbered as they were met."""
 
@@ -106,8 +108,18 @@ class Space:
             yield pipeline
 
     def meshes(self) -> Iterator[Mesh]:
-        """Every mesh of all GPUs, from the least divided model to the most."""
-        for pp, tp in product(self.of("pp", divisors(self.n_gpus)), self.of("tp", divisors(self.n_gpus))):
+        """Every mesh of all GPUs, from the least divided model to the most.
+
+        Raises:
+            PlanRefused: there is none.
+        """
+        found = list(self._meshes(self.tps()))
+        if not found:
+            raise PlanRefused(self._no_mesh())
+        yield from found
+
+    def _meshes(self, tps: Sequence[int]) -> Iterator[Mesh]:
+        for pp, tp in product(self.of("pp", divisors(self.n_gpus)), tps):
             if self.n_gpus % (pp * tp):
                 continue
             replicas = self.n_gpus // (pp * tp)
@@ -116,6 +128,36 @@ class Space:
                     mesh = Mesh(pp, replicas // dp, dp, tp)
                     if self._matters(mesh):
                         yield mesh
+
+    def tps(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism: as asked for, within a node unless that is lifted."""
+        every = self.of("tp", divisors(self.n_gpus))
+        return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
+
+    def left_out(self) -> Iterator[str]:
+        """What is not tried although it was asked for, for people."""
+        across = sorted({*self.ranges.get("tp", ())} - {*self.tps()})
+        across = [tp for tp in across if self.n_gpus % tp == 0]
+        if across:
+            yield (
+                f"tp={_either(across)} is left out: it is on several nodes of {self.node} GPUs; "
+                "tp_across_nodes (--tp-across-nodes) tries it."
+            )
+
+    def _no_mesh(self) -> str:
+        """Why there is no mesh, and what to ask for in its place."""
+        asked = {axis: self.ranges[axis] for axis in MESH_AXES if axis in self.ranges}
+        said = " and ".join(f"{axis}={_either(values)}" for axis, values in asked.items())
+        if any(self._meshes(self.of("tp", divisors(self.n_gpus)))):
+            return (
+                f"tp={_either(self.of('tp', ()))} is on several nodes of {self.node} GPUs, which "
+                "is not tried by default; use tp_across_nodes=True (--tp-across-nodes), or a tp of "
+                f"{divisors_text(self.node or 1)}."
+            )
+        return (
+            f"no mesh of {self.n_gpus} GPUs has {said}; use degrees of {divisors_text(self.n_gpus)} whose "
+            f"product divides {self.n_gpus}, and leave one axis out to make up the rest."
+        )
 
     def _matters(self, mesh: Mesh) -> bool:
         """Replicas of a single shard are no shards; replicas of shards need a ZeRO stage that shards."""
@@ -367,6 +409,10 @@ def _batches(pipelines: "Sequence[_Pipeline]", kind: Kind, most: int) -> Iterato
 
 def _numbers(recompute_blocks: Sequence[int | None]) -> Column:
     return np.array([number_of("recompute_blocks", n) for n in recompute_blocks], np.int64)
+
+
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _several(mesh: Mesh) -> tuple[int, int]:
