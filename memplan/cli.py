@@ -19,7 +19,6 @@ from memplan.layout import csv_of, printable, text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import (
     DDP_COMM_HOOKS,
-    ENGINES,
     FLAGS,
     FSDP_UNITS,
     OPTIMIZER_IMPLS,
@@ -330,11 +329,12 @@ def commands() -> None:
 @click.argument("model")
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
-@_choice(
+@click.option(
     "--engine",
-    ENGINES,
-    "torch",
-    "torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict.",
+    default="torch",
+    show_default=True,
+    help="torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict; "
+    "or another package's.",
 )
 @_choice("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")

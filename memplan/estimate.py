@@ -4,17 +4,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
-from memplan.engines import textbook
+from memplan.engines.base import Confirmation, Engine, RankRecord, engine_named
 from memplan.engines.checks import check_device, check_plan
-from memplan.engines.torch import Passes, RankStages, Stage, StageTimeline, program, timeline
-from memplan.engines.torch.stage import StageKind
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -26,10 +24,10 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.layout import html_text
+from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
 from memplan.models import Model, parameter_count, resolve
 from memplan.plan import (
     DdpCommHook,
-    Engine,
     FsdpUnits,
     Optimizer,
     OptimizerImpl,
@@ -38,8 +36,8 @@ from memplan.plan import (
     Rank,
     Recompute,
     Schedule,
-    stage_layers,
 )
+from memplan.record import Stretch
 from memplan.replay import Memory, Program, Replayed, replayed
 from memplan.steptime import (
     RankWork,
@@ -51,11 +49,11 @@ from memplan.steptime import (
     peak_flops_per_s,
     per_s,
     recomputed_flops,
+    reducing_share,
     utilisation,
 )
 from memplan.tape import Backend
-from memplan.timeline import Alive, Bytes, Instant, Stretch, alive_at_high, bytes_by_kind, instants
-from memplan.traffic import Collective, collectives, textbook_collectives
+from memplan.traffic import CollectiveTotal, collectives
 from memplan.units import human_bytes
 from memplan.version import versioned
 
@@ -63,37 +61,44 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-Confirmation = Literal["measured", "unmeasured"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StageEstimate:
     """What one rank of a pipeline holds and sends; the figures are worked out when asked for.
 
-    `layers` are the blocks of each of its stages: one range, or several where it has `virtual_stages`.
-    `rest_bytes` are alive between steps, `flops` the forward pass's on this rank over a step.
+    Each figure is a fold over the rank's record.
     """
 
-    rank: Rank
-    layers: tuple[range, ...]
-    timeline: StageTimeline
-    flops: int
-    traffic: Callable[[], tuple[Collective, ...]] = field(repr=False, compare=False)
-    again: Callable[[], int] = field(repr=False, compare=False)
-    program: Callable[[], Program] | None = field(default=None, repr=False, compare=False)
+    plan: Plan
+    record: RankRecord
 
     def __repr__(self) -> str:
         return f"<StageEstimate of stage {self.stage}: peak {human_bytes(self.peak_bytes)}>"
 
+    @property
+    def rank(self) -> Rank:
+        """Its place on the mesh."""
+        return self.record.rank
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """The blocks of each of its stages: one range, or several where it has `virtual_stages`."""
+        return self.record.layers
+
+    @property
+    def program(self) -> Callable[[], Program] | None:
+        """Its first steps as a caching allocator sees them; None where there is none (CPU, textbook)."""
+        return self.record.program
+
     @cached_property
     def peak_bytes(self) -> int:
         """Bytes at the worst instant."""
-        return self.timeline.peak_bytes
+        return self.record.peak_bytes
 
     @cached_property
     def rest_bytes(self) -> int:
         """Bytes alive between steps."""
-        return self.timeline.rest_bytes
+        return self.record.rest_bytes
 
     def replay(
         self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
@@ -141,16 +146,16 @@ class StageEstimate:
 
         Offloaded ones, which are the host's, count too.
         """
-        host = self.timeline.host
-        held = self.timeline.rest if host is None else host.pinned + host.pageable
-        held = held + self.timeline.step_counts
+        host = self.record.host
+        held = self.record.rest if host is None else host.pinned + host.pageable
+        held = held + self.record.step_counts
         states = Counter({buffer: n for buffer, n in held.items() if buffer.kind in ("weights", "optimizer")})
-        return bytes_by_kind(states + self.timeline.grads)
+        return bytes_by_kind(states + self.record.grads)
 
     @cached_property
     def _at_peak(self) -> tuple[Alive, str]:
-        alive: Alive = Counter(self.timeline.rest)
-        when = alive_at_high(self.timeline.step, alive)
+        alive: Alive = Counter(self.record.rest)
+        when = alive_at_high(self.record.step, alive)
         return Counter({buffer: n for buffer, n in alive.items() if n}), when
 
     @property
@@ -166,7 +171,7 @@ class StageEstimate:
     @cached_property
     def host_alive(self) -> Alive:
         """How many of each named tensor the host holds at its worst instant in the device's place."""
-        return self.timeline.host.at_peak() if self.timeline.host is not None else Counter()
+        return self.record.host.at_peak() if self.record.host is not None else Counter()
 
     @cached_property
     def host(self) -> Bytes:
@@ -176,7 +181,7 @@ class StageEstimate:
     @property
     def host_pinned_bytes(self) -> int:
         """The page-locked part of what the host holds."""
-        return bytes_by_kind(self.timeline.host.pinned).total_bytes if self.timeline.host is not None else 0
+        return bytes_by_kind(self.record.host.pinned).total_bytes if self.record.host is not None else 0
 
     @property
     def when(self) -> str:
@@ -186,17 +191,22 @@ class StageEstimate:
     @cached_property
     def instants(self) -> tuple[Instant, ...]:
         """The highs of the step's stretches, in order."""
-        return tuple(instants(self.timeline.step, self.rest_bytes))
+        return tuple(instants(self.record.step, self.rest_bytes))
 
     @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[CollectiveTotal, ...]:
         """All collectives of a step, by kind, axis and purpose."""
-        return self.traffic()
+        return collectives(self.record.step.counts, self.plan)
+
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs of the rank's forward passes in a step."""
+        return forward_flops(self.record.step.counts)
 
     @cached_property
     def recomputed_flops(self) -> int:
         """Forward FLOPs that it computes again in a step."""
-        return self.again()
+        return recomputed_flops(self.record.step.counts)
 
     @property
     def work(self) -> RankWork:
@@ -205,6 +215,7 @@ class StageEstimate:
             forward_flops=self.flops,
             recomputed_flops=self.recomputed_flops,
             collectives=self.collectives,
+            reducing_share=reducing_share(self.record.step.counts),
             states=self.states,
         )
 
@@ -228,7 +239,7 @@ class StageEstimate:
             "peak": self.peak.to_dict(),
             "when": self.when,
             "host": {**self.host.to_dict(), "pinned_bytes": self.host_pinned_bytes},
-            "collectives": [asdict(c) for c in self.collectives],
+            "collectives": [c.to_dict() for c in self.collectives],
             "forward_flops": self.flops,
             "recomputed_flops": self.recomputed_flops,
         }
@@ -250,6 +261,11 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     confirmed: Confirmation
     time_model: TimeModel = field(default_factory=Roofline)
+
+    @property
+    def engine(self) -> Engine:
+        """What was played."""
+        return engine_named(self.plan.engine)
 
     @property
     def n_parameters(self) -> int:
@@ -277,7 +293,7 @@ class Estimate:
         return max(self.stages, key=lambda stage: stage.sent_bytes)
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[CollectiveTotal, ...]:
         """The collectives of one rank of the stage that sends most."""
         return self.busiest.collectives
 
@@ -347,7 +363,7 @@ class Estimate:
         The only rule: `fits`, `memplan.search`, `advise`, `why`, charts and JSON say the same. None without
         a cluster or a limit, and for textbook accounting, which is never compared with one.
         """
-        if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.plan.engine == "textbook":
+        if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.engine.is_accounting:
             return None
         if self.over_bytes:
             return "does not fit"  # as `device_bytes` would say, which takes a replay
@@ -362,7 +378,7 @@ class Estimate:
         holds no less than it is asked for.
         """
         usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
-        if usable is None or self.plan.engine == "textbook":
+        if usable is None or self.engine.is_accounting:
             return None
         return max(0, self.worst.peak_bytes + self._outside_allocator.low_bytes - usable)
 
@@ -442,8 +458,8 @@ class Estimate:
         return ledger_frame(chosen.host_alive if host else chosen.alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
-        """The step of a stage (the worst one if None), for `memplan.timeline.running_bytes` and plots."""
-        return (self.worst if stage is None else self._stage(stage)).timeline.step
+        """The step of a stage (the worst one if None), for `memplan.memory.running_bytes` and plots."""
+        return (self.worst if stage is None else self._stage(stage)).record.step
 
     def _stage(self, stage: int) -> StageEstimate:
         return self.stages[checked_count("stage", stage, least=0, most=len(self.stages) - 1)]
@@ -517,11 +533,7 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
             "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
             "learns from it is another question."
         )
-    if plan.zero == 1 and plan.dp > 1 and plan.engine == "torch":
-        yield (
-            "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out whole "
-            "tensors: ranks hold unequal parts, and the fullest rank is shown."
-        )
+    yield from engine_named(plan.engine).notes(model, plan)
 
 
 def device_of(cluster: Cluster | None) -> Device:
@@ -560,7 +572,7 @@ def estimate(
     bucket_cap_bytes: int | None = None,
     ddp_comm_hook: DdpCommHook = "none",
     loss_chunks: int = 1,
-    engine: Engine = "torch",
+    engine: str = "torch",
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
@@ -598,7 +610,8 @@ def estimate(
         bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
         ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict.
+        engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
+            that another package has registered.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
@@ -699,9 +712,8 @@ def stage_estimates(
     model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
 ) -> Iterator[StageEstimate]:
     """One for each rank of the pipeline, worked out as it is asked for."""
-    if plan.engine == "textbook":
-        return _textbook_stages(model, plan)
-    return _stages(model, plan, device)
+    for record in engine_named(plan.engine).play(model, plan, device):
+        yield StageEstimate(plan=plan, record=record)
 
 
 def estimate_of(
@@ -714,42 +726,8 @@ def estimate_of(
         cluster=cluster,
         device=device,
         stages=tuple(stages),
-        confirmed="measured" if device.on_cpu and plan.engine != "textbook" else "unmeasured",
+        confirmed=engine_named(plan.engine).confirmed_on(device),
     )
-
-
-def _textbook_stages(model: Model, plan: Plan) -> Iterator[StageEstimate]:
-    for pp_rank in range(plan.pp):
-        yield StageEstimate(
-            rank=Rank(pp=pp_rank),
-            layers=(stage_layers(model.n_layers, plan, pp_rank),),
-            timeline=textbook.timeline(model, plan, pp_rank),
-            flops=round(textbook.forward_flops(model, plan)),
-            traffic=partial(textbook_collectives, model, plan, pp_rank),
-            again=partial(_textbook_recomputed, model, plan, pp_rank),
-        )
-
-
-def _textbook_recomputed(model: Model, plan: Plan, pp_rank: int) -> int:
-    return round(textbook.recomputed_flops(model, plan, pp_rank))
-
-
-def _stages(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
-    passes: dict[Stage, Passes] = {}
-    for stages in ranks_of(model, plan, device):
-        yield _stage_estimate(stages, passes)
-
-
-def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
-    """Of each rank of the pipeline the one that holds most."""
-    known: dict[StageKind, Stage] = {}
-    alike: dict[tuple[Stage, ...], RankStages] = {}
-    for pp_rank in range(plan.pp):
-        stages = RankStages(model, plan, Rank(pp=pp_rank), device, known)
-        like = alike.get(stages.stages)
-        stages = stages.on_fullest_rank() if like is None else like.moved(pp_rank)
-        alike[stages.stages] = stages
-        yield stages
 
 
 def rank_estimate(
@@ -761,16 +739,5 @@ def rank_estimate(
     """
     check_plan(model, plan)
     check_device(plan, device)
-    return _stage_estimate(RankStages(model, plan, rank, device, backend=backend), {})
-
-
-def _stage_estimate(stages: RankStages, passes: dict[Stage, Passes]) -> StageEstimate:
-    return StageEstimate(
-        rank=stages.rank,
-        layers=stages.layers,
-        timeline=timeline(stages, passes),
-        flops=forward_flops(stages),
-        traffic=partial(collectives, stages),
-        again=partial(recomputed_flops, stages),
-        program=partial(program, stages, passes) if not stages.device.on_cpu else None,
-    )
+    record = engine_named(plan.engine).play_rank(model, plan, rank, device, backend)
+    return StageEstimate(plan=plan, record=record)

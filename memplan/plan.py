@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag, checked_positive
 from memplan.errors import InvalidValue, PlanRefused, shown_value
+from memplan.record import Axis
 
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
@@ -14,10 +15,11 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v"]
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
-Engine = Literal["torch", "textbook"]
 
 PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
+N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+"""What each optimizer keeps for every weight."""
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 RECOMPUTES: Final = ("none", "selective", "full")
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v")
@@ -25,15 +27,11 @@ SINGLE_STAGE_SCHEDULES: Final = ("gpipe", "1f1b")
 V_SCHEDULES: Final = ("zbv", "dualpipe-v")
 SPLITTING_SCHEDULES: Final = ("zero-bubble", "zbv", "dualpipe-v")
 """Schedules that take a backward pass apart: gradients of the stage's input first, of its weights later."""
-ENGINES: Final = ("torch", "textbook")
 FSDP_UNITS: Final = ("block", "block+ends", "model")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 
-MESH_AXES: Final[tuple["Axis", ...]] = ("pp", "dp_replicate", "dp", "tp")
+MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
-
-Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
-"""What bytes are moved over: an axis of the mesh, all of several, or PCIe between a GPU and its host."""
 
 FLAGS: Final = ("sequence_parallel", "offload", "set_to_none", "gradient_as_bucket_view", "static_graph")
 
@@ -118,7 +116,7 @@ class Plan:
     bucket_cap_bytes: int | None = None
     ddp_comm_hook: DdpCommHook = "none"
     loss_chunks: int = 1
-    engine: Engine = "torch"
+    engine: str = "torch"
 
     def __post_init__(self) -> None:
         for field in ("dp", "tp", "pp", "dp_replicate"):
@@ -149,9 +147,10 @@ class Plan:
             ("schedule", SCHEDULES),
             ("fsdp_units", FSDP_UNITS),
             ("ddp_comm_hook", DDP_COMM_HOOKS),
-            ("engine", ENGINES),
         ):
             checked_choice(field, getattr(self, field), choices)
+        if not isinstance(self.engine, str):
+            raise InvalidValue(f"engine={shown_value(self.engine)} is not allowed; use an engine's name.")
         for rule in PLAN_RULES:
             rule(self)
 

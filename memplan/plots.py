@@ -18,10 +18,11 @@ from memplan.checks import checked_count
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Verdict
+from memplan.memory import Bytes, alive_at_high, bytes_by_kind
 from memplan.plan import Plan
+from memplan.record import Stretch, unrolled
 from memplan.shapes import DType, Kind, Shape
 from memplan.tables import layers_text
-from memplan.timeline import Bytes, Stretch, alive_at_high, bytes_by_kind, unrolled
 from memplan.units import GiB, KiB, MiB, human_bytes
 
 if TYPE_CHECKING:
@@ -541,7 +542,7 @@ class _Budget:
 
 def _budget(estimates: Sequence[Estimate]) -> _Budget | None:
     """The budget that all have in common; None if there is none, or no verdict hangs on it (textbook)."""
-    clusters = [e.cluster for e in estimates if e.cluster is not None and e.plan.engine != "textbook"]
+    clusters = [e.cluster for e in estimates if e.cluster is not None and not e.engine.is_accounting]
     budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
     if len(clusters) < len(estimates) or len(budgets) != 1:
         return None

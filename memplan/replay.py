@@ -15,8 +15,9 @@ from functools import cache
 from typing import Final
 
 from memplan.allocator import DEFAULTS, AllocatorConfig, Block, CachingAllocator, OutOfMemory, rounded_bytes
-from memplan.shapes import Buffer, Event
-from memplan.timeline import Alive, Stretch, add_net, chain, repeated
+from memplan.memory import Alive, add_net
+from memplan.record import Alloc, Event, Stretch, chain, changes, repeated
+from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
 """Steps replayed at most: most plans settle within three."""
@@ -237,11 +238,6 @@ def _n_events(stretch: Stretch) -> int:
     return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
 
 
-def _passes(stretch: Stretch) -> bool:
-    """Whether it has passes of micro-batches, and is not part of one."""
-    return stretch.micro_batch is not None or any(map(_passes, stretch.parts))
-
-
 def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
     """The stages and the parts of all its passes of micro-batches."""
     if stretch.micro_batch is not None:
@@ -252,7 +248,7 @@ def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
 
 def _most_repeats(stretch: Stretch) -> int:
     """How often the passes that recur the most do."""
-    if stretch.micro_batch is not None or not _passes(stretch):
+    if stretch.micro_batch is not None or not stretch.has_passes:
         return 0
     return max(stretch.repeats, *map(_most_repeats, stretch.parts))
 
@@ -274,7 +270,7 @@ def _without(program: Program, n: int) -> Program | None:
 
 def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
     """Add to `left_out` what is left by `n` repetitions of the passes in a step."""
-    if stretch.micro_batch is None and _passes(stretch):
+    if stretch.micro_batch is None and stretch.has_passes:
         for part in stretch.parts:
             if stretch.repeats > n:
                 add_net(part, left_out, n)
@@ -286,10 +282,10 @@ def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
     if stretch.micro_batch is not None or not stretch.parts:
         return stretch
     repeats = stretch.repeats
-    if _passes(stretch):
+    if stretch.has_passes:
         repeats -= n if repeats > n else 0
     elif repeats > 1:
-        freed = {event.buffer for part in stretch.parts for event in part.events}
+        freed = {event.buffer for part in stretch.parts for event in changes(part.events)}
         repeats -= max([left_out[buffer] for buffer in freed], default=0)
         for buffer in freed:
             left_out[buffer] -= stretch.repeats - repeats
@@ -337,7 +333,7 @@ class _Replay:
         self.passes.clear()
         if self.n_steps == 1:
             self._events(program.second)
-            for event in program.second:
+            for event in changes(program.second):
                 self.at_rest[event.buffer] += event.sign
         first = self.n_steps == 0
         self._run(program.first_step if first and program.first_step is not None else program.step)
@@ -395,7 +391,7 @@ class _Replay:
                     if i == n:
                         return
                 seen[state] = i
-            if i == self.patience and stretch.micro_batch is None and _passes(stretch):
+            if i == self.patience and stretch.micro_batch is None and stretch.has_passes:
                 raise _NotRecurring
             self._once(stretch)
             i += 1
@@ -412,11 +408,11 @@ class _Replay:
         self.current = before
 
     def _events(self, events: tuple[Event, ...]) -> None:
-        for sign, buffer, _ in events:
-            if sign > 0:
-                self._allocate(buffer)
+        for event in changes(events):
+            if isinstance(event, Alloc):
+                self._allocate(event.buffer)
             else:
-                self._free(buffer)
+                self._free(event.buffer)
 
     def _allocate(self, buffer: Buffer) -> None:
         if not buffer.n_bytes:

@@ -1,4 +1,4 @@
-"""Shapes, element types and the record of an allocation."""
+"""Shapes, element types, tensors as the ledger shows them, and parameters."""
 
 from typing import Final, Literal, NamedTuple
 
@@ -100,16 +100,3 @@ class Parameter:
         self.tp_dim = tp_dim
         self.summed_over_tp = summed_over_tp
         self.distributed = distributed or summed_over_tp or tp_dim is not None
-
-
-class Event(NamedTuple):
-    """An allocation (sign +1) or a free (-1) of a buffer's bytes.
-
-    Sign 0 moves nothing and marks what the engine decides. With a `parameter`, the buffer has just become its
-    gradient: kept, or added to an older one. Without, a gradient has been added to one that came from outside
-    the traced block: in place within a stage, into a new tensor where another rank's gradient came in.
-    """
-
-    sign: int
-    buffer: Buffer
-    parameter: Parameter | None = None

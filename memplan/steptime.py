@@ -1,29 +1,30 @@
 """How long a step takes: a rough roofline, behind a seam where a calibrated model can take its place.
 
 The formulas' numeric arguments are Python numbers or NumPy arrays over plans. What they are given is counted:
-FLOPs by the trace, bytes by `memplan.traffic`; rates are the datasheets', the one other constant is
+FLOPs and bytes by the record of the step; rates are the datasheets', the one other constant is
 `EFFICIENCY`. A rate that no datasheet states is never made up: then there is no step time, and `missing` says
 why.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from math import inf
 from operator import add
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from memplan.checks import checked_positive
-from memplan.engines.torch import RankStages
+from memplan.engines.base import engine_named
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster
-from memplan.plan import MESH_AXES, Axis, Plan, Schedule
-from memplan.timeline import Bytes
-from memplan.traffic import NEXT_TO_COMPUTE, Collective, Rounds, rounds, segments_of_step
+from memplan.memory import Bytes
+from memplan.plan import MESH_AXES, Plan, Schedule
+from memplan.record import Axis, Compute, Counts, Overlap, Pass
+from memplan.traffic import CollectiveTotal
 
 Quantity: TypeAlias = float | npt.NDArray[Any]
 """A number, or one for each of many plans."""
@@ -31,14 +32,14 @@ Quantity: TypeAlias = float | npt.NDArray[Any]
 Count: TypeAlias = int | npt.NDArray[np.int64]
 """A whole one."""
 
+WHOLE_BACKWARD: Final = ("backward", "backward-weight")
+"""The passes that end a micro-batch's backward pass."""
+
 EFFICIENCY: Final = 0.5
 """The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
 
 MATMUL_TYPES: Final = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 """The number format whose peak rate a precision's matrix products have; torch leaves TF32 off by default."""
-
-REDUCTIONS: Final = ("reduce gradients", "all-reduce gradients")
-"""What is sent beside the computation only once gradients are there."""
 
 
 def added(seconds: Iterable[Quantity]) -> Quantity:
@@ -56,14 +57,16 @@ def added(seconds: Iterable[Quantity]) -> Quantity:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """What one rank does in a step, as it is counted.
+    """What one rank does in a step, as its record counts it.
 
-    `forward_flops` and `recomputed_flops` are of all its micro-batches, `states` what its optimizer sees.
+    `forward_flops` and `recomputed_flops` are of all its micro-batches, `reducing_share` is the share of its
+    backward passes beside which it reduces gradients, `states` what its optimizer sees.
     """
 
     forward_flops: int
     recomputed_flops: int
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CollectiveTotal, ...]
+    reducing_share: float
     states: Bytes
 
 
@@ -92,7 +95,7 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Each part's seconds by name."""
-        return asdict(self)
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @property
     def total_s(self) -> float:
@@ -167,32 +170,29 @@ def backward_s(products_s: Quantity, again_s: Quantity) -> Quantity:
     return products_s * 2 / 3 + again_s
 
 
-def passes_flops(stages: RankStages, every: Sequence[Rounds]) -> int:
-    """FLOPs of forward passes that a rank computes, be it again, each stage as often as its rounds say."""
-    return sum(
-        [
-            segment.flops * n
-            for stage, times in zip(stages, every, strict=True)
-            for segment, n in segments_of_step(stage, times)
-        ]
-    )
+def forward_flops(counts: Counts) -> int:
+    """FLOPs of a rank's forward passes in a step: all micro-batches."""
+    return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase == "forward"])
 
 
-def recomputed_flops(stages: RankStages) -> int:
-    """Forward FLOPs that a rank computes again in a step, as the trace counts them.
+def recomputed_flops(counts: Counts) -> int:
+    """Forward FLOPs that a rank computes again in its backward passes.
 
     With recompute="full" all of a block up to the last tensor that it saves, so all but its last product;
     with "selective" none. A split backward pass runs its regions again for each weight.
 
     Source: torch/utils/checkpoint.py (`_StopRecomputationError`), memplan.tape (`SplitBackward`).
     """
-    return passes_flops(stages, rounds(stages)) - forward_flops(stages)
+    return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase != "forward"])
 
 
-def forward_flops(stages: RankStages) -> int:
-    """FLOPs of a rank's forward passes in a step: all micro-batches, blocks and head."""
-    micro_batch = sum([s.n_blocks * s.trace.block_flops + s.trace.head_flops for s in stages])
-    return stages.plan.n_micro_batches * micro_batch
+def reducing_share(counts: Counts) -> float:
+    """The share of its backward passes beside which a rank reduces gradients; 0 if none does.
+
+    Neglects: that a rank's other stages may still run when one reduces after its last pass.
+    """
+    passes = [(e, n) for e, n in counts.items() if isinstance(e, Pass) and e.part in WHOLE_BACKWARD]
+    return sum([n for e, n in passes if e.reduces]) / max(1, sum([n for _, n in passes]))
 
 
 # --- Traffic ----------------------------------------------------------------------------------------------
@@ -252,22 +252,6 @@ def neighbour_bytes_per_s(
     [450.0, 50.0]
     """
     return np.where(crosses_nodes(n_ranks, stride, gpus_per_node), inter_node, intra_node)
-
-
-def reduction_share(ddp: bool, pp: Count, n_micro_batches: Count) -> Quantity:
-    """The share of its backward passes beside which a rank reduces gradients.
-
-    DDP reduces in each stage's last one: 1/m. FSDP2 reduces in every one; under a pipeline schedule once,
-    when they are over: 0.
-
-    Neglects: that a rank's other stages may still run then.
-    Source: torch/nn/parallel/distributed.py (`no_sync`), torch/distributed/pipelining/schedules.py
-    (`_add_reduce_grad`).
-
-    >>> [float(reduction_share(ddp, pp, 4)) for ddp, pp in ((True, 1), (False, 1), (False, 2))]
-    [0.25, 1.0, 0.0]
-    """
-    return 1 / n_micro_batches if ddp else np.where(np.asarray(pp) == 1, 1.0, 0.0)
 
 
 def exposed_s(
@@ -440,8 +424,8 @@ class Roofline:
 
 
 def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
-    if plan.engine == "textbook":
-        yield "the textbook's accounting has none"
+    if engine_named(plan.engine).is_accounting:
+        yield "closed-form accounting has none"
         return
     if cluster is None:
         yield "no cluster was given"
@@ -508,19 +492,19 @@ def _step_times(
     ranks: Sequence[RankWork], plan: Plan, cluster: Cluster, efficiency: float
 ) -> Iterator[StepTime]:
     share, rates = updated_share(plan.zero, plan.dp), rates_of(plan, cluster)
-    reducing = reduction_share(plan.ddp, plan.pp, plan.n_micro_batches)
     found: list[StepTime] = []
     for rank in ranks:
         states = rank.states
         work = Work(
             forward_flops=rank.forward_flops,
             recomputed_flops=rank.recomputed_flops,
-            sent=sent_bytes((c.axis, c.what, c.wire_bytes) for c in rank.collectives),
+            sent=sent_bytes(rank.collectives),
+            reducing=rank.reducing_share,
             moved_bytes=update_bytes(
                 share * states.weights_bytes, share * states.grads_bytes, states.optimizer_bytes
             ),
         )
-        parts = parts_s(work, reducing, rates, efficiency)
+        parts = parts_s(work, rates, efficiency)
         found.append(StepTime(**{name: float(seconds) for name, seconds in parts.items()}))
     total_busy_s = added([busy_s(time.parts) for time in found])
     for time in found:
@@ -532,26 +516,25 @@ Sent: TypeAlias = dict[Axis, Any]
 
 
 class Work(NamedTuple):
-    """What one rank does in a step, summed up; of many plans each its own.
+    """What one rank does in a step, summed up; or an array of it over many plans.
 
-    `sent`: what it waits for; beside the computation, what its gradients wait for, and what they do not.
+    `sent` is by what the traffic may run beside; `reducing`: the share of the backward passes beside which
+    gradients are reduced.
     """
 
     forward_flops: Quantity
     recomputed_flops: Quantity
-    sent: tuple[Sent, Sent, Sent]
+    sent: Mapping[Overlap, Sent]
+    reducing: Quantity
     moved_bytes: Quantity
 
 
-def sent_bytes(calls: Iterable[tuple[Axis, str, Any]]) -> tuple[Sent, Sent, Sent]:
-    """`Work.sent`, of axes, purposes and bytes."""
-    waits: Sent = Counter()
-    reductions: Sent = Counter()
-    gathers: Sent = Counter()
-    for axis, what, n_bytes in calls:
-        sent = waits if what not in NEXT_TO_COMPUTE else reductions if what in REDUCTIONS else gathers
-        sent[axis] = sent[axis] + n_bytes
-    return waits, reductions, gathers
+def sent_bytes(collectives: Iterable[CollectiveTotal]) -> dict[Overlap, Sent]:
+    """`Work.sent` of a rank's collectives."""
+    sent: dict[Overlap, Sent] = {overlap: Counter() for overlap in get_args(Overlap)}
+    for c in collectives:
+        sent[c.overlap][c.axis] += c.wire_bytes
+    return sent
 
 
 class Rates(NamedTuple):
@@ -571,18 +554,16 @@ def rates_of(plan: Plan, cluster: Cluster) -> Rates:
     )
 
 
-def parts_s(work: Work, reducing: Quantity, rates: Rates, efficiency: float) -> dict[str, Quantity]:
-    """The parts of `StepTime`, no bubble yet: of one rank, or of one of each of many plans.
-
-    `reducing`: the share of its backward passes beside which it reduces gradients (`reduction_share`).
-    """
-    waits, reductions, gathers = [_seconds(sent, rates.bytes_per_s) for sent in work.sent]
+def parts_s(work: Work, rates: Rates, efficiency: float) -> dict[str, Quantity]:
+    """The parts of `StepTime`, no bubble yet: of one rank, or of one of each of many plans."""
+    seconds = {overlap: _seconds(sent, rates.bytes_per_s) for overlap, sent in work.sent.items()}
+    waits = seconds["nothing"]
     products_s = compute_s(model_flops(work.forward_flops), rates.flops_per_s, efficiency)
     again_s = compute_s(work.recomputed_flops, rates.flops_per_s, efficiency)
     beside_s = exposed_s(
-        _over_data_axes(reductions),
-        _over_data_axes(gathers),
-        reducing * backward_s(products_s, again_s),
+        _over_data_axes(seconds["backward"]),
+        _over_data_axes(seconds["compute"]),
+        work.reducing * backward_s(products_s, again_s),
         products_s + again_s,
     )
     return {

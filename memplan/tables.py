@@ -34,11 +34,6 @@ CONFIRMED: Final = {
 }
 DEVICES: Final = {"cuda": "CUDA rules", "cpu": "the CPU's rules, as `python -m validate` measures them"}
 
-TEXTBOOK: Final = (
-    "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"
-    "16-bit activations; no buffers): for teaching and for checking formulas."
-)
-
 # --- Frames -----------------------------------------------------------------------------------------------
 
 
@@ -128,10 +123,9 @@ def estimate_text(estimate: Estimate) -> str:
 
     Every line has at most `WIDTH` characters; whatever stands for bytes says its unit.
     """
-    textbook = estimate.plan.engine == "textbook"
     parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
     parts += [_collectives(estimate), _time(estimate), *notes_text(estimate.model, estimate.plan)]
-    parts.append(TEXTBOOK if textbook else CONFIRMED[estimate.confirmed])
+    parts.append(estimate.engine.assumes or CONFIRMED[estimate.confirmed])
     return "\n\n".join(part for part in parts if part)
 
 
@@ -298,8 +292,8 @@ def verdict_text(estimate: Estimate) -> str:
     (79.11 GiB usable, less a margin of 5%).
     """
     cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
-    if estimate.plan.engine == "textbook":
-        return "No verdict: textbook accounting says nothing of whether a plan fits."
+    if estimate.engine.is_accounting:
+        return f"No verdict: {estimate.plan.engine} accounting says nothing of whether a plan fits."
     if held is None:
         return "No verdict: CPU ranks have no limit."
     holds = f"a GPU holds {interval_text(held)} (CUDA's context and NCCL's buffers included)"

@@ -17,7 +17,18 @@ from typing import Final, Literal
 
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import MissingRule
-from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Event, Kind, Parameter, Shape, n_elements
+from memplan.record import (
+    AccumulateGrad,
+    AddToIncoming,
+    Alloc,
+    Collective,
+    CollectiveKind,
+    Compute,
+    Event,
+    Free,
+    Phase,
+)
+from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Kind, Parameter, Shape, n_elements
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
 """What ranks talk by; `nccl-at-once`: NCCL where collectives take no time, as on a GPU that is not there."""
@@ -83,18 +94,6 @@ class OpContext:
         return self.backend == "gloo" and self.device.on_cpu
 
 
-class Call:
-    """One collective that an operation causes: the operand's bytes, on the tensor axis."""
-
-    __slots__ = ("kind", "payload_bytes", "phase", "what")
-
-    def __init__(self, kind: str, payload_bytes: int, phase: str, what: str) -> None:
-        self.kind = kind
-        self.payload_bytes = payload_bytes
-        self.phase = phase
-        self.what = what
-
-
 class Storage:
     """Owner of a buffer's bytes; recording their free is its last act."""
 
@@ -103,10 +102,10 @@ class Storage:
     def __init__(self, buffer: Buffer, tape: "Tape") -> None:
         self.buffer = buffer
         self.tape = tape
-        tape.events.append(Event(1, buffer))
+        tape.events.append(Alloc(buffer))
 
     def __del__(self) -> None:
-        self.tape.events.append(Event(-1, self.buffer))
+        self.tape.events.append(Free(self.buffer))
 
 
 class Node:
@@ -225,7 +224,7 @@ def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tens
 
 
 class Tape:
-    """One pass over a model: the events, nodes, parameters and collectives it leaves behind."""
+    """One pass over a model: the events, nodes and parameters it leaves behind."""
 
     __slots__ = (
         "_casts",
@@ -238,10 +237,8 @@ class Tape:
         "_saved_again",
         "_uses",
         "_wanted",
-        "calls",
         "context",
         "events",
-        "flops",
         "nodes",
         "parameters",
         "phase",
@@ -254,10 +251,8 @@ class Tape:
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
-        self.calls: list[Call] = []
-        self.flops = 0
         self.products: dict[str, list[Buffer]] = {"forward": [], "backward": []}
-        self.phase = "forward"
+        self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
         self._casts: dict[Parameter, Tensor] = {}
@@ -410,11 +405,14 @@ class Tape:
     def product(self) -> None:
         """Keep the result of a matrix product, which was allocated last, among those of its pass."""
         direction = "forward" if self.phase == "forward" else "backward"
-        self.products[direction].append(self.events[-1].buffer)
+        newest = self.events[-1]
+        if isinstance(newest, Alloc):
+            self.products[direction].append(newest.buffer)
 
-    def collective(self, kind: str, what: str, payload_bytes: int) -> None:
+    def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
-        self.calls.append(Call(kind, payload_bytes, self.phase, f"{self.scope}{what}"))
+        what = f"{self.scope}{what}, {self.phase}"
+        self.events.append(Collective(kind=kind, axis="tp", what=what, payload_bytes=payload_bytes))
 
     @contextmanager
     def named(self, scope: str) -> Iterator[None]:
@@ -442,7 +440,9 @@ class Tape:
         if replaying is not None and replaying.selective and not again:
             return replaying.kept.popleft()
         outputs = compute()
-        self.flops += flops
+        if flops:
+            y = outputs[0]
+            self.events.append(Compute(phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype))
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
             region.kept.append(tuple(Tensor(self, y.shape, y.dtype, y.storage) for y in outputs))
@@ -481,7 +481,7 @@ class Tape:
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
-        self.events[-1] = Event(0, buffer)
+        self.events[-1] = AddToIncoming(buffer)
         return taken
 
     def start_backward(self, output: Tensor, grad: Tensor) -> None:
@@ -542,14 +542,15 @@ class Tape:
         if grad.storage is not None:
             grad.storage.buffer.kind = "grads"
             grad.storage.buffer.name = f"{parameter.name}.grad"
-            self.events.append(Event(0, grad.storage.buffer, parameter))
+            self.events.append(AccumulateGrad(grad.storage.buffer, parameter))
         return grad
 
     def _random_state(self) -> Tensor:
         return self.new(RANDOM_STATE, (CPU_RANDOM_STATE_BYTES,), UINT8, kind="activations")
 
     def _recompute(self, region: Region) -> None:
-        phase, self.phase = self.phase, "recompute"
+        phase = self.phase
+        self.phase = "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
         current_state = self._random_state() if self.context.device.on_cpu else None
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving

@@ -12,9 +12,9 @@ from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, ro
 from memplan.errors import InvalidValue
 from memplan.hardware.overheads import overhead_table
 from memplan.plan import SCHEDULES
+from memplan.record import Alloc, Free, Stretch, allocs, chain, events, repeated, unrolled
 from memplan.replay import Program, replayed
-from memplan.shapes import FP32, Buffer, Event
-from memplan.timeline import Stretch, allocs, chain, events, repeated, unrolled
+from memplan.shapes import FP32, Buffer
 from memplan.units import GiB, KiB, MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -226,9 +226,9 @@ def literal(stretch: Stretch) -> Stretch:
 
 def test_repetitions_that_change_nothing_may_be_left_out():
     sizes = [buffer(n) for n in (3, 30, 11, 64)]
-    micro_batch = events("micro-batch", [*(Event(1, b) for b in sizes), *(Event(-1, b) for b in sizes)])
+    micro_batch = events("micro-batch", [*(Alloc(b) for b in sizes), *(Free(b) for b in sizes)])
     kept = buffer(17)
-    step = chain("step", events("start", [Event(1, kept)]), repeated(micro_batch, 50))
+    step = chain("step", events("start", [Alloc(kept)]), repeated(micro_batch, 50))
     program = Program(setup=allocs(*[buffer(40, "weights")] * 3), step=step)
     assert replayed(program) == replayed(dataclasses.replace(program, step=literal(step)))
 
@@ -236,7 +236,7 @@ def test_repetitions_that_change_nothing_may_be_left_out():
 def test_the_optimizer_state_comes_with_the_first_update():
     """It lands in what the first step's activations have left: the second one's need more."""
     activation, state = buffer(100), buffer(60, "optimizer")
-    work = events("work", [Event(1, activation), Event(-1, activation)])
+    work = events("work", [Alloc(activation), Free(activation)])
     program = Program(
         setup=(), step=chain("step", work, events("update", ())), states=(state,), update_name="update"
     )

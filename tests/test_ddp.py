@@ -21,6 +21,7 @@ from memplan.engines.torch.ddp import (
 )
 from memplan.errors import PlanRefused
 from memplan.plan import Rank
+from memplan.record import changes
 from memplan.shapes import BF16, FP32, Parameter
 from validate.judge import COMPRESSION_TOLERANCES
 
@@ -124,7 +125,7 @@ def test_payloads_by_hand(hook, dtype, expected):
 def test_what_a_hook_allocates_beside_a_bucket(hook, dtype, most_bytes):
     bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)])
     held, most = 0, 0
-    for event in reduction(hook, bucket, dtype, kept(hook, bucket, dtype)):
+    for event in changes(reduction(hook, bucket, dtype, kept(hook, bucket, dtype))):
         held += event.sign * event.buffer.n_bytes
         most = max(most, held)
     assert (held, most) == (0, most_bytes)

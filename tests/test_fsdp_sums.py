@@ -6,7 +6,7 @@ from memplan.device import CPU, CPU_OF_SHAPES, H100
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
 from memplan.plan import Plan
-from memplan.timeline import unrolled
+from memplan.record import unrolled
 
 SUM = " (float32 sum)"
 MODEL = Llama(
@@ -20,7 +20,7 @@ def sums(recompute):
         pp=2, dp=2, zero=2, schedule="zbv", virtual_stages=2, precision="bf16-mixed", global_batch=8,
         micro_batch=1, seq_len=8, recompute=recompute,
     )  # fmt: skip
-    step = rank_estimate(MODEL, plan, plan.place(0), CPU).timeline.step
+    step = rank_estimate(MODEL, plan, plan.place(0), CPU).record.step
     made = [(name, event.buffer.name) for name, event in unrolled(step) if event.sign > 0]
     return [(name, made.removesuffix(SUM)) for name, made in made if made.endswith(SUM)]
 
@@ -51,5 +51,5 @@ def test_sums_of_blocks_that_keep_their_activations_come_in_their_turn():
 )
 def test_cuda_pads_gradients_as_it_copies_them_but_for_float16(device, precision, padded):
     plan = Plan(dp=3, zero=3, precision=precision, seq_len=8)
-    step = rank_estimate(MODEL, plan, plan.place(0), device).timeline.step
+    step = rank_estimate(MODEL, plan, plan.place(0), device).record.step
     assert any(event.buffer.name.endswith("(padded)") for _, event in unrolled(step)) == padded

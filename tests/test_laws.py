@@ -26,6 +26,7 @@ from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.trace import Segment
 from memplan.errors import MissingRule, PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
+from memplan.memory import n_bytes_of, running_bytes
 from memplan.plan import (
     DDP_COMM_HOOKS,
     FSDP_UNITS,
@@ -37,10 +38,10 @@ from memplan.plan import (
     SINGLE_STAGE_SCHEDULES,
     Rank,
 )
-from memplan.shapes import FP32, KINDS, Buffer, Event
+from memplan.record import Alloc, Free, Stretch, changes, events
+from memplan.shapes import FP32, KINDS, Buffer
 from memplan.tables import ledger_rows
 from memplan.tape import CPU_RANDOM_STATE_BYTES
-from memplan.timeline import Stretch, events, n_bytes_of, running_bytes
 
 
 def laws(max_examples: int) -> settings:
@@ -78,7 +79,7 @@ class Case(NamedTuple):
 
 def on_device_bytes(rank: StageEstimate) -> int:
     """States but for Adam's step counts that are the host's."""
-    return rank.states.total_bytes - n_bytes_of(rank.timeline.step_counts)
+    return rank.states.total_bytes - n_bytes_of(rank.record.step_counts)
 
 
 @st.composite
@@ -178,10 +179,10 @@ def runs(model: Model, plan: Plan, device: Device) -> bool:
     return True
 
 
-def one_by_one(stretch: Stretch) -> Iterator[Event]:
+def one_by_one(stretch: Stretch) -> Iterator[Alloc | Free]:
     """Every event of a step, unrolled."""
     for _ in range(stretch.repeats):
-        yield from stretch.events
+        yield from changes(stretch.events)
         for part in stretch.parts:
             yield from one_by_one(part)
 
@@ -210,7 +211,7 @@ def test_the_closed_form_is_the_unrolled_steps_maximum(case):
     rank = some_rank(case)
     held = [
         rank.rest_bytes,
-        *(held_bytes for _, held_bytes in running_bytes(rank.timeline.step, rank.rest_bytes)),
+        *(held_bytes for _, held_bytes in running_bytes(rank.record.step, rank.rest_bytes)),
     ]
     left_bytes = sum(n * buffer.n_bytes for buffer, n in left_behind(case.of()).items())
     assert rank.peak_bytes == max(held)
@@ -231,8 +232,8 @@ def test_the_peak_is_the_highest_instant(case):
 @given(cases())
 def test_nothing_is_freed_before_it_is_allocated(case):
     rank = some_rank(case)
-    alive: Counter[Buffer] = Counter(rank.timeline.rest)
-    for event in one_by_one(rank.timeline.step):
+    alive: Counter[Buffer] = Counter(rank.record.rest)
+    for event in one_by_one(rank.record.step):
         alive[event.buffer] += event.sign
         assert alive[event.buffer] >= 0, f"{event.buffer} is freed once more than it was allocated"
 
@@ -246,9 +247,9 @@ def test_a_step_leaves_its_gradients_and_nothing_else(case):
     """
     plan, rank = case.plan, some_rank(case)
     left: Counter[Buffer] = Counter()
-    for event in one_by_one(rank.timeline.step):
+    for event in one_by_one(rank.record.step):
         left[event.buffer] += event.sign
-    if rank.timeline.host is not None or not plan.set_to_none or plan.gradient_as_bucket_view:
+    if rank.record.host is not None or not plan.set_to_none or plan.gradient_as_bucket_view:
         assert not any(left.values())
         return
     assert {buffer.kind for buffer, n in left.items() if n} == {"grads"}
@@ -517,7 +518,7 @@ def test_every_block_passes_once_in_its_own_unit_whatever_the_groups():
 def test_offloaded_states_are_the_hosts_and_cross_to_the_device_as_they_are_needed(case):
     kept, offloaded = case.on(), case.on(offload=True)
     kinds = ("weights", "grads", "optimizer")
-    assert {b.kind for b in offloaded.timeline.rest} <= {"activations", "temporaries"}
+    assert {b.kind for b in offloaded.record.rest} <= {"activations", "temporaries"}
     assert not any(getattr(offloaded.peak, f"{kind}_bytes") for kind in kinds[::2])
     assert offloaded.states == kept.states
     for kind in kinds:
@@ -630,7 +631,7 @@ def test_gradients_that_are_views_of_buckets_are_in_them_between_steps_and_nowhe
     assert views.peak_bytes <= copies.peak_bytes
     zeroed = 0 if case.plan.set_to_none else copies.states.grads_bytes
     assert views.rest_bytes == copies.rest_bytes - zeroed
-    grads = [n * b.n_bytes for b, n in views.timeline.rest.items() if b.kind == "grads"]
+    grads = [n * b.n_bytes for b, n in views.record.rest.items() if b.kind == "grads"]
     assert sum(grads) == views.states.grads_bytes
 
 

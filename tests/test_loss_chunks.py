@@ -9,6 +9,7 @@ from memplan import Plan
 from memplan.device import CPU
 from memplan.errors import PlanRefused
 from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.record import Alloc, changes
 from memplan.shapes import BF16, FP32, DType, Shape
 from memplan.tape import OpContext, Tape, Tensor
 from validate.modules import token_loss
@@ -51,7 +52,7 @@ def lost(chunks: int):
 
 def running(events):
     held = most = 0
-    for event in events:
+    for event in changes(events):
         held += event.sign * event.buffer.n_bytes
         most = max(most, held)
     return held, most
@@ -64,7 +65,9 @@ def test_the_pieces_are_torch_chunks(seq_len, chunks):
     start = len(tape.events)
     cross_entropy(logits)
     found = [
-        e.buffer.shape[1] for e in tape.events[start:] if e.buffer.name == "log-probabilities" and e.sign > 0
+        e.buffer.shape[1]
+        for e in tape.events[start:]
+        if isinstance(e, Alloc) and e.buffer.name == "log-probabilities"
     ]
     assert found == [piece.shape[1] for piece in torch.empty(1, seq_len, 7).chunk(chunks, dim=1)]
 
@@ -86,7 +89,7 @@ def test_backward_starts_with_one_pieces_gradients():
 
 
 def test_in_the_end_the_narrow_gradients_of_all_pieces_are_joined():
-    names = [e.buffer.name for e in lost(4) if e.sign > 0]
+    names = [e.buffer.name for e in lost(4) if isinstance(e, Alloc)]
     assert names.count("grad as bfloat16") == 4
     assert names[-1] == "grad of logits"
 

@@ -11,7 +11,7 @@ from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import Rank
-from memplan.timeline import Stretch
+from memplan.record import Stretch
 from validate.cases import Case
 from validate.launch import run_case
 
@@ -38,7 +38,7 @@ def part(stretch: Stretch, name: str) -> Stretch:
 
 
 def step_high_bytes(**plan: Any) -> int:
-    return part(estimated(**plan).timeline.step, "optimizer step").high_bytes
+    return part(estimated(**plan).record.step, "optimizer step").high_bytes
 
 
 def all_reduces(what: str, **plan: Any) -> Counter[str]:
@@ -111,7 +111,7 @@ def test_overflows_are_asked_of_the_ranks_that_may_see_others():
 def test_zeroed_gradients_are_held_between_steps():
     freed, zeroed = estimated(), estimated(set_to_none=False)
     assert zeroed.rest_bytes - freed.rest_bytes == 4 * WEIGHTS
-    assert zeroed.timeline.step.net_bytes == 0
+    assert zeroed.record.step.net_bytes == 0
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

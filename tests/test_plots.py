@@ -9,8 +9,8 @@ import pytest
 import memplan
 from memplan import plots
 from memplan.errors import MemplanError
+from memplan.memory import running_bytes
 from memplan.shapes import KINDS
-from memplan.timeline import running_bytes
 from memplan.units import GiB, MiB
 
 

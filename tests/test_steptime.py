@@ -21,7 +21,7 @@ from memplan.engines.checks import check_plan
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.orders import actions, order_of
 from memplan.errors import InvalidValue, PlanRefused
-from memplan.estimate import estimate_plan
+from memplan.estimate import estimate_plan, rank_estimate
 from memplan.hardware import Link, cluster
 from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank
 from memplan.search.plans import unchecked
@@ -32,11 +32,8 @@ from memplan.steptime import (
     bubble_s,
     crosses_nodes,
     exposed_s,
-    forward_flops,
     links_used,
     ranks_in_a_node,
-    recomputed_flops,
-    reduction_share,
     ring_bytes_per_s,
 )
 from validate.modules import Transformer, token_loss
@@ -153,7 +150,7 @@ def test_recomputation_lowers_utilisation_and_counts_as_no_work():
         ({"cluster": "2xcpu"}, "no peak rate is known of cpu in bf16"),
         ({"cluster": "8xv100-32"}, "no peak rate is known of v100-32 in bf16"),
         ({"cluster": "8xh100-sxm", "zero": 3, "offload": True}, "the host's memory"),
-        ({"cluster": "8xh100-sxm", "engine": "textbook"}, "the textbook's accounting has none"),
+        ({"cluster": "8xh100-sxm", "engine": "textbook"}, "closed-form accounting has none"),
         (
             {"cluster": replace(cluster("16xh100-sxm"), inter_node=Link(name="rumour"))},
             "no rate is known between nodes (rumour)",
@@ -249,7 +246,8 @@ def counted(stages, module, run) -> tuple[int, int]:
     layers = sum(stage.n_blocks for stage in stages)
     attention = 4 * plan.micro_batch * model.n_heads * plan.seq_len**2 * model.d_head * layers
     m = plan.n_micro_batches
-    forward, again = forward_flops(stages) // m, recomputed_flops(stages) // m
+    rank = rank_estimate(model, plan, stages.rank, CPU)
+    forward, again = rank.flops // m, rank.recomputed_flops // m
     return found.flops, forward + again + 2 * (forward - attention)
 
 
@@ -290,7 +288,8 @@ def test_a_split_backward_pass_recomputes_what_pytorchs_does(model, recompute):
 
     found, expected = counted(stages, module, run)
     assert found == expected
-    assert (recomputed_flops(stages) > forward_flops(stages)) == (recompute == "full")
+    rank = rank_estimate(model, plan, stages.rank, CPU)
+    assert (rank.recomputed_flops > rank.flops) == (recompute == "full")
 
 
 # Links
@@ -321,8 +320,22 @@ def test_formulas_take_arrays():
     for schedule in SCHEDULES:
         fractions = np.asarray(bubble_fraction(schedule, 4, 2, m))
         assert fractions.tolist() == [float(bubble_fraction(schedule, 4, 2, int(i))) for i in m]
-    assert np.asarray(reduction_share(False, np.array([1, 2]), m[:2])).tolist() == [1, 0]
     assert np.asarray(exposed_s(np.array([3.0, 1.0]), 4.0, 2.0, 5.0)).tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "plan,share",
+    [
+        ({}, 0),  # no other rank
+        ({"dp": 2}, 1 / 4),  # DDP: in the last of four
+        ({"dp": 2, "pp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, 1 / 4),
+        ({"dp": 2, "zero": 3}, 1),  # FSDP2: in each
+        ({"dp": 2, "zero": 3, "pp": 2}, 0),  # once, when all are over
+    ],
+)
+def test_the_share_of_backward_passes_beside_which_gradients_are_reduced(plan, share):
+    asked = Plan(**{"global_batch": 4 * plan.get("dp", 1), "seq_len": 16, **plan})
+    assert rank_estimate(replace(LLAMA, n_layers=4), asked, Rank(), CPU).work.reducing_share == share
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

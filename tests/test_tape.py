@@ -5,7 +5,8 @@ import pytest
 from memplan.device import A100, CPU, CPU_OF_SHAPES, H100, Device
 from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
-from memplan.shapes import BF16, FP32, INT64, DType, Event
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Free, changes
+from memplan.shapes import BF16, FP32, INT64, DType
 from memplan.tape import CPU_RANDOM_STATE_BYTES, OpContext, Tape, Tensor
 
 
@@ -32,20 +33,20 @@ def op(x: Tensor, name: str, *saved: Tensor, view_grad: bool = False) -> Tensor:
 
 def record(tape: Tape, start: int = 0) -> list[str]:
     """Allocations and frees as +name and -name."""
-    return [f"{'+' if e.sign > 0 else '-'}{e.buffer.name}" for e in tape.events[start:] if e.sign]
+    return [f"{'+' if e.sign > 0 else '-'}{e.buffer.name}" for e in changes(tape.events[start:])]
 
 
 def alive(tape: Tape) -> dict[str, str]:
     """The kind of each buffer that is not freed, by name."""
-    held = {id(e.buffer): e.buffer for e in tape.events if e.sign > 0}
+    held = {id(e.buffer): e.buffer for e in changes(tape.events) if isinstance(e, Alloc)}
     for event in tape.events:
-        if event.sign < 0:
+        if isinstance(event, Free):
             del held[id(event.buffer)]
     return {buffer.name: buffer.kind for buffer in held.values()}
 
 
-def marks(tape: Tape) -> list[Event]:
-    return [event for event in tape.events if event.sign == 0]
+def gradients(tape: Tape) -> list[AccumulateGrad]:
+    return [event for event in tape.events if isinstance(event, AccumulateGrad)]
 
 
 # Lifetimes
@@ -204,9 +205,9 @@ def test_a_gradient_from_outside_is_added_to_in_place_but_marked():
     tape.start_backward(y, Tensor(tape, (4,), FP32))
     del x, y
     tape.backward(down_to=1)
-    assert [(event.sign, event.buffer.name, event.parameter) for event in marks(tape)] == [
-        (0, "sum of grads", None)
-    ]
+    (added,) = [event for event in tape.events if isinstance(event, AddToIncoming)]
+    assert added.buffer.name == "sum of grads"
+    assert not gradients(tape)
 
 
 # Recomputation
@@ -266,7 +267,7 @@ def test_everything_recomputed_is_freed_in_the_end():
 @pytest.mark.parametrize("device, states", [(CPU, 2), (H100, 0)])
 def test_on_cpu_the_generators_state_is_kept_and_saved_again_beside_it(device, states):
     tape, _ = recomputed(device)
-    kept = [event.buffer for event in tape.events if event.sign > 0 and event.buffer.name == "random state"]
+    kept = [e.buffer for e in tape.events if isinstance(e, Alloc) and e.buffer.name == "random state"]
     assert [buffer.n_bytes for buffer in kept] == [CPU_RANDOM_STATE_BYTES] * states
     assert "random state" not in alive(tape)
 
@@ -405,7 +406,9 @@ def test_a_tied_weight_is_one_parameter_with_one_gradient():
     (table,) = tape.parameters.values()
     assert table.shape == (10, 4)
     assert alive(tape) == {"table.weight.grad": "grads"}
-    assert [(event.buffer.name, event.parameter) for event in marks(tape)] == [("table.weight.grad", table)]
+    assert [(event.buffer.name, event.parameter) for event in gradients(tape)] == [
+        ("table.weight.grad", table)
+    ]
 
 
 def test_an_untied_heads_gradient_is_its_own():
@@ -417,4 +420,4 @@ def test_an_untied_heads_gradient_is_its_own():
     del y
     tape.backward()
     assert alive(tape) == {"table.weight.grad": "grads", "head.weight.grad": "grads"}
-    assert [event.parameter.name for event in marks(tape)] == ["head.weight", "table.weight"]
+    assert [event.parameter.name for event in gradients(tape)] == ["head.weight", "table.weight"]

@@ -6,19 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.shapes import FP32, Buffer, Event
-from memplan.timeline import (
-    Bytes,
-    Instant,
-    Stretch,
-    alive_at_high,
-    bytes_by_kind,
-    chain,
-    events,
-    instants,
-    repeated,
-    running_bytes,
-)
+from memplan.memory import Bytes, Instant, alive_at_high, bytes_by_kind, instants, running_bytes
+from memplan.record import AddToIncoming, Alloc, Free, Stretch, chain, events, repeated
+from memplan.shapes import FP32, Buffer
 
 
 def buffer(n_bytes: int, name: str = "b", kind="temporaries") -> Buffer:
@@ -27,7 +17,7 @@ def buffer(n_bytes: int, name: str = "b", kind="temporaries") -> Buffer:
 
 def steps(*deltas: int, name: str = "s") -> Stretch:
     """A stretch that allocates (positive) and frees (negative) buffers of these bytes, of its own each."""
-    return events(name, [Event(1 if delta > 0 else -1, buffer(abs(delta))) for delta in deltas])
+    return events(name, [(Alloc if delta > 0 else Free)(buffer(abs(delta))) for delta in deltas])
 
 
 def figures(stretch: Stretch) -> tuple[int, int]:
@@ -58,7 +48,7 @@ def test_events(deltas, net_bytes, high_bytes):
 
 
 def test_an_event_that_moves_nothing_is_left_out():
-    mark, real = Event(0, buffer(100)), Event(1, buffer(3))
+    mark, real = AddToIncoming(buffer(100)), Alloc(buffer(3))
     stretch = events("s", [mark, real, mark])
     assert stretch.events == (real,)
     assert figures(stretch) == (3, 3)
@@ -96,7 +86,7 @@ def test_repeated(deltas, n, net_bytes, high_bytes):
 
 def test_what_is_alive_at_the_high_of_repetitions_that_grow():
     kept, short_lived = buffer(6, "kept"), buffer(4, "short-lived")
-    part = events("block", [Event(1, kept), Event(1, short_lived), Event(-1, short_lived)])
+    part = events("block", [Alloc(kept), Alloc(short_lived), Free(short_lived)])
     counts: Counter[Buffer] = Counter()
     assert alive_at_high(repeated(part, 3), counts) == "block, repetition 3 of 3"
     assert +counts == Counter({kept: 3, short_lived: 1})
@@ -104,7 +94,7 @@ def test_what_is_alive_at_the_high_of_repetitions_that_grow():
 
 def test_what_is_alive_at_the_high_of_repetitions_that_shrink():
     old, gradient = buffer(6, "old"), buffer(4, "gradient")
-    part = events("block", [Event(1, gradient), Event(-1, gradient), Event(-1, old)])
+    part = events("block", [Alloc(gradient), Free(gradient), Free(old)])
     counts = Counter({old: 3})
     assert alive_at_high(repeated(part, 3), counts) == "block, repetition 1 of 3"
     assert +counts == Counter({old: 3, gradient: 1})
@@ -121,7 +111,7 @@ def test_nested_repetitions_are_named_from_the_inside():
 def test_a_stretch_that_only_frees_has_its_high_before_it_starts():
     a = buffer(5)
     counts = Counter({a: 1})
-    alive_at_high(events("end", [Event(-1, a)]), counts)
+    alive_at_high(events("end", [Free(a)]), counts)
     assert counts == Counter({a: 1})
 
 

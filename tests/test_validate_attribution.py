@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from memplan import Plan
-from memplan.shapes import FP32, Buffer, Event
-from memplan.timeline import chain, events, repeated
+from memplan.record import Alloc, Free, chain, events, repeated
+from memplan.shapes import FP32, Buffer
 from validate.attribution import Comparison, comparison
 from validate.blocks import Block, alive_after
 from validate.cases import Case
@@ -75,7 +75,7 @@ def compared(step, found, *, rest=None, held=()):
 
 def test_equal_bytes_in_order_and_alive_are_the_same_tensor():
     a, b, c = buffer("a", 8), buffer("b", 16), buffer("c", 8)
-    step = events("s", [Event(1, a), Event(1, b), Event(1, c), Event(-1, a)])
+    step = events("s", [Alloc(a), Alloc(b), Alloc(c), Free(a)])
     found = compared(step, measured((8, 1), (16, 2), (8, 3), (-8, 1)))
     assert found.fraction == 1.0
     assert [(k.blocks[0].pointer, k.tensors[0].name) for k in found.known] == [(1, "a"), (2, "b"), (3, "c")]
@@ -83,7 +83,7 @@ def test_equal_bytes_in_order_and_alive_are_the_same_tensor():
 
 def test_a_block_that_is_not_predicted_and_a_tensor_that_is_not_measured_are_named():
     a, b = buffer("a", 8), buffer("b", 64)
-    found = compared(events("s", [Event(1, a), Event(1, b)]), measured((8, 1), (32, 2)))
+    found = compared(events("s", [Alloc(a), Alloc(b)]), measured((8, 1), (32, 2)))
     assert pointers(found.unexplained) == [2]
     assert [tensor.name for tensor in found.unmeasured] == ["b"]
     assert found.fraction == 8 / 40
@@ -91,13 +91,13 @@ def test_a_block_that_is_not_predicted_and_a_tensor_that_is_not_measured_are_nam
 
 def test_sums_that_are_near_or_equal_explain_nothing():
     a = buffer("a", 40)
-    found = compared(events("s", [Event(1, a)]), measured((20, 1), (20, 2)))
+    found = compared(events("s", [Alloc(a)]), measured((20, 1), (20, 2)))
     assert (found.attributed_bytes, found.peak_bytes, found.predicted_bytes) == (0, 40, 40)
 
 
 def test_a_tensor_freed_before_the_predicted_peak_is_no_block_alive_at_the_measured_one():
     a, b = buffer("a", 8), buffer("b", 64)
-    step = events("s", [Event(1, a), Event(-1, a), Event(1, b)])
+    step = events("s", [Alloc(a), Free(a), Alloc(b)])
     found = compared(step, measured((8, 1), (64, 2)))
     assert [known.tensors[0].name for known in found.known] == ["b"]
     assert pointers(found.unexplained) == [1]
@@ -105,8 +105,8 @@ def test_a_tensor_freed_before_the_predicted_peak_is_no_block_alive_at_the_measu
 
 def test_which_of_equal_tensors_is_freed_is_seen_in_the_measurement():
     saved, other, last = buffer("blocks.*.saved", 8), buffer("blocks.*.other", 24), buffer("last", 64)
-    forward = repeated(events("forward", [Event(1, saved), Event(1, other)]), 2)
-    step = chain("step", forward, events("backward", [Event(-1, saved), Event(-1, other), Event(1, last)]))
+    forward = repeated(events("forward", [Alloc(saved), Alloc(other)]), 2)
+    step = chain("step", forward, events("backward", [Free(saved), Free(other), Alloc(last)]))
     oldest_first = measured((8, 1), (24, 2), (8, 3), (24, 4), (-8, 1), (-24, 2), (64, 5))
     mixed = measured((8, 1), (24, 2), (8, 3), (24, 4), (-8, 1), (-24, 4), (64, 5))
     for seen, alive in ((oldest_first, [3, 4, 5]), (mixed, [2, 3, 5])):
@@ -125,7 +125,7 @@ def test_states_between_steps_are_known_by_their_kind_and_parts_by_their_exact_s
     }
     held = [block(68, 1, "weights"), block(68, 2, "optimizer"), block(40, 3), block(8, 4), block(16, 5)]
     a = buffer("a", 8)
-    found = compared(events("s", [Event(1, a)]), measured((8, 9)), rest=rest, held=held)
+    found = compared(events("s", [Alloc(a)]), measured((8, 9)), rest=rest, held=held)
     assert found.fraction == 1.0
     named = {pointers(known.blocks)[0]: [t.name for t in known.tensors] for known in found.known}
     assert named[1] == ["w", "w (padding)"]
@@ -135,10 +135,10 @@ def test_states_between_steps_are_known_by_their_kind_and_parts_by_their_exact_s
 
 def test_bytes_that_may_have_been_freed_are_not_attributed():
     a = buffer("a", 24)
-    found = compared(events("s", [Event(1, a)]), measured((24, 1), (-5, 0), (5, 2)))
+    found = compared(events("s", [Alloc(a)]), measured((24, 1), (-5, 0), (5, 2)))
     assert found.lost_bytes == 0
     assert found.fraction == 1.0
-    lost = compared(events("s", [Event(1, a)]), measured((24, 1), (-5, 0), (8, 2)))
+    lost = compared(events("s", [Alloc(a)]), measured((24, 1), (-5, 0), (8, 2)))
     assert lost.lost_bytes == 5
     assert lost.attributed_bytes == 24 - 5
     assert lost.fraction < 1

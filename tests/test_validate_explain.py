@@ -14,8 +14,8 @@ from memplan.device import H100
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.plan import Rank
+from memplan.record import unrolled
 from memplan.shapes import Buffer
-from memplan.timeline import unrolled
 from validate import snapshot
 from validate.__main__ import main
 from validate.cases import Case
@@ -47,10 +47,10 @@ def freed(address, n_bytes):
 
 def as_recorded(case, *, extra=0, from_the_start=False, steps=2):
     """A snapshot as CUDA's allocator would write it if it did as memplan predicts, and `extra` bytes."""
-    timeline = rank_estimate(case.model, case.plan, Rank(), H100).timeline
+    record = rank_estimate(case.model, case.plan, Rank(), H100).record
     addresses = iter(range(0x7F0000000000, 0x7FFFFFFFFFFF, 1 << 21))
     blocks, trace, held = [], [entry("segment_alloc", 1, 1 << 30)], []
-    for buffer in timeline.rest.elements():
+    for buffer in record.rest.elements():
         address = next(addresses)
         held.append(entry("alloc", address, buffer.n_bytes))
         blocks.append(
@@ -67,7 +67,7 @@ def as_recorded(case, *, extra=0, from_the_start=False, steps=2):
         blocks.append({"address": address, "size": extra, "state": "active_allocated", "frames": FRAMES})
     for _ in range(steps):
         alive: dict[Buffer, list[int]] = {}
-        for _, event in unrolled(timeline.step):
+        for _, event in unrolled(record.step):
             if event.sign > 0:
                 alive.setdefault(event.buffer, []).append(next(addresses))
                 trace.append(entry("alloc", alive[event.buffer][-1], event.buffer.n_bytes))

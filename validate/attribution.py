@@ -20,8 +20,9 @@ from typing import Final
 
 import numpy as np
 
-from memplan.shapes import Buffer, Event
-from memplan.timeline import Alive, Stretch, n_bytes_of, unrolled
+from memplan.memory import Alive, n_bytes_of
+from memplan.record import Alloc, Free, Stretch, unrolled
+from memplan.shapes import Buffer
 from validate.blocks import Block, alive_after
 from validate.cases import Case
 from validate.measure import RankMeasurement
@@ -98,9 +99,9 @@ class Comparison:
     one_step: bool = True
 
     @cached_property
-    def predicted(self) -> list[tuple[str, Event]]:
+    def predicted(self) -> list[tuple[str, Alloc | Free]]:
         """The predicted step's allocations and frees in order, with their stretches."""
-        return [(name, event) for name, event in unrolled(self.step) if event.sign]
+        return list(unrolled(self.step))
 
     @cached_property
     def predicted_bytes(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
@@ -249,9 +250,9 @@ def comparison(case: Case, measured: RankMeasurement) -> Comparison:
     Raises:
         MemplanError: if the plan is refused, or no rule says what it holds.
     """
-    timeline = estimated_rank(case, measured.rank).timeline
+    record = estimated_rank(case, measured.rank).record
     memory = measured.memory
-    return Comparison(rest=timeline.rest, step=timeline.step, held=memory.held, events=memory.events)
+    return Comparison(rest=record.rest, step=record.step, held=memory.held, events=memory.events)
 
 
 def _both(base: Matched, made: Matched, *, blocks: tuple[Block, ...]) -> Matched:

@@ -105,9 +105,9 @@ def snapshot_comparison(case: Case, rank: int, path: Path) -> Comparison:
         MemplanError: for a file that is no snapshot, or a plan that is refused.
     """
     snapshot = read_snapshot(path)
-    timeline = rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels).timeline
+    record = rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels).record
     return Comparison(
-        rest=timeline.rest, step=timeline.step, held=snapshot.held, events=snapshot.events, one_step=False
+        rest=record.rest, step=record.step, held=snapshot.held, events=snapshot.events, one_step=False
     )
 
 

@@ -1,35 +1,27 @@
 """Whether an engine can run a plan: `check_plan` asks the rules of the plan's engine, one after the other."""
 
-from collections.abc import Callable, Mapping
-from typing import Final
-
 from memplan.device import Device
-from memplan.engines import textbook
-from memplan.engines.torch import refusals as torch
+from memplan.engines.base import engine_named
 from memplan.models import Model
 from memplan.plan import Plan
-
-Rule = Callable[[Model, Plan], None]
-
-REFUSALS: Final[Mapping[str, tuple[Rule, ...]]] = {"torch": torch.REFUSALS, "textbook": textbook.REFUSALS}
-"""The rules of each engine, in the order in which they are asked."""
 
 
 def check_plan(model: Model, plan: Plan) -> None:
     """Raise unless the plan's engine can run it on this model.
 
     Raises:
+        UnknownName: an engine that there is not.
         PlanRefused: with value, rule and way out.
         MissingRule: an option that no rule of the engine covers yet.
     """
-    for rule in REFUSALS[plan.engine]:
+    for rule in engine_named(plan.engine).refusals:
         rule(model, plan)
 
 
 def check_device(plan: Plan, device: Device) -> None:
-    """Raise if PyTorch runs the plan on this device, but computes it wrongly.
+    """Raise if the plan's engine does not run it correctly on this device.
 
     Raises:
         PlanRefused: with value, rule and way out.
     """
-    torch.check_device(plan, device)
+    engine_named(plan.engine).check_device(plan, device)

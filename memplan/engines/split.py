@@ -10,11 +10,22 @@ from functools import lru_cache
 from operator import index
 from typing import Final
 
-from memplan.engines.trace import EMPTY, Block, Marks, Segment, Trace, entry_of, run_block
+from memplan.engines.trace import (
+    EMPTY,
+    Block,
+    Marks,
+    Segment,
+    Trace,
+    buffer_in,
+    entry_of,
+    gradients,
+    run_block,
+)
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
-from memplan.shapes import Buffer, DType, Event, Kind, Shape
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
+from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor
 
 Turns = tuple[tuple[Segment, int], ...]
@@ -147,19 +158,18 @@ class _Names:
     """
 
     def __init__(self, trace: Trace) -> None:
-        segments = (trace.head_backward, trace.blocks[0].backward)
-        self.grads = {e.parameter: e.buffer for s in segments for e in s.events if e.parameter is not None}
+        self.grads = gradients(trace.head_backward, trace.blocks[0].backward)
         self.known: dict[Buffer, Buffer | None] = {}
         self.repeats: dict[Buffer, int] = {}
         self.alike: dict[tuple[str, Shape, DType, Kind], Buffer] = {}
 
     def leave_out(self, segment: Segment) -> None:
         """What belongs to the schedule."""
-        self.known.update((event.buffer, None) for event in segment.events)
+        self.known.update((buffer, None) for e in segment.events if (buffer := buffer_in(e)) is not None)
 
     def give(self, segment: Segment, traced_as: Segment, repeats: int = 1) -> None:
         """The allocations of a forward pass, one after the other as in the trace."""
-        ours, theirs = ([e.buffer for e in s.events if e.sign > 0] for s in (segment, traced_as))
+        ours, theirs = ([e.buffer for e in s.events if isinstance(e, Alloc)] for s in (segment, traced_as))
         self.known.update(zip(ours, theirs, strict=True))
         self.repeats.update(dict.fromkeys(ours, repeats))
 
@@ -171,23 +181,38 @@ class _Names:
     def __call__(self, segment: Segment, repeats: int = 1) -> Segment:
         """A segment of the backward pass, of a block that recurs so often."""
         for event in segment.events:
-            if event.parameter is not None:
+            if isinstance(event, AccumulateGrad):
                 self.known[event.buffer] = self.grads[event.parameter]
-            self.repeats.setdefault(event.buffer, repeats)
-        return Segment(tuple(self._events(segment)), segment.calls, segment.flops)
+            if (buffer := buffer_in(event)) is not None:
+                self.repeats.setdefault(buffer, repeats)
+        return Segment(tuple(self._events(segment)))
 
     def by_repeats(self, segment: Segment) -> Turns:
         """What an end frees, each block's as often as there are such blocks."""
         found: dict[int, list[Event]] = {}
         for event in segment.events:
-            found.setdefault(self.repeats.get(event.buffer, 1), []).append(event)
+            buffer = buffer_in(event)
+            repeats = 1 if buffer is None else self.repeats.get(buffer, 1)
+            found.setdefault(repeats, []).append(event)
         return tuple([(self(Segment(tuple(part))), n) for n, part in found.items()])
 
     def _events(self, segment: Segment) -> Iterator[Event]:
-        for sign, buffer, parameter in segment.events:
-            if buffer not in self.known:
-                key = buffer.name, buffer.shape, buffer.dtype, buffer.kind
-                self.known[buffer] = self.alike.setdefault(key, buffer)
-            name = self.known[buffer]
-            if name is not None:
-                yield Event(1 if sign == 0 and parameter is None else sign, name, parameter)
+        for event in segment.events:
+            match event:
+                case Alloc(buffer) | AddToIncoming(buffer):
+                    if (known := self._known(buffer)) is not None:
+                        yield Alloc(known)
+                case Free(buffer):
+                    if (known := self._known(buffer)) is not None:
+                        yield Free(known)
+                case AccumulateGrad(buffer, parameter):
+                    if (known := self._known(buffer)) is not None:
+                        yield AccumulateGrad(known, parameter)
+                case _:
+                    yield event
+
+    def _known(self, buffer: Buffer) -> Buffer | None:
+        if buffer not in self.known:
+            key = buffer.name, buffer.shape, buffer.dtype, buffer.kind
+            self.known[buffer] = self.alike.setdefault(key, buffer)
+        return self.known[buffer]

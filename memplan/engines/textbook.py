@@ -6,11 +6,13 @@ stage. Every result is a real number of bytes (or elements): the formulas know n
 buffers and no allocator, and here they stay so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 from memplan.checks import checked_count
+from memplan.device import Device
+from memplan.engines.base import Confirmation, Engine, RankRecord, Rule
 from memplan.engines.refusals import (
     check_divided,
     check_layers,
@@ -18,12 +20,12 @@ from memplan.engines.refusals import (
     check_sequence,
     check_supported,
 )
-from memplan.engines.torch import StageTimeline
-from memplan.engines.torch.stage import MOMENTS
+from memplan.memory import Alive
 from memplan.models import Model, parameter_count
-from memplan.plan import Plan, Recompute, stage_layers
-from memplan.shapes import UINT8, Buffer, Event, Kind
-from memplan.timeline import Alive, events
+from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
+from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
+from memplan.shapes import BF16, UINT8, Buffer, Kind
+from memplan.tape import Backend
 
 # --- States -----------------------------------------------------------------------------------------------
 
@@ -300,7 +302,7 @@ def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
     moment = 2 if plan.precision == "bf16" else 4
     copy = 4 if plan.precision == "bf16-mixed" else 0
     return BytesPerParameter(
-        weights=weights, grads=weights, optimizer=copy + moment * len(MOMENTS[plan.optimizer])
+        weights=weights, grads=weights, optimizer=copy + moment * N_MOMENTS[plan.optimizer]
     )
 
 
@@ -355,11 +357,7 @@ def _layer_bytes(model: Model, plan: Plan, sizes: dict[str, int], *, recompute: 
     return layer_activations_tp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
 
 
-TextbookCall = tuple[str, Literal["dp", "tp", "pp"], str, int, float]
-"""Kind, mesh axis, purpose, calls, payload bytes of all calls, in one step of one GPU."""
-
-
-def traffic(model: Model, plan: Plan, pp_rank: int) -> Iterator[TextbookCall]:
+def traffic(model: Model, plan: Plan, pp_rank: int) -> Iterator[Collective]:
     """The collectives that the papers count.
 
     Data axis: gradients all-reduced (zero 0); reduced and the weights gathered (1, 2); weights gathered twice
@@ -374,19 +372,26 @@ def traffic(model: Model, plan: Plan, pp_rank: int) -> Iterator[TextbookCall]:
     psi_bytes = bytes_per_parameter(plan).weights * stage_parameters(model, plan)
     boundary_bytes = 2 * plan.seq_len * plan.micro_batch * model.d_model
     if plan.dp > 1 and plan.zero == 0:
-        yield "all_reduce", "dp", "gradients", 1, psi_bytes
+        yield _sent("all_reduce", "dp", "gradients", 1, psi_bytes)
     if plan.dp > 1 and plan.zero > 0:
         gathers = 2 if plan.zero == 3 else 1
-        yield "all_gather", "dp", "weights", gathers, gathers * psi_bytes
-        yield "reduce_scatter", "dp", "gradients", 1, psi_bytes
+        yield _sent("all_gather", "dp", "weights", gathers, psi_bytes)
+        yield _sent("reduce_scatter", "dp", "gradients", 1, psi_bytes)
     if plan.tp > 1:
         n = 4 * layers * m
-        for kind in ("all_gather", "reduce_scatter") if plan.sequence_parallel else ("all_reduce",):
-            yield kind, "tp", "activations and gradients", n, n * boundary_bytes
+        kinds: tuple[CollectiveKind, ...] = ("all_reduce",)
+        if plan.sequence_parallel:
+            kinds = "all_gather", "reduce_scatter"
+        for kind in kinds:
+            yield _sent(kind, "tp", "activations and gradients", n, boundary_bytes)
     if pp_rank < plan.pp - 1:
-        yield "send", "pp", "activations", m, m * boundary_bytes
+        yield _sent("send", "pp", "activations", m, boundary_bytes)
     if pp_rank > 0:
-        yield "send", "pp", "activation gradients", m, m * boundary_bytes
+        yield _sent("send", "pp", "activation gradients", m, boundary_bytes)
+
+
+def _sent(kind: CollectiveKind, axis: Axis, what: str, calls: int, payload_bytes: float) -> Collective:
+    return Collective(kind=kind, axis=axis, what=what, calls=calls, payload_bytes=round(payload_bytes))
 
 
 def forward_flops(model: Model, plan: Plan) -> float:
@@ -411,20 +416,24 @@ def recomputed_flops(model: Model, plan: Plan, pp_rank: int) -> float:
     return forward_flops(model, plan) * recomputed / layers
 
 
-def timeline(model: Model, plan: Plan, pp_rank: int) -> StageTimeline:
-    """The formulas' step: weights and optimizer state at rest, one instant at which everything is alive.
+def step(model: Model, plan: Plan, pp_rank: int) -> Iterator[Event]:
+    """The formulas' step: one instant at which everything is alive, what is computed, what is sent.
 
     Each number of bytes is rounded to a whole one.
     """
-    kept = states(
-        stage_parameters(model, plan), zero=plan.zero, dp=plan.dp, per_parameter=bytes_per_parameter(plan)
-    )
-    weights, optimizer = _bytes("weights", kept.weights_bytes), _bytes("optimizer", kept.optimizer_bytes)
-    grads = _bytes("grads", kept.grads_bytes)
+    grads = _bytes("grads", _states(model, plan).grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
-    step = [Event(sign, buffer) for sign in (1, -1) for buffer in (grads, activations)]
-    rest = Alive({weights: 1, optimizer: 1})
-    return StageTimeline(rest=rest, step=events("everything at once", step), grads=Alive({grads: 1}))
+    yield from allocs(grads, activations)
+    forward, again = forward_flops(model, plan), recomputed_flops(model, plan, pp_rank)
+    yield Compute(phase="forward", flops=round(forward), shape=(), dtype=BF16)
+    yield Compute(phase="recompute", flops=round(again), shape=(), dtype=BF16)
+    yield from traffic(model, plan, pp_rank)
+    yield from frees(grads, activations)
+
+
+def _states(model: Model, plan: Plan) -> TextbookStates:
+    psi, per_parameter = stage_parameters(model, plan), bytes_per_parameter(plan)
+    return states(psi, zero=plan.zero, dp=plan.dp, per_parameter=per_parameter)
 
 
 def _bytes(kind: Kind, n_bytes: float) -> Buffer:
@@ -462,7 +471,7 @@ def _check_options(model: Model, plan: Plan) -> None:
     check_supported(plan, SUPPORTED_VALUES)
 
 
-REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+REFUSALS: Final[tuple[Rule, ...]] = (
     _check_heads,
     check_sequence,
     check_layers,
@@ -470,3 +479,46 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_options,
 )
 """The rules of what a plan may say: no vocabulary to divide, no tied weights, no schedule to fill."""
+
+
+@final
+class TextbookEngine(Engine):
+    """The formulas above as an engine: weights and optimizer state at rest, one instant in a step."""
+
+    name = "textbook"
+    plays = "closed forms of papers"
+    is_accounting = True
+    refusals = REFUSALS
+    assumes = (
+        "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"
+        "16-bit activations; no buffers): for teaching and for checking formulas."
+    )
+
+    def confirmed_on(self, device: Device) -> Confirmation:
+        return "unmeasured"
+
+    def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
+        for pp_rank in range(plan.pp):
+            yield self.play_rank(model, plan, Rank(pp=pp_rank), device)
+
+    def play_rank(
+        self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
+    ) -> RankRecord:
+        kept = _states(model, plan)
+        weights, optimizer = _bytes("weights", kept.weights_bytes), _bytes("optimizer", kept.optimizer_bytes)
+        played = list(step(model, plan, rank.pp))
+        (grads,) = (e.buffer for e in played if isinstance(e, Alloc) and e.buffer.kind == "grads")
+        return RankRecord(
+            rank=rank,
+            layers=(stage_layers(model.n_layers, plan, rank.pp),),
+            rest=Alive({weights: 1, optimizer: 1}),
+            step=events("everything at once", played),
+            grads=Alive({grads: 1}),
+        )
+
+    def wire_bytes(self, kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
+        """A ring's factor (n-1)/n is neglected: an all-reduce sends twice its payload, all others theirs."""
+        return payload_bytes * (2 if kind == "all_reduce" else 1)
+
+
+TEXTBOOK = TextbookEngine()

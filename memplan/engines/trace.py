@@ -9,21 +9,16 @@ from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
-from memplan.shapes import INT64, Buffer, Event, Parameter
-from memplan.tape import Call, OpContext, Tape, Tensor
-from memplan.timeline import Stretch, events
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
+from memplan.shapes import INT64, Buffer, Parameter
+from memplan.tape import OpContext, Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one part of the model does in one direction: its events, its tensor-axis collectives, its FLOPs.
-
-    `flops` are those of forward operations, so that a backward segment's are what it computes again.
-    """
+    """What one part of the model does in one direction."""
 
     events: tuple[Event, ...] = ()
-    calls: tuple[Call, ...] = ()
-    flops: int = 0
     _stretches: dict[tuple[Any, ...], Stretch] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -62,7 +57,7 @@ class Block:
 class Trace:
     """Forward and backward of the ends a stage owns and of its kinds of blocks; it equals only itself.
 
-    Parameters are in the order of the module; FLOPs are of the forward pass on one tensor rank.
+    Parameters are in the order of the module.
 
     Attributes whose meaning their name does not tell:
         blocks: one for each kind that was asked for. They share parameters, the buffers of their gradients,
@@ -99,16 +94,15 @@ class Trace:
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
-    block_flops: int
-    head_flops: int = 0
 
     def sending(self, forward: Segment) -> Segment:
         """A block's forward pass whose output is `sent`."""
-        events = [
-            Event(e.sign, self.sent) if e.sign > 0 and e.buffer is self.boundary else e
-            for e in forward.events
-        ]
-        return Segment(tuple(events), forward.calls, forward.flops)
+        return Segment(
+            tuple(
+                Alloc(self.sent) if isinstance(e, Alloc) and e.buffer is self.boundary else e
+                for e in forward.events
+            )
+        )
 
 
 class Marks:
@@ -116,15 +110,13 @@ class Marks:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.n_events = self.n_calls = self.n_parameters = self.n_flops = 0
+        self.n_events = self.n_parameters = 0
 
     def segment(self) -> Segment:
         """What the tape has done since the last segment."""
-        tape = self.tape
-        events, calls = tape.events[self.n_events :], tape.calls[self.n_calls :]
-        flops = tape.flops - self.n_flops
-        self.n_events, self.n_calls, self.n_flops = len(tape.events), len(tape.calls), tape.flops
-        return Segment(tuple(events), tuple(calls), flops)
+        events = self.tape.events[self.n_events :]
+        self.n_events = len(self.tape.events)
+        return Segment(tuple(events))
 
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters first used since the last call."""
@@ -172,11 +164,10 @@ def without_blocks(trace: Trace) -> Trace:
 def _as_in(one: Trace, other: Trace) -> Block:
     """The block of another trace, in one trace's parameters, gradients and boundary."""
     parameters = dict(zip(other.block_parameters, one.block_parameters, strict=True))
-    grads = {e.parameter: e.buffer for e in one.blocks[0].backward.events if e.parameter is not None}
+    grads = gradients(one.blocks[0].backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
-    for event in other.blocks[0].backward.events:
-        if event.parameter is not None:
-            renamed[event.buffer] = grads[parameters[event.parameter]]
+    for parameter, grad in gradients(other.blocks[0].backward).items():
+        renamed[grad] = grads[parameters[parameter]]
     same = _Renamed(renamed, parameters)
     block = other.blocks[0]
     return Block(**{field.name: same(getattr(block, field.name)) for field in fields(Block)})
@@ -287,8 +278,6 @@ def _traced(
         boundary=boundary,
         sent=sent,
         boundary_grad=boundary_grad,
-        block_flops=block.flops,
-        head_flops=head.flops,
     )
 
 
@@ -326,8 +315,7 @@ class Without:
         self.buffer = buffer
 
     def __call__(self, segment: Segment) -> Segment:
-        events = tuple(e for e in segment.events if e.buffer is not self.buffer)
-        return Segment(events, segment.calls, segment.flops)
+        return Segment(tuple(e for e in segment.events if buffer_in(e) is not self.buffer))
 
 
 class _Renamed:
@@ -340,10 +328,24 @@ class _Renamed:
         self.parameters = parameters or {}
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(map(self._event, segment.events)), segment.calls, segment.flops)
+        return Segment(tuple(map(self._event, segment.events)))
 
     def _event(self, event: Event) -> Event:
-        sign, buffer, parameter = event
-        if parameter is not None:
-            parameter = self.parameters.get(parameter, parameter)
-        return Event(sign, self.buffers.get(buffer, buffer), parameter)
+        match event:
+            case AccumulateGrad(buffer, parameter):
+                renamed = self.parameters.get(parameter, parameter)
+                return AccumulateGrad(self.buffers.get(buffer, buffer), renamed)
+            case Alloc(buffer) | Free(buffer) | AddToIncoming(buffer):
+                return type(event)(self.buffers.get(buffer, buffer))
+            case _:
+                return event
+
+
+def buffer_in(event: Event) -> Buffer | None:
+    """The buffer that an event is about; None of computation and collectives."""
+    return event.buffer if isinstance(event, (Alloc, Free, AccumulateGrad, AddToIncoming)) else None
+
+
+def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
+    """The gradients that backward segments leave."""
+    return {e.parameter: e.buffer for s in segments for e in s.events if isinstance(e, AccumulateGrad)}

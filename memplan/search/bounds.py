@@ -12,7 +12,7 @@ and once all its stages have had a backward pass, gradients too.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import inf
 from typing import Any, Final, NamedTuple, cast
@@ -21,15 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.device import Device
-from memplan.engines.torch import Stage
-from memplan.engines.torch.orders import first_under_way
-from memplan.engines.torch.stage import MOMENTS
-from memplan.engines.trace import Segment
+from memplan.engines.base import engine_named
+from memplan.errors import MissingRule
 from memplan.hardware import Cluster
 from memplan.models import Model
-from memplan.plan import RECOMPUTES, SINGLE_STAGE_SCHEDULES, Axis, Plan, Schedule, stage_layers
+from memplan.plan import N_MOMENTS, RECOMPUTES, SINGLE_STAGE_SCHEDULES, Plan, Schedule, stage_layers
+from memplan.record import Axis, Overlap
 from memplan.search.plans import CELL, NO_LIMIT, Column, Grid, unchecked
-from memplan.shapes import Parameter
 from memplan.steptime import (
     Roofline,
     Work,
@@ -41,7 +39,6 @@ from memplan.steptime import (
     rates_of,
     update_bytes,
 )
-from memplan.traffic import wire_bytes
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.float64]
@@ -101,7 +98,7 @@ class Parts:
 @lru_cache(maxsize=4096)
 def parts(model: Model, plan: Plan, device: Device) -> Parts:
     """The parts of a model under a plan of one replica and one stage, whatever its micro-batch."""
-    one, two, three = (_traced(model, plan, device, n) for n in (1, 2, 3))
+    one, two, three = (_costs(model, plan, device, n) for n in (1, 2, 3))
     found: dict[str, Any] = {
         name: value if name.endswith("elements") else Affine.through(value, two[name], three[name])
         for name, value in one.items()
@@ -109,39 +106,13 @@ def parts(model: Model, plan: Plan, device: Device) -> Parts:
     return Parts(**found)
 
 
-def _traced(model: Model, plan: Plan, device: Device, micro_batch: int) -> dict[str, Any]:
-    """What `Parts` names, for one micro-batch of a model of two blocks, the first one recomputed."""
+def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> dict[str, int]:
+    """What `Parts` names, for one micro-batch; the first of two blocks is recomputed."""
     batch = {"micro_batch": micro_batch, "global_batch": plan.n_replicas * micro_batch}
-    some = unchecked(plan, recompute_blocks=1, **batch)
-    stage = Stage(model, some, (True, True, 2), device)
-    trace, (again, *others) = stage.trace, stage.trace.blocks
-    plain = others[0] if others else again
-
-    def elements(parameters: tuple[Parameter, ...]) -> int:
-        return sum(p.n_elements for p in parameters)
-
-    def net(*segments: Segment) -> float:
-        return sum(segment.stretch("").net_bytes for segment in segments)
-
-    def sent(*segments: Segment) -> float:
-        return sum(wire_bytes(call.kind, call.payload_bytes, plan.tp) for s in segments for call in s.calls)
-
-    ends = trace.embed, trace.head, trace.loss, trace.head_backward, trace.embed_backward
-    return {
-        "embedding_elements": elements(trace.embed_parameters),
-        "block_elements": elements(trace.block_parameters),
-        "head_elements": elements(trace.head_parameters),
-        "block_flops": trace.block_flops,
-        "head_flops": trace.head_flops,
-        "again_flops": again.backward.flops,
-        "sent_bytes": sent(*ends) + model.n_layers * sent(plain.forward, plain.backward),
-        "sent_again_bytes": sent(again.forward, again.backward) - sent(plain.forward, plain.backward),
-        "embedding_saved": net(trace.embed, trace.embed_casts),
-        "block_saved": net(plain.forward, plain.casts),
-        "again_saved": net(again.forward, again.casts),
-        "head_saved": net(trace.head, trace.head_casts, trace.loss),
-        "boundary_bytes": trace.boundary.n_bytes,
-    }
+    found = engine_named(plan.engine).part_costs(model, unchecked(plan, recompute_blocks=1, **batch), device)
+    if found is None:
+        raise MissingRule(f"engine={plan.engine!r} gives no bounds to search by; use engine='torch'.")
+    return asdict(found)
 
 
 class _Pipeline(NamedTuple):
@@ -174,6 +145,7 @@ class _UnderWay(NamedTuple):
 class _Schedule:
     """A pipeline's schedule; of a single rank, where it does not matter, 1F1B."""
 
+    engine: str
     n_layers: int
     schedule: Schedule
     pp: int
@@ -222,7 +194,8 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_UnderWay, _UnderWa
     And whether there is such an instant [m].
     """
     plan, sizes = _sizes(key)
-    found = [first_under_way(key.schedule, key.pp, key.virtual_stages, m) for m in ms]
+    under_way = engine_named(key.engine).first_under_way
+    found = [under_way(key.schedule, key.pp, key.virtual_stages, m) for m in ms]
     first = np.array([before for before, _ in found])
     later = np.array([after or (0,) * len(before) for before, after in found])
     own = plan.stages_of(0)
@@ -267,8 +240,8 @@ class _Plans:
         limits = tuple(one.recompute_blocks.tolist()) if recompute != "none" else (0,)
         self.schedules = [
             _Schedule(
-                model.n_layers, grid.schedule, grid.structure["pp"], grid.structure["virtual_stages"],
-                base.layers_per_stage, limits,
+                base.engine, model.n_layers, grid.schedule, grid.structure["pp"],
+                grid.structure["virtual_stages"], base.layers_per_stage, limits,
             )
             for grid in grids
         ]  # fmt: skip
@@ -306,7 +279,7 @@ class _Plans:
     @property
     def n_moments(self) -> int:
         """What the optimizer keeps for each weight."""
-        return len(MOMENTS[self.base.optimizer])
+        return N_MOMENTS[self.base.optimizer]
 
 
 Bounds = tuple[Bytes, Seconds]
@@ -343,10 +316,10 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
         forward_flops=m * flops / pp,
         recomputed_flops=m * again / pp,
         sent=_sent(plans),
+        reducing=1 / m if plans.ddp else np.where(pp == 1, 1.0, 0.0),
         moved_bytes=_moved_bytes(plans),
     )
-    reducing = 1 / m if plans.ddp else np.where(pp == 1, 1.0, 0.0)
-    found = parts_s(work, reducing, rates_of(plans.plan, cluster), time_model.efficiency)
+    found = parts_s(work, rates_of(plans.plan, cluster), time_model.efficiency)
     fraction = np.empty(m.shape)
     for i, key in enumerate(plans.schedules):
         own = slice(plans.starts[i], plans.starts[i + 1])
@@ -355,8 +328,8 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     return np.where(known, total * (1 - ROUNDING), inf)
 
 
-def _sent(plans: _Plans) -> tuple[Any, Any, Any]:
-    """Bytes that the average rank sends, as `Work.sent`: what it waits for, reductions, gathers."""
+def _sent(plans: _Plans) -> dict[Overlap, Any]:
+    """Bytes that the average rank sends, as `Work.sent`."""
     axes: list[Axis] = ["pp", "dp_replicate", "dp", "tp", "world", "host"]
     waits, reductions, gathers = ({axis: cast(Any, 0.0) for axis in axes} for _ in range(3))
     pp, m, base, dp = plans.pp, plans.m, plans.base, plans.dp
@@ -379,10 +352,11 @@ def _sent(plans: _Plans) -> tuple[Any, Any, Any]:
         reduced = once * every * wide
         reductions["dp"] = reduced * part
         reductions["dp_replicate"] = 2 * reduced / dp * (plans.replicas - 1) / plans.replicas
-    return tuple(  # type: ignore[return-value]
-        {axis: np.maximum(0, n_bytes - ROUNDED_BYTES) for axis, n_bytes in sent.items()}
-        for sent in (waits, reductions, gathers)
-    )
+    every_kind: dict[Overlap, Any] = {"nothing": waits, "backward": reductions, "compute": gathers}
+    return {
+        overlap: {axis: np.maximum(0, n_bytes - ROUNDED_BYTES) for axis, n_bytes in sent.items()}
+        for overlap, sent in every_kind.items()
+    }
 
 
 def _moved_bytes(plans: _Plans) -> Any:

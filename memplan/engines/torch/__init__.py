@@ -6,9 +6,7 @@ them together. gloo's collectives keep scratch of their own and its sends hold t
 place, and so does the `fake` backend, which does nothing.
 """
 
-from memplan.engines.torch.passes import Passes
-from memplan.engines.torch.program import program
+from memplan.engines.torch.engine import TORCH
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.engines.torch.step import StageTimeline, passes_of, timeline
 
-__all__ = ["Passes", "RankStages", "Stage", "StageTimeline", "passes_of", "program", "timeline"]
+__all__ = ["TORCH", "RankStages", "Stage"]

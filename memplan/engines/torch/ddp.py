@@ -9,16 +9,27 @@ Source: torch/csrc/distributed/c10d/reducer.cpp, torch/distributed/algorithms/dd
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import partial
 from itertools import groupby, islice, repeat
 from typing import Any, Final, NamedTuple
 
-from memplan.engines.torch.passes import Passes, backward_order, from_outside, gradients
-from memplan.engines.torch.sharding import ddp_buckets
-from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment
-from memplan.shapes import BF16, FP16, Buffer, DType, Event, Parameter, buffer_of
-from memplan.timeline import Alive, Stretch, allocs, chain, events, frees, repeated
+from memplan.engines.torch.passes import Passes, backward_order, from_outside
+from memplan.engines.torch.sharding import ddp_buckets, partial_sum
+from memplan.engines.torch.stage import Stage, rotation_of
+from memplan.engines.trace import Segment, buffer_in, gradients
+from memplan.memory import Alive
+from memplan.record import (
+    AccumulateGrad,
+    Collective,
+    Event,
+    Stretch,
+    allocs,
+    chain,
+    events,
+    frees,
+    repeated,
+)
+from memplan.shapes import BF16, FP16, Buffer, DType, Parameter, buffer_of
 
 POWERSGD_RANK: Final = 1
 """Columns of PowerSGD's P and Q (`matrix_approximation_rank`'s default)."""
@@ -74,7 +85,9 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
 
 def ready(segment: Segment) -> list[Parameter]:
     """The parameters whose gradients are ready as a backward segment makes them."""
-    return [e.parameter for e in segment.events if e.parameter is not None and not e.parameter.distributed]
+    return [
+        e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.distributed
+    ]
 
 
 def buckets(stage: Stage) -> list[list[Parameter]]:
@@ -117,29 +130,40 @@ def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
 
 
 def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = ()) -> tuple[Event, ...]:
-    """What a hook allocates while a bucket is reduced, one bucket being reduced after the other.
+    """The reduction of a bucket, and what a hook allocates for it; one bucket is reduced after the other.
 
     fp16 and bf16: a copy in that type, unless the gradients are of it. PowerSGD: the bucket before it is
     compressed, what is not compressed, and the new error, which replaces the one `held`.
 
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
-    if hook in COMPRESSED:
+    sent = [
+        Collective(
+            kind="all_reduce",
+            axis="dp",
+            what="all-reduce gradients",
+            payload_bytes=n_bytes,
+            overlap="backward",
+        )
+        for n_bytes in payloads(hook, bucket, dtype)
+    ]
+    if hook in COMPRESSED and COMPRESSED[hook] != dtype:
         narrow = COMPRESSED[hook]
         copy = buffer_of(f"gradients as {narrow.name} (DDP bucket)", (bucket.n_elements,), narrow)
-        return () if narrow == dtype else (*allocs(copy), *frees(copy))
+        return (*allocs(copy), *sent, *frees(copy))
     if held:
         error, before = held[0], buffer_of("gradients before PowerSGD", (bucket.n_elements,), dtype)
         uncompressed = buffer_of("gradients PowerSGD leaves alone", (bucket.uncompressed,), dtype)
-        return (*allocs(before, uncompressed, error), *frees(error, before, uncompressed))
-    return ()
+        return (*allocs(before, uncompressed, error), *sent, *frees(error, before, uncompressed))
+    return tuple(sent)
 
 
 class ReplicatedPasses(Passes):
     """Forward and backward of one micro-batch under DDP, whose last backward pass of a step reduces.
 
-    There, gradients that are views of buckets are copied into them once they are ready, and hooks run as
-    buckets fill. Late gradients are ready, and added to older ones, when all else of the pass is done.
+    There, gradients that are views of buckets are copied into them once they are ready, and each bucket is
+    reduced when the last of its gradients is. Late gradients are ready, and added to older ones, when all
+    else of the pass is done.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -147,7 +171,8 @@ class ReplicatedPasses(Passes):
         plan, trace = stage.plan, stage.trace
         self.hook = plan.ddp_comm_hook
         self.into_views = plan.gradient_as_bucket_view and plan.set_to_none
-        self.reduces = self.hook != "none" or self.into_views
+        self.reduces = True
+        self.first_differs = not stage.model.learned_positions and plan.pp == 1
         self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
@@ -159,14 +184,28 @@ class ReplicatedPasses(Passes):
         """What the hook keeps from step to step."""
         return Counter({buffer: n for bucket, n in self.buckets.items() for buffer in self.kept[bucket]})
 
+    def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
+        forward = super()._forward(first, unsharded, release)
+        return chain(forward.name, self._sync_buffers(), forward) if first else forward
+
+    def _sync_buffers(self) -> Stretch:
+        """The first rank's buffers to the others, once a step: the angles of rotary positions.
+
+        Source: torch/nn/parallel/distributed.py (`_sync_buffers`, `require_forward_param_sync`).
+        """
+        n_bytes = rotation_of(self.stage.model, self.stage.plan).n_bytes
+        sent = Collective(kind="broadcast", axis="dp", what="rotation buffer", payload_bytes=n_bytes)
+        return events("forward: broadcast of buffers", [sent])
+
     def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
         drops = self.adds_to_older(first) + (last and self.into_views)
-        filled = self._filled() if last and self.hook != "none" else iter(())
+        filled = self._filled() if last else iter(())
+        head = self.trace.head_backward
         return chain(
             "backward",
-            self._reduced("backward: loss and head", self.trace.head_backward, drops, filled),
-            *self._replicated_blocks(drops, filled),
-            *self._end(drops, filled),
+            self._reduced("backward: loss and head", head, drops, _next(filled, len(ready(head)))),
+            *self._replicated_blocks(drops, last, filled),
+            *self._end(drops, last, filled),
             *self.returned(),
         )
 
@@ -185,16 +224,18 @@ class ReplicatedPasses(Passes):
         """
         reduced: tuple[Event, ...] = ()
         if bucket is not None:
-            reduced = reduction(self.hook, bucket, self.stage.weight_dtype, self.kept[bucket])
+            held = self.kept.get(bucket, ())
+            reduced = reduction(self.hook, bucket, self.stage.weight_dtype, held)
         return (*frees(grad) * (drops - 1), *reduced, *frees(grad) * min(drops, 1))
 
-    def _ready(self, segment: Segment, drops: int, filled: Iterator[Bucket | None]) -> tuple[Event, ...]:
+    def _ready(self, segment: Segment, drops: int, filled: Sequence[Bucket | None]) -> tuple[Event, ...]:
         """A backward segment's events, and what happens to each gradient that is ready as it is made."""
         found: list[Event] = []
+        fills = iter(filled)
         for event in segment.events:
             found.append(event)
-            if event.parameter is not None and not event.parameter.distributed:
-                found += self._dropped(event.buffer, drops, next(filled, None))
+            if isinstance(event, AccumulateGrad) and not event.parameter.distributed:
+                found += self._dropped(event.buffer, drops, next(fills, None))
         return tuple(found)
 
     def _reduced(
@@ -202,7 +243,7 @@ class ReplicatedPasses(Passes):
         name: str,
         segment: Segment,
         drops: int,
-        filled: Iterator[Bucket | None],
+        filled: Sequence[Bucket | None],
         *,
         outside: bool = False,
     ) -> Stretch:
@@ -212,31 +253,37 @@ class ReplicatedPasses(Passes):
             body = self._ready(segment, drops, filled)
             return events(name, from_outside(body) if outside else body)
 
-        return self._once(segment, (name, drops, outside), made)
+        return self._once(segment, (name, drops, outside, *filled), made)
 
     def _once(self, segment: Segment, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
-        """What follows from a segment and a key, unless a hook's buckets have a part in it."""
-        return segment.made_once(key, make) if self.hook == "none" else make()
+        """What follows from a segment and a key, unless a hook has a part in it."""
+        return segment.made_once((self.stage.weight_dtype, *key), make) if self.hook == "none" else make()
 
     def _late(
-        self, parameters: Sequence[Parameter], drops: int, filled: Iterator[Bucket | None]
+        self, parameters: Sequence[Parameter], drops: int, filled: Sequence[Bucket | None]
     ) -> tuple[Event, ...]:
         """Late gradients: of those that each tensor rank knows a part of, the sum is a new tensor."""
         found: list[Event] = []
+        fills = iter(filled)
         for p in reversed(parameters):
             if p.summed_over_tp:
                 total = buffer_of(f"{p.name}.grad (summed)", p.shape, p.dtype)
-                found += [*allocs(total), *frees(total)]
+                found += [*allocs(total), partial_sum(total.n_bytes), *frees(total)]
             if p.distributed:
-                found += self._dropped(self.grads[p], drops, next(filled, None))
+                found += self._dropped(self.grads[p], drops, next(fills, None))
         return tuple(found)
 
-    def _replicated_blocks(self, drops: int, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
+    def _late_block(self, drops: int, filled: Sequence[Bucket | None]) -> Stretch:
+        return events("backward: end", self._late(self.trace.block_parameters, drops, filled))
+
+    def _replicated_blocks(
+        self, drops: int, last: bool, filled: Iterator[Bucket | None]
+    ) -> Iterator[Stretch]:
         """The blocks in reverse, equal ones together; the last one's gradient may come from another stage."""
         outside = not self.stage.last
         for segment, n in backward_order(self.stage.blocks):
-            for closed, times in self._turns(len(ready(segment)), n, filled):
-                body = self._reduced("backward: block", segment, drops, iter(closed), outside=outside)
+            for closed, times in self._turns(len(ready(segment)) if last else 0, n, filled):
+                body = self._reduced("backward: block", segment, drops, closed, outside=outside)
                 yield repeated(body, times)
                 outside = False
 
@@ -244,43 +291,61 @@ class ReplicatedPasses(Passes):
         self, n_ready: int, n: int, filled: Iterator[Bucket | None]
     ) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
         """The buckets that gradients fill in each of n turns of so many, equal turns together."""
-        if self.hook == "none":
+        if not n_ready:
             yield (), n
             return
-        for closed, same in groupby(tuple(islice(filled, n_ready)) for _ in range(n)):
+        for closed, same in groupby(_next(filled, n_ready) for _ in range(n)):
             yield closed, len(list(same))
 
-    def _end(self, drops: int, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
+    def _end(self, drops: int, last: bool, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
         """The embedding's backward, and the late gradients; the table's is cut once all others are ready."""
         trace, plan, name = self.trace, self.stage.plan, "backward: end"
-        cutting, waiting = trace.embed_backward, drops or self.hook != "none"
-        if plan.tp == 1 or not (waiting or plan.sequence_parallel):
-            yield self._reduced("backward: embedding", cutting, drops, filled)
+        cutting = trace.embed_backward
+        made = _next(filled, len(ready(cutting)))
+        if plan.tp == 1 or not (drops or last or plan.sequence_parallel):
+            yield self._reduced("backward: embedding", cutting, drops, made)
             return
+        whole = [p for p in trace.embed_parameters if p.tp_dim is None]
+        table = [p for p in trace.embed_parameters if p.tp_dim is not None]
 
-        @cache
-        def parts() -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-            embed = self._ready(cutting, drops, filled)
+        def own(*, after: bool) -> tuple[Event, ...]:
+            embed = self._ready(cutting, drops, made)
             divided = [b for p, b in gradients(cutting).items() if p.tp_dim is not None]
-            cut = next((i for i, event in enumerate(embed) if event.buffer in divided), len(embed))
-            return embed[:cut], embed[cut:]
+            cut = next((i for i, event in enumerate(embed) if buffer_in(event) in divided), len(embed))
+            return embed[cut:] if after else embed[:cut]
 
-        def before() -> Stretch:
-            own, _ = parts()
-            late = self._late(trace.head_parameters, drops, filled)
-            return events("backward: embedding", (*own, *late))
-
-        def after() -> Stretch:
-            whole = self._late([p for p in trace.embed_parameters if p.tp_dim is None], drops, filled)
-            table = self._late([p for p in trace.embed_parameters if p.tp_dim is not None], drops, filled)
-            return events(name, (*whole, *parts()[1], *table))
-
-        yield self._once(cutting, ("before the blocks' late gradients", drops), before)
-        n_late = sum(p.distributed for p in trace.block_parameters)
+        of_head = _next(filled, _n_late(trace.head_parameters))
+        yield self._once(
+            cutting,
+            ("before the blocks' late gradients", drops, made, of_head),
+            lambda: events(
+                "backward: embedding",
+                (*own(after=False), *self._late(trace.head_parameters, drops, of_head)),
+            ),
+        )
+        n_late = _n_late(trace.block_parameters) if last else 0
         for closed, times in self._turns(n_late, self.stage.n_blocks, filled):
+            key = "the blocks' late gradients", drops, closed
+            block = partial(self._late_block, drops, closed)
+            yield repeated(self._once(cutting, key, block), times)
+        of_whole, of_table = (_next(filled, _n_late(some)) for some in (whole, table))
+        yield self._once(
+            cutting,
+            ("after the blocks' late gradients", drops, made, of_whole, of_table),
+            lambda: events(
+                name,
+                (
+                    *self._late(whole, drops, of_whole),
+                    *own(after=True),
+                    *self._late(table, drops, of_table),
+                ),
+            ),
+        )
 
-            def block(closed: tuple[Bucket | None, ...] = closed) -> Stretch:
-                return events(name, self._late(trace.block_parameters, drops, iter(closed)))
 
-            yield repeated(self._once(cutting, ("the blocks' late gradients", drops), block), times)
-        yield self._once(cutting, ("after the blocks' late gradients", drops), after)
+def _next(filled: Iterator[Bucket | None], n: int) -> tuple[Bucket | None, ...]:
+    return tuple(islice(filled, n))
+
+
+def _n_late(parameters: Iterable[Parameter]) -> int:
+    return sum([p.distributed for p in parameters])

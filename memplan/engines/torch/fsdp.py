@@ -4,16 +4,17 @@ Source: torch/distributed/fsdp/_fully_shard.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-from memplan.engines.torch.passes import Passes, backward_order, from_outside, gradients
-from memplan.engines.torch.sharding import padded_shard_elements
+from memplan.engines.torch.passes import Passes, backward_order, from_outside
+from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment
+from memplan.engines.trace import Segment, buffer_in, gradients
 from memplan.plan import SPLITTING_SCHEDULES
-from memplan.shapes import BF16, FP32, Buffer, DType, Event, Parameter, buffer_of
+from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees, repeated
+from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
-from memplan.timeline import Stretch, allocs, chain, events, frees, repeated
 
 Turn = tuple[tuple[Event, ...], int]
 """Events, and how often they happen."""
@@ -33,9 +34,12 @@ class Unit:
     `reshards` frees its weights after its forward pass and gathers them again for its backward pass.
     """
 
-    def __init__(self, stage: Stage, name: str, parts: Iterable[Part], *, reshards: bool) -> None:
+    def __init__(
+        self, stage: Stage, dp_rank: int, name: str, parts: Iterable[Part], *, reshards: bool
+    ) -> None:
         n, compute = stage.plan.dp, stage.op_context.weight_dtype
         self.stage = stage
+        self.dp_rank = dp_rank
         self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
         self.reshards = reshards
@@ -85,7 +89,14 @@ class Unit:
         """
         for inputs, times in self.inputs:
             yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
-        yield allocs(self.flat), 1
+        gathered = Collective(
+            kind="all_gather",
+            axis="dp",
+            what="gather weights",
+            payload_bytes=self.flat.n_bytes,
+            overlap="compute",
+        )
+        yield (*allocs(self.flat), gathered), 1
         if self.stage.op_context.gathers_in_copies:
             yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
         for inputs, times in self.inputs:
@@ -100,9 +111,19 @@ class Unit:
 
     def _filled(self, shard: Buffer) -> tuple[Event, ...]:
         """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""
-        if shard not in self.uploads:
+        if not self.stage.offloads:
             return allocs(shard)
-        return (*allocs(self.uploads[shard], shard), *frees(self.uploads[shard]))
+        uploaded = self.uploads.get(shard, shard)
+        copied = Collective(
+            kind="copy",
+            axis="host",
+            what="weights to the GPU",
+            payload_bytes=uploaded.n_bytes,
+            overlap="compute",
+        )
+        if uploaded is shard:
+            return (*allocs(shard), copied)
+        return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
 
     def copy_out(self, stale: "Unit | None") -> Iterator[Turn]:
         """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
@@ -129,7 +150,8 @@ class Unit:
             for p in parameters:
                 if p.summed_over_tp or p.grad_shape != p.shape:
                     own[p] = buffer_of(f"{p.name}.grad (own part)", p.shape, grads[p].dtype)
-                    found += [*allocs(own[p]), *frees(grads[p])]
+                    summed = [partial_sum(own[p].n_bytes)] if p.summed_over_tp else []
+                    found += [*allocs(own[p]), *summed, *frees(grads[p])]
             yield tuple(found), times
         yield from self.reshard()
         yield from self.reduce(own, stale, first=first)
@@ -161,12 +183,50 @@ class Unit:
         for buffers, n in own[:-1]:
             yield frees(*buffers), n
         yield frees(*own[-1][0]), times - 1
-        yield (*frees(*own[-1][0][:-1]), *allocs(output)), 1
+        yield (*frees(*own[-1][0][:-1]), *allocs(output), self._reduce_scatter), 1
         if self.stage.backend == "gloo":
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
         yield frees(last), 1
+        yield (self._all_reduce,), self.replicates
+        if self.stage.offloads:
+            yield from self._downloads(first=first)
         if output is self.passing:
             yield frees(output), 1 - self.replicates
+
+    @cached_property
+    def _reduce_scatter(self) -> Collective:
+        return Collective(
+            kind="reduce_scatter",
+            axis="dp",
+            what="reduce gradients",
+            payload_bytes=self.reduce_input.n_bytes,
+            overlap="backward",
+        )
+
+    @cached_property
+    def _all_reduce(self) -> Collective:
+        """Between replicas (HSDP)."""
+        return Collective(
+            kind="all_reduce",
+            axis="dp_replicate",
+            what="all-reduce gradients",
+            payload_bytes=self.reduced.n_bytes,
+            overlap="backward",
+        )
+
+    def _downloads(self, *, first: bool) -> Iterator[Turn]:
+        """Own gradients to the host: beside the computation unless they are to be added to older ones."""
+        fresh = first and self.stage.plan.set_to_none
+        what = "gradients to the host" if fresh else "gradients to be added"
+        overlap: Overlap = "compute" if fresh else "nothing"
+        plan = self.stage.plan
+        for parameters, times in self.parts:
+            for p in parameters:
+                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * self.dtype.itemsize
+                copied = Collective(
+                    kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap
+                )
+                yield (copied,), times
 
     def passes_on(self, *, first: bool) -> bool:
         """Whether reduced gradients are added to older ones, or copied to the host, and then freed."""
@@ -236,13 +296,14 @@ class Units:
     The root's weights stay whole after the forward pass, as they would be gathered at once again.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, dp_rank: int) -> None:
         plan, trace = stage.plan, stage.trace
         embed, head = Part(trace.embed_parameters, 1), Part(trace.head_parameters, 1)
         blocks, again = Part(trace.block_parameters, stage.n_blocks), plan.zero == 3
 
         def unit(name: str, *parts: Part, reshards: bool = again) -> Unit | None:
-            return Unit(stage, name, parts, reshards=reshards) if any(p.parameters for p in parts) else None
+            any_parameters = any(p.parameters for p in parts)
+            return Unit(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
 
         self.root = self.embed = self.head = None
         self.groups: list[Group] = []
@@ -280,9 +341,10 @@ class ShardedPasses(Passes):
     pipeline schedule gradients are summed unsharded and the weights stay whole until the schedule's end.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, dp_rank: int) -> None:
         super().__init__(stage)
-        self.units = Units(stage)
+        self.first_differs = True
+        self.units = Units(stage, dp_rank)
         self.pipelined = stage.plan.pp > 1
         trace = stage.trace
         self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
@@ -482,7 +544,8 @@ class ShardedPasses(Passes):
 def called(opened: Sequence[Turn], passed: Sequence[Turn]) -> tuple[Turn, ...]:
     """A unit opens when its first module is called: after what checkpointing keeps before that."""
     first, n = passed[0] if passed else ((), 0)
-    if not (opened and first and first[0].buffer.name.endswith(RANDOM_STATE)):
+    starts_with = buffer_in(first[0]) if first else None
+    if not (opened and starts_with is not None and starts_with.name.endswith(RANDOM_STATE)):
         return (*opened, *passed)
     return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
 

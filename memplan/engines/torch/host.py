@@ -9,28 +9,13 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_api.py (`CPUOffloadPolicy`), _
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from memplan.engines.base import HostRecord
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import RankStages
+from memplan.record import allocs, chain, events, frees
 from memplan.shapes import UINT8, Buffer, buffer_of
-from memplan.timeline import Alive, Stretch, alive_at_high, allocs, chain, events, frees
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The host's part of a rank's states, with gradients: page-locked or not, and what a step adds to it."""
-
-    pinned: Alive
-    pageable: Alive
-    step: Stretch
-
-    def at_peak(self) -> Alive:
-        """What is alive at the host's worst instant."""
-        alive = self.pinned + self.pageable
-        alive_at_high(self.step, alive)
-        return Counter({buffer: n for buffer, n in alive.items() if n})
 
 
 def page_locked_bytes(n_bytes: int) -> int:
@@ -44,7 +29,7 @@ def page_locked_bytes(n_bytes: int) -> int:
     return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
-def host_of(stages: RankStages) -> Host | None:
+def host_of(stages: RankStages) -> HostRecord | None:
     """What the host holds for the rank; None where nothing is offloaded."""
     if not stages.offloads:
         return None
@@ -56,7 +41,7 @@ def host_of(stages: RankStages) -> Host | None:
     added = list(stages.grads) if older else []
     arrived = [buffer_of(f"{b.name} (arrived, to be added)", b.shape, b.dtype) for b in added]
     copies = [event for buffer in arrived for event in (*allocs(buffer), *frees(buffer))]
-    return Host(
+    return HostRecord(
         pinned=pinned, pageable=pageable, step=chain("host", events("accumulation", copies), update(stages))
     )
 

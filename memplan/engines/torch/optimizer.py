@@ -6,12 +6,13 @@ makes a copy that is.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import MOMENTS, RankStages
-from memplan.plan import MESH_AXES, Axis, Plan
-from memplan.shapes import FP32, FP64, Buffer, Event, Parameter, buffer_of
-from memplan.timeline import Stretch, allocs, chain, events, frees
+from memplan.plan import MESH_AXES, Plan
+from memplan.record import Axis, Collective, Event, Stretch, allocs, chain, events, frees, repeated
+from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
 
 Counted = Sequence[tuple[Parameter, int]]
 """Parameters, and how many times each occurs."""
@@ -22,9 +23,6 @@ CUDA_CHUNK_ELEMENTS: Final = 65536
 UPDATE_NAME: Final = "optimizer step"
 """The stretch before which the first step makes the optimizer's state."""
 
-AllReduces = tuple[Axis, str, int, int]
-"""The mesh axis of all-reduces, their purpose, their number, the payload bytes of all of them."""
-
 
 def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
     """The optimizer's part of a step.
@@ -34,7 +32,25 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
     clips = stages.plan.clip_grad_norm is not None
     clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
     unscaling, scaled = _unscaling(stages)
-    return chain("update", *unscaling, *clipping, events(UPDATE_NAME, _stepping(stages, in_order)), *scaled)
+    stepping = chain(UPDATE_NAME, *_stepping(stages, in_order))
+    return chain("update", *unscaling, *clipping, stepping, *_sync_parameters(stages), *scaled)
+
+
+def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:
+    """Each rank's updated weights to the others of the data axis, a weight at a time.
+
+    Source: torch/distributed/optim/zero_redundancy_optimizer.py (`_sync_params`).
+    """
+    if stages.plan.zero == 1:
+        sent = [
+            Collective(kind="broadcast", axis="dp", what="updated weights", payload_bytes=p.n_bytes, calls=n)
+            for p, n in stages.counted_parameters()
+        ]
+        yield events("broadcast of updated weights", sent)
+
+
+def _all_reduce(axis: Axis, what: str, n_bytes: int) -> Collective:
+    return Collective(kind="all_reduce", axis=axis, what=what, payload_bytes=n_bytes)
 
 
 def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
@@ -48,7 +64,8 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
     narrow, found = buffer_of("inverse of the scale", (), FP32), buffer_of("found an overflow", (), FP32)
     copies = [buffer_of(f"copy of: {buffer.name}", (), FP32) for buffer in (found, narrow)]
     made = [*allocs(scale, inverse), *frees(scale), *allocs(narrow), *frees(inverse), *allocs(found, *copies)]
-    return [events("unscaling of gradients", [*made, *frees(copies[1], narrow, found)])], [
+    sent = [_all_reduce(axis, "overflows", FP32.itemsize) for axis in _overflow_axes(stages)]
+    return [events("unscaling of gradients", [*made, *sent, *frees(copies[1], narrow, found)])], [
         events("unscaling of gradients", frees(copies[0]))
     ]
 
@@ -63,35 +80,44 @@ def implementation(stages: RankStages) -> str:
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
-def _stepping(stages: RankStages, in_order: bool) -> Iterator[Event]:
+def _stepping(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     match implementation(stages):
         case "for-loop":
             yield from _one_by_one(stages, in_order)
         case "foreach":
-            yield from _all_at_once(stages, in_order)
+            yield events(UPDATE_NAME, _all_at_once(stages, in_order))
         case _:
-            yield from _in_one_kernel(stages, in_order)
+            yield events(UPDATE_NAME, _in_one_kernel(stages, in_order))
 
 
-def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Event]:
+def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     """Adam's denominator and its square root; the last parameter's denominator lives until the next one's.
 
     Source: torch/optim/adam.py (`_single_tensor_adam`), torch/optim/sgd.py (`_single_tensor_sgd`).
     """
     before: Buffer | None = None
-    for parameter in _one_after_the_other(stages, in_order):
-        for copies in _reads(stages, [(parameter, 1)]):
-            yield from (*allocs(*copies), *frees(*copies))
-        if len(MOMENTS[stages.plan.optimizer]) == 2:
-            elements = _elements(stages, parameter)
-            root = buffer_of(f"{parameter.name} (square root)", (elements,), stages.weight_dtype)
-            denominator = buffer_of(f"{parameter.name} (denominator)", (elements,), stages.weight_dtype)
-            yield from (*allocs(root, denominator), *frees(root))
-            if before is not None:
-                yield from frees(before)
-            before = denominator
+    denominators: dict[Parameter, Buffer] = {}
+    for parameters, times in _one_after_the_other(stages, in_order):
+        if not times:
+            continue
+        found: list[Event] = []
+        for parameter in parameters:
+            for copies in _reads(stages, [(parameter, 1)]):
+                found += copies.events()
+            if len(MOMENTS[stages.plan.optimizer]) == 2:
+                elements = _elements(stages, parameter)
+                root = buffer_of(f"{parameter.name} (square root)", (elements,), stages.weight_dtype)
+                if parameter not in denominators:
+                    name = f"{parameter.name} (denominator)"
+                    denominators[parameter] = buffer_of(name, (elements,), stages.weight_dtype)
+                denominator = denominators[parameter]
+                found += (*allocs(root, denominator), *frees(root))
+                if before is not None:
+                    found += frees(before)
+                before = denominator
+        yield repeated(events(UPDATE_NAME, found), times)
     if before is not None:
-        yield from frees(before)
+        yield events(UPDATE_NAME, frees(before))
 
 
 def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
@@ -101,7 +127,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """
     for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         for copies in _reads(stages, group):
-            yield from (*allocs(*copies), *frees(*copies))
+            yield from copies.events()
         if len(MOMENTS[stages.plan.optimizer]) == 2:
             made = [
                 buffer_of(f"{p.name} (square root)", (n * _elements(stages, p),), stages.weight_dtype)
@@ -116,11 +142,10 @@ def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
     Source: torch/optim/adam.py (`_fused_adam`), aten/src/ATen/native/FusedAdam.cpp.
     """
     for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
-        copies = _copies(stages, group)
-        yield from (*allocs(*copies), *frees(*copies))
+        yield from _copies(stages, group).events()
 
 
-def _reads(stages: RankStages, counted: Counted) -> Iterator[list[Buffer]]:
+def _reads(stages: RankStages, counted: Counted) -> Iterator["Copies"]:
     """The copies of gradients that each operation of an update makes.
 
     SGD reads a gradient once; its momentum is like the gradient, so that a whole one is cut only when the
@@ -134,17 +159,31 @@ def _reads(stages: RankStages, counted: Counted) -> Iterator[list[Buffer]]:
             yield _copies(stages, [(p, n) for p, n in counted if not p.summed_over_tp])
         case _:
             yield _copies(stages, counted)
-            yield _copies(stages, counted) * 2
+            once = _copies(stages, counted)
+            yield Copies(once.buffers * 2, once.sums * 2)
 
 
-def _copies(stages: RankStages, counted: Counted) -> list[Buffer]:
+class Copies(NamedTuple):
+    """Copies of gradients that are there at the same time, and the sums of partial ones among them."""
+
+    buffers: list[Buffer]
+    sums: list[Collective]
+
+    def events(self, *others: Buffer, kept: Buffer | None = None) -> tuple[Event, ...]:
+        """They are made and dropped, with some other buffers; one that is made beside them is `kept`."""
+        made = (*self.buffers, *others)
+        return (*allocs(*made), *self.sums, *(() if kept is None else allocs(kept)), *frees(*made))
+
+
+def _copies(stages: RankStages, counted: Counted) -> Copies:
     """Copies of the gradients that are not like their weights: own rows of whole ones, sums of partial ones.
 
     Source: torch/distributed/tensor/_dispatch.py (implicit redistribution).
     """
     if stages.plan.tp == 1 or stages.plan.ddp or stages.plan.fsdp:
-        return []
-    return [
+        return Copies([], [])
+    sums = [partial_sum(p.n_bytes, n) for p, n in counted if p.summed_over_tp]
+    buffers = [
         buffer_of(
             f"{p.name}.grad ({'summed' if p.summed_over_tp else 'own rows'})",
             (n, *p.shape),
@@ -153,6 +192,7 @@ def _copies(stages: RankStages, counted: Counted) -> list[Buffer]:
         for p, n in counted
         if p.summed_over_tp or p.grad_shape != p.shape
     ]
+    return Copies(buffers, sums)
 
 
 def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
@@ -168,18 +208,22 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
         partial = [(p, n) for p, n in group if p.summed_over_tp]
         n_norms = sum(n for _, n in group)
         names = ["norms of gradients", "stacked norms of gradients"]
-        if _divided_over(stages.plan, group):
+        divided_over = _divided_over(stages.plan, group)
+        if divided_over:
             names += ["powers of norms", "all-reduced powers of norms", "all-reduced norms"]
         norms, *others = (buffer_of(name, (n_norms,), stages.weight_dtype) for name in names)
         if one_by_one:
-            for parameter, _ in partial:
+            for parameter, n in partial:
                 copies = _copies(stages, [(parameter, 1)])
-                yield from (*allocs(*copies), *frees(*copies))
+                yield from Copies(copies.buffers, copies.sums * n).events()
             yield from allocs(norms)
         else:
-            copies = [*_copies(stages, partial), *_norms_of_chunks(stages, group)]
-            yield from (*allocs(*copies, norms), *frees(*copies))
-        yield from (*allocs(*others), *frees(*others, norms))
+            yield from _copies(stages, partial).events(*_norms_of_chunks(stages, group), kept=norms)
+        n_bytes = n_norms * stages.weight_dtype.itemsize
+        sent = [_all_reduce(axis, "norms of gradients", n_bytes) for axis in divided_over]
+        yield from (*allocs(*others), *sent, *frees(*others, norms))
+    if stages.plan.pp > 1:
+        yield _all_reduce("pp", "norms of gradients", stages.weight_dtype.itemsize)
 
 
 def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
@@ -191,33 +235,6 @@ def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
         return []
     n_chunks = -(-max(stages.weight_elements(parameter) for parameter, _ in group) // CUDA_CHUNK_ELEMENTS)
     return [buffer_of("norms of chunks of gradients", (n_chunks * sum(n for _, n in group),), FP32)]
-
-
-def all_reduces(stages: RankStages) -> Iterator[AllReduces]:
-    """What the update sends: overflows, norms, and the sums of partial gradients at each reading."""
-    plan = stages.plan
-    parameters = stages.counted_parameters()
-    if plan.precision == "fp16-mixed":
-        for axis in _overflow_axes(stages):
-            yield axis, "overflows", 1, FP32.itemsize
-    if plan.clip_grad_norm is not None:
-        for group in _lists(parameters, apart=plan.tp > 1):
-            n_norms = sum(n for _, n in group)
-            for axis in _divided_over(plan, group):
-                yield axis, "norms of gradients", 1, n_norms * stages.weight_dtype.itemsize
-        if plan.pp > 1:
-            yield "pp", "norms of gradients", 1, stages.weight_dtype.itemsize
-    clips = plan.clip_grad_norm is not None
-    for parameter, n in parameters:
-        if parameter.summed_over_tp and not plan.ddp and not plan.fsdp:
-            times = n * (_readings(stages) + clips)
-            yield "tp", "partial gradients", times, times * parameter.n_bytes
-
-
-def _readings(stages: RankStages) -> int:
-    if implementation(stages) == "fused" or len(MOMENTS[stages.plan.optimizer]) < 2:
-        return 1
-    return 3
 
 
 def _divided_over(plan: Plan, group: Counted) -> list[Axis]:
@@ -267,17 +284,19 @@ def _updated(stages: RankStages, in_order: bool) -> Counted:
     return _held(stages, in_order)
 
 
-def _one_after_the_other(stages: RankStages, in_order: bool) -> Sequence[Parameter]:
-    """The parameters that this rank updates, as the module has them, or two of the blocks that are equal."""
+def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[Sequence[Parameter], int]]:
+    """The parameters that this rank updates, as the module has them; blocks after the first are equal."""
     if stages.owned is not None:
-        return stages.owned
-    if in_order:
-        return stages.parameters()
-    found: list[Parameter] = []
-    for stage in stages:
-        blocks = [p for _ in range(min(stage.n_blocks, 2)) for p in stage.trace.block_parameters]
-        found += (*stage.trace.embed_parameters, *blocks, *stage.trace.head_parameters)
-    return found
+        yield stages.owned, 1
+    elif in_order:
+        yield stages.parameters(), 1
+    else:
+        for stage in stages:
+            trace, blocks = stage.trace, stage.trace.block_parameters
+            yield trace.embed_parameters, 1
+            yield blocks, min(1, stage.n_blocks)
+            yield blocks, max(0, stage.n_blocks - 1)
+            yield trace.head_parameters, 1
 
 
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:

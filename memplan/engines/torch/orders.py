@@ -431,21 +431,6 @@ def _has(part: Action | Run, stages: set[int]) -> bool:
     return any(_has(inner, stages) for inner in part.parts) and part.times > 0
 
 
-def times_unsharded(order: Run) -> dict[int, tuple[int, int]]:
-    """How often each stage's weights are gathered ahead of time, and how often by a pass that finds none.
-
-    That is a pass which follows a forward pass, where those free them.
-
-    >>> times_unsharded(with_weights(Run(turn("F0 B0"), 3), 1))
-    {0: (1, 3)}
-    """
-    ahead = counts(order)
-    return {
-        local: (ahead.get(Action("unshard", local), 0), n)
-        for local, (_, n, _) in _after_forward(order).items()
-    }
-
-
 def counts(run: Run) -> dict[Action, int]:
     """How often each action occurs."""
     found: dict[Action, int] = {}
@@ -484,25 +469,6 @@ def under_way(order: Run, n_stages: int, m: int) -> tuple[Stages, Stages | None]
                 return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
             backward[action.local] += times
     return first or tuple(forward), None
-
-
-def _after_forward(run: Run) -> dict[int, tuple[Kind, int, Kind]]:
-    """Of each stage the first and the last action; between them the passes that follow a forward pass."""
-    found: dict[int, tuple[Kind, int, Kind]] = {}
-    for part in run.parts if run.times else ():
-        own = {part.local: (part.kind, 0, part.kind)} if isinstance(part, Action) else _after_forward(part)
-        for local, (begin, within, end) in own.items():
-            if local in found:
-                first, n, last = found[local]
-                found[local] = first, n + within + (last == "forward" and begin != "reshard"), end
-            else:
-                found[local] = begin, within, end
-    if run.once:
-        return found
-    return {
-        local: (first, n * run.times + (run.times - 1) * (last == "forward" and first != "reshard"), last)
-        for local, (first, n, last) in found.items()
-    }
 
 
 def in_flight(run: Run, local: int) -> int:

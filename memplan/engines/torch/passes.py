@@ -1,11 +1,24 @@
 """Forward and backward of one micro-batch where every rank has the weights whole."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Block, Segment
-from memplan.shapes import Buffer, Event, Parameter
-from memplan.timeline import Stretch, chain, events, repeated
+from memplan.engines.trace import Block, Segment, gradients
+from memplan.record import (
+    AccumulateGrad,
+    AddToIncoming,
+    Alloc,
+    Collective,
+    CollectiveKind,
+    Event,
+    Free,
+    Stretch,
+    chain,
+    events,
+    repeated,
+)
+from memplan.shapes import Buffer, Parameter
 
 
 class Passes:
@@ -16,6 +29,8 @@ class Passes:
         self.trace = stage.trace
         self.reduces = False
         """Whether the last backward pass of a step differs from the others."""
+        self.first_differs = False
+        """Whether the first forward pass of a step does."""
         self._made: dict[tuple[str | bool, ...], Stretch] = {}
 
     def forward(self, *, first: bool, unsharded: bool = False, releases: bool = False) -> Stretch:
@@ -24,8 +39,7 @@ class Passes:
         `first` of the step; `unsharded`: FSDP2 finds the blocks' weights whole; `releases`: the schedule
         drops the micro-batch before once it has the new output.
         """
-        fsdp = self.stage.plan.fsdp
-        first, unsharded = first and fsdp, unsharded and fsdp
+        first, unsharded = first and self.first_differs, unsharded and self.stage.plan.fsdp
         key = "forward", first, unsharded, releases
         if key not in self._made:
             self._made[key] = self._forward(first, unsharded, self.release() if releases else None)
@@ -137,7 +151,7 @@ class Passes:
         kept = set(self._gradients().values()) if keeps else set()
 
         def part(segment: Segment, n: int = 1) -> Stretch:
-            found = [e for e in segment.events if e.sign >= 0 or e.buffer not in kept]
+            found = [e for e in segment.events if not (isinstance(e, Free) and e.buffer in kept)]
             return repeated(events("backward: weights", found), n)
 
         return chain(
@@ -162,6 +176,30 @@ class Passes:
     def release_input_grad(self) -> Stretch:
         """The gradient that was sent to the stage before."""
         return self.trace.release_input_grad.stretch("release of the input's gradient")
+
+    @cached_property
+    def fwd_recv(self) -> Stretch:
+        """The receive of the stage's input (`_PipelineStageBase.get_fwd_recv_ops`)."""
+        return self._p2p("recv", "activations")
+
+    @cached_property
+    def fwd_send(self) -> Stretch:
+        """The send of the stage's output (`_PipelineStageBase.get_fwd_send_ops`)."""
+        return self._p2p("send", "activations")
+
+    @cached_property
+    def bwd_recv(self) -> Stretch:
+        """The receive of the output's gradient (`_PipelineStageBase.get_bwd_recv_ops`)."""
+        return self._p2p("recv", "activation gradients")
+
+    @cached_property
+    def bwd_send(self) -> Stretch:
+        """The send of the input's gradient (`_PipelineStageBase.get_bwd_send_ops`)."""
+        return self._p2p("send", "activation gradients")
+
+    def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:
+        n_bytes = self.trace.boundary.n_bytes
+        return events(f"{kind} {what}", [Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes)])
 
     @property
     def accumulates_in_fp32(self) -> bool:
@@ -192,21 +230,16 @@ def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segmen
         yield entry.entry_backward, 1
 
 
-def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
-    """The gradients that backward segments leave."""
-    return {e.parameter: e.buffer for segment in segments for e in segment.events if e.parameter is not None}
-
-
 def added_to_older(segment: Segment) -> tuple[Event, ...]:
     """The segment's events where gradients are added in place to older ones, and freed."""
     found: list[Event] = []
     for event in segment.events:
         found.append(event)
-        if event.parameter is not None:
-            found.append(Event(-1, event.buffer))
+        if isinstance(event, AccumulateGrad):
+            found.append(Free(event.buffer))
     return tuple(found)
 
 
 def from_outside(found: Iterable[Event]) -> tuple[Event, ...]:
     """Events of the block that another rank's gradient comes in at: its sum takes a new tensor."""
-    return tuple(Event(1, e.buffer) if e.sign == 0 and e.parameter is None else e for e in found)
+    return tuple(Alloc(e.buffer) if isinstance(e, AddToIncoming) else e for e in found)

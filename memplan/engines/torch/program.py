@@ -12,11 +12,10 @@ from memplan.engines.torch.runtime import left_behind
 from memplan.engines.torch.schedules import schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.engines.torch.step import passes_of
 from memplan.plan import SINGLE_STAGE_SCHEDULES
+from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import Program
-from memplan.shapes import FP32, INT64, Buffer, Event, Parameter, buffer_of
-from memplan.timeline import Stretch, allocs, chain, frees
+from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 from memplan.units import MiB
 
 BROADCAST_BYTES: Final = 250 * MiB
@@ -26,9 +25,16 @@ GATHERS: Final = "all-gather copy-in"
 REDUCES: Final = "reduce-scatter"
 
 
+def passes_of(stage: Stage, dp_rank: int) -> Passes:
+    """The stage's forward and backward passes on a rank of the data axis."""
+    if stage.plan.fsdp:
+        return ShardedPasses(stage, dp_rank)
+    return ReplicatedPasses(stage) if stage.plan.ddp else Passes(stage)
+
+
 def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
     """What the rank allocates and frees, in order; `passes` are those it was estimated with."""
-    own = [passes.get(stage) or passes_of(stage) for stage in stages]
+    own = [passes.get(stage) or passes_of(stage, stages.rank.dp) for stage in stages]
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return Program(
         setup=tuple(_setup(stages, first_buckets)),
@@ -56,7 +62,7 @@ def _step(stages: RankStages, passes: Sequence[Passes]) -> Stretch:
 def _without_gradients(stages: RankStages) -> Stretch:
     """The first step where gradients are kept and zeroed: it finds none."""
     fresh = stages.with_gradients_freed()
-    return _step(fresh, [passes_of(stage) for stage in fresh])
+    return _step(fresh, [passes_of(stage, stages.rank.dp) for stage in fresh])
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
@@ -164,7 +170,7 @@ def _oldest_first(passes: Iterable[Passes]) -> Iterator[Buffer]:
         if isinstance(one, ShardedPasses):
             yield from (unit.flat for unit, _ in one.units)
         if one.stage.last and one.stage.plan.pp > 1:
-            yield from (event.buffer for event in one.trace.release.events)
+            yield from (event.buffer for event in one.trace.release.events if isinstance(event, Free))
 
 
 def _streams(passes: Iterable[Passes]) -> Iterator[tuple[Buffer, str]]:

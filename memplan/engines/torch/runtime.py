@@ -11,10 +11,11 @@ from memplan.engines.torch.fsdp import ShardedPasses
 from memplan.engines.torch.orders import Action, Kind, Run, plan_counts, plan_order
 from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.stage import RankStages
+from memplan.memory import Alive
 from memplan.plan import SPLITTING_SCHEDULES
+from memplan.record import PassPart, Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
 from memplan.tape import HOLD_WHAT_IS_SENT
-from memplan.timeline import Alive, PassPart, Stretch, chain, events, frees, passed, repeated
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """What FSDP2 has of a stage's weights: after a forward pass it frees those of the units that reshard."""
@@ -167,16 +168,26 @@ class _Runtime:
         pending, late = passes.accumulates_in_fp32 and state.graded, any(state.late[:1])
         match action.kind:
             case "forward":
+                if not (passes.stage.first or self._previous_is_here(local)):
+                    yield passes.fwd_recv
                 yield passes.forward(first=False, unsharded=whole)
+                if not (passes.stage.last or self._next_is_here(local)):
+                    yield passes.fwd_send
                 if self._next_is_here(local):
                     yield events("hand-over to the next stage", frees(self._received(local, 1)[0]))
             case "backward" | "last-backward":
                 last = action.kind == "last-backward"
+                yield from self._bwd_recv(local)
                 yield passes.backward(first=first, last=last, unsharded=whole, pending=pending, late=late)
+                yield from self._bwd_send(local)
                 yield from self._outputs(local, dropped=True)
                 yield from self._input_grad(local, dropped=not self.keeps_sent)
-            case "backward-input" if not passes.stage.first:
+            case "backward-input" if passes.stage.first:
+                yield from self._bwd_recv(local)
+            case "backward-input":
+                yield from self._bwd_recv(local)
                 yield passes.backward_input(first=first, pending=pending, late=late)
+                yield from self._bwd_send(local)
                 yield from self._outputs(local, dropped=passes.stage.last)
                 yield from self._input_grad(local, dropped=False)
             case "backward-weight":
@@ -185,6 +196,16 @@ class _Runtime:
                 else:
                     yield passes.backward_weight(first=not state.graded)
                 yield from self._outputs(local, dropped=not passes.stage.last)
+
+    def _bwd_recv(self, local: int) -> Iterator[Stretch]:
+        passes = self.passes[local]
+        if not (passes.stage.last or self._next_is_here(local)):
+            yield passes.bwd_recv
+
+    def _bwd_send(self, local: int) -> Iterator[Stretch]:
+        passes = self.passes[local]
+        if not (passes.stage.first or self._previous_is_here(local)):
+            yield passes.bwd_send
 
     def _outputs(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
         """A stage's output is dropped unless it has been sent and is kept, or the next stage has it."""

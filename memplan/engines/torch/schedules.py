@@ -7,8 +7,8 @@ from memplan.engines.torch.passes import Passes
 from memplan.engines.torch.runtime import run_actions
 from memplan.engines.torch.stage import RankStages
 from memplan.plan import SINGLE_STAGE_SCHEDULES
+from memplan.record import Stretch, chain, passed, repeated
 from memplan.tape import HOLD_WHAT_IS_SENT
-from memplan.timeline import Stretch, chain, passed, repeated
 
 
 def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
@@ -21,13 +21,13 @@ def schedule(stages: RankStages, passes: Sequence[Passes]) -> list[Stretch]:
     only, stage = passes[0], passes[0].stage
     keeps_sent = plan.schedule == "gpipe" and stages.backend in HOLD_WHAT_IS_SENT
     if plan.schedule == "gpipe":
-        passed = _gpipe(only, m, keeps_sent=keeps_sent)
+        parts = _gpipe(only, m, keeps_sent=keeps_sent)
     else:
-        passed = _one_forward_one_backward(only, m, min(m, plan.pp - stages.rank.pp))
+        parts = _one_forward_one_backward(only, m, min(m, plan.pp - stages.rank.pp))
     outputs = m if keeps_sent and not stage.last else 1
     input_grads = 0 if stage.first else m if keeps_sent else 1
     return [
-        *passed,
+        *parts,
         *only.reduced(),
         repeated(only.release(), outputs),
         repeated(only.release_input_grad(), input_grads),
@@ -39,8 +39,8 @@ def _accumulation(passes: Passes, m: int) -> list[Stretch]:
     def one(*, first: bool, last: bool) -> Stretch:
         return chain(
             "micro-batch",
-            passed(0, "forward", passes.forward(first=first)),
-            passed(0, "backward", passes.backward(first=first, last=last)),
+            _forward(passes, passes.forward(first=first)),
+            _backward(passes, passes.backward(first=first, last=last)),
         )
 
     n_last = int(passes.reduces and m > 1)
@@ -65,16 +65,16 @@ def _gpipe(passes: Passes, m: int, *, keeps_sent: bool) -> list[Stretch]:
     first, later = passes.backward(first=True, last=m == 1), passes.backward(first=False, unsharded=True)
     last = passes.backward(first=False, last=True, unsharded=True)
     steps = [
-        passed(0, "forward", passes.forward(first=True)),
-        repeated(passed(0, "forward", passes.forward(first=False)), m - 1),
+        _forward(passes, passes.forward(first=True)),
+        repeated(_forward(passes, passes.forward(first=False)), m - 1),
     ]
     if m == 1:
-        return [*steps, passed(0, "backward", first)]
+        return [*steps, _backward(passes, first)]
     steps += [
-        passed(0, "backward", first, *done),
-        repeated(passed(0, "backward", *sent, later, *done), m - 2),
+        _backward(passes, first, *done),
+        repeated(_backward(passes, *sent, later, *done), m - 2),
     ]
-    return [*steps, passed(0, "backward", *sent, last)]
+    return [*steps, _backward(passes, *sent, last)]
 
 
 def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stretch]:
@@ -92,8 +92,8 @@ def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stre
     sent_alone = warm_up - 2
     holds = stage.backend in HOLD_WHAT_IS_SENT and not stage.last and 0 <= sent_alone < last_turn
     release = passes.release()
-    warm = passed(0, "forward", passes.forward(first=False))
-    forward = passed(0, "forward", passes.forward(first=False, unsharded=True, releases=stage.last))
+    warm = _forward(passes, passes.forward(first=False))
+    forward = _forward(passes, passes.forward(first=False, unsharded=True, releases=stage.last))
     sent = [] if stage.first else [passes.release_input_grad()]
 
     def done(i: int) -> list[Stretch]:
@@ -103,15 +103,29 @@ def _one_forward_one_backward(passes: Passes, m: int, warm_up: int) -> list[Stre
 
     def turn(i: int) -> Stretch:
         if i == 0:
-            return passed(0, "backward", passes.backward(first=True, last=m == 1), *done(i))
+            return _backward(passes, passes.backward(first=True, last=m == 1), *done(i))
         if i <= last_turn:
             turned = passes.backward(first=False, last=i == m - 1)
-            backward = passed(0, "backward", turned, *sent, *done(i))
+            backward = _backward(passes, turned, *sent, *done(i))
             return chain("forward and backward", forward, backward)
         drained = passes.backward(first=False, last=i == m - 1, unsharded=True)
-        return passed(0, "backward", drained, *sent, *done(i))
+        return _backward(passes, drained, *sent, *done(i))
 
-    steps = [passed(0, "forward", passes.forward(first=True)), repeated(warm, warm_up - 1)]
+    steps = [_forward(passes, passes.forward(first=True)), repeated(warm, warm_up - 1)]
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
     steps += [repeated(turn(a), b - a) for a, b in pairwise(sorted(cuts)) if b <= m]
     return steps
+
+
+def _forward(passes: Passes, *parts: Stretch) -> Stretch:
+    """A micro-batch's forward pass, with what is received before it and sent after it."""
+    received = [] if passes.stage.first else [passes.fwd_recv]
+    sent = [] if passes.stage.last else [passes.fwd_send]
+    return passed(0, "forward", *received, *parts, *sent)
+
+
+def _backward(passes: Passes, *parts: Stretch) -> Stretch:
+    """A micro-batch's backward pass, with what is received before it and sent after it."""
+    received = [] if passes.stage.last else [passes.bwd_recv]
+    sent = [] if passes.stage.first else [passes.bwd_send]
+    return passed(0, "backward", *received, *parts, *sent)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapreplace
 from typing import Final
 
+from memplan.record import Collective
 from memplan.shapes import Parameter
 from memplan.units import MiB
 
@@ -57,6 +58,13 @@ def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> 
         partition[rank].append(parameter)
         heapreplace(least_first, (n_elements + parameter.n_elements, rank))
     return partition
+
+
+def partial_sum(n_bytes: int, calls: int = 1) -> Collective:
+    """The sum of a gradient that each tensor rank knows a part of: `Partial()` to `Replicate()`."""
+    return Collective(
+        kind="all_reduce", axis="tp", what="partial gradients", payload_bytes=n_bytes, calls=calls
+    )
 
 
 def ddp_buckets(parameters: Iterable[Parameter], cap_bytes: int | None = None) -> list[list[Parameter]]:

@@ -12,6 +12,7 @@ from memplan.engines.split import SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, Segment, Trace, traced, without_blocks
 from memplan.kernels import product_workspace_bytes
+from memplan.memory import Alive
 from memplan.models import Model
 from memplan.plan import Plan, Rank, Recompute, stage_layers
 from memplan.shapes import (
@@ -29,7 +30,6 @@ from memplan.shapes import (
     buffer_of,
 )
 from memplan.tape import USUAL_BACKENDS, Backend, OpContext
-from memplan.timeline import Alive
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -152,6 +152,11 @@ class Stage:
             + blocks
             + [(p, 1) for p in self.trace.head_parameters]
         )
+
+
+def rotation_of(model: Model, plan: Plan) -> Buffer:
+    """The angles of rotary positions, which every stage has."""
+    return buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)
 
 
 def mesh_bytes(world_size: int, device: Device) -> int:
@@ -381,8 +386,7 @@ class RankStages:
             alive[buffer_of("tokens", batch, INT64)] += 1
         alive[buffer_of("targets", batch, INT64)] += 1
         if not model.learned_positions:
-            rotation = buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)
-            alive[rotation] += len(self.stages)
+            alive[rotation_of(model, plan)] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
             if not stage.first:
                 alive[received_input] += plan.n_micro_batches

@@ -2,78 +2,59 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
+from memplan.engines.base import RankRecord
 from memplan.engines.torch.ddp import ReplicatedPasses
 from memplan.engines.torch.fsdp import ShardedPasses
-from memplan.engines.torch.host import Host, host_of
+from memplan.engines.torch.host import host_of
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.passes import Passes
+from memplan.engines.torch.program import passes_of, program
 from memplan.engines.torch.runtime import left_behind
 from memplan.engines.torch.schedules import schedule
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.timeline import Alive, Stretch, chain, n_bytes_of
+from memplan.memory import Alive
+from memplan.record import Collective, Stretch, chain, events, repeated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimeline:
-    """One rank's step: what is alive between steps, what it allocates and frees, the gradients it makes.
+class Player:
+    """Plays ranks of one pipeline; what ranks of equal stages have in common is made once."""
 
-    `step_counts` are the part of the optimizer state that a GPU's rank leaves on the host. `host` is what the
-    host holds instead of the device where states are offloaded.
-    """
+    def __init__(self) -> None:
+        self.passes: dict[Stage, Passes] = {}
+        self._rest: dict[tuple[Stage, ...], Alive] = {}
+        self._updates: dict[tuple[Stage, ...], list[Stretch]] = {}
 
-    rest: Alive
-    step: Stretch
-    grads: Alive
-    step_counts: Alive = field(default_factory=Counter)
-    host: Host | None = None
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes alive between steps."""
-        return n_bytes_of(self.rest)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes alive at the worst instant."""
-        return self.rest_bytes + self.step.high_bytes
-
-
-def passes_of(stage: Stage) -> Passes:
-    """The stage's forward and backward passes."""
-    if stage.plan.fsdp:
-        return ShardedPasses(stage)
-    return ReplicatedPasses(stage) if stage.plan.ddp else Passes(stage)
-
-
-def timeline(stages: RankStages, passes: dict[Stage, Passes] | None = None) -> StageTimeline:
-    """What the rank holds at rest, and its step; `passes` are kept for other ranks of the same stages."""
-    passes = {} if passes is None else passes
-    for stage in stages:
-        if stage not in passes:
-            passes[stage] = passes_of(stage)
-    own = [passes[stage] for stage in stages]
-    step = chain("step", *schedule(stages, own), *updates(stages))
-    return StageTimeline(
-        rest=rest_of(stages, own),
-        step=step,
-        grads=stages.grads,
-        step_counts=stages.step_counts,
-        host=host_of(stages),
-    )
-
-
-def rest_of(stages: RankStages, passes: Sequence[Passes]) -> Alive:
-    """What is alive between steps."""
-    rest = stages.rest + kept_grads(stages, passes)
-    left = left_behind(stages)
-    return rest + left if left else rest
+    def __call__(self, stages: RankStages) -> RankRecord:
+        """What the rank holds at rest, and its step."""
+        for stage in stages:
+            if stage not in self.passes:
+                self.passes[stage] = passes_of(stage, stages.rank.dp)
+        own = [self.passes[stage] for stage in stages]
+        if stages.stages not in self._rest:
+            self._rest[stages.stages] = stages.rest + kept_grads(stages, own)
+            self._updates[stages.stages] = updates(stages)
+        rest, left = self._rest[stages.stages], left_behind(stages)
+        return RankRecord(
+            rank=stages.rank,
+            layers=stages.layers,
+            rest=rest + left if left else rest,
+            step=chain("step", *schedule(stages, own), *self._updates[stages.stages]),
+            grads=stages.grads,
+            step_counts=stages.step_counts,
+            host=host_of(stages),
+            program=None if stages.device.on_cpu else partial(program, stages, self.passes),
+        )
 
 
 def updates(stages: RankStages) -> list[Stretch]:
-    """The optimizer's part, where the device has it."""
-    return [] if stages.offloads else [update(stages)]
+    """The optimizer's part; of one that runs on the host only what it sends to other ranks."""
+    updated = update(stages)
+    if not stages.offloads:
+        return [updated]
+    sent = [(event, n) for event, n in updated.counts.items() if isinstance(event, Collective)]
+    return [repeated(events("update on the host", [event]), n) for event, n in sent]
 
 
 def kept_grads(stages: RankStages, passes: Sequence[Passes]) -> Alive:

@@ -1,88 +1,11 @@
-"""The instants of a step: stretches of allocations and frees, and the largest of their running sums.
-
-A stretch is known to the outside by two numbers: `net_bytes`, what it leaves behind, and `high_bytes`, the
-most it ever holds above its start. Both compose, so a step of thousands of equal blocks and micro-batches
-needs no event loop: a stretch repeated n times reaches its high in its first or in its last repetition.
-"""
+"""Memory as a fold over the record of a step: what is alive at its worst instant, and when that is."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
-from memplan.shapes import KINDS, Buffer, Event, Kind
-
-PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
-"""What a stage does with a micro-batch; schedules may divide the backward pass."""
-
-
-class Stretch(NamedTuple):
-    """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
-
-    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `micro_batch`: it is what a
-    stage (its place on the rank) does with its next micro-batch, in one part of its work.
-    """
-
-    name: str
-    events: tuple[Event, ...]
-    parts: "tuple[Stretch, ...]"
-    repeats: int
-    net_bytes: int
-    high_bytes: int
-    micro_batch: tuple[int, PassPart] | None = None
-
-
-def allocs(*buffers: Buffer) -> tuple[Event, ...]:
-    """The allocation of each buffer."""
-    return tuple([Event(1, buffer) for buffer in buffers])
-
-
-def frees(*buffers: Buffer) -> tuple[Event, ...]:
-    """The free of each buffer."""
-    return tuple([Event(-1, buffer) for buffer in buffers])
-
-
-def events(name: str, sequence: Iterable[Event]) -> Stretch:
-    """A stretch of single events.
-
-    >>> from memplan.shapes import FP32
-    >>> a, b = (Buffer(n, (1,), FP32, size, "temporaries") for n, size in (("a", 30), ("b", 12)))
-    >>> s = events("s", [Event(1, a), Event(1, b), Event(-1, a)])
-    >>> s.net_bytes, s.high_bytes
-    (12, 42)
-    """
-    kept = tuple([event for event in sequence if event[0]])
-    live = high = 0
-    for sign, buffer, _ in kept:
-        if sign > 0:
-            live += buffer.n_bytes
-            if live > high:
-                high = live
-        else:
-            live -= buffer.n_bytes
-    return Stretch(name, kept, (), 1, live, high)
-
-
-def chain(name: str, *parts: Stretch) -> Stretch:
-    """Stretches one after the other."""
-    live = high = 0
-    for part in parts:
-        high = max(high, live + part.high_bytes)
-        live += part.net_bytes
-    return Stretch(name, (), parts, 1, live, high)
-
-
-def passed(stage: int, part: PassPart, *parts: Stretch) -> Stretch:
-    """What a stage does with its next micro-batch."""
-    return chain(part, *parts)._replace(micro_batch=(stage, part))
-
-
-def repeated(part: Stretch, n: int) -> Stretch:
-    """A stretch n times over; nothing if n is 0."""
-    net, high = part.net_bytes, part.high_bytes
-    if n <= 0:
-        return Stretch(part.name, (), (), 0, 0, 0)
-    return Stretch(part.name, (), (part,), n, n * net, max(high, (n - 1) * net + high))
+from memplan.record import Alloc, Free, Stretch, changes, unrolled
+from memplan.shapes import KINDS, Buffer, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +69,9 @@ def instants(step: Stretch, rest_bytes: int) -> list[Instant]:
 def _highs(stretch: Stretch, start: int, suffix: str) -> Iterator[tuple[str, int]]:
     if stretch.repeats == 0:
         return
-    if stretch.events or not stretch.parts:
-        yield f"{stretch.name}{suffix}", start + stretch.high_bytes
+    if not stretch.parts:
+        if any(changes(stretch.events)) or not stretch.events:
+            yield f"{stretch.name}{suffix}", start + stretch.high_bytes
         return
     if stretch.repeats > 1:
         part = stretch.parts[0]
@@ -163,6 +87,7 @@ def _highs(stretch: Stretch, start: int, suffix: str) -> Iterator[tuple[str, int
 def repeat_text(i: int, stretch: Stretch) -> str:
     """Which of a stretch's equal repetitions is meant: of a block, or of a micro-batch's passes.
 
+    >>> from memplan.record import events, repeated
     >>> repeat_text(1, repeated(events("block", ()), 7))
     'repetition 1 of 7'
     """
@@ -187,22 +112,22 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
             add_net(part, alive, 1)
         return alive_at_high(stretch.parts[worst], alive)
     live = 0
-    pending: list[Event] = []
-    for event in stretch.events:
-        pending.append(event)
+    until: list[Alloc | Free] = []
+    for event in changes(stretch.events):
+        until.append(event)
         live += event.sign * event.buffer.n_bytes
         if live == stretch.high_bytes and event.sign > 0:
             break
     else:
-        pending = []
-    for event in pending:
+        until = []
+    for event in until:
         alive[event.buffer] += event.sign
     return stretch.name
 
 
 def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
     """Add to `alive` what a stretch leaves, so many times over, or take from it what the stretch frees."""
-    for event in stretch.events:
+    for event in changes(stretch.events):
         alive[event.buffer] += event.sign * times
     for part in stretch.parts:
         add_net(part, alive, times * stretch.repeats)
@@ -217,12 +142,3 @@ def running_bytes(stretch: Stretch, start: int = 0) -> Iterator[tuple[str, int]]
     for name, event in unrolled(stretch):
         live += event.sign * event.buffer.n_bytes
         yield name, live
-
-
-def unrolled(stretch: Stretch) -> Iterator[tuple[str, Event]]:
-    """Every event of a step in order, with the name of its stretch."""
-    for _ in range(stretch.repeats):
-        for event in stretch.events:
-            yield stretch.name, event
-        for part in stretch.parts:
-            yield from unrolled(part)

@@ -1,0 +1,305 @@
+"""The record of one rank's step: what an engine leaves when it has played one, and all that others read.
+
+A record is events in order: `Alloc` and `Free`, `Compute`, `Collective`. They are grouped into stretches with
+a name, and a loop is one stretch with a count: a step of thousands of equal blocks and micro-batches is a
+small tree.
+
+```text
+step -- forward -- embedding                         events
+     |          |- block, 32 times -- block          events
+     |          `- head                              events
+     |- backward ...
+     `- update                                       events
+```
+
+Memory, traffic, time, the allocator's replay and the charts are folds over that tree. Each stretch knows
+what they need of it, composed from its parts: `net_bytes`, what it leaves behind; `high_bytes`, the most it
+ever holds above its start (a loop's is in its first or in its last repetition); `counts`, how often each
+computation and each collective occurs.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from memplan.shapes import Buffer, DType, Parameter, Shape
+
+Phase = Literal["forward", "backward", "recompute"]
+"""What computes: a forward pass, a backward pass, or a forward pass run again within a backward pass."""
+
+PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
+"""What a stage does with a micro-batch; schedules may divide the backward pass."""
+
+Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
+"""Over which ranks a collective goes: an axis of the mesh, all ranks, or to and from the rank's own host."""
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "copy"]
+
+
+Overlap = Literal["nothing", "backward", "compute"]
+"""What a collective may run beside: nothing, its own backward pass, or any computation of the step."""
+
+
+class Alloc(NamedTuple):
+    """The allocation of a buffer's bytes."""
+
+    buffer: Buffer
+
+    @property
+    def sign(self) -> int:
+        """Of what it changes the allocated bytes by."""
+        return 1
+
+
+class Free(NamedTuple):
+    """The free of a buffer's bytes."""
+
+    buffer: Buffer
+
+    @property
+    def sign(self) -> int:
+        """Of what it changes the allocated bytes by."""
+        return -1
+
+
+class AccumulateGrad(NamedTuple):
+    """A buffer has become the gradient of a parameter; the engine keeps it, or adds it to an older one."""
+
+    buffer: Buffer
+    parameter: Parameter
+
+    @property
+    def sign(self) -> int:
+        """It allocates nothing."""
+        return 0
+
+
+class AddToIncoming(NamedTuple):
+    """A gradient has been added to the one that came from the block above.
+
+    In place within a stage; where another rank has sent that one, the sum takes a new tensor: this buffer.
+    """
+
+    buffer: Buffer
+
+    @property
+    def sign(self) -> int:
+        """It allocates nothing."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compute:
+    """A matrix product or an attention: its FLOPs, its result's shape and type; it equals only itself."""
+
+    phase: Phase
+    flops: int
+    shape: Shape
+    dtype: DType
+    sign: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collective:
+    """Equal collectives one after the other, `calls` of them; it equals only itself.
+
+    `payload_bytes` is the operand of each call as the framework passes it: the full tensor of an all-gather
+    or a reduce-scatter. `what` is for people.
+    """
+
+    kind: CollectiveKind
+    axis: Axis
+    what: str
+    payload_bytes: int
+    overlap: Overlap = "nothing"
+    calls: int = 1
+    sign: ClassVar[int] = 0
+
+
+class Pass(NamedTuple):
+    """A pass of a micro-batch through a stage; whether a backward pass `reduces` gradients as it computes."""
+
+    part: PassPart
+    reduces: bool
+
+
+Event = Alloc | Free | AccumulateGrad | AddToIncoming | Compute | Collective
+
+Counts = Mapping[Compute | Collective | Pass, int]
+"""How often each occurs."""
+
+
+class Stretch:
+    """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
+
+    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `micro_batch`: it is what a
+    stage (its place on the rank) does with its next micro-batch, in one part of its work; `has_passes`: it is
+    that, or has such parts. Never changed.
+    """
+
+    __slots__ = (
+        "_counts",
+        "events",
+        "has_passes",
+        "high_bytes",
+        "micro_batch",
+        "name",
+        "net_bytes",
+        "parts",
+        "repeats",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        events: tuple[Event, ...],
+        parts: "tuple[Stretch, ...]",
+        repeats: int,
+        net_bytes: int,
+        high_bytes: int,
+        micro_batch: tuple[int, PassPart] | None = None,
+    ) -> None:
+        self.name = name
+        self.events = events
+        self.parts = parts
+        self.repeats = repeats
+        self.net_bytes = net_bytes
+        self.high_bytes = high_bytes
+        self.micro_batch = micro_batch
+        self.has_passes = micro_batch is not None
+        if not self.has_passes:
+            for part in parts:
+                if part.has_passes:
+                    self.has_passes = True
+                    break
+        self._counts: Counts | None = None
+
+    def __repr__(self) -> str:
+        inside = f"{len(self.events)} events" if self.events else f"{len(self.parts)} parts"
+        return f"<Stretch {self.name!r}: {inside}, {self.repeats} times>"
+
+    @property
+    def counts(self) -> Counts:
+        """How often it computes, sends and passes what, all repetitions together."""
+        if self._counts is None:
+            self._counts = _counts(self)
+        return self._counts
+
+
+def _counts(stretch: Stretch) -> Counts:
+    times: dict[Stretch, int] = {}
+    found: dict[Compute | Collective | Pass, int] = {}
+    if stretch.has_passes:
+        _count_passes(stretch, 1, times, found)
+    else:
+        for part in stretch.parts:
+            times[part] = times.get(part, 0) + stretch.repeats
+        for event in stretch.events:
+            if isinstance(event, (Compute, Collective)):
+                found[event] = found.get(event, 0) + 1
+    for part, n in times.items():
+        for counted, n_each in part.counts.items():
+            found[counted] = found.get(counted, 0) + n * n_each
+    return found
+
+
+def _count_passes(
+    stretch: Stretch,
+    n: int,
+    times: dict[Stretch, int],
+    found: dict[Compute | Collective | Pass, int],
+) -> None:
+    """Add what a stretch with passes has `n` times over: its passes, and the parts to be looked into."""
+    for part in stretch.parts:
+        if part.has_passes:
+            _count_passes(part, n * stretch.repeats, times, found)
+        else:
+            times[part] = times.get(part, 0) + n * stretch.repeats
+    if stretch.micro_batch is not None:
+        _, kind = stretch.micro_batch
+        reduces = kind != "forward" and any(map(_reduces, stretch.parts))
+        one = Pass(kind, reduces)
+        found[one] = found.get(one, 0) + n
+
+
+def _reduces(stretch: Stretch) -> bool:
+    """Whether gradients are reduced in it."""
+    return any(isinstance(e, Collective) and e.overlap == "backward" for e in stretch.counts)
+
+
+def allocs(*buffers: Buffer) -> tuple[Event, ...]:
+    """The allocation of each buffer."""
+    return tuple([Alloc(buffer) for buffer in buffers])
+
+
+def frees(*buffers: Buffer) -> tuple[Event, ...]:
+    """The free of each buffer."""
+    return tuple([Free(buffer) for buffer in buffers])
+
+
+def events(name: str, sequence: Iterable[Event]) -> Stretch:
+    """A stretch of single events; the marks for the engine among them are left out.
+
+    >>> from memplan.shapes import FP32
+    >>> a, b = (Buffer(n, (1,), FP32, size, "temporaries") for n, size in (("a", 30), ("b", 12)))
+    >>> s = events("s", [Alloc(a), Alloc(b), Free(a)])
+    >>> s.net_bytes, s.high_bytes
+    (12, 42)
+    """
+    kept: list[Event] = []
+    live = high = 0
+    for event in sequence:
+        kind = type(event)
+        if kind is Alloc:
+            live += event[0].n_bytes  # type: ignore[index]
+            if live > high:
+                high = live
+        elif kind is Free:
+            live -= event[0].n_bytes  # type: ignore[index]
+        elif kind is AccumulateGrad or kind is AddToIncoming:
+            continue
+        kept.append(event)
+    return Stretch(name, tuple(kept), (), 1, live, high)
+
+
+def chain(name: str, *parts: Stretch) -> Stretch:
+    """Stretches one after the other."""
+    live, high = _marks(parts)
+    return Stretch(name, (), parts, 1, live, high)
+
+
+def passed(stage: int, part: PassPart, *parts: Stretch) -> Stretch:
+    """What a stage does with its next micro-batch."""
+    live, high = _marks(parts)
+    return Stretch(part, (), parts, 1, live, high, (stage, part))
+
+
+def _marks(parts: Iterable[Stretch]) -> tuple[int, int]:
+    live = high = 0
+    for part in parts:
+        if live + part.high_bytes > high:
+            high = live + part.high_bytes
+        live += part.net_bytes
+    return live, high
+
+
+def repeated(part: Stretch, n: int) -> Stretch:
+    """A stretch n times over; nothing if n is 0."""
+    net, high = part.net_bytes, part.high_bytes
+    if n <= 0:
+        return Stretch(part.name, (), (), 0, 0, 0)
+    return Stretch(part.name, (), (part,), n, n * net, max(high, (n - 1) * net + high))
+
+
+def changes(events: Iterable[Event]) -> Iterator[Alloc | Free]:
+    """The allocations and frees among events."""
+    return (event for event in events if isinstance(event, (Alloc, Free)))
+
+
+def unrolled(stretch: Stretch) -> Iterator[tuple[str, Alloc | Free]]:
+    """Every allocation and free of a step in order, with the name of its stretch."""
+    for _ in range(stretch.repeats):
+        for event in changes(stretch.events):
+            yield stretch.name, event
+        for part in stretch.parts:
+            yield from unrolled(part)
