@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 else:
     from memplan import search  # the package, which can be called
 
-__version__ = version()
+
+def __getattr__(name: str) -> str:
+    """`memplan.__version__`, looked up when it is asked for."""
+    if name == "__version__":
+        return version()
+    raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+
 
 __all__ = [
     "Advice",

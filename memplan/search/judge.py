@@ -31,11 +31,6 @@ OBJECTIVES: Final = {
 }
 """The figures that the best plan has the least of: the first decides, of equal ones the next."""
 
-MOST_OUTSIDE_BYTES: Final = np.array(
-    [outside_allocator(n).high_bytes for n in range(n_communicators(*[2] * len(MESH_AXES)) + 1)]
-)
-"""The most that is held beside the caching allocator's bytes, by the number of communicators."""
-
 HELD: Final = 2**16
 """Plans that are held by their bounds at first; more if these turn out to be too few."""
 
@@ -86,8 +81,9 @@ class Judge:
         self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
         """The roofline that no step is faster than."""
         usable = inf if cluster.budget_bytes is None else cluster.budget_bytes - slack_bytes
-        self._room = usable - MOST_OUTSIDE_BYTES.astype(np.float64)
-        """By the number of communicators."""
+        most = n_communicators(*[2] * len(MESH_AXES))
+        self._room = usable - np.array([outside_allocator(n).high_bytes for n in range(most + 1)], np.float64)
+        """What may be allocated, by the number of communicators, each of which takes memory of its own."""
 
     def bounds(self, grids: Sequence[Grid]) -> Iterator[tuple[Grid, Bounds]]:
         """Grids with the least bytes and the least seconds of their plans."""

@@ -7,35 +7,25 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.plan import RECOMPUTES, SCHEDULES, Plan, Schedule
+from memplan.fields import Choice, Flag
+from memplan.plan import FIELDS, SCHEDULES, Plan, Schedule
 
 Column = NDArray[np.int64]
 
 CHOICES: Final[dict[str, Sequence[Any]]] = {
-    "schedule": SCHEDULES,
-    "recompute": RECOMPUTES,
-    "sequence_parallel": (False, True),
-    "offload": (False, True),
+    name: field.choices if isinstance(field, Choice) else (False, True)
+    for name, field in FIELDS.items()
+    if isinstance(field, Choice | Flag)
 }
 """Fields whose columns are indices into their values."""
 
 NO_LIMIT: Final = -1
 """Stands for None in the column of `recompute_blocks`."""
 
-VARIED: Final = (
-    "dp",
-    "dp_replicate",
-    "tp",
-    "pp",
-    "virtual_stages",
-    "zero",
-    "sequence_parallel",
-    "micro_batch",
-    "recompute",
-    "recompute_blocks",
-    "schedule",
-    "offload",
-)
+FIRST: Final = ("dp", "dp_replicate", "tp", "pp", "virtual_stages")
+"""The fields that stand first in tables of plans: how the ranks are divided."""
+
+VARIED: Final = (*FIRST, *(name for name, field in FIELDS.items() if field.varied and name not in FIRST))
 """The fields of Plan that a search varies."""
 
 
@@ -141,9 +131,6 @@ class Grid:
     def all(self) -> Plans:
         """All of them, cell by cell."""
         return self.at(np.arange(len(self)))
-
-
-FIELDS: Final = tuple(Plan.__dataclass_fields__)
 
 
 def unchecked(plan: Plan, **values: Any) -> Plan:

@@ -23,7 +23,7 @@ from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.layout import html_text
 from memplan.models import Model, resolve
-from memplan.plan import RECOMPUTES, SCHEDULES, Plan
+from memplan.plan import FIELDS, Plan
 from memplan.search.judge import (
     OBJECTIVES,
     Judge,
@@ -471,23 +471,7 @@ def values_of(name: str, asked: Any) -> tuple[Any, ...]:
     values = tuple(dict.fromkeys(asked)) if several else (asked,)
     if not values:
         raise InvalidValue(f"{name}={shown_value(asked)} leaves nothing to try; name at least one value.")
-    return tuple(_checked(name, value) for value in values)
-
-
-def _checked(name: str, value: Any) -> Any:
-    match name:
-        case "schedule":
-            return checked_choice(name, value, SCHEDULES)
-        case "recompute":
-            return checked_choice(name, value, RECOMPUTES)
-        case "offload" | "sequence_parallel":
-            return checked_flag(name, value)
-        case "zero":
-            return checked_count(name, value, least=0, most=3)
-        case "recompute_blocks" if value is None:
-            return None
-        case _:
-            return checked_count(name, value)
+    return tuple(FIELDS[name].checked(name, value) for value in values)
 
 
 def common(*, global_batch: int, **options: Any) -> Plan:
