@@ -132,12 +132,10 @@ class Choice(Field):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name(Field):
-    """A name that is looked up later."""
+    """A name that is looked up later; of what is no text the representation is looked up, and not found."""
 
     def _checked(self, name: str, value: object) -> str:
-        if not isinstance(value, str):
-            raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use an {name}'s name.")
-        return value
+        return value if isinstance(value, str) else shown_value(value)
 
     def parsed(self, text: str) -> str:
         return text
