@@ -16,7 +16,6 @@ from memplan.estimate import estimate
 from memplan.fields import Choice, Counts, Flag, Number, count_or_text, number_or_text
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.layout import csv_of, printable, text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
 from memplan.plan import FIELDS, Plan
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
@@ -29,6 +28,7 @@ from memplan.search.table import search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
 from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
+from memplan.text_tables import csv_of, printable, text_table
 from memplan.units import TB, TFLOP, GiB
 from memplan.version import versioned
 

@@ -23,7 +23,6 @@ from memplan.hardware import (
     outside_allocator,
     resolve_cluster,
 )
-from memplan.layout import html_text
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
 from memplan.models import Model, parameter_count, resolve
 from memplan.plan import (
@@ -53,6 +52,7 @@ from memplan.steptime import (
     utilisation,
 )
 from memplan.tape import Backend
+from memplan.text_tables import html_text
 from memplan.traffic import CollectiveTotal, collectives
 from memplan.units import human_bytes
 from memplan.version import versioned

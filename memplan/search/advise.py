@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
-from memplan.layout import frame, html_text
 from memplan.plan import RECOMPUTES, Plan
 from memplan.search.command import estimate_command
 from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
+from memplan.text_tables import frame, html_text
 from memplan.version import versioned
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.fields import Flag
 from memplan.hardware import Cluster, cluster, gpus_per_node
-from memplan.layout import WIDTH
 from memplan.models import Model, preset, preset_names
 from memplan.plan import FIELDS, Plan
+from memplan.text_tables import WIDTH
 
 FIRST: Final = ("dp_replicate", "dp", "tp", "pp", "zero")
 """Fields of a plan that stand first, in this order."""

@@ -95,7 +95,7 @@ class Judge:
         return self._room_of(*axes)[:, None]
 
     def _room_of(self, *axes: Any) -> NDArray[np.float64]:
-        """By the ranks along each axis of a mesh."""
+        """What may be allocated on a mesh, given the ranks along each of its axes."""
         return np.asarray(self._room[n_communicators(*axes)], np.float64)
 
     def estimate(self, plan: Plan, most_over_bytes: float = inf) -> Estimate | None:
@@ -260,7 +260,7 @@ def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
 
 
 def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged]:
-    """Those that none equals or beats in both step time and peak, fastest first."""
+    """The plans that no other equals or beats in both step time and peak, the fastest first."""
     kept: list[Judged] = []
     for one in sorted(found, key=lambda judged: judged.keys("front", per_token=per_token)):
         if not kept or one.peak_bytes < kept[-1].peak_bytes:

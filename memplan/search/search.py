@@ -21,7 +21,6 @@ from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, check
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
-from memplan.layout import html_text
 from memplan.models import Model, resolve
 from memplan.plan import FIELDS, Plan
 from memplan.search.judge import (
@@ -41,6 +40,7 @@ from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_dict, search_frame
 from memplan.steptime import Roofline, TimeModel
+from memplan.text_tables import html_text
 
 if TYPE_CHECKING:
     import pandas
@@ -357,21 +357,21 @@ def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress:
             yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
 
     if keep is None:
-        verdicts = every(judge, grids, objective)
+        ranked = every(judge, grids, objective)
     elif objective == "front":
-        verdicts = front(judge, grids, keep)
+        ranked = front(judge, grids, keep)
     else:
-        verdicts = best_first(judge, grids, objective, keep)
+        ranked = best_first(judge, grids, objective, keep)
     return Found(
         model=space.model,
         cluster=judge.cluster,
         base=space.base,
-        within=verdicts.within[:keep],
-        beyond=verdicts.beyond[:keep],
+        within=ranked.within[:keep],
+        beyond=ranked.beyond[:keep],
         refused=refused.first(keep),
-        n_within=verdicts.n_within,
-        n_beyond=verdicts.n_beyond,
-        n_slower=verdicts.n_slower,
+        n_within=ranked.n_within,
+        n_beyond=ranked.n_beyond,
+        n_slower=ranked.n_slower,
         n_refused=refused.n_refused,
         refused_by=refused.by_rule(space),
         objective=objective,

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.estimate import Estimate
-from memplan.layout import frame, interval_text, margin_text
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
+from memplan.text_tables import frame, interval_text, margin_text
 from memplan.units import human_bytes
 from memplan.version import versioned
 

@@ -5,10 +5,10 @@ from typing import Final
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
-from memplan.layout import text_table, wrapped
 from memplan.search.command import command_text, estimate_command
 from memplan.shapes import KINDS
 from memplan.tables import verdict_text
+from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
 
 RANK: Final = {"fits": 0, "cannot say": 1, "does not fit": 2}
