@@ -8,6 +8,7 @@ from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
 from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, described
 from memplan.record import Axis
+from memplan.shapes import BF16, FP16, FP32, DType
 
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
@@ -17,7 +18,34 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubb
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
 
-PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """The number formats of a precision.
+
+    Attributes:
+        stored: of weights between steps, of gradients as they accumulate, and of the optimizer's state.
+        compute: of matrix products and what they return, and of weights as FSDP2 gathers them.
+        matmul: whose peak rate matrix products have, as in the names of a GPU's rates; torch leaves TF32 off
+            by default.
+        loss_scaled: whether the loss is scaled, so that small gradients do not become 0.
+    """
+
+    stored: DType
+    compute: DType
+    matmul: Literal["fp32", "bf16", "fp16"]
+    loss_scaled: bool = False
+
+
+FORMATS: Final[dict[str, Formats]] = {
+    "fp32": Formats(stored=FP32, compute=FP32, matmul="fp32"),
+    "bf16": Formats(stored=BF16, compute=BF16, matmul="bf16"),
+    "bf16-mixed": Formats(stored=FP32, compute=BF16, matmul="bf16"),
+    "fp16-mixed": Formats(stored=FP32, compute=FP16, matmul="fp16", loss_scaled=True),
+}
+"""One row for each precision."""
+
+PRECISIONS: Final = tuple(FORMATS)
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
 N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 """What each optimizer keeps for every weight."""
@@ -233,7 +261,12 @@ class Plan:
     @property
     def mixed(self) -> bool:
         """Whether weights are float32 and computed with in a narrower type."""
-        return self.precision in ("bf16-mixed", "fp16-mixed")
+        return self.formats.stored != self.formats.compute
+
+    @property
+    def formats(self) -> Formats:
+        """The number formats of its precision."""
+        return FORMATS[self.precision]
 
     @property
     def n_stages(self) -> int:

@@ -274,7 +274,7 @@ class _Plans:
     @property
     def itemsize(self) -> int:
         """Bytes of an element of a weight as it is kept."""
-        return 2 if self.base.precision == "bf16" else 4
+        return self.base.formats.stored.itemsize
 
     @property
     def n_moments(self) -> int:
@@ -345,7 +345,7 @@ def _sent(plans: _Plans) -> dict[Overlap, Any]:
             reductions["dp"] = 2 * every * plans.itemsize * part
         waits["dp"] = (plans.zero == 1) * every * plans.itemsize * part
     if plans.fsdp:
-        narrow, wide = 4 if base.precision == "fp32" else 2, plans.itemsize
+        narrow, wide = base.formats.compute.itemsize, plans.itemsize
         reshards = (plans.zero == 3) & (base.fsdp_units != "model")
         once, again = np.where(pp == 1, m, 1), np.where((pp == 1) | (plans.single > 0), m, 0)
         gathers["dp"] = (once * every + reshards * again * blocks) * narrow * part
