@@ -4,6 +4,7 @@ Source: torch/distributed/fsdp/_fully_shard.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,7 +13,19 @@ from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, s
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in, gradients
 from memplan.plan import SPLITTING_SCHEDULES
-from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees, repeated
+from memplan.record import (
+    Alloc,
+    Collective,
+    Event,
+    Free,
+    Overlap,
+    Stretch,
+    allocs,
+    chain,
+    events,
+    frees,
+    repeated,
+)
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 from memplan.tape import RANDOM_STATE
 
@@ -102,12 +115,25 @@ class Unit:
         for inputs, times in self.inputs:
             yield frees(*inputs), times
 
-    def gathering(self) -> Iterator[Buffer]:
-        """All that an all-gather allocates."""
-        yield self.flat
-        for inputs, _ in self.inputs:
-            yield from inputs
-        yield from self.uploads.values()
+    @cached_property
+    def gathered(self) -> dict[Buffer, Buffer]:
+        """All that an all-gather allocates, and its copy for all-gathers that a schedule asks for."""
+        found = [
+            self.flat,
+            *(buffer for inputs, _ in self.inputs for buffer in inputs),
+            *self.uploads.values(),
+        ]
+        return {buffer: copy(buffer) for buffer in found}
+
+    def ahead(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        """The same, of an all-gather that a schedule asks for: it is allocated on the default stream."""
+        for found, times in turns:
+            yield tuple(map(self._ahead, found)), times
+
+    def _ahead(self, event: Event) -> Event:
+        if isinstance(event, Alloc | Free) and event.buffer in self.gathered:
+            return type(event)(self.gathered[event.buffer])
+        return event
 
     def _filled(self, shard: Buffer) -> tuple[Event, ...]:
         """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""
@@ -526,7 +552,7 @@ class ShardedPasses(Passes):
 
     def unshard(self) -> Stretch:
         """All units are gathered at once, ahead of the stage's first pass."""
-        turns = (turn for unit, times in self.units for turn in repeatedly(unit.gather(), times))
+        turns = (turn for unit, n in self.units for turn in repeatedly(unit.ahead(unit.gather()), n))
         return in_turn("gathering of a stage's weights", turns)
 
     def reshard(self, *, freed_after_forward: bool) -> Stretch:
@@ -537,7 +563,7 @@ class ShardedPasses(Passes):
 
     def wait_for_unshard(self) -> Stretch:
         """The first pass of the stage copies what was gathered into the weights, unit by unit."""
-        turns = (turn for unit, times in self.units for turn in repeatedly(unit.copy_out(unit), times))
+        turns = (turn for unit, n in self.units for turn in repeatedly(unit.ahead(unit.copy_out(unit)), n))
         return in_turn("gathering of a stage's weights", turns)
 
 
