@@ -18,6 +18,7 @@ import memplan
 from memplan.cli import commands
 from memplan.hardware import gpu_names
 from memplan.models import preset_names
+from memplan.plan import FIELDS, Plan
 from memplan.search.plans import VARIED
 
 GPT2 = ["estimate", "gpt2", "--cluster", "8xh100-sxm", "--zero", "3"]
@@ -200,6 +201,13 @@ def test_search_prints_the_best_and_what_was_refused():
     )
     assert "Best of those that fit" in result.stdout
     assert "rough" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["estimate", "search", "advise"])
+def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
+    flags = {flag for each in commands.commands[command].params for flag in each.opts}
+    assert {f"--{name.replace('_', '-')}" for name in FIELDS if name != "engine"} <= flags
+    assert set(FIELDS) == set(Plan.__dataclass_fields__)
 
 
 def test_search_takes_ranges_and_several_batches():
