@@ -1,13 +1,13 @@
 """Published models by name: the table `presets.toml`, each entry with its source."""
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from memplan.errors import unknown_name
+from memplan.files import toml_table
 from memplan.models.base import Model
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
@@ -15,9 +15,8 @@ from memplan.models.llama import Llama
 
 @cache
 def preset_table() -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of `presets.toml`, read once at first use."""
-    text = files("memplan.models").joinpath("presets.toml").read_text(encoding="utf-8")
-    return MappingProxyType(tomllib.loads(text))
+    """The entries of `presets.toml` as they stand there, read once, at first use."""
+    return toml_table(Path(__file__).with_name("presets.toml"))
 
 
 def preset_names() -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
     Source: `torch.amp.grad_scaler:GradScaler.unscale_`, `torch.amp.grad_scaler:GradScaler._unscale_grads_`,
     `torch.amp.grad_scaler:_MultiDeviceReplicator`.
     """
-    if stages.plan.precision != "fp16-mixed":
+    if not stages.plan.formats.loss_scaled:
         return [], []
     scale, inverse = (buffer_of(name, (), FP64) for name in ("scale", "inverse of the scale"))
     narrow, found = buffer_of("inverse of the scale", (), FP32), buffer_of("found an overflow", (), FP32)
