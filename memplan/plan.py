@@ -276,7 +276,7 @@ class Plan:
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of one rank of the pipeline, in model order: dealt out in turn, or folded into a V.
 
-        Source: torch/distributed/pipelining/_utils.py (`generate_stage_to_rank_mapping`).
+        Source: torch.distributed.pipelining._utils:generate_stage_to_rank_mapping.
 
         >>> Plan(pp=4, virtual_stages=2, schedule="interleaved-1f1b").stages_of(1)
         (1, 5)

@@ -178,7 +178,7 @@ def recomputed_flops(counts: Counts) -> int:
     With recompute="full" all of a block up to the last tensor that it saves, so all but its last product;
     with "selective" none. A split backward pass runs its regions again for each weight.
 
-    Source: torch/utils/checkpoint.py (`_StopRecomputationError`), memplan.tape (`SplitBackward`).
+    Source: torch.utils.checkpoint:_StopRecomputationError, `memplan.tape.SplitBackward`.
     """
     return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase != "forward"])
 

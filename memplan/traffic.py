@@ -1,11 +1,13 @@
 """Traffic as a fold over the record of a step: every collective, summed by kind, mesh axis and purpose."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from memplan.engines.base import engine_named
 from memplan.plan import MESH_AXES, Plan
 from memplan.record import Axis, Collective, CollectiveKind, Counts, Overlap
+
+AXES: Final[tuple[Axis, ...]] = (*reversed(MESH_AXES), "world", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class CollectiveTotal:
 
 
 def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
-    """All collectives of one rank's step, given how often each occurs."""
+    """All collectives of one rank's step, given how often each occurs; the innermost axis' first."""
     wire_bytes = engine_named(plan.engine).wire_bytes
     totals: dict[tuple[CollectiveKind, Axis, str, Overlap], list[int]] = {}
     for event, n in counts.items():
@@ -46,6 +48,7 @@ def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
             total[0] += n * event.calls
             total[1] += n * event.calls * event.payload_bytes
     ranks = ranks_along(plan)
+    inner_first = sorted(totals.items(), key=lambda total: AXES.index(total[0][1]))
     return tuple(
         [
             CollectiveTotal(
@@ -57,7 +60,7 @@ def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
                 wire_bytes=wire_bytes(kind, payload_bytes, ranks[axis]),
                 overlap=overlap,
             )
-            for (kind, axis, what, overlap), (calls, payload_bytes) in totals.items()
+            for (kind, axis, what, overlap), (calls, payload_bytes) in inner_first
         ]
     )
 

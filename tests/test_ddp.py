@@ -108,7 +108,7 @@ def test_powersgds_settings_are_pytorchs_defaults():
 )
 def test_payloads_by_hand(hook, dtype, expected):
     """A weight of 20 x 40 becomes 20 + 40 elements; a bias of 40 stays."""
-    bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)])
+    bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)], hook)
     assert payloads(hook, bucket, dtype) == expected
 
 
@@ -123,7 +123,7 @@ def test_payloads_by_hand(hook, dtype, expected):
     ],
 )
 def test_what_a_hook_allocates_beside_a_bucket(hook, dtype, most_bytes):
-    bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)])
+    bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)], hook)
     held, most = 0, 0
     for event in changes(reduction(hook, bucket, dtype, kept(hook, bucket, dtype))):
         held += event.sign * event.buffer.n_bytes

@@ -1,5 +1,7 @@
 """What FSDP2 makes of gradients: float32 sums of a split backward pass, and padded copies to reduce."""
 
+from dataclasses import replace
+
 import pytest
 
 from memplan.device import CPU, CPU_OF_SHAPES, H100
@@ -53,3 +55,24 @@ def test_cuda_pads_gradients_as_it_copies_them_but_for_float16(device, precision
     plan = Plan(dp=3, zero=3, precision=precision, seq_len=8)
     step = rank_estimate(MODEL, plan, plan.place(0), device).record.step
     assert any(event.buffer.name.endswith("(padded)") for _, event in unrolled(step)) == padded
+
+
+@pytest.mark.parametrize(
+    "pp_rank, micro_batches, itemsize",
+    [
+        (0, 1, 4),  # a first stage's backward pass is whole, and adds to float32 sums
+        (1, 1, 2),  # the second part leaves gradients as they came: 2 bytes in a run of 8 CPU ranks too
+        (1, 2, 2),  # its two second parts follow one another
+        (1, 4, 4),  # a later first part has added them to float32 sums
+    ],
+)
+def test_partial_gradients_are_summed_over_tensor_ranks_in_the_type_they_have_then(
+    pp_rank, micro_batches, itemsize
+):
+    plan = Plan(
+        pp=2, dp=2, tp=2, zero=2, schedule="zero-bubble", sequence_parallel=True, precision="bf16-mixed",
+        global_batch=2 * micro_batches, micro_batch=1, seq_len=8,
+    )  # fmt: skip
+    found = rank_estimate(MODEL, plan, replace(plan.place(0), pp=pp_rank), CPU).collectives
+    (partial,) = [c for c in found if c.what == "partial gradients"]
+    assert partial.payload_bytes == partial.calls * MODEL.d_model * itemsize

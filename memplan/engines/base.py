@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from memplan.device import Device
-from memplan.errors import InvalidValue, unknown_name
+from memplan.errors import InvalidValue, MissingRule, unknown_name
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
 from memplan.plan import Plan, Rank, Schedule
@@ -132,6 +132,8 @@ class Engine(ABC):
     """Whether it is closed-form accounting that no run can confirm: it gives no verdict and no step time."""
     refusals: ClassVar[tuple[Rule, ...]] = ()
     """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
+    gives_bounds: ClassVar[bool] = False
+    """Whether `part_costs` and `first_under_way` are known, so that search need not estimate every plan."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -153,12 +155,9 @@ class Engine(ABC):
         """Raise if the plan runs on this device, but not correctly."""
         return
 
-    def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts | None:
-        """What one micro-batch of a plan of one replica and one stage takes of the model's parts.
-
-        Search bounds plans by it; None: nothing is known, and every plan is estimated.
-        """
-        return None
+    def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
+        """What one micro-batch of a plan of one replica and one stage takes of the model's parts."""
+        raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def first_under_way(
         self, schedule: Schedule, pp: int, virtual_stages: int, n_micro_batches: int
@@ -168,7 +167,7 @@ class Engine(ABC):
         Before the rank's first backward pass, and when all its stages have had one and another is to come;
         None if there is no such instant.
         """
-        return (0,) * virtual_stages, None
+        raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:
         """What should be known of a plan under this engine that no figure says."""
@@ -182,23 +181,29 @@ class Engine(ABC):
 def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
     """What one of n ranks sends under a ring.
 
-    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, a
-    broadcast (n-1)/n on average over the ranks, point to point and copies all of it, a receive nothing.
+    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, all-to-all
+    (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast (n-1)/n on average over the ranks,
+    point to point and copies all of it, a receive nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 
     >>> ring_bytes("all_reduce", 1000, 4), ring_bytes("all_gather", 1000, 4), ring_bytes("send", 1000, 2)
     (1500, 750, 1000)
+
+    Raises:
+        MissingRule: for any other kind.
     """
     match kind:
         case "all_reduce":
             return 2 * payload_bytes * (n_ranks - 1) // n_ranks
-        case "all_gather" | "reduce_scatter" | "broadcast":
+        case "all_gather" | "reduce_scatter" | "broadcast" | "all_to_all":
             return payload_bytes * (n_ranks - 1) // n_ranks
         case "send" | "copy":
             return payload_bytes
         case "recv":
             return 0
+        case _:
+            raise MissingRule(f"no rule states what the collective {kind!r} sends; add it to `ring_bytes`.")
 
 
 @cache

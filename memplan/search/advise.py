@@ -180,7 +180,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
     others = {
         name: value
         for name, value in asdict(plan).items()
-        if name not in ("dp", "dp_replicate", "engine") and value != Plan.__dataclass_fields__[name].default
+        if name not in ("dp", "dp_replicate") and value != Plan.__dataclass_fields__[name].default
     }
     varied = {
         "tp": [n for n in divisors(plan.tp * plan.dp) if n % plan.tp == 0],

@@ -41,6 +41,7 @@ class PlanOptions(TypedDict, total=False):
     bucket_cap_bytes: int | None
     ddp_comm_hook: DdpCommHook
     loss_chunks: int
+    engine: str
 
 
 class ClusterOptions(TypedDict, total=False):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 import numpy as np
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
+from memplan.engines.base import engine_named
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
@@ -484,8 +485,14 @@ def common(*, global_batch: int, **options: Any) -> Plan:
         MemplanError: a name that is no field of a plan, or a value that no plan can have.
     """
     for name in options:
-        if name not in Plan.__dataclass_fields__ or name == "engine":
+        if name not in Plan.__dataclass_fields__:
             raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
+    engine = options.get("engine", Plan.__dataclass_fields__["engine"].default)
+    if engine_named(engine).is_accounting:
+        raise InvalidValue(
+            f"engine={engine!r} is closed-form accounting, which gives no verdict and no step time to search "
+            "by; use engine='torch'."
+        )
     several = next((n for n in divisors(global_batch) if 1 < n <= LARGEST_CLUSTER), 1)
     refusals = []
     whole = {"dp": several, "micro_batch": global_batch // several}

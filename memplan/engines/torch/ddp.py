@@ -4,16 +4,16 @@ A bucket is one flat tensor, kept from step to step, that its parameters' gradie
 is reduced as a whole. A hook works on each bucket while it is reduced: what it allocates for that time are
 temporaries, and so is what PowerSGD keeps from step to step (errors, P and Q), as the buckets are.
 
-Source: torch/csrc/distributed/c10d/reducer.cpp, torch/distributed/algorithms/ddp_comm_hooks.
+Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.algorithms.ddp_comm_hooks`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, islice, repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
-from memplan.engines.torch.passes import Passes, backward_order, from_outside
+from memplan.engines.torch.module import StageModule, backward_order, from_outside
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage, rotation_of
 from memplan.engines.trace import Segment, buffer_in, gradients
@@ -72,7 +72,7 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
     DTensors of the divided ones, module by module, before the forward pass. That is the first step of the
     pass, and so the last of the way back.
 
-    Source: torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+    Source: `torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor`.
     """
     trace = stage.trace
     made = [
@@ -96,8 +96,11 @@ def buckets(stage: Stage) -> list[list[Parameter]]:
     return ddp_buckets([*made, *late], stage.plan.bucket_cap_bytes)
 
 
-def bucket_of(parameters: Iterable[Parameter]) -> Bucket:
+def bucket_of(parameters: Iterable[Parameter], hook: str) -> Bucket:
     """The sizes of a bucket of these parameters."""
+    if hook != "powersgd":
+        n_elements = sum([parameter.n_elements for parameter in parameters])
+        return Bucket(n_elements, p=0, q=0, uncompressed=n_elements)
     n_elements = sum_p = sum_q = uncompressed = 0
     for parameter in parameters:
         n_elements += parameter.n_elements
@@ -158,25 +161,41 @@ def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = 
     return tuple(sent)
 
 
-class ReplicatedPasses(Passes):
-    """Forward and backward of one micro-batch under DDP, whose last backward pass of a step reduces.
+class DdpState(NamedTuple):
+    """Whether there are gradients, and whether the module's next backward and forward pass communicate."""
+
+    has_grads: bool
+    require_backward_grad_sync: bool
+    require_forward_param_sync: bool
+
+
+@final
+class DistributedDataParallel(StageModule[DdpState]):
+    """A module under DDP: the last backward pass of a step reduces.
 
     There, gradients that are views of buckets are copied into them once they are ready, and each bucket is
     reduced when the last of its gradients is. Late gradients are ready, and added to older ones, when all
     else of the pass is done.
+
+    Plays `torch.nn.parallel.distributed:DistributedDataParallel`.
     """
 
     def __init__(self, stage: Stage) -> None:
-        super().__init__(stage)
         plan, trace = stage.plan, stage.trace
+        super().__init__(
+            stage,
+            DdpState(
+                has_grads=not plan.set_to_none,
+                require_backward_grad_sync=False,
+                require_forward_param_sync=plan.pp == 1,
+            ),
+        )
         self.hook = plan.ddp_comm_hook
         self.into_views = plan.gradient_as_bucket_view and plan.set_to_none
-        self.reduces = True
-        self.first_differs = not stage.model.learned_positions and plan.pp == 1
         self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
-            self.buckets.update(map(bucket_of, buckets(stage)))
+            self.buckets.update(bucket_of(parameters, self.hook) for parameters in buckets(stage))
         self.kept = {bucket: kept(self.hook, bucket, stage.weight_dtype) for bucket in self.buckets}
 
     @property
@@ -184,36 +203,57 @@ class ReplicatedPasses(Passes):
         """What the hook keeps from step to step."""
         return Counter({buffer: n for bucket, n in self.buckets.items() for buffer in self.kept[bucket]})
 
-    def _forward(self, first: bool, unsharded: bool, release: Stretch | None) -> Stretch:
-        forward = super()._forward(first, unsharded, release)
-        return chain(forward.name, self._sync_buffers(), forward) if first else forward
+    @property
+    def has_grads(self) -> bool:
+        return self.state.has_grads
+
+    def _made_grads(self) -> None:
+        self.state = self.state._replace(has_grads=True)
+
+    def require_gradient_sync(self) -> None:
+        """The end of `DistributedDataParallel.no_sync`."""
+        self.state = self.state._replace(require_backward_grad_sync=True)
+
+    def _forward(self, release: Stretch | None) -> Stretch:
+        forward = super()._forward(release)
+        if not self.state.require_forward_param_sync:
+            return forward
+        self.state = self.state._replace(require_forward_param_sync=False)
+        if self.stage.model.learned_positions:
+            return forward
+        return chain(forward.name, self._sync_buffers(), forward)
 
     def _sync_buffers(self) -> Stretch:
-        """The first rank's buffers to the others, once a step: the angles of rotary positions.
+        """The first rank's buffers to the others: the angles of rotary positions.
 
-        Source: torch/nn/parallel/distributed.py (`_sync_buffers`, `require_forward_param_sync`).
+        Once a step, as passes under `no_sync` ask for none; never under a schedule, whose are all under it.
+
+        Source: `torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers`.
         """
         n_bytes = rotation_of(self.stage.model, self.stage.plan).n_bytes
         sent = Collective(kind="broadcast", axis="dp", what="rotation buffer", payload_bytes=n_bytes)
         return events("forward: broadcast of buffers", [sent])
 
-    def _backward(self, first: bool, last: bool, unsharded: bool, pending: bool, late: bool) -> Stretch:
-        drops = self.adds_to_older(first) + (last and self.into_views)
+    def _backward(self) -> Stretch:
+        last = self.state.require_backward_grad_sync
+        drops = self.has_grads + (last and self.into_views)
         filled = self._filled() if last else iter(())
         head = self.trace.head_backward
-        return chain(
+        played = chain(
             "backward",
             self._reduced("backward: loss and head", head, drops, _next(filled, len(ready(head)))),
             *self._replicated_blocks(drops, last, filled),
             *self._end(drops, last, filled),
             *self.returned(),
         )
+        self._made_grads()
+        return played
 
     def _filled(self) -> Iterator[Bucket | None]:
         """For each gradient in the order they are ready: the bucket that it is the last of."""
         for parameters in buckets(self.stage):
             yield from repeat(None, len(parameters) - 1)
-            yield bucket_of(parameters)
+            yield bucket_of(parameters, self.hook)
 
     def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
         """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.

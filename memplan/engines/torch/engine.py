@@ -24,6 +24,7 @@ class TorchEngine(Engine):
     name = "torch"
     plays = "PyTorch 2.13"
     refusals = REFUSALS
+    gives_bounds = True
 
     def check_device(self, plan: Plan, device: Device) -> None:
         check_device(plan, device)

@@ -3,8 +3,8 @@
 Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in a block of its own; optimizer
 state is not, and the update runs on the CPU.
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_api.py (`CPUOffloadPolicy`), _fsdp_collectives.py
-(`foreach_reduce`).
+Source: `torch.distributed.fsdp._fully_shard._fsdp_api:CPUOffloadPolicy`,
+`torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`.
 """
 
 from collections import Counter

@@ -39,7 +39,7 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
 def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:
     """Each rank's updated weights to the others of the data axis, a weight at a time.
 
-    Source: torch/distributed/optim/zero_redundancy_optimizer.py (`_sync_params`).
+    Source: `torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer._sync_params`.
     """
     if stages.plan.zero == 1:
         sent = [
@@ -56,7 +56,8 @@ def _all_reduce(axis: Axis, what: str, n_bytes: int) -> Collective:
 def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
     """What the loss scaler takes to unscale the gradients, and what it drops once the weights are updated.
 
-    Source: torch/amp/grad_scaler.py (`unscale_`, `_unscale_grads_`, `_MultiDeviceReplicator`).
+    Source: `torch.amp.grad_scaler:GradScaler.unscale_`, `torch.amp.grad_scaler:GradScaler._unscale_grads_`,
+    `torch.amp.grad_scaler:_MultiDeviceReplicator`.
     """
     if not stages.plan.formats.loss_scaled:
         return [], []
@@ -73,7 +74,7 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
 def implementation(stages: RankStages) -> str:
     """How the optimizer goes over the parameters: by default all at once on CUDA, one by one on CPU.
 
-    Source: torch/optim/optimizer.py (`_default_to_fused_or_foreach`).
+    Source: `torch.optim.optimizer:_default_to_fused_or_foreach`.
     """
     if stages.plan.optimizer_impl != "default":
         return stages.plan.optimizer_impl
@@ -93,7 +94,7 @@ def _stepping(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     """Adam's denominator and its square root; the last parameter's denominator lives until the next one's.
 
-    Source: torch/optim/adam.py (`_single_tensor_adam`), torch/optim/sgd.py (`_single_tensor_sgd`).
+    Source: `torch.optim.adam:_single_tensor_adam`, `torch.optim.sgd:_single_tensor_sgd`.
     """
     before: Buffer | None = None
     denominators: dict[Parameter, Buffer] = {}
@@ -123,7 +124,7 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
 def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """The square roots of all of Adam's second moments, and all copies of gradients, at the same time.
 
-    Source: torch/optim/adam.py (`_multi_tensor_adam`), torch/optim/sgd.py (`_multi_tensor_sgd`).
+    Source: `torch.optim.adam:_multi_tensor_adam`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
     for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         for copies in _reads(stages, group):
@@ -139,7 +140,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """Nothing but the copies of gradients, each made once.
 
-    Source: torch/optim/adam.py (`_fused_adam`), aten/src/ATen/native/FusedAdam.cpp.
+    Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp (`_fused_adam_kernel_cpu_`).
     """
     for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         yield from _copies(stages, group).events()
@@ -178,7 +179,7 @@ class Copies(NamedTuple):
 def _copies(stages: RankStages, counted: Counted) -> Copies:
     """Copies of the gradients that are not like their weights: own rows of whole ones, sums of partial ones.
 
-    Source: torch/distributed/tensor/_dispatch.py (implicit redistribution).
+    Source: `torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args`.
     """
     if stages.plan.tp == 1 or stages.plan.ddp or stages.plan.fsdp:
         return Copies([], [])
@@ -200,8 +201,8 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
 
     Partial gradients are summed for their norms, one by one or all at once as the optimizer works.
 
-    Source: torch/nn/utils/clip_grad.py (`_get_total_norm`), torch/distributed/tensor/_ops/_math_ops.py
-    (`_NormPartial`: raised to the power, all-reduced, and back).
+    Source: `torch.nn.utils.clip_grad:_get_total_norm`, `torch.distributed.tensor._ops._math_ops:_NormPartial`
+    (raised to the power, all-reduced, and back).
     """
     one_by_one = stages.plan.optimizer_impl == "for-loop"
     for group in _lists(_held(stages, in_order), apart=stages.plan.tp > 1):
@@ -248,8 +249,8 @@ def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
 
     For DTensors over those that divide the first gradient; where that is not enough, over all ranks too.
 
-    Source: torch/distributed/tensor/_dispatch.py (`found_inf_reduce_handler`),
-    torch/distributed/fsdp/sharded_grad_scaler.py (`unscale_`).
+    Source: `torch.distributed.tensor._dispatch:found_inf_reduce_handler`,
+    `torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_`.
     """
     plan = stages.plan
     (first, _), *_ = stages.counted_parameters()
@@ -302,7 +303,7 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:
     """The optimizer's state on the device in the order that the first update makes it.
 
-    Source: torch/optim/adam.py (`_init_group`), torch/optim/sgd.py (`_multi_tensor_sgd`).
+    Source: `torch.optim.adam:Adam._init_group`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
     names = MOMENTS[stages.plan.optimizer]
     for group in _lists(_updated(stages, in_order=True), apart=stages.plan.tp > 1 and not stages.plan.ddp):

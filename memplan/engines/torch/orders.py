@@ -3,7 +3,8 @@
 Micro-batches are taken in turn, each pass of a stage the next one of its kind, so that an action need not
 name its micro-batch. (`looped-bfs` takes those of its backward passes in reverse.)
 
-Source: torch/distributed/pipelining/schedules.py (`_calculate_single_rank_operations` of each schedule).
+Source: `torch.distributed.pipelining.schedules:ScheduleLoopedBFS._calculate_single_rank_operations`, and that
+of each other schedule's class.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -346,7 +347,8 @@ def with_weights(order: Run, n_stages: int) -> Run:
     >>> [action.kind for action in actions(with_weights(Run(turn("F0 B0"), 2), 1))]
     ['unshard', 'forward', 'backward', 'forward', 'backward', 'reduce', 'reshard']
 
-    Source: torch/distributed/pipelining/schedules.py (`_add_unshard_reshard`, `_add_reduce_grad`).
+    Source: `torch.distributed.pipelining.schedules:_add_unshard_reshard`,
+    `torch.distributed.pipelining.schedules:_add_reduce_grad`.
     """
     order, active = _gathering(order, (), ())
     order = _with_last(order, set(range(n_stages)), lambda last: (last, Action("reduce", last.local)))

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
-from memplan.engines.torch.ddp import ReplicatedPasses, buckets
-from memplan.engines.torch.fsdp import ShardedPasses
+from memplan.engines.torch.ddp import DistributedDataParallel, buckets
+from memplan.engines.torch.fsdp import FSDPModule
+from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
-from memplan.engines.torch.passes import Passes
-from memplan.engines.torch.runtime import left_behind
-from memplan.engines.torch.schedules import schedule
+from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.plan import SPLITTING_SCHEDULES
@@ -25,16 +24,16 @@ GATHERS: Final = "all-gather copy-in"
 REDUCES: Final = "reduce-scatter"
 
 
-def passes_of(stage: Stage, dp_rank: int) -> Passes:
-    """The stage's forward and backward passes on a rank of the data axis."""
+def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
+    """The stage's module on a rank of the data axis."""
     if stage.plan.fsdp:
-        return ShardedPasses(stage, dp_rank)
-    return ReplicatedPasses(stage) if stage.plan.ddp else Passes(stage)
+        return FSDPModule(stage, dp_rank)
+    return DistributedDataParallel(stage) if stage.plan.ddp else PlainModule(stage)
 
 
-def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
-    """What the rank allocates and frees, in order; `passes` are those it was estimated with."""
-    own = _own(stages, passes)
+def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Program:
+    """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
+    own = _own(stages, modules)
     fresh = None if stages.plan.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
@@ -56,26 +55,26 @@ def program(stages: RankStages, passes: Mapping[Stage, Passes]) -> Program:
     )
 
 
-def _own(stages: RankStages, passes: Mapping[Stage, Passes]) -> list[Passes]:
-    """The passes of each stage; under FSDP2 equal stages have units, and so streams, of their own."""
-    found: list[Passes] = []
+def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[StageModule[Any]]:
+    """The module of each stage; under FSDP2 equal stages have groups, and so streams, of their own."""
+    found: dict[Stage, StageModule[Any]] = {}
+    made: list[StageModule[Any]] = []
     for stage in stages:
-        one = passes.get(stage)
-        if one is None or (stage.plan.fsdp and one in found):
-            one = passes_of(stage, stages.rank.dp)
-        found.append(one)
-    return found
+        known = None if stage.plan.fsdp and stage in found else found.get(stage) or modules.get(stage)
+        found[stage] = known or module_of(stage, stages.rank.dp)
+        made.append(found[stage].fresh())
+    return made
 
 
-def _step(stages: RankStages, passes: Sequence[Passes]) -> Stretch:
+def _step(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
     updates = [] if stages.offloads else [update(stages, in_order=True)]
-    return chain("step", *schedule(stages, passes), *updates)
+    return chain("step", *schedule(stages, modules), *updates)
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
     """What there is before the first step, in the order it is made: weights, angles, buckets, tokens.
 
-    Source: torch/nn/modules/module.py (`_apply`: children first, a module's own buffers last).
+    Source: `torch.nn.modules.module:Module._apply` (children first, a module's own buffers last).
     """
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
@@ -101,7 +100,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
 def _received(stages: RankStages) -> Iterator[Event]:
     """What a schedule receives into, made as the first step starts.
 
-    Source: torch/distributed/pipelining/schedules.py (`_initialize_stages`).
+    Source: `torch.distributed.pipelining.schedules:PipelineScheduleMulti._initialize_stages`.
     """
     n = stages.plan.n_micro_batches
     received = list(zip(stages, stages.received, strict=True))
@@ -136,7 +135,7 @@ def _weights(stages: RankStages, stage: Stage) -> Iterator[Buffer]:
 def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
     """What DDP reduces in the first step: one bucket for all gradients, as none is known to be late.
 
-    Source: torch/nn/parallel/distributed.py (`_ddp_init_helper`).
+    Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`.
     """
     return _flat([stage.parameters()], stages) if stages.plan.ddp else []
 
@@ -167,34 +166,36 @@ def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
     return [(products, workspace) for workspace in stages.workspaces for products in (forward, backward)]
 
 
-def _kept_by_hooks(passes: Iterable[Passes]) -> Counter[Buffer]:
+def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:
     kept: Counter[Buffer] = Counter()
-    for one in passes:
-        if isinstance(one, ReplicatedPasses):
+    for one in modules:
+        if isinstance(one, DistributedDataParallel):
             kept += one.between_steps
     return kept
 
 
-def _oldest_first(passes: Iterable[Passes]) -> Iterator[Buffer]:
+def _oldest_first(modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
     """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds."""
-    for one in passes:
-        if isinstance(one, ShardedPasses):
+    for one in modules:
+        if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
         if one.stage.last and one.stage.plan.pp > 1:
             yield from (event.buffer for event in one.trace.release.events if isinstance(event, Free))
 
 
-def _streams(passes: Iterable[Passes]) -> Iterator[tuple[Buffer, str]]:
+def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]]:
     """FSDP2's own streams: what an all-gather reads and fills, and what a reduce-scatter leaves.
 
     Gradients that are to be reduced, and weights, come from the default stream; so does what a schedule
     gathers ahead of time by itself. Each stage of a pipeline is a root of its own and has its own streams.
 
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`foreach_all_gather`, `foreach_reduce`),
-    _fsdp_param_group.py (`FSDPCommContext.get_all_gather_streams`), _fsdp_state.py (`FSDPState._lazy_init`).
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather`,
+    `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
+    `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext.get_all_gather_streams`,
+    `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init`.
     """
-    for local, one in enumerate(passes):
-        if isinstance(one, ShardedPasses):
+    for local, one in enumerate(modules):
+        if isinstance(one, FSDPModule):
             for unit, _ in one.units:
                 for buffer in (unit.reduced, unit.passing):
                     yield buffer, f"{REDUCES} {local}"

@@ -112,7 +112,7 @@ def _check_micro_batches(model: Model, plan: Plan) -> None:
 def _rounds(n_micro_batches: int, plan: Plan) -> int:
     """How often an interleaved schedule goes round a rank's stages.
 
-    Source: torch/distributed/pipelining/schedules.py (`ScheduleInterleaved1F1B.number_of_rounds`).
+    Source: `torch.distributed.pipelining.schedules:ScheduleInterleaved1F1B` (`number_of_rounds`).
     """
     return max(1, n_micro_batches // plan.pp)
 

@@ -34,7 +34,7 @@ def shard_rows(n_rows: int, n_shards: int, rank: int) -> int:
 def shard_elements(parameter: Parameter, n_shards: int, rank: int) -> int:
     """Elements of `parameter` in the rank's FSDP2 shard (dim 0 divided).
 
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`_init_sharded_param`).
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param`.
     """
     rows = parameter.shape[0]
     return shard_rows(rows, n_shards, rank) * (parameter.n_elements // rows)
@@ -49,7 +49,7 @@ def padded_shard_elements(parameter: Parameter, n_shards: int) -> int:
 def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> list[list[Parameter]]:
     """Whole parameters to ranks: largest first, each to the rank that has least so far.
 
-    Source: torch/distributed/optim/zero_redundancy_optimizer.py (`_partition_parameters`).
+    Source: `torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer._partition_parameters`.
     """
     partition: list[list[Parameter]] = [[] for _ in range(n_ranks)]
     least_first = [(0, rank) for rank in range(n_ranks)]
@@ -73,7 +73,7 @@ def ddp_buckets(parameters: Iterable[Parameter], cap_bytes: int | None = None) -
     A bucket closes once it has reached its limit: `cap_bytes`, or 1 MiB for the first and 25 MiB after.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
-    torch/nn/parallel/distributed.py (`_BucketCapacityConfig`).
+    `torch.nn.parallel.distributed:_BucketCapacityConfig`.
     """
     buckets: list[list[Parameter]] = []
     bucket: list[Parameter] = []

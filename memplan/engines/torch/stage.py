@@ -163,7 +163,7 @@ def rotation_of(model: Model, plan: Plan) -> Buffer:
 def mesh_bytes(world_size: int, device: Device) -> int:
     """What `DeviceMesh` keeps of the ranks in the device's memory: their numbers, on the host.
 
-    Source: torch/distributed/device_mesh.py (`init_device_mesh`).
+    Source: `torch.distributed.device_mesh:init_device_mesh`.
     """
     return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
 
@@ -315,7 +315,7 @@ class RankStages:
     def step_counts(self) -> Alive:
         """Of a GPU's optimizer state what stays on the host: Adam's step counts, but of a fused update.
 
-        Source: torch/optim/adam.py (`_init_group`), optimizer.py (`_get_scalar_dtype`).
+        Source: `torch.optim.adam:Adam._init_group`, `torch.optim.optimizer:_get_scalar_dtype`.
         """
         if self.counts_steps:
             return Counter()
@@ -325,7 +325,7 @@ class RankStages:
     def loss_scale(self) -> Alive:
         """The loss scaler's scale, and how many steps in a row have not overflowed.
 
-        Source: torch/amp/grad_scaler.py (`_lazy_init_scale_growth_tracker`).
+        Source: `torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker`.
         """
         if not self.plan.formats.loss_scaled:
             return Counter()
@@ -375,7 +375,7 @@ class RankStages:
     def hook_workspaces(self) -> Alive:
         """What cuBLAS keeps for PowerSGD, whose products come to run on every stream of the pool.
 
-        Source: torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py (`powerSGD_hook`: `.then`).
+        Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
         by_nccl = self.backend in ("nccl", "nccl-at-once")
         if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or not by_nccl:

@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from memplan.engines.base import RankRecord
-from memplan.engines.torch.ddp import ReplicatedPasses
-from memplan.engines.torch.fsdp import ShardedPasses
+from memplan.engines.torch.ddp import DistributedDataParallel
+from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.host import host_of
+from memplan.engines.torch.module import StageModule
 from memplan.engines.torch.optimizer import update
-from memplan.engines.torch.passes import Passes
-from memplan.engines.torch.program import passes_of, program
-from memplan.engines.torch.runtime import left_behind
-from memplan.engines.torch.schedules import schedule
+from memplan.engines.torch.pipelining import left_behind, schedule
+from memplan.engines.torch.program import module_of, program
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.memory import Alive
 from memplan.record import Collective, Stretch, chain, events, repeated
@@ -22,16 +22,16 @@ class Player:
     """Plays ranks of one pipeline; what ranks of equal stages have in common is made once."""
 
     def __init__(self) -> None:
-        self.passes: dict[Stage, Passes] = {}
+        self.modules: dict[Stage, StageModule[Any]] = {}
         self._rest: dict[tuple[Stage, ...], Alive] = {}
         self._updates: dict[tuple[Stage, ...], list[Stretch]] = {}
 
     def __call__(self, stages: RankStages) -> RankRecord:
         """What the rank holds at rest, and its step."""
         for stage in stages:
-            if stage not in self.passes:
-                self.passes[stage] = passes_of(stage, stages.rank.dp)
-        own = [self.passes[stage] for stage in stages]
+            if stage not in self.modules:
+                self.modules[stage] = module_of(stage, stages.rank.dp)
+        own = [self.modules[stage].fresh() for stage in stages]
         if stages.stages not in self._rest:
             self._rest[stages.stages] = stages.rest + kept_grads(stages, own)
             self._updates[stages.stages] = updates(stages)
@@ -44,7 +44,7 @@ class Player:
             grads=stages.grads,
             step_counts=stages.step_counts,
             host=host_of(stages),
-            program=None if stages.device.on_cpu else partial(program, stages, self.passes),
+            program=None if stages.device.on_cpu else partial(program, stages, self.modules),
         )
 
 
@@ -57,18 +57,18 @@ def updates(stages: RankStages) -> list[Stretch]:
     return [repeated(events("update on the host", [event]), n) for event, n in sent]
 
 
-def kept_grads(stages: RankStages, passes: Sequence[Passes]) -> Alive:
+def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive:
     """What is kept of gradients from step to step: zeroed ones, and what a hook of DDP's keeps."""
-    kept = Counter() if stages.plan.set_to_none else _grads_at_rest(stages, passes)
-    for one in passes:
-        if isinstance(one, ReplicatedPasses):
+    kept = Counter() if stages.plan.set_to_none else _grads_at_rest(stages, modules)
+    for one in modules:
+        if isinstance(one, DistributedDataParallel):
             kept = kept + one.between_steps
     return kept
 
 
-def _grads_at_rest(stages: RankStages, passes: Iterable[Passes]) -> Alive:
+def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
     """What holds zeroed gradients between steps beside DDP's buckets: FSDP2 has one tensor per unit."""
     if not stages.plan.fsdp:
         return Counter() if stages.plan.gradient_as_bucket_view else stages.grads
-    units = [unit for one in passes if isinstance(one, ShardedPasses) for unit in one.units]
+    units = [unit for one in modules if isinstance(one, FSDPModule) for unit in one.units]
     return Counter() if stages.offloads else Counter({unit.reduced: times for unit, times in units})

@@ -1,0 +1,268 @@
+"""A stage's module: a state machine whose passes leave what they allocate, compute and send.
+
+A pass depends on what earlier passes of the step have left: gradients, gathered weights. That is the module's
+`state`, and each pass changes it. A pass that is played again from the same state is not played anew.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any, Generic, NamedTuple, Self, TypeVar, final
+
+from memplan.engines.torch.stage import Stage
+from memplan.engines.trace import Block, Segment, gradients
+from memplan.record import (
+    AccumulateGrad,
+    AddToIncoming,
+    Alloc,
+    Collective,
+    CollectiveKind,
+    Event,
+    Free,
+    Stretch,
+    chain,
+    events,
+    repeated,
+)
+from memplan.shapes import Buffer, Parameter
+
+State = TypeVar("State", bound=tuple[Any, ...])
+
+
+class StageModule(ABC, Generic[State]):
+    """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time.
+
+    `fwd_recv`, `fwd_send`, `bwd_recv`, `bwd_send`: what a stage of a pipeline receives and sends for each.
+    `original`: the module that it is a fresh copy of, with which it shares its buffers.
+
+    Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
+    """
+
+    def __init__(self, stage: Stage, initial: State) -> None:
+        self.stage = stage
+        self.trace = stage.trace
+        self.initial = self.state = initial
+        self.original: StageModule[State] = self
+        self._played: dict[Hashable, tuple[Stretch, State]] = {}
+        self.fwd_recv = self._p2p("recv", "activations")
+        self.fwd_send = self._p2p("send", "activations")
+        self.bwd_recv = self._p2p("recv", "activation gradients")
+        self.bwd_send = self._p2p("send", "activation gradients")
+
+    def fresh(self) -> Self:
+        """The same module at the start of a step; what has been played is known to both."""
+        other = copy(self)
+        other.state = self.initial
+        return other
+
+    def play(self, action: Hashable, make: Callable[[], Stretch]) -> Stretch:
+        """What an action leaves in the present state; `make` plays it and changes the state."""
+        key = action, self.state
+        if key not in self._played:
+            made = make()
+            self._played[key] = made, self.state
+        made, self.state = self._played[key]
+        return made
+
+    def forward(self, *, replaces: bool = False) -> Stretch:
+        """The forward pass up to the loss.
+
+        `replaces`: the schedule drops the micro-batch before once it has the new output.
+        """
+        release = self.release() if replaces else None
+        return self.play(("forward", replaces), lambda: self._forward(release))
+
+    def backward(self) -> Stretch:
+        """The backward pass."""
+        return self.play("backward", self._backward)
+
+    def backward_input(self) -> Stretch:
+        """The first part of a split backward pass: the gradient of the stage's input."""
+        return self.play("backward-input", self._backward_input)
+
+    def backward_weight(self) -> Stretch:
+        """The second part: the gradients of the stage's weights."""
+        return self.play("backward-weight", self._backward_weight)
+
+    def require_gradient_sync(self) -> None:
+        """From now on backward passes are the step's last, in which DDP reduces."""
+        return
+
+    def wait_for_unshard(self) -> list[Stretch]:
+        """What FSDP2 has gathered ahead of time becomes the weights."""
+        return []
+
+    def reduce_grads(self) -> list[Stretch]:
+        """The reductions that FSDP2 has put off until a schedule's last backward pass."""
+        return []
+
+    @property
+    @abstractmethod
+    def has_grads(self) -> bool:
+        """Whether a backward pass finds gradients to add its own to: another pass's, or zeroed ones."""
+
+    @abstractmethod
+    def _backward(self) -> Stretch: ...
+
+    @abstractmethod
+    def _made_grads(self) -> None:
+        """The second part of a backward pass has made gradients."""
+
+    def _forward(self, release: Stretch | None) -> Stretch:
+        blocks = (repeated(segment.stretch("forward: block"), n) for segment, n in self.stage.forward_order)
+        embedding = self.trace.embed.stretch("forward: embedding")
+        return chain("forward", embedding, *blocks, *self._forward_end(release))
+
+    def _forward_end(self, release: Stretch | None) -> list[Stretch]:
+        trace = self.trace
+        parts = []
+        if self.stage.last:
+            parts.append(trace.head.stretch("forward: head"))
+        if self.stage.op_context.autocast:
+            parts.append(trace.embed_casts.stretch("forward: end of autocast"))
+            for block, n in self.stage.blocks:
+                parts.append(repeated(block.casts.stretch("forward: end of autocast"), n))
+            parts.append(trace.head_casts.stretch("forward: end of autocast"))
+        if release is not None:
+            parts.append(release)
+        if self.stage.last:
+            parts.append(trace.loss.stretch("loss"))
+        return parts
+
+    def returned(self) -> list[Stretch]:
+        """What goes when the backward pass returns."""
+        trace = self.trace
+        return [trace.end_of_backward.stretch("backward: end")] if self.stage.last else []
+
+    def _backward_input(self) -> Stretch:
+        split, name = self.stage.split, "backward: inputs of the blocks"
+        return chain(
+            "backward",
+            events("backward: loss", split.loss.events),
+            events("backward: input of the head", split.head.events),
+            *[repeated(events(name, segment.events), n) for segment, n in split.blocks],
+            *[repeated(events("backward: end", segment.events), n) for segment, n in split.end],
+        )
+
+    def _backward_weight(self) -> Stretch:
+        split = self.stage.split
+        kept = set() if self.has_grads else set(self._gradients().values())
+
+        def part(segment: Segment, n: int = 1) -> Stretch:
+            found = [e for e in segment.events if not (isinstance(e, Free) and e.buffer in kept)]
+            return repeated(events("backward: weights", found), n)
+
+        played = chain(
+            "backward",
+            *[part(segment, n) for segment, n in split.weights],
+            part(split.weights_head),
+            *[part(segment, n) for segment, n in split.weights_end],
+        )
+        self._made_grads()
+        return played
+
+    def _gradients(self) -> dict[Parameter, Buffer]:
+        trace = self.trace
+        return gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+
+    def release(self) -> Stretch:
+        """What the schedule still holds of a micro-batch: a stage's output."""
+        return self.trace.release.stretch("release of the stage's output")
+
+    def release_loss(self) -> Stretch:
+        """The loss of a micro-batch, which the schedule holds until it returns."""
+        return self.trace.release_loss.stretch("release of the loss")
+
+    def release_input_grad(self) -> Stretch:
+        """The gradient that was sent to the stage before."""
+        return self.trace.release_input_grad.stretch("release of the input's gradient")
+
+    def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:
+        n_bytes = self.trace.boundary.n_bytes
+        return events(f"{kind} {what}", [Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes)])
+
+
+class PlainState(NamedTuple):
+    """Whether there are gradients."""
+
+    has_grads: bool
+
+
+@final
+class PlainModule(StageModule[PlainState]):
+    """A module without a wrapper: no other rank has its weights."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage, PlainState(has_grads=not stage.plan.set_to_none))
+
+    @property
+    def has_grads(self) -> bool:
+        return self.state.has_grads
+
+    def _made_grads(self) -> None:
+        self.state = PlainState(has_grads=True)
+
+    def _backward(self) -> Stretch:
+        played = chain(
+            "backward",
+            events("backward: loss and head", self._added(self.trace.head_backward)),
+            *self._blocks(),
+            events("backward: embedding", self._added(self.trace.embed_backward)),
+            *self.returned(),
+        )
+        self._made_grads()
+        return played
+
+    def _added(self, segment: Segment) -> tuple[Event, ...]:
+        """A backward segment's events: gradients are kept, or added to older ones."""
+        return added_to_older(segment) if self.has_grads else segment.events
+
+    def _blocks(self) -> Iterator[Stretch]:
+        """The blocks in reverse; what the last one gets comes from the head or from another stage."""
+        outside = not self.stage.last
+        for segment, n in backward_order(self.stage.blocks):
+            body = self._added(segment)
+            yield repeated(events("backward: block", from_outside(body) if outside else body), n)
+            outside = False
+
+
+def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[Any]]) -> list[Stretch]:
+    """Plays something `n` times: one after the other until one leaves all modules as it found them.
+
+    The others would all be like that one, and are counted.
+    """
+    found: list[Stretch] = []
+    while n > 0:
+        before = [module.state for module in modules]
+        played = play()
+        if [module.state for module in modules] == before:
+            return [*found, repeated(played, n)]
+        found.append(played)
+        n -= 1
+    return found
+
+
+def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
+    """The backward passes in reverse, and how often each: the stage's last and first block on their own."""
+    (entry, n_entry), last = blocks[0], blocks[-1][0]
+    if sum([n for _, n in blocks]) > 1:
+        yield last.backward, 1
+        for block, n in reversed(blocks):
+            yield block.backward, n - (block is last) - (block is entry)
+    if n_entry:
+        yield entry.entry_backward, 1
+
+
+def added_to_older(segment: Segment) -> tuple[Event, ...]:
+    """The segment's events where gradients are added in place to older ones, and freed."""
+    found: list[Event] = []
+    for event in segment.events:
+        found.append(event)
+        if isinstance(event, AccumulateGrad):
+            found.append(Free(event.buffer))
+    return tuple(found)
+
+
+def from_outside(found: Iterable[Event]) -> tuple[Event, ...]:
+    """Events of the block that another rank's gradient comes in at: its sum takes a new tensor."""
+    return tuple(Alloc(e.buffer) if isinstance(e, AddToIncoming) else e for e in found)

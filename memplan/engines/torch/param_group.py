@@ -1,0 +1,356 @@
+"""FSDP2's groups of parameters that are gathered and reduced together, and how a stage is divided into them.
+
+Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from typing import NamedTuple
+
+from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
+from memplan.engines.torch.stage import Stage
+from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
+from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
+
+Turn = tuple[tuple[Event, ...], int]
+"""Events, and how often they happen."""
+
+
+class Part(NamedTuple):
+    """Equal parts of a unit, its blocks say: the parameters of one, and how many there are."""
+
+    parameters: Sequence[Parameter]
+    n: int
+
+
+class ParamGroup:
+    """One FSDP2 unit: parameters gathered and reduced together.
+
+    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard. A unit that
+    `reshards` frees its weights after its forward pass and gathers them again for its backward pass.
+    """
+
+    def __init__(
+        self, stage: Stage, dp_rank: int, name: str, parts: Iterable[Part], *, reshards: bool
+    ) -> None:
+        n, compute = stage.plan.dp, stage.op_context.weight_dtype
+        self.stage = stage
+        self.dp_rank = dp_rank
+        self._shards: dict[Parameter, int] = {}
+        self.parts = [part for part in parts if part.parameters and part.n]
+        self.reshards = reshards
+        self.replicates = 1 * (stage.plan.dp_replicate > 1)
+        self.dtype = FP32 if stage.plan.mixed else stage.weight_dtype
+        shards = sum([part.n * sum(map(self.shard, part.parameters)) for part in self.parts])
+        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), compute)
+        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), compute)
+        self.inputs, self.uploads = self._inputs(name, shards)
+        self.unsharded = [
+            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), compute) for p in parameters], times)
+            for parameters, times in self.parts
+        ]
+        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * shards,), self.dtype)
+        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), self.dtype)
+        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), self.dtype, "grads")
+        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), self.dtype)
+
+    def shard(self, parameter: Parameter) -> int:
+        """Elements of every rank's padded shard of a parameter."""
+        if parameter not in self._shards:
+            self._shards[parameter] = padded_shard_elements(parameter, self.stage.plan.dp)
+        return self._shards[parameter]
+
+    def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
+        """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
+        stored, compute = self.stage.weight_dtype, self.stage.op_context.weight_dtype
+        if not self.stage.offloads:
+            cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
+            return ([([cast], 1)] if compute != stored else []), {}
+        found: list[tuple[list[Buffer], int]] = []
+        uploads: dict[Buffer, Buffer] = {}
+        for parameters, times in self.parts:
+            found.append(([], times))
+            for p in parameters:
+                shard = buffer_of(f"{p.name} (own shard as {compute.name})", (self.shard(p),), compute)
+                found[-1][0].append(shard)
+                if compute != stored:
+                    uploads[shard] = buffer_of(f"{p.name} (own shard)", (self.shard(p),), stored)
+        return found, uploads
+
+    def unshard(self) -> Iterator[Turn]:
+        """All-gather into one flat buffer, from shards in the compute type on the device.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:_get_param_all_gather_inputs`,
+        `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.all_gather_inputs`.
+        """
+        for inputs, times in self.inputs:
+            yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
+        gathered = Collective(
+            kind="all_gather",
+            axis="dp",
+            what="gather weights",
+            payload_bytes=self.flat.n_bytes,
+            overlap="compute",
+        )
+        yield (*allocs(self.flat), gathered), 1
+        if self.stage.op_context.gathers_in_copies:
+            yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
+        for inputs, times in self.inputs:
+            yield frees(*inputs), times
+
+    @cached_property
+    def gathered(self) -> dict[Buffer, Buffer]:
+        """All that an all-gather allocates, and its copy for all-gathers that a schedule asks for."""
+        found = [self.flat, *self.uploads.values()]
+        found += [buffer for inputs, _ in self.inputs for buffer in inputs]
+        return {buffer: copy(buffer) for buffer in found}
+
+    def ahead(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        """The same, of an all-gather that a schedule asks for: it is allocated on the default stream."""
+        for found, times in turns:
+            yield tuple(map(self._ahead, found)), times
+
+    def _ahead(self, event: Event) -> Event:
+        if isinstance(event, Alloc | Free) and event.buffer in self.gathered:
+            return type(event)(self.gathered[event.buffer])
+        return event
+
+    def _filled(self, shard: Buffer) -> tuple[Event, ...]:
+        """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""
+        if not self.stage.offloads:
+            return allocs(shard)
+        uploaded = self.uploads.get(shard, shard)
+        copied = Collective(
+            kind="copy",
+            axis="host",
+            what="weights to the GPU",
+            payload_bytes=uploaded.n_bytes,
+            overlap="compute",
+        )
+        if uploaded is shard:
+            return (*allocs(shard), copied)
+        return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
+
+    def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[Turn]:
+        """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
+        for buffers, times in self.unsharded:
+            yield allocs(*buffers), times
+        yield frees(stale.flat) if stale is not None else (), 1
+
+    def reshard(self) -> Iterator[Turn]:
+        """Free the unsharded parameters."""
+        for buffers, times in self.unsharded:
+            yield frees(*buffers), times
+
+    def post_backward(
+        self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
+    ) -> Iterator[Turn]:
+        """The end of the unit's backward pass: gradients made like their weights, weights freed, all reduced.
+
+        Beside tensor parallelism a gradient that is whole is cut, and a partial one summed.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`,
+        `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor`.
+        """
+        own = dict(grads)
+        for parameters, times in self.parts:
+            found: list[Event] = []
+            for p in parameters:
+                if p.summed_over_tp or p.grad_shape != p.shape:
+                    own[p] = buffer_of(f"{p.name}.grad (own part)", p.shape, grads[p].dtype)
+                    summed = [partial_sum(own[p].n_bytes)] if p.summed_over_tp else []
+                    found += [*allocs(own[p]), *summed, *frees(grads[p])]
+            yield tuple(found), times
+        yield from self.reshard()
+        yield from self.reduce_grads(own, comms, has_sharded_grads=has_sharded_grads)
+
+    def reduce_grads(
+        self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
+    ) -> Iterator[Turn]:
+        """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
+
+        The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
+        divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
+        where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
+        is reduced becomes the gradient or goes to it (`passes_on`).
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
+        aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
+        """
+        own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
+        padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.parts]
+        (*_, last), times = own[-1]
+        output = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        stale, comms.reduce_scatter = comms.reduce_scatter, self
+        yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
+        for buffers, n in padded:
+            yield allocs(*buffers), n
+        if self.stage.device.casts_in_copies and self.dtype != last.dtype:
+            for parameters, n in self.parts:
+                copies = [self._chunks(p, grads[p].dtype) for p in parameters]
+                yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
+        for buffers, n in padded:
+            yield frees(*buffers), n
+        for buffers, n in own[:-1]:
+            yield frees(*buffers), n
+        yield frees(*own[-1][0]), times - 1
+        yield (*frees(*own[-1][0][:-1]), *allocs(output), self._reduce_scatter), 1
+        if self.stage.backend == "gloo":
+            yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
+        yield frees(last), 1
+        yield (self._all_reduce,), self.replicates
+        if self.stage.offloads:
+            yield from self._downloads(has_sharded_grads)
+        if output is self.passing:
+            yield frees(output), 1 - self.replicates
+
+    @cached_property
+    def _reduce_scatter(self) -> Collective:
+        return Collective(
+            kind="reduce_scatter",
+            axis="dp",
+            what="reduce gradients",
+            payload_bytes=self.reduce_input.n_bytes,
+            overlap="backward",
+        )
+
+    @cached_property
+    def _all_reduce(self) -> Collective:
+        """Between replicas (HSDP)."""
+        return Collective(
+            kind="all_reduce",
+            axis="dp_replicate",
+            what="all-reduce gradients",
+            payload_bytes=self.reduced.n_bytes,
+            overlap="backward",
+        )
+
+    def _downloads(self, has_sharded_grads: bool) -> Iterator[Turn]:
+        """Own gradients to the host: beside the computation unless they are to be added to older ones."""
+        what = "gradients to be added" if has_sharded_grads else "gradients to the host"
+        overlap: Overlap = "nothing" if has_sharded_grads else "compute"
+        plan = self.stage.plan
+        for parameters, times in self.parts:
+            for p in parameters:
+                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * self.dtype.itemsize
+                copied = Collective(
+                    kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap
+                )
+                yield (copied,), times
+
+    def passes_on(self, has_sharded_grads: bool) -> bool:
+        """Whether reduced gradients are added to older ones, or copied to the host, and then freed."""
+        return has_sharded_grads or self.stage.offloads
+
+    def finalize_backward(self, *, has_sharded_grads: bool) -> Iterator[Turn]:
+        """The end of the backward pass: what an all-reduce between replicas has been given is dropped.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
+        """
+        if self.passes_on(has_sharded_grads):
+            yield frees(self.passing), self.replicates
+
+    def _pads_in_kernel(self, dtype: DType) -> bool:
+        """Whether gradients of a type are padded as they are copied, as CUDA's kernel does.
+
+        There is one for what is reduced as it is, and one for bfloat16 that is widened.
+
+        Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
+        """
+        device = self.stage.device
+        return not device.runs_kernels or (not device.on_cpu and dtype in (self.dtype, BF16))
+
+    def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
+        for p in parameters:
+            if self._pads_in_kernel(grads[p].dtype):
+                continue
+            padded_elements = self.stage.plan.dp * self.shard(p)
+            if padded_elements != p.n_elements:
+                yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
+
+    def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
+        """A copy of a gradient with the padding that its shards have."""
+        return buffer_of(
+            f"{parameter.name}.grad (in chunks)", (self.stage.plan.dp * self.shard(parameter),), dtype
+        )
+
+    def accumulate_unsharded_grads(
+        self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool
+    ) -> Iterator[Turn]:
+        """Each gradient is copied into its float32 sum the first time, added to it after, and freed.
+
+        CPU adds a narrower tensor by way of a widened copy.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed`,
+        aten/src/ATen/TensorIterator.cpp (`compute_types`).
+        """
+        for parameters, times in self.parts:
+            found: list[Event] = []
+            for p in parameters:
+                copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
+                found += [*(copied if has_sums else allocs(wide[p])), *frees(grads[p])]
+            yield tuple(found), times
+
+
+class CommContext:
+    """The collectives of a pass whose results are still held, and the group that is gathered ahead.
+
+    Plays `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext`.
+    """
+
+    def __init__(self) -> None:
+        self.all_gather: ParamGroup | None = None
+        self.reduce_scatter: ParamGroup | None = None
+        self.prefetched: ParamGroup | None = None
+
+
+class Row(NamedTuple):
+    """Blocks in a row that share a unit (None: the root): how many do, and how many such rows there are."""
+
+    group: "ParamGroup | None"
+    size: int
+    times: int
+
+
+class Units:
+    """How a stage's parameters are divided into units; what no unit takes is the root's.
+
+    The root's weights stay whole after the forward pass, as they would be gathered at once again.
+    """
+
+    def __init__(self, stage: Stage, dp_rank: int) -> None:
+        plan, trace = stage.plan, stage.trace
+        embed, head = Part(trace.embed_parameters, 1), Part(trace.head_parameters, 1)
+        blocks, again = Part(trace.block_parameters, stage.n_blocks), plan.zero == 3
+
+        def unit(name: str, *parts: Part, reshards: bool = again) -> ParamGroup | None:
+            any_parameters = any(p.parameters for p in parts)
+            return ParamGroup(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
+
+        self.root = self.embed = self.head = None
+        self.rows: list[Row] = []
+        if plan.fsdp_units == "model":
+            self.root = unit("root", embed, blocks, head, reshards=False)
+            self.rows.append(Row(None, stage.n_blocks, 1))
+            return
+        if plan.fsdp_units == "block":
+            self.root = unit("root", embed, head, reshards=False)
+        else:
+            self.embed, self.head = unit("embedding", embed), unit("head", head)
+        whole, left = divmod(stage.n_blocks, plan.fsdp_blocks)
+        for size, times in ((plan.fsdp_blocks, whole), (left, 1)):
+            if size and times:
+                name = "block" if size == 1 else f"{size} blocks"
+                self.rows.append(Row(unit(name, Part(trace.block_parameters, size)), size, times))
+
+    def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
+        """Every unit in the module's order, and how often there is one."""
+        groups = [(row.group, row.times) for row in self.rows]
+        named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
+        return ((unit, times) for unit, times in named if unit is not None)
+
+
+def repeatedly(turns: Iterable[Turn], times: int) -> Iterator[Turn]:
+    """Turns so many times over, each as often as that at once."""
+    return ((found, n * times) for found, n in turns)

@@ -1,0 +1,299 @@
+"""A step's passes in order: gradient accumulation on a single stage, and the schedules of pipelines.
+
+Modules are state machines, so that a schedule says only what comes next. What recurs is played until a turn
+leaves every module as it found it, and counted from there on.
+
+Source: `torch.distributed.pipelining.schedules:ScheduleGPipe`,
+`torch.distributed.pipelining.schedules:Schedule1F1B`,
+`torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+from memplan.engines.torch.fsdp import FSDPModule
+from memplan.engines.torch.module import StageModule, repeat
+from memplan.engines.torch.orders import Action, Kind, Run, plan_counts, plan_order
+from memplan.engines.torch.stage import RankStages
+from memplan.memory import Alive
+from memplan.plan import SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES
+from memplan.record import PassPart, Stretch, chain, events, frees, passed, repeated
+from memplan.shapes import Buffer
+from memplan.tape import HOLD_WHAT_IS_SENT
+
+Module = StageModule[Any]
+
+
+def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
+    """All passes of a step, given the modules of the rank's stages."""
+    plan = stages.plan
+    if plan.pp == 1:
+        return _accumulation(modules[0], plan.n_micro_batches)
+    if plan.schedule not in SINGLE_STAGE_SCHEDULES:
+        return _Runtime(stages, modules).step()
+    return (
+        _gpipe(stages, modules[0])
+        if plan.schedule == "gpipe"
+        else _one_forward_one_backward(stages, modules[0])
+    )
+
+
+def _accumulation(module: Module, m: int) -> list[Stretch]:
+    """A training loop's micro-batches; DDP's are under `no_sync` but for the last."""
+
+    def micro_batch() -> Stretch:
+        forward = _forward(module, module.forward())
+        return chain("micro-batch", forward, _backward(module, module.backward()))
+
+    steps = repeat(m - 1, micro_batch, [module])
+    module.require_gradient_sync()
+    return [*steps, *repeat(1, micro_batch, [module])]
+
+
+def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
+    """All forwards, then all backwards. The last output is held until the schedule ends.
+
+    So are the handles of what was sent, and gloo's keep the tensors. Else the gradient that was sent is
+    dropped when the next micro-batch's operations take the place of its own (`ops`), before that goes back.
+
+    Source: `torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches`.
+    """
+    stage, m = module.stage, stages.plan.n_micro_batches
+    keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
+
+    def backward(i: int) -> Stretch:
+        if i == m - 1:
+            module.require_gradient_sync()
+        drops_sent = i > 0 and not (keeps_sent or stage.first)
+        drops_output = i < m - 1 and not (keeps_sent and not stage.last)
+        return _backward(
+            module,
+            *([module.release_input_grad()] if drops_sent else []),
+            module.backward(),
+            *([module.release()] if drops_output else []),
+        )
+
+    steps = repeat(m, lambda: _forward(module, module.forward()), [module])
+    for start, stop in pairwise(sorted({0, min(1, m), m - 1, m})):
+        steps += repeat(stop - start, partial(backward, start), [module])
+    outputs = m if keeps_sent and not stage.last else 1
+    input_grads = 0 if stage.first else m if keeps_sent else 1
+    return [*steps, *_ended(module, outputs, input_grads, m)]
+
+
+def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch]:
+    """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
+
+    The last stage's logits are held by the schedule until the next micro-batch's replace them, or it ends;
+    the other stages' last output is held to its end too, beyond FSDP2's reductions. Of those stages' outputs
+    the one that is sent on its own during warm-up is held by that send's handle (gloo's) until the schedule
+    has no forward left and reuses the handle's name.
+
+    Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches`.
+    """
+    stage, m = module.stage, stages.plan.n_micro_batches
+    warm_up = min(m, stages.plan.pp - stages.rank.pp)
+    last_turn, sent_alone = m - warm_up, warm_up - 2
+    holds = stage.backend in HOLD_WHAT_IS_SENT and not stage.last and 0 <= sent_alone < last_turn
+    release = module.release()
+
+    def done(i: int) -> list[Stretch]:
+        if stage.last or i == m - 1 or (holds and i == sent_alone):
+            return []
+        return [release, release] if holds and i == last_turn else [release]
+
+    def turn(i: int) -> Stretch:
+        forward = _forward(module, module.forward(replaces=stage.last)) if 0 < i <= last_turn else None
+        if i == m - 1:
+            module.require_gradient_sync()
+        sent = [module.release_input_grad()] if i > 0 and not stage.first else []
+        backward = _backward(module, module.backward(), *sent, *done(i))
+        return backward if forward is None else chain("forward and backward", forward, backward)
+
+    cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
+    steps = repeat(warm_up, lambda: _forward(module, module.forward()), [module])
+    for start, stop in pairwise(sorted(cuts)):
+        if stop <= m:
+            steps += repeat(stop - start, partial(turn, start), [module])
+    return [*steps, *_ended(module, 1, 0 if stage.first else 1, m)]
+
+
+def _ended(module: Module, outputs: int, input_grads: int, m: int) -> Iterator[Stretch]:
+    """FSDP2's reductions, and what the schedule has held until it returns."""
+    yield from module.reduce_grads()
+    yield repeated(module.release(), outputs)
+    yield repeated(module.release_input_grad(), input_grads)
+    yield repeated(module.release_loss(), m if module.stage.last else 0)
+
+
+def _forward(module: Module, *parts: Stretch) -> Stretch:
+    """A micro-batch's forward pass, with what is received before it and sent after it."""
+    received = [] if module.stage.first else [module.fwd_recv]
+    sent = [] if module.stage.last else [module.fwd_send]
+    return passed(0, "forward", *received, *parts, *sent)
+
+
+def _backward(module: Module, *parts: Stretch) -> Stretch:
+    """A micro-batch's backward pass, with what is received before it and sent after it."""
+    received = [] if module.stage.last else [module.bwd_recv]
+    sent = [] if module.stage.first else [module.bwd_send]
+    return passed(0, "backward", *received, *parts, *sent)
+
+
+def left_behind(stages: RankStages) -> Alive:
+    """What a schedule leaves until the next step begins.
+
+    The first part of a split backward pass leaves its result in the received tensor's `grad`.
+
+    Source: `torch.distributed.pipelining._backward:stage_backward_input`,
+    `torch.distributed.pipelining.stage:_PipelineStageBase.clear_runtime_states`.
+    """
+    alive: Alive = Counter()
+    if stages.plan.pp > 1 and stages.plan.schedule in SPLITTING_SCHEDULES:
+        counts = plan_counts(stages.plan, stages.rank.pp)
+        for local, stage in enumerate(stages):
+            if not stage.first and stages.indices[local] - 1 not in stages.indices:
+                alive[stage.trace.boundary_grad] += counts.get(Action("backward-input", local), 0)
+    return alive
+
+
+class _Runtime:
+    """The actions of one rank's step, for schedules of several stages on a rank or of split backward passes.
+
+    Handles of what is sent are kept to the end, and gloo's hold the tensors. What passes between two stages
+    of the same rank is not sent: it takes the place of the buffer that the last step has left.
+
+    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
+    """
+
+    def __init__(self, stages: RankStages, modules: Sequence[Module]) -> None:
+        plan = stages.plan
+        self.stages = stages
+        self.indices = stages.indices
+        self.modules = modules
+        self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
+        self.order = plan_order(plan, stages.rank.pp)
+        self.done: dict[tuple[Kind, Module | int, Any], tuple[Stretch, Any]] = {}
+        self.alike: list[Module | int] = [
+            local if self._next_is_here(local) or self._previous_is_here(local) else module.original
+            for local, module in enumerate(modules)
+        ]
+
+    def step(self) -> list[Stretch]:
+        """What the last step has left is dropped; all actions; what the schedule drops when it returns."""
+        left = [
+            repeated(events("start of the schedule", frees(buffer)), n)
+            for buffer, n in left_behind(self.stages).items()
+        ]
+        return [*left, *self._run(self.order), *self._end()]
+
+    def _run(self, run: Run) -> list[Stretch]:
+        return self._once(run) if run.once else repeat(run.times, lambda: _one(self._once(run)), self.modules)
+
+    def _once(self, run: Run) -> list[Stretch]:
+        found: list[Stretch] = []
+        for part in run.parts:
+            found += [self._act(part)] if isinstance(part, Action) else self._run(part)
+        return found
+
+    def _act(self, action: Action) -> Stretch:
+        module = self.modules[action.local]
+        key = action.kind, self.alike[action.local], module.state
+        if key not in self.done:
+            made = self._acted(action, module)
+            self.done[key] = made, module.state
+        made, module.state = self.done[key]
+        return made
+
+    def _acted(self, action: Action, module: Module) -> Stretch:
+        match action.kind:
+            case "unshard":
+                return cast(FSDPModule, module).unshard()
+            case "reshard":
+                return cast(FSDPModule, module).reshard()
+            case "reduce":
+                return chain("gradient reduction", *module.reduce_grads())
+            case _:
+                part: PassPart = "backward" if action.kind == "last-backward" else action.kind
+                return passed(action.local, part, *module.wait_for_unshard(), *self._pass(action, module))
+
+    def _pass(self, action: Action, module: Module) -> Iterator[Stretch]:
+        local, stage = action.local, module.stage
+        last_here, first_here = self._next_is_here(local), self._previous_is_here(local)
+        match action.kind:
+            case "forward":
+                yield from [] if stage.first or first_here else [module.fwd_recv]
+                yield module.forward()
+                yield from [] if stage.last or last_here else [module.fwd_send]
+                if last_here:
+                    yield events("hand-over to the next stage", frees(self._received(local, 1)[0]))
+                return
+            case "last-backward":
+                module.require_gradient_sync()
+        if action.kind != "backward-weight":
+            yield from [] if stage.last or last_here else [module.bwd_recv]
+        match action.kind:
+            case "backward" | "last-backward":
+                yield module.backward()
+            case "backward-input" if not stage.first:
+                yield module.backward_input()
+            case "backward-weight":
+                yield module.backward() if stage.first else module.backward_weight()
+        if action.kind != "backward-weight":
+            yield from [] if stage.first or first_here else [module.bwd_send]
+        yield from self._dropped(action, module)
+
+    def _dropped(self, action: Action, module: Module) -> Iterator[Stretch]:
+        """What goes after a pass: the stage's output, and its input's gradient if that is not kept."""
+        local, stage = action.local, module.stage
+        match action.kind:
+            case "backward" | "last-backward":
+                yield from self._outputs(local, dropped=True)
+                yield from self._input_grad(local, dropped=not self.keeps_sent)
+            case "backward-input" if not stage.first:
+                yield from self._outputs(local, dropped=stage.last)
+                yield from self._input_grad(local, dropped=False)
+            case "backward-weight":
+                yield from self._outputs(local, dropped=not stage.last)
+
+    def _outputs(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
+        """A stage's output is dropped unless it has been sent and is kept, or the next stage has it."""
+        kept = self._next_is_here(local) or (self.keeps_sent and not self.modules[local].stage.last)
+        if dropped and not kept:
+            yield self.modules[local].release()
+
+    def _input_grad(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
+        """The input's gradient takes the last step's place in the stage before, if that is here."""
+        if self._previous_is_here(local):
+            yield events("hand-over to the stage before", frees(self._received(local, -1)[1]))
+        elif dropped and not self.modules[local].stage.first:
+            yield self.modules[local].release_input_grad()
+
+    def _received(self, local: int, beyond: int) -> tuple[Buffer, Buffer]:
+        """What a neighbour of a stage, that this rank has too, still holds of the last step's micro-batch."""
+        return self.stages.received[self.indices.index(self.indices[local] + beyond)]
+
+    def _next_is_here(self, local: int) -> bool:
+        return self.indices[local] + 1 in self.indices
+
+    def _previous_is_here(self, local: int) -> bool:
+        return self.indices[local] - 1 in self.indices
+
+    def _end(self) -> Iterator[Stretch]:
+        """What the schedule drops when it returns."""
+        m, counts = self.stages.plan.n_micro_batches, plan_counts(self.stages.plan, self.stages.rank.pp)
+        for local, module in enumerate(self.modules):
+            if self.keeps_sent and not (module.stage.last or self._next_is_here(local)):
+                yield repeated(module.release(), m)
+            if self.keeps_sent and not (module.stage.first or self._previous_is_here(local)):
+                whole = m - counts.get(Action("backward-input", local), 0)
+                yield repeated(module.release_input_grad(), whole)
+            if module.stage.last:
+                yield repeated(module.release_loss(), m)
+
+
+def _one(parts: list[Stretch]) -> Stretch:
+    return parts[0] if len(parts) == 1 else chain("actions", *parts)

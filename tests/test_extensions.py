@@ -1,0 +1,158 @@
+"""What another package can add, and where it then appears: here all of it is in this one file."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import memplan
+from memplan.cli import commands
+from memplan.device import Device
+from memplan.engines.base import Confirmation, Engine, RankRecord, engine_named, engine_names
+from memplan.errors import InvalidValue, PlanRefused, UnknownName
+from memplan.memory import Alive
+from memplan.models import Model, parameter_count
+from memplan.plan import Plan, Rank, stage_layers
+from memplan.record import Alloc, Collective, Compute, Free, Stretch, chain, events, passed, repeated
+from memplan.replay import Program
+from memplan.shapes import BF16, buffer_of
+from memplan.tape import Backend
+
+POINTS = """[memplan.engines]
+toy = test_extensions:TOY
+broken = test_extensions:POINTS
+"""
+"""The entry points of a package; the module is this one, however pytest has imported it."""
+
+
+def _no_pipeline(model: Model, plan: Plan) -> None:
+    if plan.pp > 1:
+        raise PlanRefused(
+            f"pp={plan.pp}: the toy knows no pipeline; use pp=1.", kind="a pipeline, which the toy lacks"
+        )
+
+
+class ToyEngine(Engine):
+    """A framework of 16 bits that keeps one tensor of each block and reduces at the end."""
+
+    name = "toy"
+    plays = "a toy"
+    refusals = (_no_pipeline,)
+
+    def confirmed_on(self, device: Device) -> Confirmation:
+        return "unmeasured"
+
+    def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
+        yield self.play_rank(model, plan, Rank(), device, None)
+
+    def play_rank(
+        self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
+    ) -> RankRecord:
+        weights = buffer_of("all weights", (parameter_count(model) // plan.tp,), BF16, "weights")
+        grads = buffer_of("all gradients", weights.shape, BF16, "grads")
+        shape = plan.micro_batch, plan.seq_len, model.d_model
+        output = buffer_of("output of a block", shape, BF16, "activations")
+        flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_layers
+        forward = events(
+            "block", [Alloc(output), Compute(phase="forward", flops=flops, shape=shape, dtype=BF16)]
+        )
+        steps: list[Stretch] = [
+            passed(0, "forward", repeated(forward, model.n_layers)),
+            passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_layers)),
+        ]
+        reduced = Collective(kind="all_reduce", axis="dp", what="all gradients", payload_bytes=grads.n_bytes)
+        step = chain(
+            "step",
+            events("gradients", [Alloc(grads)]),
+            repeated(chain("micro-batch", *steps), plan.n_micro_batches),
+            events("reduction", [reduced] if plan.dp > 1 else []),
+        )
+        return RankRecord(
+            rank=rank,
+            layers=(stage_layers(model.n_layers, plan, 0),),
+            rest=Alive({weights: 1}),
+            step=step,
+            grads=Alive({grads: 1}),
+            program=lambda: Program(setup=(Alloc(weights),), step=step),
+        )
+
+
+TOY = ToyEngine()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch) -> Iterator[None]:
+    """This file as if it were an installed package that registers its entry points."""
+    info = tmp_path / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "test_extensions", sys.modules[__name__])
+    yield
+    engine_named.cache_clear()
+
+
+ASKED: dict[str, Any] = {"cluster": "8xh100-sxm", "global_batch": 16, "seq_len": 512}
+
+
+def test_an_engine_is_known_once_it_is_installed(installed):
+    assert engine_names() == ("torch", "textbook", "broken", "toy")
+    assert engine_named("toy") is TOY
+
+
+def test_an_unknown_engine_is_refused_with_the_names_that_are_known():
+    with pytest.raises(UnknownName, match=r"unknown engine 'toy'.* Known: textbook, torch\.$"):
+        memplan.estimate("gpt2", engine="toy")
+
+
+def test_what_is_no_engine_is_refused(installed):
+    with pytest.raises(InvalidValue, match=r"engine 'broken' is .* must be a memplan\.engines\.base\.Engine"):
+        memplan.estimate("gpt2", engine="broken")
+
+
+def test_an_engines_plan_is_estimated_by_folds_over_its_record(installed):
+    e = memplan.estimate("gpt2", engine="toy", **ASKED)
+    n_bytes = 2 * e.n_parameters
+    output_bytes = 2 * 512 * e.model.d_model
+    assert e.peak.weights_bytes == e.peak.grads_bytes == n_bytes
+    assert e.peak.activations_bytes == e.model.n_layers * output_bytes
+    assert [(c.kind, c.calls, c.payload_bytes) for c in e.collectives] == [("all_reduce", 1, n_bytes)]
+    assert e.collectives[0].wire_bytes == 2 * n_bytes * 7 // 8
+    assert e.worst.flops == pytest.approx(2 * e.n_parameters * 512 * 2, rel=1e-6)
+    assert e.verdict == "fits"
+    assert e.step_s > 0
+    assert "engine=toy" in str(e)
+
+
+def test_an_engines_refusals_are_asked(installed):
+    with pytest.raises(PlanRefused, match="the toy knows no pipeline"):
+        memplan.estimate("gpt2", engine="toy", pp=2, **ASKED)
+
+
+def test_an_engines_plans_are_searched(installed):
+    found = memplan.search("gpt2", engine="toy", **ASKED)
+    best = found.iloc[0]
+    assert best["verdict"] == "fits"
+    assert best["pp"] == 1
+    e = memplan.estimate(
+        "gpt2", engine="toy", tp=int(best["tp"]), micro_batch=int(best["micro_batch"]), **ASKED
+    )
+    assert best["peak_bytes"] == e.peak.total_bytes
+    assert (found["verdict"] == "refused").any()
+
+
+def test_an_engine_is_on_the_command_line(installed):
+    run = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "toy", "--tp", "2"])
+    assert run.exit_code == 0, run.output
+    assert "engine=toy" in run.output
+    unknown = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "tourch"])
+    assert unknown.exit_code == 2
+    assert "did you mean 'torch'" in unknown.output
+
+
+def test_closed_forms_are_not_searched():
+    with pytest.raises(InvalidValue, match="engine='textbook' is closed-form accounting"):
+        memplan.search("gpt2", engine="textbook", **ASKED)
