@@ -15,7 +15,7 @@ from memplan.models.llama import Llama
 
 @cache
 def preset_table() -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of `presets.toml` as they stand there, read once, at first use."""
+    """The entries of `presets.toml`, read once at first use."""
     return toml_table(Path(__file__).with_name("presets.toml"))
 
 
