@@ -38,7 +38,7 @@ from memplan.plan import (
     Schedule,
 )
 from memplan.record import Stretch
-from memplan.replay import Memory, Program, Replayed, replayed
+from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -86,7 +86,7 @@ class StageEstimate:
         return self.record.layers
 
     @property
-    def program(self) -> Callable[[], Program] | None:
+    def program(self) -> Callable[[], AllocatorProgram] | None:
         """Its first steps as a caching allocator sees them; None where there is none (CPU, textbook)."""
         return self.record.program
 

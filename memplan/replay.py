@@ -33,7 +33,7 @@ MOST_EVENTS: Final = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class AllocatorProgram:
     """What one rank allocates and frees: its `setup`, then, nothing being cached, steps that are all alike.
 
     What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
@@ -112,7 +112,7 @@ class Memory:
 UNLIMITED: Final = Memory()
 
 
-def replayed(program: Program, memory: Memory = UNLIMITED) -> Replayed:
+def replayed(program: AllocatorProgram, memory: Memory = UNLIMITED) -> Replayed:
     """A program through the caching allocator, step after step until one leaves all as the one before.
 
     Raises:
@@ -134,7 +134,7 @@ def replayed(program: Program, memory: Memory = UNLIMITED) -> Replayed:
     return _replayed(program, memory)
 
 
-def _replayed(program: Program, memory: Memory) -> Replayed:
+def _replayed(program: AllocatorProgram, memory: Memory) -> Replayed:
     allocator = memory.allocator()
     replay = _Replay(program, allocator)
     peaks: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ def _replayed(program: Program, memory: Memory) -> Replayed:
     )
 
 
-def _extrapolated(program: Program, left_out: int, config: AllocatorConfig) -> Replayed | None:
+def _extrapolated(program: AllocatorProgram, left_out: int, config: AllocatorConfig) -> Replayed | None:
     """The program's peaks from those with fewer micro-batches; None if none can be left out of its step."""
 
     @cache
@@ -202,7 +202,7 @@ def _most_repeats(stretch: Stretch) -> int:
     return max(stretch.repeats, *map(_most_repeats, stretch.parts))
 
 
-def _without(program: Program, n: int) -> Program | None:
+def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
     """The program with `n` repetitions of its micro-batches left out; None if that leaves something else."""
     steps = [program.step] if program.first_step is None else [program.step, program.first_step]
     shorter = []
@@ -254,7 +254,7 @@ OUTSIDE: Final[MicroBatch] = (-1, 0, False)
 class _Replay:
     """The blocks of what is alive, by buffer and by the micro-batch that they were made for."""
 
-    def __init__(self, program: Program, allocator: CachingAllocator) -> None:
+    def __init__(self, program: AllocatorProgram, allocator: CachingAllocator) -> None:
         self.program = program
         self.allocator = allocator
         self.held: dict[Buffer, dict[MicroBatch, list[Block]]] = {}
