@@ -251,7 +251,7 @@ class Tape:
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
-        self.products: dict[str, list[Buffer]] = {"forward": [], "backward": []}
+        self.products: dict[str, set[Buffer]] = {"forward": set(), "backward": set()}
         self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -407,7 +407,7 @@ class Tape:
         direction = "forward" if self.phase == "forward" else "backward"
         newest = self.events[-1]
         if isinstance(newest, Alloc):
-            self.products[direction].append(newest.buffer)
+            self.products[direction].add(newest.buffer)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""

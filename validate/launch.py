@@ -433,6 +433,14 @@ def _kernel_kills() -> int:
     return int(counts.get("oom_kill", 0))
 
 
+OFFLOADING: Final = "cpu:gloo,cuda:nccl"
+"""The backends where gradients are on the host: their norms are summed there.
+
+Source: docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html (`CPUOffloadPolicy`), torchtitan's
+distributed/utils.py (`init_distributed`).
+"""
+
+
 @contextmanager
 def process_group(seat: Seat) -> Iterator[None]:
     """The group of all ranks, over the loopback interface if they meet there; none for a single rank."""
@@ -448,8 +456,9 @@ def process_group(seat: Seat) -> Iterator[None]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = timedelta(seconds=seat.case.timeout_s + LAST_WORDS_S)
     store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=patience)
+    offloads = seat.case.plan.offload and backend == "nccl"
     dist.init_process_group(
-        backend,
+        OFFLOADING if offloads else backend,
         store=dist.PrefixStore(seat.prefix, store),
         rank=seat.rank,
         world_size=world_size,

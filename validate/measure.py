@@ -164,7 +164,14 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         )
         for stage in plan.stages_of(at.pp)
     }
-    update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
+    update = update_of(
+        modules.values(),
+        plan,
+        mesh,
+        device,
+        learning_rate=case.learning_rate,
+        runs_kernels=case.device != "nogpu",
+    )
     return Training(
         gradients=gradients(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed),
         update=update,

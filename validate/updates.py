@@ -71,11 +71,12 @@ def update_of(
     device: torch.device,
     *,
     learning_rate: float,
+    runs_kernels: bool = True,
 ) -> Update:
-    """The plan's update of the stages' parameters."""
+    """The plan's update of the stages' parameters; without kernels no step is skipped."""
     return Update(
         optimizer=optimizer_of(modules, plan, mesh, learning_rate=learning_rate),
-        scaler=scaler_of(plan, device),
+        scaler=scaler_of(plan, device, runs_kernels=runs_kernels),
         max_norm=plan.clip_grad_norm,
         foreach=False if plan.optimizer_impl == "for-loop" else None,
         pipeline=mesh.get_group("pp") if mesh is not None and plan.pp > 1 else None,
@@ -116,7 +117,26 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def scaler_of(plan: Plan, device: torch.device) -> GradScaler:
+class _NeverSkips(GradScaler):
+    """Takes every step: where kernels do nothing, memory only seems to say that gradients overflowed."""
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        for found in optimizer_state["found_inf_per_device"].values():
+            found.item()
+        loss: float | None = optimizer.step(*args, **kwargs)
+        return loss
+
+    def get_scale(self) -> float:
+        return super().get_scale() or INITIAL_SCALE
+
+
+class _ShardedNeverSkips(_NeverSkips, ShardedGradScaler):
+    """FSDP1's, which takes every step."""
+
+
+def scaler_of(plan: Plan, device: torch.device, *, runs_kernels: bool = True) -> GradScaler:
     """Scales the loss in float16, and skips a step whose gradients overflowed on any rank.
 
     Torch's own looks at this rank's gradients; of DTensors also at those of the ranks that divide the first
@@ -125,9 +145,8 @@ def scaler_of(plan: Plan, device: torch.device) -> GradScaler:
     Source: torch/distributed/tensor/_dispatch.py (`found_inf_reduce_handler`).
     """
     asks = plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)
-    scaler = (ShardedGradScaler if asks else GradScaler)(
-        device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16-mixed"
-    )
+    kinds = (GradScaler, ShardedGradScaler) if runs_kernels else (_NeverSkips, _ShardedNeverSkips)
+    scaler = kinds[asks](device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16-mixed")
     if scaler.is_enabled():
         scaler.scale(torch.ones((), device=device))
     return scaler

@@ -4,7 +4,7 @@ What a block's first part makes for the block before is kept until that block's 
 whole backward pass it cannot be put together from the trace of a single block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -43,7 +43,8 @@ class SplitTrace:
     """The two parts of a backward pass through a stage that is not the pipeline's first.
 
     `loss`, `head`, `blocks` and `end` are the first part, in its order; `weights`, `weights_head` and
-    `weights_end` the second, in the module's. At an end all goes that the part has held.
+    `weights_end` the second, in the module's. At an end all goes that the part has held. `products` are the
+    results of matrix products of both parts.
     """
 
     loss: Segment = EMPTY
@@ -53,6 +54,7 @@ class SplitTrace:
     weights: CountedSegments
     weights_head: Segment
     weights_end: CountedSegments
+    products: frozenset[Buffer] = frozenset()
 
 
 @lru_cache(maxsize=256)
@@ -63,7 +65,8 @@ def split_traced(
 
     The trace is handed in, not looked up: another one of the same stage has other buffers.
     """
-    tape, names = Tape(context), _Names(trace)
+    tape = Tape(context)
+    names = _Names(trace, tape.products["backward"])
     for parameter in (*trace.block_parameters, *trace.head_parameters):
         tape.parameters[parameter.name] = parameter
     cut = Marks(tape)
@@ -132,6 +135,7 @@ def split_traced(
         weights=tuple(weights),
         weights_head=weights_head,
         weights_end=weights_end,
+        products=frozenset(names.called(tape.products["backward"])),
     )
 
 
@@ -153,11 +157,12 @@ class _Names:
     Knows how often each buffer's block recurs.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, products: Set[Buffer]) -> None:
+        self.products = products
         self.grads = gradients(trace.head_backward, trace.blocks[0].backward)
         self.known: dict[Buffer, Buffer | None] = {}
         self.repeats: dict[Buffer, int] = {}
-        self.alike: dict[tuple[str, Shape, DType, Kind], Buffer] = {}
+        self.alike: dict[tuple[str, Shape, DType, Kind, bool], Buffer] = {}
 
     def leave_out(self, segment: Segment) -> None:
         """What belongs to the schedule."""
@@ -182,6 +187,10 @@ class _Names:
             if (buffer := buffer_in(event)) is not None:
                 self.repeats.setdefault(buffer, repeats)
         return Segment(tuple(self._events(segment)))
+
+    def called(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+        """What buffers are called."""
+        return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 
     def by_repeats(self, segment: Segment) -> CountedSegments:
         """What an end frees, each block's as often as there are such blocks."""
@@ -209,6 +218,6 @@ class _Names:
 
     def _known(self, buffer: Buffer) -> Buffer | None:
         if buffer not in self.known:
-            key = buffer.name, buffer.shape, buffer.dtype, buffer.kind
+            key = buffer.name, buffer.shape, buffer.dtype, buffer.kind, buffer in self.products
             self.known[buffer] = self.alike.setdefault(key, buffer)
         return self.known[buffer]

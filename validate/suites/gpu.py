@@ -226,6 +226,9 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-allocator": gpu_allocator,
 }
 
+PATIENCE_S: Final = 600.0
+"""Until a rank without a GPU is ended: a hundred layers take a minute on a core of their own."""
+
 USABLE: Final = 0.85
 """The part of a GPU's memory that a plan may be predicted to allocate: the rest is CUDA's, and fragments."""
 
@@ -271,7 +274,8 @@ def _on_gpu(model: Model, plan: Plan, gpus: Gpus, **settings: Any) -> Case:
     in_short = gpus.device == "nogpu" and settings.get("backend") == "fake"
     steps = UNTIMED_STEPS if in_short else GPU_STEPS
     case = Case(name=_name(model, plan), model=model, plan=plan, steps=steps, **settings)
-    return replace(case, device=gpus.device, gpu=gpus.known_as)
+    patience_s = PATIENCE_S if gpus.device == "nogpu" else case.timeout_s
+    return replace(case, device=gpus.device, gpu=gpus.known_as, timeout_s=patience_s)
 
 
 def _name(model: Model, plan: Plan) -> str:

@@ -317,7 +317,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     def unshard(self) -> Stretch:
         """All groups are gathered at once, ahead of the stage's first pass."""
-        turns = (turn for group, times in self.units for turn in repeatedly(group.unshard(), times))
+        turns = (turn for group, n in self.units for turn in repeatedly(group.ahead(group.unshard()), n))
         self.state = self.state._replace(weights="whole", unshard_issued=True)
         return in_order("gathering of a stage's weights", turns)
 
@@ -327,7 +327,9 @@ class FSDPModule(StageModule[FsdpState]):
             return []
         self.state = self.state._replace(unshard_issued=False)
         turns = (
-            turn for group, times in self.units for turn in repeatedly(group.wait_for_unshard(group), times)
+            turn
+            for group, n in self.units
+            for turn in repeatedly(group.ahead(group.wait_for_unshard(group)), n)
         )
         return [in_order("gathering of a stage's weights", turns)]
 

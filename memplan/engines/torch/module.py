@@ -53,6 +53,10 @@ class StageModule(ABC, Generic[State]):
         other.state = self.initial
         return other
 
+    def is_like(self, other: "StageModule[Any]") -> bool:
+        """Whether both are the same module, and leave the same from the same state."""
+        return self._played is other._played
+
     def play(self, action: Hashable, make: Callable[[], Stretch]) -> Stretch:
         """What an action leaves in the present state; `make` plays it and changes the state."""
         key = action, self.state

@@ -4,12 +4,13 @@ Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage
-from memplan.record import Collective, Event, Overlap, allocs, frees
+from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
 CountedEvents = tuple[tuple[Event, ...], int]
@@ -98,12 +99,25 @@ class ParamGroup:
         for inputs, times in self.inputs:
             yield frees(*inputs), times
 
-    def gathering(self) -> Iterator[Buffer]:
-        """All that an all-gather allocates."""
-        yield self.flat
-        for inputs, _ in self.inputs:
-            yield from inputs
-        yield from self.uploads.values()
+    @cached_property
+    def gathered(self) -> dict[Buffer, Buffer]:
+        """All that an all-gather allocates, and its copy for all-gathers that a schedule asks for."""
+        found = [
+            self.flat,
+            *(buffer for inputs, _ in self.inputs for buffer in inputs),
+            *self.uploads.values(),
+        ]
+        return {buffer: copy(buffer) for buffer in found}
+
+    def ahead(self, counted: Iterable[CountedEvents]) -> Iterator[CountedEvents]:
+        """The same, of an all-gather that a schedule asks for: it is allocated on the default stream."""
+        for found, times in counted:
+            yield tuple(map(self._ahead, found)), times
+
+    def _ahead(self, event: Event) -> Event:
+        if isinstance(event, Alloc | Free) and event.buffer in self.gathered:
+            return type(event)(self.gathered[event.buffer])
+        return event
 
     def _filled(self, shard: Buffer) -> tuple[Event, ...]:
         """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""

@@ -11,7 +11,7 @@ from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.plan import SINGLE_STAGE_SCHEDULES
+from memplan.plan import SPLITTING_SCHEDULES
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
@@ -33,35 +33,42 @@ def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
 
 def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
     """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
-    own = [(modules.get(stage) or module_of(stage, stages.rank.dp)).fresh() for stage in stages]
+    own = _own(stages, modules)
+    fresh = None if stages.plan.set_to_none else stages.with_gradients_freed()
+    first = [] if fresh is None else _own(fresh, {})
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
         start=tuple(_received(stages)),
-        first_step=None if stages.plan.set_to_none else _without_gradients(stages),
+        first_step=None if fresh is None else _step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
-            *allocs(*_later_buckets(stages)),
+            *allocs(*_later_buckets(stages), *stages.hook_workspaces.elements()),
         ),
         step=_step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
         beside=_workspaces(stages),
         kept=left_behind(stages) + _kept_by_hooks(own),
-        oldest_first=frozenset(_oldest_first(own)),
-        streams=dict(_streams(own)),
+        oldest_first=frozenset(_oldest_first([*own, *first])),
+        streams=dict([*_streams(own), *_streams(first)]),
     )
+
+
+def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[StageModule[Any]]:
+    """The module of each stage; under FSDP2 equal stages have groups, and so streams, of their own."""
+    found: list[StageModule[Any]] = []
+    for stage in stages:
+        one = modules.get(stage)
+        if one is None or (stage.plan.fsdp and one in found):
+            one = module_of(stage, stages.rank.dp)
+        found.append(one)
+    return found
 
 
 def _step(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
     updates = [] if stages.offloads else [update(stages, in_order=True)]
-    return chain("step", *schedule(stages, modules), *updates)
-
-
-def _without_gradients(stages: RankStages) -> Stretch:
-    """The first step where gradients are kept and zeroed: it finds none."""
-    fresh = stages.with_gradients_freed()
-    return _step(fresh, [module_of(stage, stages.rank.dp).fresh() for stage in fresh])
+    return chain("step", *schedule(stages, [one.fresh() for one in modules]), *updates)
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
@@ -151,7 +158,11 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
 def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
     """The products of either pass, of which the first one brings a workspace, and the workspace."""
     forward = frozenset().union(*[stage.trace.products for stage in stages])
-    backward = frozenset().union(*[stage.trace.products_backward for stage in stages])
+    splits = stages.plan.pp > 1 and stages.plan.schedule in SPLITTING_SCHEDULES
+    backward = frozenset().union(
+        *[stage.trace.products_backward for stage in stages],
+        *[stage.split.products for stage in stages if splits and not stage.first],
+    )
     return [(products, workspace) for workspace in stages.workspaces for products in (forward, backward)]
 
 
@@ -167,7 +178,7 @@ def _oldest_first(modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
     """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds."""
     for one in modules:
         if isinstance(one, FSDPModule):
-            yield from (unit.flat for unit, _ in one.units)
+            yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
         if one.stage.last and one.stage.plan.pp > 1:
             yield from (event.buffer for event in one.trace.release.events if isinstance(event, Free))
 
@@ -176,18 +187,17 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
     """FSDP2's own streams: what an all-gather reads and fills, and what a reduce-scatter leaves.
 
     Gradients that are to be reduced, and weights, come from the default stream; so does what a schedule
-    gathers ahead of time by itself.
+    gathers ahead of time by itself. Each stage of a pipeline is a root of its own and has its own streams.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather`,
     `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
-    `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext.get_all_gather_streams`.
+    `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext.get_all_gather_streams`,
+    `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init`.
     """
-    for one in modules:
+    for local, one in enumerate(modules):
         if isinstance(one, FSDPModule):
-            plan = one.stage.plan
-            ahead = plan.pp > 1 and plan.schedule not in SINGLE_STAGE_SCHEDULES
             for unit, _ in one.units:
                 for buffer in (unit.reduced, unit.passing):
-                    yield buffer, REDUCES
-                for buffer in () if ahead else unit.gathering():
-                    yield buffer, GATHERS
+                    yield buffer, f"{REDUCES} {local}"
+                for buffer in unit.gathered:
+                    yield buffer, f"{GATHERS} {local}"

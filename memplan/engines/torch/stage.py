@@ -38,6 +38,12 @@ MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", 
 Adam's moments are like the weight, SGD's momentum is a clone of the first gradient.
 """
 
+N_POOL_STREAMS: Final = 32
+"""CUDA streams that PyTorch hands out in turn to what is called when a collective has ended.
+
+Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
+"""
+
 N_PRODUCT_THREADS: Final = 2
 """Threads that multiply matrices, each with a cuBLAS handle and workspace: the caller's, and autograd's.
 
@@ -301,7 +307,7 @@ class RankStages:
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
-        held = self.inputs + self.mesh + self.workspaces + self.loss_scale
+        held = self.inputs + self.mesh + self.workspaces + self.hook_workspaces + self.loss_scale
         return held if self.offloads else self.states - self.step_counts + held
 
     @property
@@ -369,6 +375,18 @@ class RankStages:
             return Counter()
         n_bytes = product_workspace_bytes(self.device)
         return Counter({buffer_of("cuBLAS workspace", (n_bytes,), UINT8): N_PRODUCT_THREADS})
+
+    @property
+    def hook_workspaces(self) -> Alive:
+        """What cuBLAS keeps for PowerSGD, whose products come to run on every stream of the pool.
+
+        Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
+        """
+        by_nccl = self.backend in ("nccl", "nccl-at-once")
+        if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or not by_nccl:
+            return Counter()
+        n_bytes = product_workspace_bytes(self.device)
+        return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property
     def mesh(self) -> Alive:
