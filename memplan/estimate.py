@@ -103,7 +103,7 @@ class StageEstimate:
     def replay(
         self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
     ) -> Replayed | None:
-        """The rank's first steps through PyTorch's caching allocator; None where there is none..
+        """The rank's first steps through PyTorch's caching allocator; None where there is none.
 
         Args:
             alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, "expandable_segments:True" say.

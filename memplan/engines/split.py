@@ -152,7 +152,9 @@ def _blocks(trace: Trace, kinds: BlockRuns) -> Iterator[tuple[Recompute, Block]]
 
 
 class _Names:
-    """Calls what a run of several blocks makes as the trace of one calls it, and alike what that has not.
+    """Gives the buffers of a run of several blocks the names that they have in the trace of one block.
+
+    Equal buffers that the trace does not have share a name.
 
     Knows how often each buffer's block recurs.
     """
@@ -193,7 +195,7 @@ class _Names:
         return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 
     def by_repeats(self, segment: Segment) -> CountedSegments:
-        """What an end frees, each block's as often as there are such blocks."""
+        """What an end frees: the buffers of a block that recurs n times are freed n times."""
         found: dict[int, list[Event]] = {}
         for event in segment.events:
             buffer = buffer_in(event)

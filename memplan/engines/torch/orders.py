@@ -25,7 +25,7 @@ ActionKind = Literal[
     "reshard",
     "reduce",
 ]
-"""A backward pass is whole, or in parts: the gradient of the stage's input, then those of its weights.
+"""A backward pass is whole, or in parts: the input's gradient first, the gradients of the weights later.
 
 In a stage's last one DDP reduces. What comes after are FSDP2's: to gather a stage's weights, to free them, to
 reduce its gradients.
@@ -359,7 +359,8 @@ def with_weights(order: Loop, n_stages: int) -> Loop:
 def _gathering(loop: Loop, active: Stages, ahead: Stages) -> tuple[Loop, Stages]:
     """A loop where so many stages are active, and others come after; which are active after it.
 
-    Repetitions are alike once one leaves the stages as they were, but for the last, which sees what comes.
+    Once a repetition leaves the active stages as they were, all others but the last are equal to it; the last
+    sees what comes after the loop.
     """
     parts: list[Loop] = []
     left = loop.times
