@@ -5,8 +5,8 @@ module, without a wrapper and with one: what a micro-batch's forward and backwar
 send. `orders` and `pipelining` run these passes in the order of a schedule, `optimizer` is the update. `step`
 plays a rank's step, `program` says what the caching allocator sees of it, `engine` which ranks are played.
 
-gloo's collectives keep scratch of their own and its sends hold their tensors; NCCL works in place, and so does
-the `fake` backend, which does nothing.
+gloo's collectives keep scratch of their own and its sends hold their tensors; NCCL works in place, and so
+does the `fake` backend, which does nothing.
 """
 
 from memplan.engines.torch.engine import TORCH
