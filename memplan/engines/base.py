@@ -214,7 +214,7 @@ def engine_named(name: str) -> Engine:
     else:
         others = _entry_points()
         if name not in others:
-            raise unknown_name("engine", name, {*BUILT_IN, *others})
+            raise unknown_name("engine", name, engine_names())
         found = others[name].load()
     if not isinstance(found, Engine):
         raise InvalidValue(
