@@ -33,6 +33,7 @@ class StageModule(ABC, Generic[State]):
     """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time.
 
     `fwd_recv`, `fwd_send`, `bwd_recv`, `bwd_send`: what a stage of a pipeline receives and sends for each.
+    `original`: the module that it is a fresh copy of, with which it shares its buffers.
 
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
     """
@@ -41,6 +42,7 @@ class StageModule(ABC, Generic[State]):
         self.stage = stage
         self.trace = stage.trace
         self.initial = self.state = initial
+        self.original: StageModule[State] = self
         self._played: dict[Hashable, tuple[Stretch, State]] = {}
         self.fwd_recv = self._p2p("recv", "activations")
         self.fwd_send = self._p2p("send", "activations")
@@ -52,10 +54,6 @@ class StageModule(ABC, Generic[State]):
         other = copy(self)
         other.state = self.initial
         return other
-
-    def is_like(self, other: "StageModule[Any]") -> bool:
-        """Whether both are the same module, and leave the same from the same state."""
-        return self._played is other._played
 
     def play(self, action: Hashable, make: Callable[[], Stretch]) -> Stretch:
         """What an action leaves in the present state; `make` plays it and changes the state."""

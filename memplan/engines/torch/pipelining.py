@@ -176,13 +176,11 @@ class _Runtime:
         self.modules = modules
         self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
         self.order = plan_order(plan, stages.rank.pp)
-        self.done: dict[tuple[ActionKind, int, Any], tuple[Stretch, Any]] = {}
-        alone = [local for local in range(len(modules)) if not self._has_neighbour(local)]
-        self.alike = [
-            next(i for i in alone if modules[i].is_like(module)) if local in alone else local
+        self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
+        self.alike: list[Module | int] = [
+            local if self._next_is_here(local) or self._previous_is_here(local) else module.original
             for local, module in enumerate(modules)
         ]
-        """Of each of the rank's stages the first one whose actions leave the same."""
 
     def step(self) -> list[Stretch]:
         """What the last step has left is dropped; all actions; what the schedule drops when it returns."""
@@ -279,9 +277,6 @@ class _Runtime:
     def _received(self, local: int, beyond: int) -> tuple[Buffer, Buffer]:
         """What a neighbour of a stage, that this rank has too, still holds of the last step's micro-batch."""
         return self.stages.received[self.indices.index(self.indices[local] + beyond)]
-
-    def _has_neighbour(self, local: int) -> bool:
-        return self._next_is_here(local) or self._previous_is_here(local)
 
     def _next_is_here(self, local: int) -> bool:
         return self.indices[local] + 1 in self.indices

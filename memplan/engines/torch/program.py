@@ -57,18 +57,18 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
 
 def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[StageModule[Any]]:
     """The module of each stage; under FSDP2 equal stages have groups, and so streams, of their own."""
-    found: list[StageModule[Any]] = []
+    found: dict[Stage, StageModule[Any]] = {}
+    made: list[StageModule[Any]] = []
     for stage in stages:
-        one = modules.get(stage)
-        if one is None or (stage.plan.fsdp and one in found):
-            one = module_of(stage, stages.rank.dp)
-        found.append(one)
-    return found
+        known = None if stage.plan.fsdp and stage in found else found.get(stage) or modules.get(stage)
+        found[stage] = known or module_of(stage, stages.rank.dp)
+        made.append(found[stage].fresh())
+    return made
 
 
 def _step(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
     updates = [] if stages.offloads else [update(stages, in_order=True)]
-    return chain("step", *schedule(stages, [one.fresh() for one in modules]), *updates)
+    return chain("step", *schedule(stages, modules), *updates)
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
