@@ -37,7 +37,7 @@ from memplan.plan import (
     Schedule,
 )
 from memplan.record import Stretch
-from memplan.replay import Memory, Program, Replayed, replayed
+from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -86,8 +86,8 @@ class StageEstimate:
         return self.record.layers
 
     @property
-    def program(self) -> Callable[[], Program] | None:
-        """Its first steps as a caching allocator sees them; None where there is none (CPU, textbook)."""
+    def program(self) -> Callable[[], AllocatorProgram] | None:
+        """Its first steps as a caching allocator sees them; None where there is none (CPU, accounting)."""
         return self.record.program
 
     @cached_property
@@ -103,7 +103,7 @@ class StageEstimate:
     def replay(
         self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
     ) -> Replayed | None:
-        """The rank's first steps through PyTorch's caching allocator; None where it has none (CPU, textbook).
+        """The rank's first steps through PyTorch's caching allocator; None where there is none.
 
         Args:
             alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, "expandable_segments:True" say.
@@ -301,14 +301,14 @@ class Estimate:
     def allocated_bytes(self) -> int | None:
         """What `torch.cuda.max_memory_allocated` says of the worst stage: the blocks that its tensors are in.
 
-        None on CPU and for textbook accounting.
+        None on CPU and for closed-form accounting.
         """
         replay = self.worst.replayed
         return None if replay is None else replay.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """What the caching allocator holds for the worst stage; None where there is none (CPU, textbook).
+        """What the caching allocator holds for the worst stage; None where there is none (CPU, accounting).
 
         It is replayed when asked for: see `memplan.allocator`, and `StageEstimate.replay` for its options.
         """
@@ -361,7 +361,7 @@ class Estimate:
         """Whether each GPU holds the plan: `memplan.Cluster.verdict` of `device_bytes`.
 
         The only rule: `fits`, `memplan.search`, `advise`, `why`, charts and JSON say the same. None without
-        a cluster or a limit, and for textbook accounting, which is never compared with one.
+        a cluster or a limit, and for closed-form accounting, which is never compared with one.
         """
         if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.engine.is_accounting:
             return None

@@ -126,7 +126,7 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
 
 
 def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
-    """Add to `alive` what a stretch leaves, so many times over, or take from it what the stretch frees."""
+    """Add to `alive` what a stretch leaves when it is there `times` times; what it frees is taken away."""
     for event in changes(stretch.events):
         alive[event.buffer] += event.sign * times
     for part in stretch.parts:

@@ -541,7 +541,7 @@ class _Budget:
 
 
 def _budget(estimates: Sequence[Estimate]) -> _Budget | None:
-    """The budget that all have in common; None if there is none, or no verdict hangs on it (textbook)."""
+    """The budget that all have in common; None if there is none, or no verdict hangs on it (accounting)."""
     clusters = [e.cluster for e in estimates if e.cluster is not None and not e.engine.is_accounting]
     budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
     if len(clusters) < len(estimates) or len(budgets) != 1:

@@ -34,7 +34,7 @@ within limits, only with few of its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class AllocatorProgram:
     """What one rank allocates and frees: its `setup`, then, nothing being cached, steps that are all alike.
 
     What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
@@ -118,7 +118,9 @@ class Memory:
 UNLIMITED: Final = Memory()
 
 
-def replayed(program: Program, memory: Memory = UNLIMITED, *, unlimited: Replayed | None = None) -> Replayed:
+def replayed(
+    program: AllocatorProgram, memory: Memory = UNLIMITED, *, unlimited: Replayed | None = None
+) -> Replayed:
     """A program through the caching allocator, step after step until one leaves all as the one before.
 
     `unlimited`: what is known of the same program and settings without limits.
@@ -147,7 +149,7 @@ def replayed(program: Program, memory: Memory = UNLIMITED, *, unlimited: Replaye
     return _replayed(program, memory) if shorter is None else shorter
 
 
-def _shortened(program: Program, memory: Memory, left_out: int) -> Replayed | None:
+def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Replayed | None:
     """A program within limits, without `left_out` of its micro-batches and the bytes that these leave.
 
     None if what is left is another program.
@@ -171,7 +173,7 @@ class _NotRecurring(Exception):
     """The allocator's state has not recurred after as many repetitions as were to be waited for."""
 
 
-def _replayed(program: Program, memory: Memory, patience: int | None = None) -> Replayed:
+def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = None) -> Replayed:
     """A program of which only those repetitions are left out after which the allocator's state recurs.
 
     Raises:
@@ -197,7 +199,7 @@ def _replayed(program: Program, memory: Memory, patience: int | None = None) -> 
     )
 
 
-def _extrapolated(program: Program, left_out: int, config: AllocatorConfig) -> Replayed | None:
+def _extrapolated(program: AllocatorProgram, left_out: int, config: AllocatorConfig) -> Replayed | None:
     """The program's peaks from those with fewer micro-batches; None if none can be left out of its step."""
 
     @cache
@@ -253,7 +255,7 @@ def _most_repeats(stretch: Stretch) -> int:
     return max(stretch.repeats, *map(_most_repeats, stretch.parts))
 
 
-def _without(program: Program, n: int) -> Program | None:
+def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
     """The program with `n` repetitions of its micro-batches left out; None if that leaves something else."""
     steps = [program.step] if program.first_step is None else [program.step, program.first_step]
     shorter = []
@@ -305,7 +307,9 @@ OUTSIDE: Final[MicroBatch] = (-1, 0, False)
 class _Replay:
     """The blocks of what is alive, by buffer and by the micro-batch that they were made for."""
 
-    def __init__(self, program: Program, allocator: CachingAllocator, patience: int | None = None) -> None:
+    def __init__(
+        self, program: AllocatorProgram, allocator: CachingAllocator, patience: int | None = None
+    ) -> None:
         self.program, self.patience = program, patience
         self.streams, self.oldest_first = program.streams, program.oldest_first
         self.allocator = allocator

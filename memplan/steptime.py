@@ -350,7 +350,7 @@ def updated_share(zero: int, dp: Count) -> Quantity:
 
 
 def per_s(n_tokens: Quantity, step_s: Quantity) -> Quantity:
-    """Tokens per second: those of a step / its seconds.
+    """Tokens per second: the tokens of a step / its seconds.
 
     >>> per_s(100, 2.0)
     50.0
@@ -580,7 +580,7 @@ def busy_s(parts: Mapping[str, Quantity]) -> Quantity:
 
 
 def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quantity:
-    """Seconds of a rank's bubble, given those of all ranks' passes and of its own."""
+    """Seconds of a rank's bubble, given the seconds of all ranks' passes and of its own passes."""
     fraction = bubble_fraction(plan.schedule, plan.pp, plan.virtual_stages, plan.n_micro_batches)
     return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
 

@@ -13,7 +13,7 @@ from memplan.errors import InvalidValue
 from memplan.hardware.overheads import overhead_table
 from memplan.plan import SCHEDULES
 from memplan.record import Alloc, Free, Stretch, allocs, chain, events, repeated, unrolled
-from memplan.replay import Program, replayed
+from memplan.replay import AllocatorProgram, replayed
 from memplan.shapes import FP32, Buffer
 from memplan.units import GiB, KiB, MiB
 
@@ -229,7 +229,7 @@ def test_repetitions_that_change_nothing_may_be_left_out():
     micro_batch = events("micro-batch", [*(Alloc(b) for b in sizes), *(Free(b) for b in sizes)])
     kept = buffer(17)
     step = chain("step", events("start", [Alloc(kept)]), repeated(micro_batch, 50))
-    program = Program(setup=allocs(*[buffer(40, "weights")] * 3), step=step)
+    program = AllocatorProgram(setup=allocs(*[buffer(40, "weights")] * 3), step=step)
     assert replayed(program) == replayed(dataclasses.replace(program, step=literal(step)))
 
 
@@ -237,7 +237,7 @@ def test_the_optimizer_state_comes_with_the_first_update():
     """It lands in what the first step's activations have left: the second one's need more."""
     activation, state = buffer(100), buffer(60, "optimizer")
     work = events("work", [Alloc(activation), Free(activation)])
-    program = Program(
+    program = AllocatorProgram(
         setup=(), step=chain("step", work, events("update", ())), states=(state,), update_name="update"
     )
     assert replayed(program).reserved_bytes == 200 * MiB

@@ -16,7 +16,7 @@ from memplan.memory import Alive
 from memplan.models import Model, parameter_count
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import Alloc, Collective, Compute, Free, Stretch, chain, events, passed, repeated
-from memplan.replay import Program
+from memplan.replay import AllocatorProgram
 from memplan.shapes import BF16, buffer_of
 from memplan.tape import Backend
 
@@ -75,7 +75,7 @@ class ToyEngine(Engine):
             rest=Alive({weights: 1}),
             step=step,
             grads=Alive({grads: 1}),
-            program=lambda: Program(setup=(Alloc(weights),), step=step),
+            program=lambda: AllocatorProgram(setup=(Alloc(weights),), step=step),
         )
 
 

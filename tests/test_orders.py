@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.torch.orders import (
-    Run,
+    Loop,
     actions,
     in_flight,
     in_rows,
@@ -154,7 +154,7 @@ def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
             assert found == [action[:2] for action in expected], (plan, rank)
 
 
-def orders(schedule: Schedule) -> Iterator[tuple[Plan, int, Run]]:
+def orders(schedule: Schedule) -> Iterator[tuple[Plan, int, Loop]]:
     """Of each plan that can run the order of each rank."""
     for plan in running(schedule):
         v, m = plan.virtual_stages, plan.n_micro_batches

@@ -1,1 +1,1 @@
-"""Engines: which states and buffers a training framework keeps, and when."""
+"""Engines: training frameworks, played. `base` says what one is and finds it by its name."""

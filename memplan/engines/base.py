@@ -25,7 +25,7 @@ from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
 from memplan.plan import Plan, Rank, Schedule
 from memplan.record import CollectiveKind, Stretch
-from memplan.replay import Program
+from memplan.replay import AllocatorProgram
 from memplan.tape import Backend
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RankRecord:
     grads: Alive
     step_counts: Alive = field(default_factory=Counter)
     host: HostRecord | None = None
-    program: Callable[[], Program] | None = field(default=None, repr=False, compare=False)
+    program: Callable[[], AllocatorProgram] | None = field(default=None, repr=False, compare=False)
 
     @property
     def rest_bytes(self) -> int:
@@ -220,7 +220,7 @@ def engine_named(name: str) -> Engine:
     else:
         others = _entry_points()
         if name not in others:
-            raise unknown_name("engine", name, {*BUILT_IN, *others})
+            raise unknown_name("engine", name, engine_names())
         found = others[name].load()
     if not isinstance(found, Engine):
         raise InvalidValue(

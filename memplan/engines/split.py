@@ -28,10 +28,10 @@ from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor
 
-Turns = tuple[tuple[Segment, int], ...]
+CountedSegments = tuple[tuple[Segment, int], ...]
 """Segments in order, and how often each."""
 
-Kinds = tuple[tuple[Recompute, int], ...]
+BlockRuns = tuple[tuple[Recompute, int], ...]
 """A stage's runs of blocks: how each is recomputed, and how long it is."""
 
 MOST_ALIKE: Final = 2
@@ -49,22 +49,18 @@ class SplitTrace:
 
     loss: Segment = EMPTY
     head: Segment = EMPTY
-    blocks: Turns
-    end: Turns
-    weights: Turns
+    blocks: CountedSegments
+    end: CountedSegments
+    weights: CountedSegments
     weights_head: Segment
-    weights_end: Turns
+    weights_end: CountedSegments
     products: frozenset[Buffer] = frozenset()
-
-    @property
-    def turns(self) -> Turns:
-        """Both parts, in order."""
-        head = (self.loss, 1), (self.head, 1)
-        return (*head, *self.blocks, *self.end, *self.weights, (self.weights_head, 1), *self.weights_end)
 
 
 @lru_cache(maxsize=256)
-def split_traced(trace: Trace, model: Model, context: OpContext, *, last: bool, kinds: Kinds) -> SplitTrace:
+def split_traced(
+    trace: Trace, model: Model, context: OpContext, *, last: bool, kinds: BlockRuns
+) -> SplitTrace:
     """One micro-batch back through a stage of runs of blocks; its buffers and weights are the `trace`'s.
 
     The trace is handed in, not looked up: another one of the same stage has other buffers.
@@ -143,20 +139,22 @@ def split_traced(trace: Trace, model: Model, context: OpContext, *, last: bool, 
     )
 
 
-def _times(kinds: Kinds) -> Iterator[int]:
+def _times(kinds: BlockRuns) -> Iterator[int]:
     """How often each traced block recurs: of three in a row the one between the others does."""
     for _, n in kinds:
         yield from (1, n - 2, 1) if n > MOST_ALIKE else [1] * index(n)
 
 
-def _blocks(trace: Trace, kinds: Kinds) -> Iterator[tuple[Recompute, Block]]:
+def _blocks(trace: Trace, kinds: BlockRuns) -> Iterator[tuple[Recompute, Block]]:
     for block, (recompute, n) in zip(trace.blocks, kinds, strict=True):
         for _ in range(MOST_ALIKE + 1 if n > MOST_ALIKE else index(n)):
             yield recompute, block
 
 
 class _Names:
-    """Calls what a run of several blocks makes as the trace of one calls it, and alike what that has not.
+    """Gives the buffers of a run of several blocks the names that they have in the trace of one block.
+
+    Equal buffers that the trace does not have share a name.
 
     Knows how often each buffer's block recurs.
     """
@@ -196,8 +194,8 @@ class _Names:
         """What buffers are called."""
         return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 
-    def by_repeats(self, segment: Segment) -> Turns:
-        """What an end frees, each block's as often as there are such blocks."""
+    def by_repeats(self, segment: Segment) -> CountedSegments:
+        """What an end frees: the buffers of a block that recurs n times are freed n times."""
         found: dict[int, list[Event]] = {}
         for event in segment.events:
             buffer = buffer_in(event)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, final
 
 from memplan.engines.torch.module import StageModule, added_to_older, backward_order, from_outside
-from memplan.engines.torch.param_group import CommContext, ParamGroup, Row, Turn, Units, repeatedly
+from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in, gradients
 from memplan.plan import SPLITTING_SCHEDULES
@@ -103,7 +103,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     # --- What happens to one group ---
 
-    def pre_forward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[Turn]:
+    def pre_forward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
         """A group's weights are gathered unless they are whole.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward`.
@@ -116,7 +116,7 @@ class FSDPModule(StageModule[FsdpState]):
             yield from group.wait_for_unshard(comms.all_gather)
             comms.all_gather = group
 
-    def post_forward(self, group: ParamGroup | None) -> Iterator[Turn]:
+    def post_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """A group that reshards frees its weights.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward`.
@@ -124,7 +124,7 @@ class FSDPModule(StageModule[FsdpState]):
         if group is not None and group.reshards:
             yield from group.reshard()
 
-    def prefetch(self, group: ParamGroup | None, comms: CommContext) -> Iterator[Turn]:
+    def prefetch(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
         """A group that was freed after its forward pass is gathered, unless it is being gathered.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch`.
@@ -136,7 +136,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     def pre_backward(
         self, group: ParamGroup | None, following: ParamGroup | None, comms: CommContext
-    ) -> Iterator[Turn]:
+    ) -> Iterator[CountedEvents]:
         """A group's weights are gathered if they were freed, and those that are needed next.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_backward`.
@@ -148,7 +148,7 @@ class FSDPModule(StageModule[FsdpState]):
         if group is not None:
             yield from self.prefetch(following, comms)
 
-    def post_backward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[Turn]:
+    def post_backward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
         """A group's gradients are reduced and its weights freed; under a schedule they are only added up.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
@@ -160,7 +160,7 @@ class FSDPModule(StageModule[FsdpState]):
         elif self.accumulates_in_fp32:
             yield from self._accumulated(group)
 
-    def _accumulated(self, group: "ParamGroup") -> Iterator[Turn]:
+    def _accumulated(self, group: "ParamGroup") -> Iterator[CountedEvents]:
         return group.accumulate_unsharded_grads(self.grads, self.wide, has_sums=self.state.has_sums)
 
     # --- Passes ---
@@ -172,9 +172,9 @@ class FSDPModule(StageModule[FsdpState]):
         def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
             opened = [*self.pre_forward(group, comms)]
             passed = [(segment.events, n) for segment, n in segments]
-            return in_turn(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
+            return in_order(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
 
-        parts = [in_turn("forward: embedding", self.pre_forward(units.root, comms))]
+        parts = [in_order("forward: embedding", self.pre_forward(units.root, comms))]
         parts.append(called("forward: embedding", units.embed, (trace.embed, 1)))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
             parts.append(repeated(called("forward: block", group, *segments), times))
@@ -204,7 +204,7 @@ class FSDPModule(StageModule[FsdpState]):
         turns = [*self.prefetch(units.head or order[0], comms)] if units.root is not None else []
         turns += [*self.pre_backward(units.head, order[0], comms), (head[n_loss:], 1)]
         turns += self.post_backward(units.head, comms)
-        parts.append(in_turn("backward: head", turns))
+        parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=True):
             turns = [*self.pre_backward(group, following, comms)]
@@ -213,12 +213,12 @@ class FSDPModule(StageModule[FsdpState]):
                 turns.append((from_outside(body) if outer else body, n))
                 outer = False
             turns += self.post_backward(group, comms) if closes else ()
-            parts.append(repeated(in_turn("backward: block", turns), times))
+            parts.append(repeated(in_order("backward: block", turns), times))
         turns = [*self.pre_backward(units.embed, None, comms), (self._added(trace.embed_backward), 1)]
         turns += self.post_backward(units.root, comms)
         turns += [*(self._late() if late else ()), *self.post_backward(units.embed, comms)]
         turns += self.finalize_backward(comms)
-        parts.append(in_turn("backward: embedding", turns))
+        parts.append(in_order("backward: embedding", turns))
         self._passed_backward()
         return chain("backward", *parts, *self.returned())
 
@@ -241,19 +241,19 @@ class FSDPModule(StageModule[FsdpState]):
         split, units, comms = self.stage.split, self.units, CommContext()
         late, has_unsummed = any(self.state.deferring[:1]), self.state.has_unsummed_grads
 
-        def closed(group: ParamGroup | None) -> Iterator[Turn]:
+        def closed(group: ParamGroup | None) -> Iterator[CountedEvents]:
             if has_unsummed:
                 yield from self.post_backward(group, comms)
 
         head = ((split.head.events, 1), *closed(units.head))
-        parts = [events("backward: loss", split.loss.events), in_turn("backward: input of the head", head)]
+        parts = [events("backward: loss", split.loss.events), in_order("backward: input of the head", head)]
         for group, segments, times, closes in self._rows(split.blocks, late=late):
             turns = [(segment.events, n) for segment, n in segments]
             turns += closed(group) if closes else ()
-            parts.append(repeated(in_turn("backward: inputs of the blocks", turns), times))
+            parts.append(repeated(in_order("backward: inputs of the blocks", turns), times))
         end = [(segment.events, n) for segment, n in split.end]
         sums = self._late() if has_unsummed and late else ()
-        parts.append(in_turn("backward: end", (*closed(units.root), *sums, *end)))
+        parts.append(in_order("backward: end", (*closed(units.root), *sums, *end)))
         state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
         if has_unsummed and self.accumulates_in_fp32:
             state = state._replace(has_unsummed_grads=False, has_sums=True)
@@ -275,7 +275,7 @@ class FSDPModule(StageModule[FsdpState]):
             ahead = ahead - times * size
             yield group, row, times, not late or size > 1 or ahead >= self.n_recomputed
 
-    def _late(self) -> Iterator[Turn]:
+    def _late(self) -> Iterator[CountedEvents]:
         """The sums of the recomputed blocks' groups, after all others."""
         left = self.n_recomputed
         for group, size, times in self.units.rows:
@@ -283,7 +283,7 @@ class FSDPModule(StageModule[FsdpState]):
                 yield from repeatedly(self._accumulated(group), min(times, left))
             left -= size * times
 
-    def finalize_backward(self, comms: CommContext) -> Iterator[Turn]:
+    def finalize_backward(self, comms: CommContext) -> Iterator[CountedEvents]:
         """The end of a backward pass that reduces: what its collectives still hold is dropped.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
@@ -309,8 +309,8 @@ class FSDPModule(StageModule[FsdpState]):
             added = list(self._accumulated(group)) if summed and self.state.has_unsummed_grads else []
             for n in (1, times - 1):
                 reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)
-                parts.append(repeated(in_turn(name, (*added, *reduced)), n))
-        parts.append(in_turn(name, self.finalize_backward(comms)))
+                parts.append(repeated(in_order(name, (*added, *reduced)), n))
+        parts.append(in_order(name, self.finalize_backward(comms)))
         self.state = self.state._replace(weights="sharded")
         return parts
 
@@ -318,7 +318,7 @@ class FSDPModule(StageModule[FsdpState]):
         """All groups are gathered at once, ahead of the stage's first pass."""
         turns = (turn for group, n in self.units for turn in repeatedly(group.ahead(group.unshard()), n))
         self.state = self.state._replace(weights="whole", unshard_issued=True)
-        return in_turn("gathering of a stage's weights", turns)
+        return in_order("gathering of a stage's weights", turns)
 
     def wait_for_unshard(self) -> list[Stretch]:
         """The first pass of the stage copies what was gathered into the weights, group by group."""
@@ -327,10 +327,10 @@ class FSDPModule(StageModule[FsdpState]):
         self.state = self.state._replace(unshard_issued=False)
         turns = (
             turn
-            for group, times in self.units
-            for turn in repeatedly(group.ahead(group.wait_for_unshard(group)), times)
+            for group, n in self.units
+            for turn in repeatedly(group.ahead(group.wait_for_unshard(group)), n)
         )
-        return [in_turn("gathering of a stage's weights", turns)]
+        return [in_order("gathering of a stage's weights", turns)]
 
     def reshard(self) -> Stretch:
         """All weights are freed that are whole."""
@@ -342,10 +342,12 @@ class FSDPModule(StageModule[FsdpState]):
             if weights == "whole" or (weights == "freed after forward" and not group.reshards)
             for turn in repeatedly(group.reshard(), times)
         )
-        return in_turn("freeing of a stage's weights", turns)
+        return in_order("freeing of a stage's weights", turns)
 
 
-def opened_when_called(opened: Sequence[Turn], passed: Sequence[Turn]) -> tuple[Turn, ...]:
+def opened_when_called(
+    opened: Sequence[CountedEvents], passed: Sequence[CountedEvents]
+) -> tuple[CountedEvents, ...]:
     """A group is gathered when its first module is called: after what checkpointing keeps before that."""
     first, n = passed[0] if passed else ((), 0)
     starts_with = buffer_in(first[0]) if first else None
@@ -385,8 +387,8 @@ def grouped(
             times, first = times - n_rows, False
 
 
-def in_turn(name: str, turns: Iterable[Turn]) -> Stretch:
-    """Turns one after the other as one stretch."""
+def in_order(name: str, turns: Iterable[CountedEvents]) -> Stretch:
+    """Counted events one after the other as one stretch."""
     parts: list[Stretch] = []
     pending: list[Event] = []
     for found, times in turns:

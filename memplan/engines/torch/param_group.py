@@ -13,26 +13,26 @@ from memplan.engines.torch.stage import Stage
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
-Turn = tuple[tuple[Event, ...], int]
+CountedEvents = tuple[tuple[Event, ...], int]
 """Events, and how often they happen."""
 
 
-class Part(NamedTuple):
-    """Equal parts of a unit, its blocks say: the parameters of one, and how many there are."""
+class EqualParameters(NamedTuple):
+    """The parameters of one of a group's equal modules, its blocks say, and how many of these there are."""
 
     parameters: Sequence[Parameter]
     n: int
 
 
 class ParamGroup:
-    """One FSDP2 unit: parameters gathered and reduced together.
+    """Parameters that are gathered and reduced together: an FSDP2 unit.
 
-    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard. A unit that
+    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard. A group that
     `reshards` frees its weights after its forward pass and gathers them again for its backward pass.
     """
 
     def __init__(
-        self, stage: Stage, dp_rank: int, name: str, parts: Iterable[Part], *, reshards: bool
+        self, stage: Stage, dp_rank: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
     ) -> None:
         n, compute = stage.plan.dp, stage.op_context.weight_dtype
         self.stage = stage
@@ -78,7 +78,7 @@ class ParamGroup:
                     uploads[shard] = buffer_of(f"{p.name} (own shard)", (self.shard(p),), stored)
         return found, uploads
 
-    def unshard(self) -> Iterator[Turn]:
+    def unshard(self) -> Iterator[CountedEvents]:
         """All-gather into one flat buffer, from shards in the compute type on the device.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:_get_param_all_gather_inputs`,
@@ -102,13 +102,16 @@ class ParamGroup:
     @cached_property
     def gathered(self) -> dict[Buffer, Buffer]:
         """All that an all-gather allocates, and its copy for all-gathers that a schedule asks for."""
-        found = [self.flat, *self.uploads.values()]
-        found += [buffer for inputs, _ in self.inputs for buffer in inputs]
+        found = [
+            self.flat,
+            *(buffer for inputs, _ in self.inputs for buffer in inputs),
+            *self.uploads.values(),
+        ]
         return {buffer: copy(buffer) for buffer in found}
 
-    def ahead(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+    def ahead(self, counted: Iterable[CountedEvents]) -> Iterator[CountedEvents]:
         """The same, of an all-gather that a schedule asks for: it is allocated on the default stream."""
-        for found, times in turns:
+        for found, times in counted:
             yield tuple(map(self._ahead, found)), times
 
     def _ahead(self, event: Event) -> Event:
@@ -132,20 +135,20 @@ class ParamGroup:
             return (*allocs(shard), copied)
         return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
 
-    def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[Turn]:
+    def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[CountedEvents]:
         """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
         for buffers, times in self.unsharded:
             yield allocs(*buffers), times
         yield frees(stale.flat) if stale is not None else (), 1
 
-    def reshard(self) -> Iterator[Turn]:
+    def reshard(self) -> Iterator[CountedEvents]:
         """Free the unsharded parameters."""
         for buffers, times in self.unsharded:
             yield frees(*buffers), times
 
     def post_backward(
         self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
-    ) -> Iterator[Turn]:
+    ) -> Iterator[CountedEvents]:
         """The end of the unit's backward pass: gradients made like their weights, weights freed, all reduced.
 
         Beside tensor parallelism a gradient that is whole is cut, and a partial one summed.
@@ -167,7 +170,7 @@ class ParamGroup:
 
     def reduce_grads(
         self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
-    ) -> Iterator[Turn]:
+    ) -> Iterator[CountedEvents]:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
@@ -226,7 +229,7 @@ class ParamGroup:
             overlap="backward",
         )
 
-    def _downloads(self, has_sharded_grads: bool) -> Iterator[Turn]:
+    def _downloads(self, has_sharded_grads: bool) -> Iterator[CountedEvents]:
         """Own gradients to the host: beside the computation unless they are to be added to older ones."""
         what = "gradients to be added" if has_sharded_grads else "gradients to the host"
         overlap: Overlap = "nothing" if has_sharded_grads else "compute"
@@ -243,7 +246,7 @@ class ParamGroup:
         """Whether reduced gradients are added to older ones, or copied to the host, and then freed."""
         return has_sharded_grads or self.stage.offloads
 
-    def finalize_backward(self, *, has_sharded_grads: bool) -> Iterator[Turn]:
+    def finalize_backward(self, *, has_sharded_grads: bool) -> Iterator[CountedEvents]:
         """The end of the backward pass: what an all-reduce between replicas has been given is dropped.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
@@ -277,7 +280,7 @@ class ParamGroup:
 
     def accumulate_unsharded_grads(
         self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool
-    ) -> Iterator[Turn]:
+    ) -> Iterator[CountedEvents]:
         """Each gradient is copied into its float32 sum the first time, added to it after, and freed.
 
         CPU adds a narrower tensor by way of a widened copy.
@@ -321,10 +324,10 @@ class Units:
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
         plan, trace = stage.plan, stage.trace
-        embed, head = Part(trace.embed_parameters, 1), Part(trace.head_parameters, 1)
-        blocks, again = Part(trace.block_parameters, stage.n_blocks), plan.zero == 3
+        embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
+        blocks, again = EqualParameters(trace.block_parameters, stage.n_blocks), plan.zero == 3
 
-        def unit(name: str, *parts: Part, reshards: bool = again) -> ParamGroup | None:
+        def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
             return ParamGroup(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
 
@@ -342,7 +345,7 @@ class Units:
         for size, times in ((plan.fsdp_blocks, whole), (left, 1)):
             if size and times:
                 name = "block" if size == 1 else f"{size} blocks"
-                self.rows.append(Row(unit(name, Part(trace.block_parameters, size)), size, times))
+                self.rows.append(Row(unit(name, EqualParameters(trace.block_parameters, size)), size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Every unit in the module's order, and how often there is one."""
@@ -351,6 +354,6 @@ class Units:
         return ((unit, times) for unit, times in named if unit is not None)
 
 
-def repeatedly(turns: Iterable[Turn], times: int) -> Iterator[Turn]:
-    """Turns so many times over, each as often as that at once."""
-    return ((found, n * times) for found, n in turns)
+def repeatedly(counted: Iterable[CountedEvents], times: int) -> Iterator[CountedEvents]:
+    """Multiplies each count by `times`."""
+    return ((found, n * times) for found, n in counted)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.module import StageModule, repeat
-from memplan.engines.torch.orders import Action, Kind, Run, plan_counts, plan_order
+from memplan.engines.torch.orders import Action, ActionKind, Loop, plan_counts, plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
 from memplan.plan import SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES
@@ -176,7 +176,7 @@ class _Runtime:
         self.modules = modules
         self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
         self.order = plan_order(plan, stages.rank.pp)
-        self.done: dict[tuple[Kind, Module | int, Any], tuple[Stretch, Any]] = {}
+        self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
         self.alike: list[Module | int] = [
             local if self._next_is_here(local) or self._previous_is_here(local) else module.original
             for local, module in enumerate(modules)
@@ -190,12 +190,14 @@ class _Runtime:
         ]
         return [*left, *self._run(self.order), *self._end()]
 
-    def _run(self, run: Run) -> list[Stretch]:
-        return self._once(run) if run.once else repeat(run.times, lambda: _one(self._once(run)), self.modules)
+    def _run(self, loop: Loop) -> list[Stretch]:
+        if loop.once:
+            return self._once(loop)
+        return repeat(loop.times, lambda: _one(self._once(loop)), self.modules)
 
-    def _once(self, run: Run) -> list[Stretch]:
+    def _once(self, loop: Loop) -> list[Stretch]:
         found: list[Stretch] = []
-        for part in run.parts:
+        for part in loop.parts:
             found += [self._act(part)] if isinstance(part, Action) else self._run(part)
         return found
 

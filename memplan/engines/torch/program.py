@@ -13,7 +13,7 @@ from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.plan import SPLITTING_SCHEDULES
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
-from memplan.replay import Program
+from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 from memplan.units import MiB
 
@@ -31,13 +31,13 @@ def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
     return DistributedDataParallel(stage) if stage.plan.ddp else PlainModule(stage)
 
 
-def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Program:
+def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
     """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
     own = _own(stages, modules)
     fresh = None if stages.plan.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
-    return Program(
+    return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
         start=tuple(_received(stages)),
         first_step=None if fresh is None else _step(fresh, first),

@@ -55,7 +55,7 @@ StageKind = tuple[bool, bool, int]
 
 
 class Stage:
-    """A pipeline stage under a plan, as any rank runs it; stages of one kind are alike."""
+    """A pipeline stage under a plan, as any rank runs it; stages of one kind are equal."""
 
     def __init__(
         self, model: Model, plan: Plan, kind: StageKind, device: Device, backend: Backend | None = None

@@ -1,4 +1,4 @@
-"""Stretches by hand, and any tree of them against the plain unrolled sum."""
+"""The record of a step: stretches by hand, and any tree of them against its unrolled events."""
 
 from collections import Counter
 
@@ -7,7 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.memory import Bytes, Instant, alive_at_high, bytes_by_kind, instants, running_bytes
-from memplan.record import AddToIncoming, Alloc, Free, Stretch, chain, events, repeated
+from memplan.record import (
+    AddToIncoming,
+    Alloc,
+    Collective,
+    Compute,
+    Event,
+    Free,
+    Pass,
+    PassPart,
+    Stretch,
+    chain,
+    events,
+    passed,
+    repeated,
+)
 from memplan.shapes import FP32, Buffer
 
 
@@ -168,3 +182,51 @@ def test_any_trees_figures_are_those_of_its_unrolled_events(tree, start):
 @given(trees)
 def test_what_is_alive_at_any_trees_high_adds_up_to_it(tree):
     assert alive(tree)[0] == tree.high_bytes
+
+
+# Counts
+
+SENT: list[Event] = [
+    Collective(kind="all_gather", axis="dp", what="weights", payload_bytes=8, overlap="compute"),
+    Collective(kind="reduce_scatter", axis="dp", what="gradients", payload_bytes=8, overlap="backward"),
+    Compute(phase="forward", flops=5, shape=(2, 2), dtype=FP32),
+]
+PARTS: list[PassPart] = ["forward", "backward"]
+counted = st.recursive(
+    st.lists(st.sampled_from([*SENT, Alloc(buffer(4))]), max_size=4).map(lambda found: events("s", found)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4).map(lambda parts: chain("c", *parts)),
+        st.tuples(inner, st.integers(0, 4)).map(lambda chosen: repeated(*chosen)),
+    ),
+    max_leaves=10,
+)
+passes = st.tuples(st.sampled_from(PARTS), st.lists(counted, max_size=3)).map(
+    lambda chosen: passed(0, chosen[0], *chosen[1])
+)
+schedules = st.recursive(
+    st.one_of(passes, counted),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4).map(lambda parts: chain("c", *parts)),
+        st.tuples(inner, st.integers(0, 3)).map(lambda chosen: repeated(*chosen)),
+    ),
+    max_leaves=8,
+)
+
+
+def one_by_one(stretch: Stretch) -> Counter[object]:
+    """What occurs in a stretch, with each repetition counted on its own."""
+    found: Counter[object] = Counter()
+    for _ in range(stretch.repeats):
+        found.update(event for event in stretch.events if event in SENT)
+        for part in stretch.parts:
+            found.update(one_by_one(part))
+    if stretch.micro_batch is not None:
+        backward = stretch.micro_batch[1] == "backward"
+        found[Pass(stretch.micro_batch[1], backward and found[SENT[1]] > 0)] += 1
+    return found
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(schedules)
+def test_any_schedules_counts_are_those_of_its_unrolled_events(tree):
+    assert +Counter(tree.counts) == +one_by_one(tree)
