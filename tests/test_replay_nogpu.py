@@ -4,20 +4,30 @@ The measurements are the files of `data/measurements/nogpu` (see data/README.md)
 real caching allocator, on a GPU that is not there. Nothing predicted is read from them, and nothing is run.
 """
 
+import copy
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memplan.allocator import OutOfMemory
+from memplan.errors import InvalidValue
 from memplan.hardware import gpu
-from validate.allocated import FIGURES, allocator_errors
+from memplan.units import GiB
+from validate.allocated import FIGURES, allocator_errors, twins_summary
 from validate.cases import Case
+from validate.gpus import Gpus
 from validate.predict import estimated_rank, prediction
 from validate.records import Record, read_records
 from validate.requests import n_equal, read_requests
+from validate.suites.both import gpu_both, twin
 
 FOLDER = Path(__file__).parents[1] / "data" / "measurements" / "nogpu"
+H100 = Gpus(
+    n=1, name="NVIDIA H100 80GB HBM3", memory_bytes=79 * GiB, capability="9.0", multiprocessors=132,
+    driver="580", cuda="13.0", cudnn=91_000, nccl="2.28.9", known_as="h100-sxm",
+)  # fmt: skip
 FILES = {file.stem: list(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
 
 # Ranks; in how many at least requested, allocated and reserved bytes are equal; how far off they are at most.
@@ -30,6 +40,8 @@ EXPECTED = {
     "h100-matrix": (2511, (2423, 2424, 2499), (0.9, 0.0006, 0.056)),  # 0.00002 but for PowerSGD
     "h100-shared": (72, (72, 32, 26), (0.0, 0.014, 0.23)),  # when gloo's threads let go is theirs to say
     "h100-nccl": (100, (100, 98, 99), (0.0, 0.004, 0.0015)),
+    "h100-standin": (57, (57, 51, 50), (0.0, 0.0004, 0.22)),
+    "b200-standin": (57, (57, 51, 51), (0.0, 0.0004, 0.22)),
     "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
     "a100-frontier": (87, (87, 87, 87), EXACT),
     "h100-frontier": (89, (89, 89, 89), EXACT),
@@ -98,3 +110,22 @@ def test_random_requests_are_served_as_pytorch_s_allocator_serves_them(file):
     assert len(records) == 21
     for record in records:
         assert n_equal(record) == len(record["said"]) == 100, record["alloc_conf"]
+
+
+def test_bytes_with_and_without_a_gpu_are_set_side_by_side():
+    """No GPU has run `gpu-both` yet: a record without one stands for its twin, and one byte more is told."""
+    case = gpu_both(H100, ())[0]
+    record = FILES["h100-single"][0]
+    measured = copy.deepcopy(record.measured)
+    on_gpu = replace(record, case={**record.case, "name": case.name, "device": "cuda"})
+    without = replace(record, case={**record.case, "name": twin(case).name}, measured=measured)
+    assert all("equal in 1 of 1 ranks" in line for line in twins_summary([on_gpu, without]))
+    measured["ranks"][0]["peak_bytes"] += 1
+    assert "equal in 0 of 1 ranks" in twins_summary([on_gpu, without])[0]
+    assert twins_summary([on_gpu]) == []
+
+
+@pytest.mark.parametrize("gpus", [None, replace(H100, device="nogpu")])
+def test_both_needs_a_gpu(gpus):
+    with pytest.raises(InvalidValue, match="sees no GPU here"):
+        gpu_both(gpus, ())

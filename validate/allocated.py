@@ -4,7 +4,7 @@ Three figures of each rank, all predicted afresh: the bytes that tensors asked f
 the blocks that were allocated for them since the training began, and those reserved from the driver.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from memplan.replay import Replayed
 from validate.cases import Case
 from validate.predict import estimated_rank
 from validate.records import Record
+from validate.suites.both import pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +70,25 @@ def allocator_summary(errors: Iterable[AllocatorErrors]) -> list[str]:
             f"bytes {figure}: equal in {off.count(0.0)} of {len(off)} ranks, worst {max(off):.3%} off"
         )
     return lines
+
+
+def twins_summary(records: Sequence[Record]) -> list[str]:
+    """Of ranks that ran on a GPU and without it, how many have the same bytes of each figure; a line each."""
+    both = [
+        sides
+        for on_gpu, without in pairs(records)
+        for sides in zip(_measured_bytes(on_gpu), _measured_bytes(without), strict=True)
+    ]
+    lines = []
+    for i, figure in enumerate(FIGURES if both else ()):
+        off = [abs(without[i] / on_gpu[i] - 1) for on_gpu, without in both]
+        same = f"equal in {off.count(0.0)} of {len(off)} ranks, worst {max(off):.3%} off"
+        lines.append(f"on the GPU and without it, bytes {figure}: {same}")
+    return lines
+
+
+def _measured_bytes(record: Record) -> Iterator[tuple[int, int, int]]:
+    """Of each rank the figures, in their order."""
+    for rank in record.measured["ranks"] if record.measured else []:
+        last = rank["allocator"][-1]
+        yield rank["peak_bytes"], last["allocated_bytes"], last["reserved_bytes"]

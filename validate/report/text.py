@@ -11,7 +11,7 @@ from memplan.errors import MemplanError, MissingRule
 from memplan.tables import batch_text
 from memplan.text_tables import printable
 from memplan.units import human_bytes
-from validate.allocated import allocator_errors, allocator_summary
+from validate.allocated import allocator_errors, allocator_summary, twins_summary
 from validate.cases import Case
 from validate.machine import Budget
 from validate.predict import estimated_rank
@@ -146,7 +146,7 @@ def summary(records: Sequence[Record]) -> str:
     lines = [f"{len(records)} case{'s' * (len(records) != 1)}: {counted or 'none'}; {confirmed} confirmed"]
     if errors:
         lines.append(f"peak error: median {median(errors):.5%}, worst {max(errors):.3%}")
-    lines += allocator_summary(allocator_errors(records))
+    lines += [*allocator_summary(allocator_errors(records)), *twins_summary(records)]
     if known := attributed(records):
         lines.append(f"bytes at the peak that are named tensors: at least {floored(known[0][0])}")
     return "\n".join(line for text in lines for line in textwrap.wrap(text, 79))

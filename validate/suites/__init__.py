@@ -12,6 +12,7 @@ from memplan.models.lookup import resolve
 from validate.cases import Case
 from validate.gpus import Gpus
 from validate.records import Record
+from validate.suites.both import gpu_both
 from validate.suites.drawn import drawn
 from validate.suites.file import read_suite
 from validate.suites.frontier import next_cases
@@ -33,9 +34,10 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
 """Suites of CPU ranks."""
 
 SEARCHES: Final[dict[str, Callable[[Gpus | None, Sequence[Record]], Sequence[Case]]]] = {
-    "gpu-frontier": next_cases
+    "gpu-frontier": next_cases,
+    "gpu-both": gpu_both,
 }
-"""Suites whose next cases depend on what came of those before."""
+"""Suites that need GPUs, or whose next cases depend on what came of those before."""
 
 NAMES: Final = (*SUITES, *GPU_SUITES, *SEARCHES)
 
