@@ -1,5 +1,7 @@
 """memplan: bytes, traffic and time of a training job, before the GPUs are reserved."""
 
+from typing import TYPE_CHECKING
+
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import Estimate, StageEstimate, estimate
 from memplan.hardware import Cluster, Gpu, Interval, Link, Verdict, cluster, gpu, gpu_names
@@ -12,13 +14,23 @@ from memplan.search import (
     advise,
     largest_model,
     longest_sequence,
-    search,
     smallest_cluster,
     why,
 )
 from memplan.version import version
 
-__version__ = version()
+if TYPE_CHECKING:
+    from memplan.search.search import search
+else:
+    from memplan import search  # the package, which can be called
+
+
+def __getattr__(name: str) -> str:
+    """`memplan.__version__`, looked up when it is asked for."""
+    if name == "__version__":
+        return version()
+    raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+
 
 __all__ = [
     "Advice",

@@ -7,13 +7,13 @@ from typing import Final
 from memplan.errors import InvalidValue, shown_value, unknown_name
 
 LARGEST: Final = 2**31 - 1
-"""No count in a plan or a model is larger: beyond it a value is a mistake, not a plan."""
+"""The largest count in a plan or a model; a larger one is taken for a mistake."""
 
 LARGEST_BYTES: Final = 2**50
-"""No GPU holds more: beyond 1 PiB a capacity is a mistake."""
+"""The largest capacity of a GPU, 1 PiB; a larger one is taken for a mistake."""
 
 LARGEST_CLUSTER: Final = 2**20
-"""More GPUs than that is a mistake, not a cluster."""
+"""The most GPUs of a cluster; more are taken for a mistake."""
 
 
 def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGEST) -> int:
@@ -33,7 +33,7 @@ def checked_count(name: str, value: object, *, least: int = 1, most: int = LARGE
 
 
 def _float(value: object) -> float | None:
-    """A number as a float; None for what is none, and for integers that overflow one."""
+    """A number as a float; None for anything else, and for an integer that overflows a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -60,7 +60,7 @@ def checked_positive(name: str, value: object) -> float:
     """`value` as a finite float above 0.
 
     Raises:
-        InvalidValue: if it is not a number in that range (NaN, infinity and what overflows a float are not).
+        InvalidValue: if it is not a number in that range (NaN, infinity and a float's overflow are not).
     """
     number = _float(value)
     if number is not None and 0.0 < number < inf:

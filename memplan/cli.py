@@ -11,23 +11,13 @@ from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
 from memplan.device import DeviceType
-from memplan.errors import MemplanError, did_you_mean, unknown_name
+from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
+from memplan.fields import Choice, Counts, Flag, Number, count_or_text, number_or_text
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.layout import csv_of, printable, text_table
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
-from memplan.plan import (
-    DDP_COMM_HOOKS,
-    FLAGS,
-    FSDP_UNITS,
-    OPTIMIZER_IMPLS,
-    OPTIMIZERS,
-    PRECISIONS,
-    RECOMPUTES,
-    SCHEDULES,
-    Plan,
-)
+from memplan.plan import FIELDS, Plan
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
 from memplan.search.command import estimate_command as command_of
@@ -35,9 +25,10 @@ from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import COLUMNS as SEARCH_COLUMNS
 from memplan.search.table import search_dict, search_rows
-from memplan.search.text import SHOWN, advice_text, search_text
+from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
 from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
+from memplan.text_tables import csv_of, printable, text_table
 from memplan.units import TB, TFLOP, GiB
 from memplan.version import versioned
 
@@ -121,16 +112,6 @@ def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:
     raise Refused(f"unknown command {name[:80]!r}{did_you_mean(name, known)} Commands: {', '.join(known)}.")
 
 
-def count_or_text(value: object) -> int | str:
-    """A count, or what was written in its place, which memplan then refuses in its own words.
-
-    >>> count_or_text("8"), count_or_text("8.5")
-    (8, '8.5')
-    """
-    text = str(value)
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,100}", text) else text
-
-
 def _count(flag: str, text: str, *, default: int | None = None, required: bool = False) -> Callable[[F], F]:
     return click.option(
         flag,
@@ -148,12 +129,6 @@ def _choice(flag: str, choices: tuple[str, ...], default: str | None, text: str)
     return click.option(flag, default=default, metavar="|".join(choices), help=text, show_default=shown)
 
 
-ZERO: Final = (
-    "0 DDP, 1 shards optimizer state (DDP with torch's ZeroRedundancyOptimizer, whose ranks are uneven), "
-    "2 gradients too, 3 weights too (both FSDP2)."
-)
-
-
 def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
     """The flags that name a cluster and say what of it is not as in its table."""
     return _all_of(
@@ -167,7 +142,7 @@ def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") 
             ),
             click.option(
                 "--margin",
-                type=_number,
+                type=number_or_text,
                 metavar="X",
                 help=f"Part of usable memory that a plan which fits leaves free; left out: {DEFAULT_MARGIN}.",
             ),
@@ -175,106 +150,52 @@ def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") 
     )
 
 
+ESTIMATED: Final = tuple(name for name in FIELDS if name != "engine")
+"""The fields of a plan that have a flag wherever a plan is asked for."""
+
+SEARCHED: Final = tuple(name for name in ESTIMATED if name not in ("global_batch", "seq_len"))
+"""The fields that have a flag in a search, beside those of its jobs."""
+
+
 def plan_options(**defaults: Any) -> Callable[[F], F]:
     """The flags of every field of a Plan, for a command; `defaults` where they differ from the plan's."""
-    told: dict[str, Any] = {
-        name: field.default for name, field in Plan.__dataclass_fields__.items()
-    } | defaults
+    told = {name: Plan.__dataclass_fields__[name].default for name in ESTIMATED} | defaults
+    return _all_of([_plan_option(name, told[name]) for name in ESTIMATED])
 
-    def count(name: str, text: str) -> Callable[[F], F]:
-        return _count(_flag(name), text, default=told[name])
 
-    def flag(name: str, text: str) -> Callable[[F], F]:
-        return click.option(_flag(name), is_flag=True, help=text)
-
-    def choice(name: str, choices: tuple[str, ...], text: str) -> Callable[[F], F]:
-        return _choice(_flag(name), choices, told[name], text)
-
-    options = (
-        count("dp", "Data-parallel ranks; left out: what the cluster has left."),
-        count("tp", "Tensor-parallel ranks."),
-        count("pp", "Pipeline-parallel ranks."),
-        count("dp_replicate", "Replicas of the dp ranks that shard between them (HSDP)."),
-        count("zero", ZERO),
-        flag("sequence_parallel", "Divide the sequence over the tensor axis too."),
-        count("micro_batch", "Sequences in one forward and backward pass of a replica."),
-        count(
-            "global_batch",
-            "Sequences per optimizer step, by gradient accumulation if need be; left out: one micro-batch "
-            "per pipeline stage and replica.",
-        ),
-        count("seq_len", "Tokens per sequence; left out: the model's context."),
-        choice("precision", PRECISIONS, "Number formats."),
-        choice("optimizer", OPTIMIZERS, "Optimizer."),
-        choice("optimizer_impl", OPTIMIZER_IMPLS, "One parameter at a time, all at once, or one kernel."),
-        choice("recompute", RECOMPUTES, "Activation checkpointing: what is computed again in backward."),
-        count("recompute_blocks", "Recompute only in the first N blocks of each stage."),
-        choice("schedule", SCHEDULES, "Order of micro-batches in a pipeline."),
-        count("virtual_stages", "Pipeline stages on each pipeline rank."),
-        click.option(
-            "--layers-per-stage",
-            type=_counts,
-            metavar="N,N,...",
-            help="Blocks of each stage; left out: as even as possible.",
-        ),
-        choice("fsdp_units", FSDP_UNITS, "What FSDP2 gathers together."),
-        count("fsdp_blocks", "Blocks in a row that share a unit."),
-        flag("offload", "FSDP2 keeps the states on the host."),
-        click.option(
-            "--clip-grad-norm",
-            type=_number,
-            metavar="X",
-            help="Clip the norm of the gradient to this; left out: no clipping.",
-        ),
-        click.option(
-            "--set-to-none/--no-set-to-none",
-            default=told["set_to_none"],
-            show_default=True,
-            help="Free the gradients after a step rather than zero them.",
-        ),
-        flag("gradient_as_bucket_view", "DDP's gradients are views of its buckets."),
-        flag("static_graph", "DDP may rely on the same graph in each step."),
-        count("bucket_cap_bytes", "Bytes of DDP's buckets; left out: 25 MiB, the first one 1 MiB."),
-        choice("ddp_comm_hook", DDP_COMM_HOOKS, "DDP's compression of gradients."),
-        count("loss_chunks", "Pieces of the sequence whose loss is computed in turn."),
-    )
-
-    return _all_of(options)
+def _plan_option(name: str, default: Any) -> Callable[[F], F]:
+    """The flag of a field that takes one value."""
+    flag, field = _flag(name), FIELDS[name]
+    match field:
+        case Flag() if default:
+            return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
+        case Flag():
+            return click.option(flag, is_flag=True, help=field.help)
+        case Choice():
+            return _choice(flag, field.choices, default, field.help)
+        case Counts():
+            return click.option(flag, type=_counts, metavar="N,N,...", help=field.help)
+        case Number():
+            return click.option(flag, type=number_or_text, metavar="X", help=field.help)
+    return _count(flag, field.help, default=default)
 
 
 def search_options() -> Callable[[F], F]:
-    """Flags for the fields that a search varies: one value, or several with commas between them."""
-    yes_or_no = {
-        "sequence_parallel": "Divide the sequence over the tensor axis too.",
-        "offload": "FSDP2 keeps the states on the host.",
-    }
-    counts = {
-        "dp": "Data-parallel ranks.",
-        "dp_replicate": "Replicas of the dp ranks that shard between them (HSDP).",
-        "tp": "Tensor-parallel ranks.",
-        "pp": "Pipeline-parallel ranks.",
-        "virtual_stages": "Pipeline stages on each pipeline rank.",
-        "zero": ZERO,
-        "micro_batch": "Sequences in one forward and backward pass of a replica.",
-        "recompute_blocks": "Recompute only in the first N blocks of each stage.",
-    }
-    options: list[Callable[[Any], Any]] = [
-        click.option(_flag(name), type=_counts, metavar="N,N,...", help=text) for name, text in counts.items()
-    ]
-    options += [
-        click.option(_flag(name), type=_names, metavar="NAME,...", help=f"Of {', '.join(choices)}.")
-        for name, choices in (("schedule", SCHEDULES), ("recompute", RECOMPUTES))
-    ]
-    options += [
-        click.option(f"{_flag(name)}/--no{_flag(name)[1:]}", default=None, help=text)
-        for name, text in yes_or_no.items()
-    ]
-    options += [
-        _choice("--precision", PRECISIONS, "bf16-mixed", "Number formats."),
-        _choice("--optimizer", OPTIMIZERS, "adamw", "Optimizer."),
-        _count("--loss-chunks", "Pieces of the sequence whose loss is computed in turn.", default=1),
-    ]
-    return _all_of(options)
+    """Flags of a search: of a field that it varies values and ranges with commas between, as in 1-4,8."""
+    return _all_of([_search_option(name) for name in SEARCHED])
+
+
+def _search_option(name: str) -> Callable[[F], F]:
+    flag, field = _flag(name), FIELDS[name]
+    if not field.varied:
+        return _plan_option(name, Plan.__dataclass_fields__[name].default)
+    match field:
+        case Flag():
+            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
+        case Choice():
+            names = f"Of {', '.join(field.choices)}."
+            return click.option(flag, type=_names, metavar="NAME,...", help=names)
+    return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
 
 
 def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
@@ -298,11 +219,17 @@ def _counts(text: str) -> tuple[int | str, ...]:
     return tuple(map(count_or_text, text.split(",")))
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _ranges(text: str) -> tuple[int | str, ...]:
+    """Counts and ranges of counts.
+
+    >>> _ranges("1-4,8"), _ranges("8-x")
+    ((1, 2, 3, 4, 8), ('8-x',))
+    """
+    found: list[int | str] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", part)
+        found += [count_or_text(part)] if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+    return tuple(found)
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -346,8 +273,11 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 @commands.command("search")
 @click.argument("model")
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
-@_count("--global-batch", "Sequences per step.", required=True)
-@_count("--seq-len", "Tokens per sequence; left out: the model's context.")
+@click.option("--global-batch", type=_counts, required=True, metavar="N,N,...", help="Sequences per step.")
+@click.option(
+    "--seq-len", type=_counts, metavar="N,N,...", help="Tokens per sequence; left out: the model's context."
+)
+@click.option("--tp-across-nodes", is_flag=True, help="Also tensor axes that are on several nodes.")
 @_choice(
     "--objective",
     (*OBJECTIVES, *QUESTIONS),
@@ -359,7 +289,8 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 @search_options()
 @_count(
     "--keep",
-    f"How many of the best plans to show, and of the nearest; left out: {SHOWN}, as JSON or CSV {KEEP}.",
+    "How many of the plans that fit or may fit to show, else of the nearest; left out: "
+    f"{SHOWN}, as JSON or CSV {KEEP}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
@@ -377,6 +308,8 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
         _print_csv(search_rows(result, model), SEARCH_COLUMNS)
     elif as_json:
         _print_json(search_dict(result, model))
+    elif reason := nothing_runs(result):
+        raise PlanRefused(reason)
     else:
         click.echo(search_text(result, model))
 
@@ -438,18 +371,10 @@ def fields_of(text: str) -> dict[str, Any]:
     for part in filter(None, re.split(r"[,\s]+", text)):
         name, _, value = part.partition("=")
         name = name.replace("-", "_")
-        if name not in Plan.__dataclass_fields__:
-            raise unknown_name("field of a plan", name, Plan.__dataclass_fields__)
-        fields[name] = _field_value(name, value)
+        if name not in FIELDS:
+            raise unknown_name("field of a plan", name, FIELDS)
+        fields[name] = FIELDS[name].parsed(value)
     return fields
-
-
-def _field_value(name: str, value: str) -> Any:
-    if name in FLAGS:
-        return {"": True, "true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value)
-    if name == "layers_per_stage":
-        return tuple(map(count_or_text, value.split("+")))
-    return _number(value) if name == "clip_grad_norm" else count_or_text(value)
 
 
 @contextmanager

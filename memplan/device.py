@@ -1,4 +1,4 @@
-"""What the kernels of a step run on, as far as what they allocate depends on it."""
+"""The device that a step runs on: what the allocations of its kernels depend on."""
 
 from typing import Final, Literal, NamedTuple
 
@@ -8,9 +8,9 @@ DeviceType = Literal["cpu", "cuda"]
 class Device(NamedTuple):
     """A kind of device.
 
-    `type` is torch's ("cuda" for AMD's GPUs too), `capability` CUDA's compute capability, `multiprocessors`
-    how many it has. Of CPUs and AMD's GPUs neither is known. Unless it `runs_kernels`, as where tensors have
-    shapes and no data, nothing is that a kernel allocates for itself while it runs.
+    `type` is torch's ("cuda" for AMD's GPUs too), `capability` is CUDA's compute capability and
+    `multiprocessors` their number; both are left out for CPUs and AMD's GPUs. `runs_kernels`: tensors have
+    data, so that kernels run and allocate buffers of their own.
     """
 
     type: DeviceType
@@ -20,12 +20,12 @@ class Device(NamedTuple):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is no GPU."""
+        """Whether it is a CPU."""
         return self.type == "cpu"
 
     @property
     def casts_in_copies(self) -> bool:
-        """Whether a kernel first copies operands into the type that it computes in, as CPU's do.
+        """Whether kernels first copy their operands to the type that they compute in, as on CPU.
 
         Source: aten/src/ATen/TensorIterator.cpp (`compute_types`).
         """
@@ -33,14 +33,14 @@ class Device(NamedTuple):
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """Most threads that one multiprocessor holds.
+        """The most threads that one multiprocessor holds at once.
 
         Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
         """
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability or (0, 0), 2048)
 
     def at_least(self, major: int, minor: int = 0) -> bool:
-        """Whether it is a GPU of this compute capability or a later one.
+        """Whether it is a GPU with at least this compute capability.
 
         >>> H100.at_least(9), H100.at_least(10), CPU.at_least(8)
         (True, False, False)
@@ -50,8 +50,8 @@ class Device(NamedTuple):
 
 CPU: Final = Device("cpu")
 CPU_OF_SHAPES: Final = Device("cpu", runs_kernels=False)
-"""Where PyTorch's code for CPUs runs on tensors without data."""
+"""PyTorch's code for CPUs, run on tensors without data."""
 
 A100: Final = Device("cuda", (8, 0), 108)
 H100: Final = Device("cuda", (9, 0), 132)
-"""What an estimate without a cluster is for."""
+"""The device of an estimate without a cluster."""

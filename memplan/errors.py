@@ -7,7 +7,7 @@ from typing import Any
 
 
 class MemplanError(ValueError):
-    """Anything memplan refuses; its text names value, rule and way out."""
+    """The error for anything that memplan refuses; its text names value, rule and way out."""
 
 
 class InvalidValue(MemplanError):
@@ -15,11 +15,11 @@ class InvalidValue(MemplanError):
 
 
 class UnknownName(MemplanError):
-    """A name that is in no table; the text offers the nearest ones."""
+    """A name that is in no table; the text suggests the nearest ones."""
 
 
 class Refusal(MemplanError):
-    """A plan that is refused; `kind` says in a line which plans are, and why, without this one's values."""
+    """A plan that is refused; `kind` says why in one line without this plan's values, to count such plans."""
 
     def __init__(self, text: str, *, kind: str = "") -> None:
         super().__init__(text)
@@ -30,20 +30,20 @@ class Refusal(MemplanError):
 
 
 class PlanRefused(Refusal):
-    """A plan that cannot run: the text says which rule refuses it and what would be accepted."""
+    """A plan that cannot run; the text says which rule refuses it and what would be accepted."""
 
 
 class MissingRule(Refusal):
-    """No rule states what this operation costs; nothing is assumed in its place."""
+    """Something that no rule gives the cost of; nothing is assumed."""
 
 
 def kind_of(error: MemplanError) -> str:
-    """Which plans are refused for the same reason; of another error its text."""
+    """The kind of a refusal; the text of another error."""
     return error.kind if isinstance(error, Refusal) else str(error)
 
 
 def shown_value(value: object, most: int = 40) -> str:
-    """A value's representation, cut to `most` characters, for an error's text.
+    """A value's `repr`, cut to `most` characters, for an error's text.
 
     >>> shown_value("8.5"), len(shown_value("x" * 1000)), shown_value(10**10000)
     ("'8.5'", 40, 'a number of thousands of digits')
@@ -56,7 +56,7 @@ def shown_value(value: object, most: int = 40) -> str:
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
-    """The error for a name that is not in a table, with the names that it may stand for.
+    """The error for a name that is not in a table, with the names that may have been meant.
 
     >>> print(unknown_name("model", "lama-2-7b", ["gpt2", "llama-2-7b"]))
     unknown model 'lama-2-7b'; did you mean 'llama-2-7b'? Known: gpt2, llama-2-7b.
@@ -67,7 +67,7 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
-    """The names that begin with what was written, or the nearest one, as the end of an error's first line.
+    """The end of an error's first line: the known names that start with `name`, or the nearest one.
 
     >>> did_you_mean("h100", ["h100-sxm", "h100-pcie", "h200"])
     "; did you mean 'h100-sxm' or 'h100-pcie'?"
@@ -84,7 +84,7 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
 
 
 def divisors_text(n: int, limit: int = 12) -> str:
-    """The divisors of n as text, for a way out.
+    """The divisors of n as text, the first `limit` of them, for an error's way out.
 
     >>> divisors_text(12)
     '1, 2, 3, 4, 6, 12'

@@ -23,7 +23,6 @@ from memplan.hardware import (
     outside_allocator,
     resolve_cluster,
 )
-from memplan.layout import html_text
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
 from memplan.models import Model, parameter_count, resolve
 from memplan.plan import (
@@ -53,6 +52,7 @@ from memplan.steptime import (
     utilisation,
 )
 from memplan.tape import Backend
+from memplan.text_tables import html_text
 from memplan.traffic import CollectiveTotal, collectives
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -127,12 +127,14 @@ class StageEstimate:
 
     def replayed_within(self, limit_bytes: int) -> Replayed | None:
         """`replay` with a limit, done once; None if that runs out of memory."""
-        if limit_bytes not in self._known_within:
+        if self.program is not None and limit_bytes not in self._known_within:
+            memory = Memory(limit_bytes=limit_bytes)
             try:
-                self._known_within[limit_bytes] = self.replay(limit_bytes=limit_bytes)
+                found = replayed(self.program(), memory, unlimited=self.replayed)
+                self._known_within[limit_bytes] = found
             except OutOfMemory:
                 self._known_within[limit_bytes] = None
-        return self._known_within[limit_bytes]
+        return self._known_within.get(limit_bytes)
 
     @cached_property
     def _known_within(self) -> dict[int, Replayed | None]:

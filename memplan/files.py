@@ -1,10 +1,21 @@
-"""Files from outside: only regular ones of a sensible length are read, and a pipe is never waited for."""
+"""Tables of the package, and files from outside.
+
+Of these only regular ones of a sensible length are read, and a pipe is never waited for.
+"""
 
 import os
 import stat
+import tomllib
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from memplan.errors import InvalidValue, MemplanError
+
+
+def toml_table(file: Path) -> MappingProxyType[str, dict[str, Any]]:
+    """The entries of one of the package's tables, as they stand there."""
+    return MappingProxyType(tomllib.loads(file.read_text(encoding="utf-8")))
 
 
 def shown_path(path: str | os.PathLike[str], most: int = 120) -> str:

@@ -1,6 +1,6 @@
-"""Bytes that CUDA kernels take beside their operands: numbers that follow from shapes and the GPU alone.
+"""Bytes that CUDA kernels allocate beside their operands: they follow from the shapes and the GPU alone.
 
-Read from the kernels' sources, and confirmed on PyTorch 2.13 with a GPU that is not there.
+Read from the kernels' sources, and confirmed by PyTorch 2.13's CUDA build without a GPU (`validate.nogpu`).
 """
 
 from math import ceil
@@ -9,20 +9,20 @@ from typing import Final, NamedTuple
 from memplan.device import Device
 
 ALIGNED_BYTES: Final = 256
-"""Where CUB puts each of its arrays."""
+"""CUB aligns each of its arrays to this."""
 
 SORTED_IDS: Final = 3072
-"""Up to how many token ids an embedding's gradient is added up without sorting them."""
+"""The most token ids of which an embedding's gradient is summed without sorting them."""
 
 ROWS_PER_THREAD: Final = 10
-"""Of rows with the same id, how many one thread adds up (`NROWS_PER_THREAD`)."""
+"""How many rows of the same id one thread sums (`NROWS_PER_THREAD`)."""
 
 MANY_ROWS: Final = 65536
-"""Above so many rows a norm's weight gradients are summed in two steps."""
+"""The most rows of which a norm's weight gradients are summed in one step."""
 
 
 class ReductionScratch(NamedTuple):
-    """What a sum over one dimension takes: partial sums, and a counter for each group of blocks."""
+    """What a sum over one dim allocates: partial sums, and a counter for each group of blocks."""
 
     sums_bytes: int
     counters_bytes: int
@@ -31,10 +31,10 @@ class ReductionScratch(NamedTuple):
 def reduction_scratch(
     device: Device, n_outputs: int, n_inputs: int, *, along_rows: bool = True
 ) -> ReductionScratch | None:
-    """What summing `n_inputs` numbers for each of `n_outputs` takes where several blocks share an output.
+    """What a kernel allocates to sum `n_inputs` numbers for each of `n_outputs`; None if nothing.
 
-    `along_rows`: the outputs lie next to each other in memory, as for a bias gradient, where the inputs of
-    one output are a row apart; otherwise the inputs lie next to each other. None if no blocks share.
+    It is needed where several blocks share an output. `along_rows`: the outputs lie next to each other in
+    memory, as for a bias gradient, where the inputs of one output are a row apart; otherwise the inputs do.
 
     >>> from memplan.device import A100
     >>> reduction_scratch(A100, 768, 4096), reduction_scratch(A100, 768, 512)
@@ -69,12 +69,12 @@ def reduction_scratch(
 
 
 def _power_of_two_in(n: int) -> int:
-    """The largest power of two that is not larger, at least 1."""
+    """The largest power of two up to n, at least 1."""
     return 1 << max(n, 1).bit_length() - 1
 
 
 def partial_rows(device: Device, n_rows: int, width: int) -> int:
-    """Rows of partial sums that a norm's weight gradient is first brought down to; 0 if it is not.
+    """Rows of partial sums that a norm's weight gradient is computed from; 0 if it is summed in one step.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).
     """
@@ -84,7 +84,7 @@ def partial_rows(device: Device, n_rows: int, width: int) -> int:
 
 
 def flash_splits(device: Device, batch: int, n_heads: int, seq_len: int, d_head: int) -> int:
-    """Into how many parts FlashAttention divides the keys, so that all multiprocessors have work.
+    """The number of parts that FlashAttention divides the keys into, so that all multiprocessors have work.
 
     >>> from memplan.device import A100
     >>> flash_splits(A100, 1, 12, 512, 64), flash_splits(A100, 4, 12, 1024, 64)
@@ -108,7 +108,7 @@ def flash_splits(device: Device, batch: int, n_heads: int, seq_len: int, d_head:
 
 
 def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_head: int) -> int:
-    """What memory-efficient attention accumulates gradients in, for one head of one sequence.
+    """Bytes that memory-efficient attention accumulates gradients in, for one head of one sequence.
 
     Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`:
     tiles of `GradQTempStorage`, and gradients of keys and values that do not stay in registers).
@@ -124,7 +124,7 @@ def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_hea
 
 
 class SortScratch(NamedTuple):
-    """What CUB takes to sort token ids, to find the different ones, and to number their parts."""
+    """Bytes that CUB allocates to sort token ids, to find the different ones, and to number their parts."""
 
     sort_bytes: int
     unique_bytes: int
@@ -132,12 +132,12 @@ class SortScratch(NamedTuple):
 
 
 def sort_scratch(device: Device, n_ids: int, n_rows: int) -> SortScratch:
-    """What CUB takes for an embedding's gradient, `n_ids` ids of a table of `n_rows`.
+    """Bytes that CUB allocates for an embedding's gradient, of `n_ids` ids and a table of `n_rows`.
 
     Neglects: other versions of CUB, whose tiles differ by a few KiB.
 
-    Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`), agent/single_pass_scan_operators
-    (`ScanTileState`), as CUDA 13.0 tunes them.
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`),
+    cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
     """
     sorted_at_once = 4608 if device.at_least(9) else 3840 if device.at_least(8) else 2816
     compared_at_once = 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
@@ -158,13 +158,13 @@ def _aligned(n_bytes: int) -> int:
 
 
 def product_workspace_bytes(device: Device) -> int:
-    """cuBLAS's workspace, one for each thread that multiplies matrices and each stream.
+    """Bytes of cuBLAS's workspace; there is one for each stream and thread that multiplies matrices.
 
     >>> from memplan.device import A100, H100
     >>> product_workspace_bytes(A100) / 2**20, product_workspace_bytes(H100) / 2**20
     (8.125, 32.0)
 
-    Neglects: AMD's, which is taken to be that of earlier NVIDIA GPUs; CUBLAS_WORKSPACE_CONFIG.
+    Neglects: AMD's size, which is taken to be that of earlier NVIDIA GPUs; CUBLAS_WORKSPACE_CONFIG.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`parseChosenWorkspaceSize`).
     """

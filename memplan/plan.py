@@ -1,12 +1,14 @@
 """Plans: what can be asked of a cluster, and what is refused."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag, checked_positive
-from memplan.errors import InvalidValue, PlanRefused, shown_value
+from memplan.checks import LARGEST_CLUSTER
+from memplan.errors import PlanRefused
+from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, described
 from memplan.record import Axis
+from memplan.shapes import BF16, FP16, FP32, DType
 
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
@@ -16,7 +18,34 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubb
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
 
-PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """The number formats of a precision.
+
+    Attributes:
+        stored: of weights between steps, of gradients as they accumulate, and of the optimizer's state.
+        compute: of matrix products and what they return, and of weights as FSDP2 gathers them.
+        matmul: whose peak rate matrix products have, as in the names of a GPU's rates; torch leaves TF32 off
+            by default.
+        loss_scaled: whether the loss is scaled, so that small gradients do not become 0.
+    """
+
+    stored: DType
+    compute: DType
+    matmul: Literal["fp32", "bf16", "fp16"]
+    loss_scaled: bool = False
+
+
+FORMATS: Final[dict[str, Formats]] = {
+    "fp32": Formats(stored=FP32, compute=FP32, matmul="fp32"),
+    "bf16": Formats(stored=BF16, compute=BF16, matmul="bf16"),
+    "bf16-mixed": Formats(stored=FP32, compute=BF16, matmul="bf16"),
+    "fp16-mixed": Formats(stored=FP32, compute=FP16, matmul="fp16", loss_scaled=True),
+}
+"""One row for each precision."""
+
+PRECISIONS: Final = tuple(FORMATS)
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
 N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 """What each optimizer keeps for every weight."""
@@ -32,14 +61,6 @@ DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
-
-FLAGS: Final = ("sequence_parallel", "offload", "set_to_none", "gradient_as_bucket_view", "static_graph")
-
-DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
-"""What only DistributedDataParallel knows."""
-
-FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks", "offload")
-"""What only FSDP2 knows."""
 
 MOST_MICRO_BATCHES: Final = 2**23
 """More micro-batches than that in a step are a mistake, not a plan."""
@@ -89,68 +110,131 @@ class Plan:
             check: `memplan.engines.checks.check_plan`.
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    dp_replicate: int = 1
-    zero: int = 0
-    sequence_parallel: bool = False
-    micro_batch: int = 1
-    global_batch: int = 0
-    seq_len: int = 1024
-    precision: Precision = "bf16-mixed"
-    optimizer: Optimizer = "adamw"
-    recompute: Recompute = "none"
-    schedule: Schedule = "1f1b"
-    virtual_stages: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
-    recompute_blocks: int | None = None
-    fsdp_units: FsdpUnits = "block"
-    fsdp_blocks: int = 1
-    offload: bool = False
-    optimizer_impl: OptimizerImpl = "default"
-    clip_grad_norm: float | None = None
-    set_to_none: bool = True
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
-    bucket_cap_bytes: int | None = None
-    ddp_comm_hook: DdpCommHook = "none"
-    loss_chunks: int = 1
-    engine: str = "torch"
+    dp: int = described(
+        1,
+        Count(
+            text="Data-parallel ranks",
+            left_out="what the cluster has left",
+            most=LARGEST_CLUSTER,
+            varied=True,
+        ),
+    )
+    tp: int = described(1, Count(text="Tensor-parallel ranks", most=LARGEST_CLUSTER, varied=True))
+    pp: int = described(1, Count(text="Pipeline-parallel ranks", most=LARGEST_CLUSTER, varied=True))
+    dp_replicate: int = described(
+        1,
+        Count(
+            text="Replicas of the dp ranks that shard between them (HSDP)", most=LARGEST_CLUSTER, varied=True
+        ),
+    )
+    zero: int = described(
+        0,
+        Count(
+            text="0 DDP, 1 shards optimizer state (DDP with torch's ZeroRedundancyOptimizer, whose ranks are "
+            "uneven), 2 gradients too, 3 weights too (both FSDP2)",
+            least=0,
+            most=3,
+            varied=True,
+        ),
+    )
+    sequence_parallel: bool = described(
+        False, Flag(text="Divide the sequence over the tensor axis too", varied=True)
+    )
+    micro_batch: int = described(
+        1, Count(text="Sequences in one forward and backward pass of a replica", varied=True, word="mb")
+    )
+    global_batch: int = described(
+        0,
+        Count(
+            text="Sequences per optimizer step, by gradient accumulation if need be",
+            left_out="one micro-batch per pipeline stage and replica",
+        ),
+    )
+    seq_len: int = described(1024, Count(text="Tokens per sequence", left_out="the model's context"))
+    precision: Precision = described("bf16-mixed", Choice(text="Number formats", choices=PRECISIONS))
+    optimizer: Optimizer = described("adamw", Choice(text="Optimizer", choices=OPTIMIZERS))
+    recompute: Recompute = described(
+        "none",
+        Choice(
+            text="Activation checkpointing: what is computed again in backward",
+            choices=RECOMPUTES,
+            varied=True,
+            word="recompute",
+        ),
+    )
+    recompute_blocks: int | None = described(
+        None,
+        Count(
+            text="Recompute only in the first N blocks of each stage",
+            optional=True,
+            varied=True,
+            word="first",
+        ),
+    )
+    schedule: Schedule = described(
+        "1f1b", Choice(text="Order of micro-batches in a pipeline", choices=SCHEDULES, varied=True)
+    )
+    virtual_stages: int = described(1, Count(text="Pipeline stages on each pipeline rank", varied=True))
+    layers_per_stage: tuple[int, ...] | None = described(
+        None,
+        Counts(text="Blocks of each stage", left_out="as even as possible", optional=True, word="layers"),
+    )
+    fsdp_units: FsdpUnits = described(
+        "block", Choice(text="What FSDP2 gathers together", choices=FSDP_UNITS, tool="fsdp", word="units")
+    )
+    fsdp_blocks: int = described(
+        1, Count(text="Blocks in a row that share a unit", tool="fsdp", word="blocks")
+    )
+    offload: bool = described(
+        False, Flag(text="FSDP2 keeps the states on the host", tool="fsdp", varied=True, word="offload")
+    )
+    optimizer_impl: OptimizerImpl = described(
+        "default",
+        Choice(
+            text="One parameter at a time, all at once, or one kernel", choices=OPTIMIZER_IMPLS, word="impl"
+        ),
+    )
+    clip_grad_norm: float | None = described(
+        None,
+        Number(
+            text="Clip the norm of the gradient to this", left_out="no clipping", optional=True, word="clip"
+        ),
+    )
+    set_to_none: bool = described(
+        True, Flag(text="Free the gradients after a step rather than zero them", word="set-to-none")
+    )
+    gradient_as_bucket_view: bool = described(
+        False, Flag(text="DDP's gradients are views of its buckets", tool="ddp", word="bucket-view")
+    )
+    static_graph: bool = described(
+        False, Flag(text="DDP may rely on the same graph in each step", tool="ddp", word="static-graph")
+    )
+    bucket_cap_bytes: int | None = described(
+        None,
+        Count(
+            text="Bytes of DDP's buckets",
+            left_out="25 MiB, the first one 1 MiB",
+            optional=True,
+            tool="ddp",
+            word="bucket",
+        ),
+    )
+    ddp_comm_hook: DdpCommHook = described(
+        "none",
+        Choice(text="DDP's compression of gradients", choices=DDP_COMM_HOOKS, tool="ddp", word="hook"),
+    )
+    loss_chunks: int = described(
+        1, Count(text="Pieces of the sequence whose loss is computed in turn", word="chunks")
+    )
+    engine: str = described("torch", Name(text="Whose rules"))
 
     def __post_init__(self) -> None:
-        for field in ("dp", "tp", "pp", "dp_replicate"):
-            object.__setattr__(self, field, checked_count(field, getattr(self, field), most=LARGEST_CLUSTER))
-        for field in ("micro_batch", "seq_len", "virtual_stages", "fsdp_blocks", "loss_chunks"):
-            object.__setattr__(self, field, checked_count(field, getattr(self, field)))
-        if self.global_batch == 0:
-            least = self.n_replicas * self.micro_batch * self.pp * self.virtual_stages
-            object.__setattr__(self, "global_batch", least)
-        object.__setattr__(self, "global_batch", checked_count("global_batch", self.global_batch))
-        for field in ("recompute_blocks", "bucket_cap_bytes"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, checked_count(field, getattr(self, field)))
-        object.__setattr__(self, "zero", checked_count("zero", self.zero, least=0, most=3))
-        if self.layers_per_stage is not None:
-            object.__setattr__(self, "layers_per_stage", _checked_layers(self.layers_per_stage))
-        if self.clip_grad_norm is not None:
-            object.__setattr__(
-                self, "clip_grad_norm", checked_positive("clip_grad_norm", self.clip_grad_norm)
-            )
-        for field in FLAGS:
-            checked_flag(field, getattr(self, field))
-        for field, choices in (
-            ("precision", PRECISIONS),
-            ("optimizer", OPTIMIZERS),
-            ("optimizer_impl", OPTIMIZER_IMPLS),
-            ("recompute", RECOMPUTES),
-            ("schedule", SCHEDULES),
-            ("fsdp_units", FSDP_UNITS),
-            ("ddp_comm_hook", DDP_COMM_HOOKS),
-        ):
-            checked_choice(field, getattr(self, field), choices)
-        if not isinstance(self.engine, str):
-            raise InvalidValue(f"engine={shown_value(self.engine)} is not allowed; use an engine's name.")
+        for name, field in FIELDS.items():
+            if name != "global_batch":
+                object.__setattr__(self, name, field.checked(name, getattr(self, name)))
+        least = self.n_replicas * self.micro_batch * self.pp * self.virtual_stages
+        asked = least if self.global_batch == 0 else self.global_batch
+        object.__setattr__(self, "global_batch", FIELDS["global_batch"].checked("global_batch", asked))
         for rule in PLAN_RULES:
             rule(self)
 
@@ -177,7 +261,12 @@ class Plan:
     @property
     def mixed(self) -> bool:
         """Whether weights are float32 and computed with in a narrower type."""
-        return self.precision in ("bf16-mixed", "fp16-mixed")
+        return self.formats.stored != self.formats.compute
+
+    @property
+    def formats(self) -> Formats:
+        """The number formats of its precision."""
+        return FORMATS[self.precision]
 
     @property
     def n_stages(self) -> int:
@@ -187,7 +276,7 @@ class Plan:
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of one rank of the pipeline, in model order: dealt out in turn, or folded into a V.
 
-        Source: torch/distributed/pipelining/_utils.py (`generate_stage_to_rank_mapping`).
+        Source: torch.distributed.pipelining._utils:generate_stage_to_rank_mapping.
 
         >>> Plan(pp=4, virtual_stages=2, schedule="interleaved-1f1b").stages_of(1)
         (1, 5)
@@ -225,13 +314,8 @@ class Plan:
         return f"pp={self.pp} x {hybrid}dp={self.dp} x tp={self.tp}"
 
 
-def _checked_layers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise InvalidValue(
-            f"layers_per_stage={shown_value(value)} is not allowed; use the number of blocks of each stage, "
-            "as (3, 5)."
-        )
-    return tuple(checked_count("layers_per_stage", n, least=0) for n in value)
+FIELDS: Final[dict[str, Field]] = {each.name: each.metadata["field"] for each in fields(Plan)}
+"""What each field of a plan takes: the one table of them."""
 
 
 def _check_world(plan: Plan) -> None:
@@ -272,22 +356,24 @@ def _check_sequence(plan: Plan) -> None:
 
 def _check_tools(plan: Plan) -> None:
     """Options of a tool that the plan does not use."""
-    plain = Plan.__dataclass_fields__
     if plan.dp_replicate > 1 and not plan.fsdp:
         raise PlanRefused(
             f"dp_replicate={plan.dp_replicate} replicates shards (HSDP), but zero={plan.zero} shards no "
             "weights; use zero=2 or 3, or dp for replicas.",
             kind="HSDP (dp_replicate) with a ZeRO stage that shards no weights",
         )
-    for tool, options, used, way_out in (
-        ("DistributedDataParallel", DDP_OPTIONS, plan.ddp, "zero=0 or 1 and dp of 2 or more"),
-        ("FSDP2", FSDP_OPTIONS, plan.fsdp, "zero=2 or 3"),
-    ):
-        for option in options:
+    tools = {
+        "ddp": ("DistributedDataParallel", plan.ddp, "zero=0 or 1 and dp of 2 or more"),
+        "fsdp": ("FSDP2", plan.fsdp, "zero=2 or 3"),
+    }
+    for tool, (name, used, way_out) in tools.items():
+        for option, field in FIELDS.items():
+            if field.tool != tool or used:
+                continue
             value = getattr(plan, option)
-            if not used and value != plain[option].default:
+            if value != Plan.__dataclass_fields__[option].default:
                 raise PlanRefused(
-                    f"{option}={value!r} is an option of {tool}, which zero={plan.zero}, dp={plan.dp} does "
+                    f"{option}={value!r} is an option of {name}, which zero={plan.zero}, dp={plan.dp} does "
                     f"not use; leave it out, or use {way_out}.",
                     kind="options of DDP or FSDP2 on plans that do not use it",
                 )

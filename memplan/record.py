@@ -33,7 +33,9 @@ PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
 Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
 """Over which ranks a collective goes: an axis of the mesh, all ranks, or to and from the rank's own host."""
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "copy"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "copy"
+]
 
 
 Overlap = Literal["nothing", "backward", "compute"]

@@ -4,8 +4,8 @@ A step is a `Stretch`, whose equal blocks and micro-batches share their buffers.
 of memory of its own, so that what is freed must be told from its equals: a pass frees what belongs to its
 micro-batch, the newest first.
 
-Hundreds of micro-batches are not replayed one by one: each beyond some adds what the one before it has added,
-to the peaks of every step.
+Hundreds of micro-batches are not replayed one by one: they are left out where the allocator's state recurs,
+or where each beyond some adds to the peaks of every step what the one before it has added.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
-from memplan.allocator import DEFAULTS, AllocatorConfig, Block, CachingAllocator, OutOfMemory
+from memplan.allocator import DEFAULTS, AllocatorConfig, Block, CachingAllocator, OutOfMemory, rounded_bytes
 from memplan.memory import Alive, add_net
 from memplan.record import Alloc, Event, Stretch, chain, changes, repeated
 from memplan.shapes import Buffer
@@ -29,7 +29,8 @@ LONGEST_PERIOD: Final = 3
 """After so many micro-batches at most, what each adds is looked for to recur ..."""
 
 MOST_EVENTS: Final = 500_000
-"""... and where it does not, a step of so many events at most is replayed in full."""
+"""... and where it does not, a step of so many events at most is replayed in full; of a longer one, also
+within limits, only with few of its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,11 @@ class Memory:
         limits = [limit for limit in (self.limit_bytes, self.allowed_bytes) if limit is not None]
         return min(limits, default=None)
 
+    def less(self, n_bytes: int) -> "Memory":
+        """The memory that is left of it when so many bytes are taken."""
+        limit, allowed = (None if n is None else n - n_bytes for n in (self.limit_bytes, self.allowed_bytes))
+        return replace(self, limit_bytes=limit, allowed_bytes=allowed)
+
     def keeps_all(self, reserved_bytes: int) -> bool:
         """Whether nothing is given back to the driver as long as no more bytes are reserved."""
         collects_above = self.allocator().collects_above_bytes
@@ -112,31 +118,70 @@ class Memory:
 UNLIMITED: Final = Memory()
 
 
-def replayed(program: AllocatorProgram, memory: Memory = UNLIMITED) -> Replayed:
+def replayed(
+    program: AllocatorProgram, memory: Memory = UNLIMITED, *, unlimited: Replayed | None = None
+) -> Replayed:
     """A program through the caching allocator, step after step until one leaves all as the one before.
+
+    `unlimited`: what is known of the same program and settings without limits.
 
     Raises:
         OutOfMemory: where the memory does not suffice.
     """
     left_out = _most_repeats(program.step) - FEW
-    if left_out >= 3 * FEW:
-        found = _extrapolated(program, left_out, memory.config)
-        enough = found is not None and (found.settled or _n_events(program.step) > MOST_EVENTS)
-        if found is not None and enough:
-            if memory.keeps_all(found.reserved_bytes):
-                return found
-            bound_bytes = memory.bound_bytes
-            if bound_bytes is not None and found.allocated_bytes > bound_bytes:
-                raise OutOfMemory(
-                    f"{found.allocated_bytes} bytes are in use at once, limit_bytes={bound_bytes}; "
-                    "use a smaller plan."
-                )
-    return _replayed(program, memory)
+    if left_out < 3 * FEW:
+        return _replayed(program, memory)
+    try:
+        return _replayed(program, memory, patience=2 * FEW)
+    except _NotRecurring:
+        found = unlimited or _extrapolated(program, left_out, memory.config)
+    too_long = _n_events(program.step) > MOST_EVENTS
+    if found is not None and (found.settled or too_long):
+        if memory.keeps_all(found.reserved_bytes):
+            return found
+        bound_bytes = memory.bound_bytes
+        if bound_bytes is not None and found.allocated_bytes > bound_bytes:
+            raise OutOfMemory(
+                f"{found.allocated_bytes} bytes are in use at once, limit_bytes={bound_bytes}; "
+                "use a smaller plan."
+            )
+    shorter = _shortened(program, memory, left_out) if too_long else None
+    return _replayed(program, memory) if shorter is None else shorter
 
 
-def _replayed(program: AllocatorProgram, memory: Memory) -> Replayed:
+def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Replayed | None:
+    """A program within limits, without `left_out` of its micro-batches and the bytes that these leave.
+
+    None if what is left is another program.
+    """
+    fewer = _without(program, left_out)
+    if fewer is None:
+        return None
+    left: Alive = Counter()
+    _leave_out(program.step, left_out, left)
+    left_bytes = sum(n * rounded_bytes(buffer.n_bytes) for buffer, n in left.items())
+    found = _replayed(fewer, memory.less(left_bytes))
+    return replace(
+        found,
+        allocated_bytes=found.allocated_bytes + left_bytes,
+        reserved_bytes=found.reserved_bytes + left_bytes,
+        after_step=tuple([(a + left_bytes, r + left_bytes) for a, r in found.after_step]),
+    )
+
+
+class _NotRecurring(Exception):
+    """The allocator's state has not recurred after as many repetitions as were to be waited for."""
+
+
+def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = None) -> Replayed:
+    """A program of which only those repetitions are left out after which the allocator's state recurs.
+
+    Raises:
+        OutOfMemory: where the memory does not suffice.
+        _NotRecurring: if `patience` repetitions of micro-batches were not enough for that.
+    """
     allocator = memory.allocator()
-    replay = _Replay(program, allocator)
+    replay = _Replay(program, allocator, patience)
     peaks: list[tuple[int, int]] = []
     before: object = None
     settled = False
@@ -193,6 +238,14 @@ def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
 def _n_events(stretch: Stretch) -> int:
     """How many there are in all repetitions."""
     return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
+
+
+def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
+    """The stages and the parts of all its passes of micro-batches."""
+    if stretch.micro_batch is not None:
+        yield stretch.micro_batch
+    for part in stretch.parts:
+        yield from _parts(part)
 
 
 def _most_repeats(stretch: Stretch) -> int:
@@ -254,8 +307,11 @@ OUTSIDE: Final[MicroBatch] = (-1, 0, False)
 class _Replay:
     """The blocks of what is alive, by buffer and by the micro-batch that they were made for."""
 
-    def __init__(self, program: AllocatorProgram, allocator: CachingAllocator) -> None:
-        self.program = program
+    def __init__(
+        self, program: AllocatorProgram, allocator: CachingAllocator, patience: int | None = None
+    ) -> None:
+        self.program, self.patience = program, patience
+        self.streams, self.oldest_first = program.streams, program.oldest_first
         self.allocator = allocator
         self.held: dict[Buffer, dict[MicroBatch, list[Block]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
@@ -263,6 +319,9 @@ class _Replay:
         self.beside = {buffer: group for group in program.beside for buffer in group[0]}
         self.states = program.states
         self.not_yet = Counter(program.kept)
+        self.parts: dict[int, set[str]] = {}
+        for stage, part in _parts(program.step):
+            self.parts.setdefault(stage, set()).add(part)
         self._events(program.setup)
         allocator.release_cached()
         self._events(program.start)
@@ -298,15 +357,23 @@ class _Replay:
 
     def state(self) -> object:
         """Everything that the rest of the replay depends on; of micro-batches only how old they are."""
+        passes = self.passes
+        over = {stage: min([passes[stage, part] for part in parts]) for stage, parts in self.parts.items()}
         return (
             self.allocator.cached,
             self.allocator.ages,
-            frozenset((buffer, tuple(self._ages(found))) for buffer, found in self.held.items()),
+            frozenset((buffer, tuple(self._ages(found, over))) for buffer, found in self.held.items()),
         )
 
-    def _ages(self, found: dict[MicroBatch, list[Block]]) -> Iterator[tuple[int, int, bool, tuple[int, ...]]]:
-        for (stage, n, second), blocks in found.items():
-            yield stage, n - self.passes[stage, "forward"], second, tuple([block.address for block in blocks])
+    def _ages(
+        self, found: dict[MicroBatch, list[Block]], over: Mapping[int, int]
+    ) -> Iterator[tuple[int, int | None, bool, tuple[int, ...]]]:
+        """The blocks of each micro-batch; of those whose passes are `over`, how old they are is no matter."""
+        for key, blocks in found.items():
+            stage, n, second = key
+            past = n <= over.get(stage, 0) and key != self.current
+            age = None if past else n - self.passes[stage, "forward"]
+            yield stage, age, second, tuple([block.address for block in blocks])
 
     def _all_held(self) -> Alive:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
@@ -328,6 +395,8 @@ class _Replay:
                     if i == n:
                         return
                 seen[state] = i
+            if i == self.patience and stretch.micro_batch is None and stretch.has_passes:
+                raise _NotRecurring
             self._once(stretch)
             i += 1
 
@@ -352,8 +421,14 @@ class _Replay:
     def _allocate(self, buffer: Buffer) -> None:
         if not buffer.n_bytes:
             return
-        block = self.allocator.malloc(buffer.n_bytes, self.program.streams.get(buffer, ""))
-        self.held.setdefault(buffer, {}).setdefault(self.current, []).append(block)
+        block = self.allocator.malloc(buffer.n_bytes, self.streams.get(buffer, ""))
+        held = self.held.get(buffer)
+        if held is None:
+            self.held[buffer] = {self.current: [block]}
+        elif self.current in held:
+            held[self.current].append(block)
+        else:
+            held[self.current] = [block]
         if buffer in self.beside:
             buffers, brought = self.beside[buffer]
             for other in buffers:
@@ -367,14 +442,14 @@ class _Replay:
         if buffer not in self.held and self.not_yet[buffer]:
             self.not_yet[buffer] -= 1
             return
-        held, current = self.held[buffer], self.current
-        newest = -1
-        if buffer in self.program.oldest_first:
+        held, current, newest = self.held[buffer], self.current, -1
+        if buffer in self.oldest_first:
             current, newest = next(iter(held)), 0
-        elif current not in held and current[2] and (*current[:2], False) in held:
-            current, newest = (*current[:2], False), 0
         elif current not in held:
-            current = next(reversed(held))
+            if current[2] and (*current[:2], False) in held:
+                current, newest = (*current[:2], False), 0
+            else:
+                current = next(reversed(held))
         blocks = held[current]
         self.allocator.free(blocks.pop(newest))
         if not blocks:

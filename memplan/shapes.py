@@ -1,6 +1,9 @@
 """Shapes, element types, tensors as the ledger shows them, and parameters."""
 
+from enum import Enum
 from typing import Final, Literal, NamedTuple
+
+from memplan.errors import InvalidValue
 
 Kind = Literal["weights", "grads", "optimizer", "activations", "temporaries"]
 KINDS: Final[tuple[Kind, ...]] = ("weights", "grads", "optimizer", "activations", "temporaries")
@@ -38,10 +41,29 @@ def n_elements(shape: Shape) -> int:
     return n
 
 
-class Buffer:
-    """The record of one allocation, as the ledger shows it. `kind` becomes "activations" once saved."""
+def check_equal(what: str, left: object, right: object) -> None:
+    """Refuse operands that differ where an operation needs equal ones.
 
-    __slots__ = ("dtype", "kind", "n_bytes", "name", "shape")
+    Raises:
+        InvalidValue: with both values.
+    """
+    if left != right:
+        raise InvalidValue(
+            f"{what} of {left} and {right} has no rule: nothing is broadcast or promoted; make both equal."
+        )
+
+
+class Role(Enum):
+    """What a buffer is to the code; its name is for people to read."""
+
+    TENSOR = "tensor"
+    RNG_STATE = "state of the random number generator"
+
+
+class Buffer:
+    """One allocation, as the ledger shows it; `kind` becomes "activations" once the tensor is saved."""
+
+    __slots__ = ("dtype", "kind", "n_bytes", "name", "role", "shape")
 
     def __init__(self, name: str, shape: Shape, dtype: DType, n_bytes: int, kind: Kind) -> None:
         self.name = name
@@ -49,13 +71,14 @@ class Buffer:
         self.dtype = dtype
         self.n_bytes = n_bytes
         self.kind = kind
+        self.role = Role.TENSOR
 
     def __repr__(self) -> str:
         return f"{self.name} {self.shape} {self.dtype.name} {self.n_bytes} B ({self.kind})"
 
 
 def buffer_of(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries") -> Buffer:
-    """The record of a tensor that takes its elements' bytes and no more."""
+    """A buffer of exactly its elements' bytes."""
     return Buffer(name, shape, dtype, n_elements(shape) * dtype.itemsize, kind)
 
 
@@ -64,9 +87,9 @@ class Parameter:
 
     `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank); `grad_shape`
     is its gradient's, which PyTorch does not always divide. `n_elements` and `n_bytes` are of `shape`, before
-    any data-parallel sharding.
-    `summed_over_tp` marks a whole weight whose gradient each tensor rank knows only a part of, because the
-    sequence is divided over them. Both kinds are DTensors (`distributed`), and so are a few others.
+    any data-parallel sharding. `summed_over_tp` marks a whole weight whose gradients must be summed over the
+    tensor ranks, each of which has a part of the sequence. `distributed`: it is a DTensor, as all divided and
+    all summed weights are, and a few others.
     """
 
     __slots__ = (

@@ -38,9 +38,6 @@ WHOLE_BACKWARD: Final = ("backward", "backward-weight")
 EFFICIENCY: Final = 0.5
 """The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
 
-MATMUL_TYPES: Final = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
-"""The number format whose peak rate a precision's matrix products have; torch leaves TF32 off by default."""
-
 
 def added(seconds: Iterable[Quantity]) -> Quantity:
     """Their sum, one after the other: the same to the last bit for one plan and for many.
@@ -181,7 +178,7 @@ def recomputed_flops(counts: Counts) -> int:
     With recompute="full" all of a block up to the last tensor that it saves, so all but its last product;
     with "selective" none. A split backward pass runs its regions again for each weight.
 
-    Source: torch/utils/checkpoint.py (`_StopRecomputationError`), memplan.tape (`SplitBackward`).
+    Source: torch.utils.checkpoint:_StopRecomputationError, `memplan.tape.SplitBackward`.
     """
     return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase != "forward"])
 
@@ -374,7 +371,7 @@ def utilisation(flops: Quantity, step_s: Quantity, n_gpus: Count, peak_flops_per
 
 def peak_flops_per_s(plan: Plan, cluster: Cluster) -> float | None:
     """The peak dense rate of the plan's matrix products; None where none is stated."""
-    rate: float | None = getattr(cluster.gpu, f"{MATMUL_TYPES[plan.precision]}_flops_per_s")
+    rate: float | None = getattr(cluster.gpu, f"{plan.formats.matmul}_flops_per_s")
     return rate
 
 
@@ -432,7 +429,7 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
         return
     gpu = cluster.gpu
     if not peak_flops_per_s(plan, cluster):
-        yield f"no peak rate is known of {gpu.name} in {MATMUL_TYPES[plan.precision]}"
+        yield f"no peak rate is known of {gpu.name} in {plan.formats.matmul}"
     if not gpu.memory_bytes_per_s:
         yield f"no memory rate is known of {gpu.name}"
     if plan.offload:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from memplan.estimate import Estimate, StageEstimate, notes_of
 from memplan.hardware import Cluster
-from memplan.layout import frame, interval_text, margin_text, printable, text_table, wrapped
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.shapes import KINDS, Buffer
+from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import binary_unit, human_bytes, scaled, time_unit
 
 if TYPE_CHECKING:

@@ -1,22 +1,23 @@
 """Abstract autograd: a forward pass over shapes, recorded as PyTorch would allocate and free.
 
-Lifetimes follow Python's own reference counts, as they do in PyTorch: an abstract tensor is freed when its
-last name, its last pending gradient and its last saved reference are gone. A forward pass written like the
-torch module therefore allocates and frees in the torch module's order. The backward pass runs the nodes in
-the reverse of their creation, which is the order of PyTorch's engine (highest sequence number first).
+Lifetimes follow Python's own reference counts, as they do in PyTorch: an abstract tensor is freed when no
+name, no pending gradient and no node refers to it any more. A forward pass written like the torch module
+therefore allocates and frees in the torch module's order. The backward pass runs the nodes in the reverse of
+their creation, which is the order of PyTorch's engine (highest sequence number first).
 
-Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), input_buffer.cpp (`accumulate`),
-torch/utils/checkpoint.py (non-reentrant variant, early stop).
+Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), torch/csrc/autograd/input_buffer.cpp
+(`accumulate`), torch.utils.checkpoint:_checkpoint_without_reentrant_generator (with early stop).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, cast
 
 from memplan.device import H100, Device, DeviceType
-from memplan.errors import MissingRule
+from memplan.errors import InvalidValue, MissingRule
+from memplan.kernels import reduction_scratch
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
@@ -28,41 +29,57 @@ from memplan.record import (
     Free,
     Phase,
 )
-from memplan.shapes import FP16, FP32, UINT8, Buffer, DType, Kind, Parameter, Shape, n_elements
+from memplan.shapes import (
+    FP16,
+    FP32,
+    INT32,
+    UINT8,
+    Buffer,
+    DType,
+    Kind,
+    Parameter,
+    Role,
+    Shape,
+    check_equal,
+    n_elements,
+)
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
-"""What ranks talk by; `nccl-at-once`: NCCL where collectives take no time, as on a GPU that is not there."""
+"""What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
 
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
-"""Backends whose handles hold what is sent until they are waited for.
+"""Backends whose handles hold a collective's operand until they are waited for.
 
-NCCL's watchdog drops it ten times a second if it has arrived, long before a real step waits.
+NCCL's watchdog looks ten times a second whether it is done, and drops the operand long before a step waits.
 
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`, `watchdogHandler`).
 """
 
 USUAL_BACKENDS: Final[dict[DeviceType, Backend]] = {"cpu": "gloo", "cuda": "nccl"}
-"""What ranks talk by, unless said otherwise. PyTorch's `fake` moves nothing and holds nothing.
+"""The backend of each device type, unless another is asked for. `fake` moves nothing and holds nothing.
 
-Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp.
+Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeProcessGroup`).
 """
 
-RANDOM_STATE: Final = "random state"
-"""What checkpointing keeps of a block before it is called, so that dropout drops the same again."""
-
-CPU_RANDOM_STATE_BYTES: Final = 5056
+CPU_RNG_STATE_BYTES: Final = 5056
 """The state of PyTorch's CPU generator (`torch.get_rng_state().nbytes`), kept by every recomputed region."""
 
-Backward = Callable[["Tensor", "tuple[Tensor, ...]"], "tuple[Tensor | None, ...]"]
+Saved = tuple["Tensor", ...]
+"""What an operation has saved for its backward."""
+
+Grads = tuple["Tensor | Expanded | None", ...]
+"""What a backward returns: a gradient for each input, None where the input needs none."""
+
+Backward = Callable[["Tensor", Saved], Grads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpContext:
-    """What decides an operation's cost beside its shapes.
+    """Everything beside the shapes that an operation's allocations depend on.
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
-    `local_grads`: gradients are cut like their weights as soon as they are made. `loss_chunks`: pieces of the
+    `local_grads`: a divided weight's gradient is divided as soon as it is made. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other.
     """
 
@@ -84,9 +101,9 @@ class OpContext:
 
     @property
     def gathers_in_copies(self) -> bool:
-        """Whether an all-gather copies what goes in and what comes out: gloo, which does so on the host.
+        """Whether an all-gather copies its operand and its result, as gloo's does on the host.
 
-        A reduce-scatter of gloo's copies its operand wherever that is.
+        Gloo's reduce-scatter copies its operand on any device.
 
         Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`,
         `AsyncAllgatherCUDAWork`, `reduce_scatter_tensor_coalesced`).
@@ -95,7 +112,7 @@ class OpContext:
 
 
 class Storage:
-    """Owner of a buffer's bytes; recording their free is its last act."""
+    """Owns a buffer's bytes: records their allocation when it is made and their free when it dies."""
 
     __slots__ = ("buffer", "tape")
 
@@ -111,8 +128,8 @@ class Storage:
 class Node:
     """One step of the backward pass: maps the output's gradient to the inputs' gradients.
 
-    `backward` reads tensors only from `saved`, so that recomputation can supply them anew. The gradients of
-    a `distributed` output are DTensors, which are never summed in place.
+    `backward` reads tensors from `saved` only, so that recomputation can supply them again. `distributed`:
+    the output's gradients are DTensors, which are never summed in place. `released`: what it saved is freed.
     """
 
     __slots__ = ("backward", "distributed", "grad", "inputs", "region", "released", "saved")
@@ -132,9 +149,9 @@ class Node:
         self.grad: Tensor | None = None
 
     def unpacked(self) -> "tuple[Tensor, ...]":
-        """What was saved: recomputed tensors are handed over, others stay until the step is over.
+        """What was saved. Recomputed tensors are handed over; others stay until the node's step is over.
 
-        Source: torch/utils/checkpoint.py (`_checkpoint_hook.unpack_hook`), engine.cpp (`release_variables`).
+        Source: torch.utils.checkpoint:_checkpoint_hook, torch/csrc/autograd/engine.cpp (`release_variables`).
         """
         saved = self.saved or ()
         if self.region is not None:
@@ -143,12 +160,12 @@ class Node:
 
 
 class Region:
-    """A stretch of the forward pass that keeps only its input and is run again in the backward pass.
+    """A part of the forward pass that keeps only its input `x` and is run again in the backward pass.
 
-    If `selective`, what `Tape.save_if_selective` makes is `kept` too, in order, and not made again.
+    If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = ("function", "kept", "n_saving", "nodes", "random_state", "selective", "x")
+    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "selective", "x")
 
     def __init__(self, function: "Callable[[Tensor], Tensor]", x: "Tensor", *, selective: bool) -> None:
         self.function = function
@@ -156,19 +173,19 @@ class Region:
         self.selective = selective
         self.nodes: list[Node] = []
         self.n_saving = 0
-        self.random_state: Tensor | None = None
-        self.kept: deque[tuple[Tensor, ...]] = deque()
+        self.rng_state: Tensor | None = None
+        self.saved_outputs: deque[Saved] = deque()
 
 
 class _Recomputed(Exception):
-    """The last saved tensor of a region has been recomputed: the rest need not tape."""
+    """The last saved tensor of a region has been recomputed: the rest of the region is not run."""
 
 
 class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
-    `in_flight` is what the collective that is still filling it holds until the first use: operand, scratch.
-    `head_major`: its (batch, seq, heads, d_head) are laid out in another order, one head after the other.
+    `in_flight`: the operand and scratch of the collective that fills it, held until its first use.
+    `head_major`: its (batch, seq, heads, d_head) are laid out one head after the other.
     """
 
     __slots__ = ("dtype", "head_major", "in_flight", "is_view", "node", "shape", "storage", "tape")
@@ -198,33 +215,96 @@ class Tensor:
 
     def view(self, *shape: int) -> "Tensor":
         """The same bytes under another shape."""
+        if n_elements(shape) != n_elements(self.shape):
+            raise InvalidValue(
+                f"a view of shape {shape} of a tensor of shape {self.shape} has another number of elements; "
+                f"use a shape of {n_elements(self.shape)} elements."
+            )
         return Tensor(self.tape, shape, self.dtype, self.storage, self.node, is_view=True)
 
+    def alias(self, node: "Node") -> "Tensor":
+        """The same bytes as the output of another node."""
+        return Tensor(self.tape, self.shape, self.dtype, self.storage, node)
+
+    def detach(self) -> "Tensor":
+        """The same bytes without a node, as a node saves its own output."""
+        return Tensor(self.tape, self.shape, self.dtype, self.storage)
+
     def __add__(self, other: "Tensor") -> "Tensor":
-        """Elementwise sum, promoted to the wider type; saves nothing. The gradient passes through."""
+        """Elementwise sum of equal shapes, promoted to the wider type; saves nothing.
+
+        Both gradients are the sum's own.
+        """
         tape = self.tape
+        check_equal("a sum", self.shape, other.shape)
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
         left, right = tape.promoted(self, dtype), tape.promoted(other, dtype)
         node = tape.node((left.node, right.node), (), _add_backward)
         return tape.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
-        """Elementwise product of equal shapes; saves both factors."""
+        """Elementwise product of equal shapes and types; saves both factors."""
+        check_equal("a product", self.shape, other.shape)
+        check_equal("a product", self.dtype.name, other.dtype.name)
         node = self.tape.node((self.node, other.node), (self, other), _mul_backward)
         return self.tape.new("product", self.shape, self.dtype, node)
 
 
-def _add_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _add_backward(grad: Tensor, saved: Saved) -> Grads:
     return grad, grad
 
 
-def _mul_backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    of_right = grad.tape.new("grad", grad.shape, grad.dtype)
-    return grad.tape.new("grad", grad.shape, grad.dtype), of_right
+def _mul_backward(grad: Tensor, saved: Saved) -> Grads:
+    grad_right = grad.tape.new("grad", grad.shape, grad.dtype)
+    return grad.tape.new("grad", grad.shape, grad.dtype), grad_right
+
+
+class Expanded(NamedTuple):
+    """The gradient of an input that was expanded (broadcast), in the shape that it was expanded to.
+
+    The tape sums it to the input's own shape and casts it to the input's type when the backward has returned.
+
+    Source: torch/csrc/autograd/engine.cpp (`validate_outputs`).
+    """
+
+    grad: Tensor
+    shape: Shape
+    dtype: DType
+
+
+class Workspace:
+    """Buffers of one operation that are freed when the `with` block ends, the newest first."""
+
+    __slots__ = ("_held", "_tape")
+
+    def __init__(self, tape: "Tape | None") -> None:
+        self._tape = tape
+        self._held: list[Tensor] = []
+
+    def new(self, name: str, shape: Shape, dtype: DType) -> None:
+        """Allocate one more buffer."""
+        if self._tape is not None:
+            self._held.append(self._tape.new(name, shape, dtype))
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor alive until the block ends."""
+        self._held.append(tensor)
+
+    def handed_over(self) -> Saved:
+        """The buffers, which are no longer this block's to free."""
+        held, self._held = self._held, []
+        return tuple(held)
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        while self._held:
+            self._held.pop()
 
 
 class Tape:
-    """One pass over a model: the events, nodes and parameters it leaves behind."""
+    """The record of one pass over a model: its events, nodes and parameters."""
 
     __slots__ = (
         "_casts",
@@ -251,7 +331,7 @@ class Tape:
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
-        self.products: dict[str, set[Buffer]] = {"forward": set(), "backward": set()}
+        self.products: dict[Phase, set[Buffer]] = {"forward": set(), "backward": set()}
         self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
@@ -277,12 +357,27 @@ class Tape:
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
 
-    def workspace(self, shape: Shape, dtype: DType) -> Tensor | None:
-        """What a kernel allocates for itself while it runs; None where none does."""
-        return self.new("workspace", shape, dtype) if self.context.device.runs_kernels else None
+    def workspace(self) -> Workspace:
+        """A block of temporary buffers: `with tape.workspace() as temporary: temporary.new(...)`."""
+        return Workspace(self)
+
+    def kernel_workspace(self) -> Workspace:
+        """A block of buffers that a kernel allocates itself: none are where tensors have no data."""
+        return Workspace(self if self.context.device.runs_kernels else None)
+
+    def sum_workspace(self, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
+        """Allocate and free what a sum takes on CUDA beside its output (see `reduction_scratch`)."""
+        device = self.context.device
+        scratch = (
+            None if device.on_cpu else reduction_scratch(device, n_outputs, n_inputs, along_rows=along_rows)
+        )
+        if scratch is not None:
+            with self.workspace() as blocks:
+                blocks.new("partial sums", (scratch.sums_bytes // FP32.itemsize,), FP32)
+                blocks.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
 
     def wants(self, i: int) -> bool:
-        """Whether the i-th input's gradient is asked for, as it is unless a backward pass is split."""
+        """Whether the i-th input's gradient is asked for; in a split backward pass not all are."""
         return not self._wanted or self._wanted[i]
 
     def grad_of(self, i: int, shape: Shape, dtype: DType, *, is_view: bool = False) -> Tensor | None:
@@ -340,7 +435,9 @@ class Tape:
     ) -> Parameter:
         """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight."""
         key = f"{self.scope}{name}"
-        if key not in self.parameters:
+        if key in self.parameters:
+            check_equal(f"two uses of {key}", self.parameters[key].shape, shape)
+        else:
             self.parameters[key] = Parameter(
                 key,
                 shape,
@@ -352,13 +449,13 @@ class Tape:
         return self.parameters[key]
 
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
-        """A parameter as a tensor; its bytes are the engine's.
+        """A parameter as a tensor without bytes: these the engine records.
 
-        In another `dtype` it is a copy that autocast keeps until `leave_autocast`, unless DDP has made the
-        weight anew for this pass, beside tensor parallelism: autocast keeps copies of leaves only.
+        In another `dtype` it is a copy that autocast keeps until `leave_autocast`. Autocast keeps copies of
+        leaves only: a DTensor that DDP makes again for each pass is none.
 
         Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`: `arg.is_leaf()`),
-        torch/distributed/tensor/parallel/ddp.py (`_reconstruct_dtensor`).
+        torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor.
         """
         own = Tensor(self, parameter.shape, parameter.dtype, None, parameter)
         if dtype is None or dtype == parameter.dtype:
@@ -385,7 +482,7 @@ class Tape:
         """The backward step of `x` in another element type: a copy of the gradient in its own."""
         was = x.dtype
 
-        def backward(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor]:
+        def backward(grad: Tensor, saved: Saved) -> Grads:
             narrow = grad.tape.new(f"grad as {was.name}", grad.shape, was)
             narrow.head_major = grad.head_major
             return (narrow,)
@@ -396,7 +493,7 @@ class Tape:
         """`x` as an operand of a kernel of another type: CPU's copy it first, CUDA's cast as they load.
 
         Source: aten/src/ATen/TensorIterator.cpp (`compute_types`: `common_device == kCPU`),
-        native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
+        aten/src/ATen/native/cuda/CUDALoops.cuh (`gpu_kernel_impl`: `needs_dynamic_casting`).
         """
         if x.dtype == dtype or self.context.device.casts_in_copies:
             return self.cast(x, dtype)
@@ -404,7 +501,7 @@ class Tape:
 
     def product(self) -> None:
         """Keep the result of a matrix product, which was allocated last, among those of its pass."""
-        direction = "forward" if self.phase == "forward" else "backward"
+        direction: Phase = "forward" if self.phase == "forward" else "backward"
         newest = self.events[-1]
         if isinstance(newest, Alloc):
             self.products[direction].add(newest.buffer)
@@ -430,54 +527,56 @@ class Tape:
     def save_if_selective(
         self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0, *, again: bool = False
     ) -> tuple[Tensor, ...]:
-        """The outputs of an operation of so many FLOPs that selective recomputation does not run again.
+        """The outputs of `compute`, an operation of `flops` that selective recomputation saves.
 
-        With `again` it does: a policy may keep only some of the products.
+        With `again` it is not saved, but computed again: a policy may save only some of the products.
 
-        Source: torch/utils/checkpoint.py (`_CachingTorchDispatchMode`, `_CachedTorchDispatchMode`).
+        Source: torch.utils.checkpoint:_CachingTorchDispatchMode, and
+        torch.utils.checkpoint:_CachedTorchDispatchMode.
         """
         replaying, region = self._replaying, self._region
         if replaying is not None and replaying.selective and not again:
-            return replaying.kept.popleft()
+            return replaying.saved_outputs.popleft()
         outputs = compute()
         if flops:
             y = outputs[0]
             self.events.append(Compute(phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype))
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
-            region.kept.append(tuple(Tensor(self, y.shape, y.dtype, y.storage) for y in outputs))
+            region.saved_outputs.append(tuple([y.detach() for y in outputs]))
         return outputs
 
     def recomputed(
         self, function: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool = False
     ) -> Tensor:
-        """`function(x)` keeping only `x`; what backward needs is computed again when it gets there."""
+        """`function(x)`, of which only `x` is kept; backward runs it again for what it needs.
+
+        Source: torch.utils.checkpoint:checkpoint.
+        """
         self._region = region = Region(function, x, selective=selective)
         _mark_saved((x,))
         if self.context.device.on_cpu:
-            region.random_state = self._random_state()
+            region.rng_state = self._rng_state()
         y = function(x)
         self._region = None
         return y if region.nodes else x
 
     def _sum(self, parameter: Parameter, older: Tensor, grad: Tensor) -> Tensor:
-        """The sum of a tied weight's gradients: in place, unless the older is a view, or they are DTensors.
+        """The sum of a tied weight's gradients: in place, unless the older is a view or a DTensor.
 
-        A whole DTensor is cut first where the weight is divided.
+        A DTensor that is whole on every rank is cut first where the weight is divided.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
         """
         if not older.is_view and parameter.tp_dim is None:
             return older
-        part = None
-        if grad.shape != parameter.shape:
-            part = self.new("grad (own rows)", parameter.shape, grad.dtype)
-        total = self.new("sum of grads", parameter.shape, grad.dtype)
-        del part
-        return total
+        with self.workspace() as own:
+            if grad.shape != parameter.shape:
+                own.new("grad (own rows)", parameter.shape, grad.dtype)
+            return self.new("sum of grads", parameter.shape, grad.dtype)
 
     def _taken_over(self, grad: Tensor) -> Tensor:
-        """The sum with a gradient that the caller owns: a new tensor; an own one is added to in place."""
+        """The sum of `grad` and a gradient that came from outside the tape, marked as such."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
@@ -485,12 +584,12 @@ class Tape:
         return taken
 
     def start_backward(self, output: Tensor, grad: Tensor) -> None:
-        """Give an output its gradient."""
+        """Set the gradient of an output."""
         if isinstance(output.node, Node):
             output.node.grad = grad
 
     def backward(self, down_to: int = 0) -> None:
-        """Tape the newest nodes until `down_to` are left."""
+        """Run the newest nodes until `down_to` are left."""
         self.phase = "backward"
         while len(self.nodes) > down_to:
             self._step(self.nodes.pop())
@@ -518,50 +617,80 @@ class Tape:
             part = None
 
     def make_saved(self, node: Node) -> None:
-        """Compute again what a node has not kept."""
+        """Run a node's region again if it has not kept what the node saved."""
         if node.saved is None and node.region is not None:
             self._recompute(node.region)
 
     def gradients(self, node: Node, grad: Tensor, wanted: tuple[bool, ...] = ()) -> list[Tensor | None]:
-        """The gradients of a node's inputs, or of those `wanted`."""
+        """The gradients of a node's inputs; only of those `wanted`, where this is not empty.
+
+        Those of expanded inputs are summed to the inputs' shapes, then cast to their types.
+
+        Source: torch/csrc/autograd/engine.cpp (`call_function`, `validate_outputs`).
+        """
         self._wanted = wanted
         found = list(node.backward(grad, node.unpacked()))
         self._wanted = ()
-        return found
+        for i in range(len(found)):
+            part, found[i] = found[i], None
+            if isinstance(part, Expanded):
+                dtype, part = part.dtype, self._sum_to(part.grad, part.shape)
+                if part.dtype != dtype:
+                    part = self.new(f"grad as {dtype.name}", part.shape, dtype)
+            found[i] = part
+        return cast("list[Tensor | None]", found)
+
+    def _sum_to(self, grad: Tensor, shape: Shape) -> Tensor:
+        """`grad` summed over the dims that were broadcast: those that `shape` lacks, or has of size 1.
+
+        Source: aten/src/ATen/ExpandUtils.h (`sum_to`).
+        """
+        if grad.shape == shape:
+            return grad
+        total = self.new("grad", shape, grad.dtype)
+        along_rows = grad.shape[-1] == shape[-1]
+        n_outputs = n_elements(shape)
+        self.sum_workspace(n_outputs, n_elements(grad.shape) // n_outputs, along_rows=along_rows)
+        return total
 
     def retain(self, grad: Tensor) -> None:
-        """Keep others from adding to this gradient in place."""
+        """Let no other gradient be added to this one in place."""
         self._retained.add(id(grad.storage))
 
     def release_retained(self) -> None:
-        """Nothing is added to any more."""
+        """Forget the gradients that nothing may be added to."""
         self._retained.clear()
 
     def graded(self, parameter: Parameter, grad: Tensor) -> Tensor:
-        """A gradient that is a weight's own."""
+        """`grad`, marked as the gradient of a weight."""
         if grad.storage is not None:
             grad.storage.buffer.kind = "grads"
             grad.storage.buffer.name = f"{parameter.name}.grad"
             self.events.append(AccumulateGrad(grad.storage.buffer, parameter))
         return grad
 
-    def _random_state(self) -> Tensor:
-        return self.new(RANDOM_STATE, (CPU_RANDOM_STATE_BYTES,), UINT8, kind="activations")
+    def _rng_state(self) -> Tensor:
+        state = self.new("random state", (CPU_RNG_STATE_BYTES,), UINT8, kind="activations")
+        if state.storage is not None:
+            state.storage.buffer.role = Role.RNG_STATE
+        return state
 
     def _recompute(self, region: Region) -> None:
         phase = self.phase
         self.phase = "recompute"
         scope, casts, self._casts = self.scope, self._casts, {}
-        current_state = self._random_state() if self.context.device.on_cpu else None
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
-        with suppress(_Recomputed):
-            region.function(Tensor(self, region.x.shape, region.x.dtype, region.x.storage, region.x.node))
-        del current_state
+        x = region.x
+        with self.workspace() as current:
+            if self.context.device.on_cpu:
+                current.keep(self._rng_state())
+            with suppress(_Recomputed):
+                region.function(Tensor(self, x.shape, x.dtype, x.storage, x.node))
         self._saved_again.clear()
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 
     def deliver(self, target: Node | Parameter, grad: Tensor) -> None:
-        """Add a gradient to what a node or a weight has of it."""
+        """Add a gradient to what a node or a weight has received so far."""
         if isinstance(target, Parameter):
             if target in self._grads:
                 self._grads[target] = self._sum(target, self._grads[target], grad)
@@ -574,22 +703,23 @@ class Tape:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
     def _mark_ready(self, parameter: Parameter) -> None:
-        """One more use of a parameter has its gradient; the last one's arrival marks the sum."""
+        """Count one use of a parameter as done; after the last one its gradient is complete."""
         self._uses[parameter] -= 1
         if self._uses[parameter] == 0:
             self.graded(parameter, self._grads[parameter])
 
 
 class SplitBackward:
-    """A backward pass in two parts: the gradient of the input first, those of the weights later.
+    """A backward pass in two parts: first the gradient of the stage's input, later the weights' gradients.
 
-    The first part keeps the graph from the topmost weight down, all that it has saved included, and the
-    gradient that came to each operation with a weight. The second part goes through these operations in the
-    order of the module, and lets go of the graph when it is done. Each of them is a backward pass of its own,
-    for which a recomputed region is run again whole; what the others would need is kept until they are done.
+    The first part keeps the graph below the newest weight, with all that it has saved, and the gradient that
+    reached each operation with a weight. The second part runs these operations in the order of the module,
+    each as a backward pass of its own, and then frees the graph. A recomputed region is run again in full for
+    each of them; what it saves for the other operations is kept until these have run.
 
-    Source: torch/distributed/pipelining/_backward.py (`stage_backward_input`, `stage_backward_weight`),
-    torch/utils/checkpoint.py (`_CheckpointFrame.recomputed`, one for each graph task).
+    Source: torch.distributed.pipelining._backward:stage_backward_input,
+    torch.distributed.pipelining._backward:stage_backward_weight, torch.utils.checkpoint:_CheckpointFrame (its
+    `recomputed`, one for each graph task).
     """
 
     __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "tape")
@@ -610,11 +740,11 @@ class SplitBackward:
                 self._beside.add(node)
 
     def _is_weights(self, target: Node | Parameter | None) -> bool:
-        """Whether a gradient goes to weights only."""
+        """Whether a gradient for `target` reaches weights only."""
         return isinstance(target, Parameter) or target in self._beside
 
     def input(self, down_to: int) -> None:
-        """Tape the newest nodes until `down_to` are left, but for those that only weights need."""
+        """Run the newest nodes until `down_to` are left; skip those that lead to weights only."""
         tape = self.tape
         tape.phase = "backward"
         while len(tape.nodes) > down_to:
@@ -646,7 +776,7 @@ class SplitBackward:
             part = None
 
     def end_input(self) -> None:
-        """The first part returns: the graph above the topmost weight is gone, whatever of it was saved."""
+        """End the first part: free the graph above the newest weight, with what it has saved."""
         kept: set[Node] = set()
         ahead = [node for _, node, _ in self._waiting]
         while ahead:
@@ -659,9 +789,10 @@ class SplitBackward:
         self.tape.release_retained()
 
     def weights(self, up_to: int) -> None:
-        """The gradients of the weights of the first `up_to` nodes.
+        """Compute the gradients of the weights of the first `up_to` nodes.
 
-        What an operation needed lives until the next one is begun, the gradients until its are made.
+        A node and its gradient live until the next node runs, the weights' gradients until the next ones are
+        made.
         """
         while self._waiting and self._waiting[0][0] < up_to:
             _, node, grad = self._waiting.popleft()
@@ -693,7 +824,7 @@ class SplitBackward:
         return made
 
     def end_weights(self) -> None:
-        """The second part returns: the graph is gone."""
+        """End the second part: free the graph."""
         self._taken = None
         self._made = []
         for region in self._regions:

@@ -17,7 +17,7 @@ TFLOP: Final = 10**12
 
 
 def binary_unit(n_bytes: float) -> tuple[int, str]:
-    """The largest binary unit that is not more than a byte count, and its name.
+    """The largest binary unit up to a byte count, and its name.
 
     >>> binary_unit(80 * GiB), binary_unit(17)
     ((1073741824, 'GiB'), (1, 'B'))
@@ -29,7 +29,7 @@ def binary_unit(n_bytes: float) -> tuple[int, str]:
 
 
 def human_bytes(n_bytes: float) -> str:
-    """A byte count for people, in binary units.
+    """A byte count as text, in binary units.
 
     >>> human_bytes(1536), human_bytes(80 * GiB), human_bytes(-2048)
     ('1.50 KiB', '80.00 GiB', '-2.00 KiB')
@@ -41,7 +41,7 @@ def human_bytes(n_bytes: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The largest unit of time, of s, ms and us, that is not more than so many seconds, and its name.
+    """The largest of s, ms and us that is at most `seconds`, and its name.
 
     >>> time_unit(2.5), time_unit(0.02)
     ((1.0, 's'), (0.001, 'ms'))
@@ -53,7 +53,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def scaled(value: float, unit: float, digits: int) -> str:
-    """A number in a unit, in powers of ten once it has more than six digits before the point.
+    """A value in a unit as text; in powers of ten where it has more than six digits before the point.
 
     >>> scaled(1536, KiB, 2), scaled(10**30, GiB, 2)
     ('1.50', '9.31e+20')

@@ -1,9 +1,6 @@
 """What a result was made with: memplan's version, and that of the form of its JSON."""
 
-import tomllib
 from functools import cache
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +11,10 @@ SCHEMA_VERSION: Final = 1
 @cache
 def version() -> str:
     """memplan's version, also of a checkout that is not installed."""
+    import tomllib
+    from importlib.metadata import PackageNotFoundError  # slow to import, and rarely needed
+    from importlib.metadata import version as installed_version
+
     try:
         return installed_version("memplan")
     except PackageNotFoundError:

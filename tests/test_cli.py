@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import memplan
 from memplan.cli import commands
 from memplan.hardware import gpu_names
 from memplan.models import preset_names
+from memplan.plan import FIELDS, Plan
 from memplan.search.plans import VARIED
 
 GPT2 = ["estimate", "gpt2", "--cluster", "8xh100-sxm", "--zero", "3"]
@@ -199,6 +201,51 @@ def test_search_prints_the_best_and_what_was_refused():
     )
     assert "Best of those that fit" in result.stdout
     assert "rough" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["estimate", "search", "advise"])
+def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
+    flags = {flag for each in commands.commands[command].params for flag in each.opts}
+    assert {f"--{name.replace('_', '-')}" for name in FIELDS if name != "engine"} <= flags
+    assert set(FIELDS) == set(Plan.__dataclass_fields__)
+
+
+def test_search_takes_ranges_and_several_batches():
+    asked = ["search", "gpt2", "--cluster", "8xh100-sxm", "--global-batch", "8,16", "--seq-len", "64,128"]
+    asked += [
+        "--pp",
+        "1-4",
+        "--tp",
+        "1",
+        "--zero",
+        "2-3",
+        "--micro-batch",
+        "1",
+        "--recompute",
+        "none",
+        "--json",
+    ]
+    found = json.loads(run(*asked, "--no-offload", "--keep", "50").stdout)
+    shown = [row for row in found["plans"] if row["verdict"] == "fits"]
+    assert {row["pp"] for row in shown} <= {1, 2, 3, 4}
+    assert {row["zero"] for row in shown} == {2, 3}
+    assert {(job["global_batch"], job["seq_len"]) for job in found["jobs"]} == set(
+        product((8, 16), (64, 128))
+    )
+
+
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        (["--tp", "16"], "no mesh of 8 GPUs has tp=16; use degrees of 1, 2, 4, 8 "),
+        (["--tp", "8", "--pp", "1"], "none of 1 plans can run; the first: tp=8 does not divide n_heads=12"),
+        (["--tp", "1-x"], "tp='1-x' is not allowed"),
+    ],
+)
+def test_a_search_without_a_plan_says_why(asked: list[str], told: str):
+    result = run("search", "gpt2", "--cluster", "8xh100-sxm", "--global-batch", "64", *asked)
+    assert result.exit_code == 2
+    assert told in result.stderr
 
 
 def test_search_as_json_and_csv_has_the_kept_plans():

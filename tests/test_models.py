@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan.errors import InvalidValue, UnknownName
 from memplan.models import Gpt, Llama, Model, preset, preset_names, resolve
-from memplan.models.presets import preset_source, preset_table
+from memplan.models.presets import model_of_entry, preset_source, preset_table
 from validate.modules import Transformer
 
 # The real checkpoints' counts (sums over the tensors of the published weights, tied tensors once).
@@ -101,6 +101,12 @@ def test_an_unknown_preset_is_refused_with_the_nearest_name():
         preset("llama3-70b")
     with pytest.raises(UnknownName, match="did you mean 'gpt2'"):
         preset_source("gpt-2")
+
+
+def test_a_preset_of_an_unknown_family_is_refused_with_the_nearest_family():
+    entry = {**preset_table()["llama-2-7b"], "family": "lama"}
+    with pytest.raises(UnknownName, match=r"family of the model mine: 'lama'; did you mean 'llama'\?"):
+        model_of_entry("mine", entry)
 
 
 def test_resolve_takes_a_model_a_name_or_a_path(tmp_path):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from memplan import parameter_count, preset
 from memplan.errors import MemplanError
-from memplan.layout import WIDTH
+from memplan.text_tables import WIDTH
 from validate.__main__ import main
 from validate.meta_llama import MetaLlama
 from validate.published import DIFFERENCES, INEXPRESSIBLE, LLAMA_3_2_3B, ROWS, compared, read_rows

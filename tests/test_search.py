@@ -1,6 +1,7 @@
 """Search: every plan, each with estimate's own figures, best first."""
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from typing import Any
@@ -25,7 +26,7 @@ from memplan.search.pool import Pool
 from memplan.search.search import common
 from memplan.search.space import Space, divisors
 from memplan.search.table import search_rows
-from memplan.steptime import Roofline
+from memplan.steptime import Roofline, StepTime
 from memplan.units import GiB, MiB
 from tests.grids import running
 
@@ -142,7 +143,7 @@ def test_figures_do_not_depend_on_what_a_process_has_forgotten():
 
 
 def test_where_the_allocator_needs_more_the_search_leaves_it_room():
-    """The fastest by what it allocates may not fit; one is found that does, and both are shown."""
+    """The fastest by what it allocates may not fit; one is found that does, and it is shown."""
     asked: dict[str, Any] = {
         "cluster": "8xa100-80-sxm",
         "global_batch": 64,
@@ -154,7 +155,7 @@ def test_where_the_allocator_needs_more_the_search_leaves_it_room():
     assert found.fitting is not None
     assert found.fitting is not found
     verdicts = [row["verdict"] for row in search_rows(found)]
-    assert verdicts[:2] == ["fits", "cannot say"]
+    assert verdicts == ["fits", "does not fit"]
 
 
 def test_no_plan_is_left_out_or_there_twice():
@@ -309,6 +310,91 @@ def test_nothing_beats_the_front_and_it_beats_all_else():
         )
     assert plans_of(searched(LLAMA, **asked, objective="front", keep=None).within) == plans_of(found)
     assert plans_of(searched(LLAMA, **asked, objective="front", keep=2).within) == plans_of(found[:2])
+
+
+def test_several_batches_and_lengths_are_compared_by_the_token():
+    job: dict[str, Any] = {"cluster": "4xh100-sxm", "keep": 20, "schedule": "1f1b", "offload": False}
+    together = searched(LLAMA, global_batch=(8, 12), seq_len=(32, 64), **job)
+    alone = [searched(LLAMA, global_batch=n, seq_len=m, **job) for m in (32, 64) for n in (8, 12)]
+    assert together.jobs == ((8, 32), (12, 32), (8, 64), (12, 64))
+    for count in ("n_plans", "n_within", "n_beyond", "n_slower", "n_refused"):
+        assert getattr(together, count) == sum(getattr(each, count) for each in alone)
+    by_token = sorted(
+        one.step_s / one.plan.global_batch / one.plan.seq_len for a in alone for one in a.within
+    )
+    found = [one.step_s / one.plan.global_batch / one.plan.seq_len for one in together.within]
+    assert found == pytest.approx(by_token[:20], rel=1e-12)
+    rows = list(search_rows(together))
+    assert len({(row["global_batch"], row["seq_len"]) for row in rows}) > 1
+    for row in rows:
+        if row["verdict"] != "refused":
+            fields = {name: row[name] for name in (*VARIED, "global_batch", "seq_len")}
+            assert memplan.estimate(LLAMA, cluster="4xh100-sxm", **fields).step_s == row["step_s"]
+    assert "8 or 12 x 32 or 64 tokens a step" in str(together)
+
+
+def test_a_tensor_axis_is_on_one_node_unless_that_is_lifted():
+    model = replace(LARGER, n_kv_heads=16)
+    job: dict[str, Any] = {"cluster": "16xh100-sxm", "global_batch": 16, "seq_len": 64, "schedule": "1f1b"}
+    job |= {"objective": "memory", "recompute": "none", "offload": False, "micro_batch": 1}
+    tps = {one.plan.tp for one in searched(model, keep=None, **job).within}
+    assert max(tps) == 8
+    lifted = searched(model, keep=None, tp_across_nodes=True, **job)
+    assert max(one.plan.tp for one in lifted.within) == 16
+    with pytest.raises(PlanRefused, match=r"tp=16 is on several nodes of 8 GPUs.*--tp-across-nodes"):
+        searched(model, tp=16, **job)
+    assert searched(model, tp=16, tp_across_nodes=True, **job).n_within
+    assert "tp=16 is left out" in str(searched(model, tp=(8, 16), **job))
+    with pytest.raises(PlanRefused, match="no mesh of 16 GPUs has tp=32; use degrees of 1, 2, 4, 8, 16"):
+        searched(model, tp=32, **job)
+
+
+@dataclass(frozen=True)
+class Twice:
+    """A time model that is no roofline: every part of the roofline's times, twice."""
+
+    label: str = "twice"
+
+    def missing(self, plan: Any, cluster: Any) -> tuple[str, ...]:
+        return Roofline().missing(plan, cluster)
+
+    def step_times(self, ranks: Any, plan: Any, cluster: Any) -> Any:
+        times = Roofline().step_times(ranks, plan, cluster)
+        return tuple(StepTime(**{part: 2 * s for part, s in time.parts.items()}) for time in times)
+
+
+@pytest.mark.parametrize("model", [Roofline(efficiency=0.7), Twice()])
+def test_plans_are_ranked_by_the_time_model_that_is_given(model: Any):
+    job: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32, "schedule": "1f1b"}
+    found = searched(LLAMA, keep=5, time_model=model, **job)
+    everything = searched(LLAMA, keep=None, time_model=model, **job)
+    assert found.within == everything.within[:5]
+    estimated = memplan.estimate(LLAMA, cluster="4xh100-sxm", **fields_of(found.within[0].plan))
+    assert found.within[0].step_s == replace(estimated, time_model=model).step_s
+    assert found.best.time_model is model
+
+
+def fields_of(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in (*VARIED, "global_batch", "seq_len")}
+
+
+@pytest.mark.parametrize("objective", ["speed", "memory", "front"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_no_more_plans_are_shown_than_are_to_be_kept(objective: Any, keep: int):
+    asked: dict[str, Any] = {"cluster": "8xh100-sxm", "global_batch": 64, "seq_len": 8192, "tp": (1, 2)}
+    found = searched("llama-3-8b", objective=objective, keep=keep, pp=1, offload=False, **asked)
+    verdicts = [row["verdict"] for row in search_rows(found)]
+    assert 1 <= sum(verdict in ("fits", "cannot say") for verdict in verdicts) <= keep
+    assert verdicts[0] == "fits"
+    shown = [line for line in str(found).splitlines() if re.match(r" ?\d+=? +1 ", line)]
+    assert len(shown) <= keep
+
+
+def test_modules_of_the_package_are_not_hidden_by_its_function():
+    import memplan.search.search as module
+
+    assert module.searched is searched
+    assert callable(memplan.search)
 
 
 def test_progress_counts_every_plan():

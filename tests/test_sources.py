@@ -1,38 +1,74 @@
-"""Each rule names the symbol of PyTorch that it plays: where one is gone, a rule may have moved with it."""
+"""Sources: each symbol of PyTorch that a docstring cites is there in the installed release."""
 
-import importlib
+import ast
 import re
+from collections.abc import Iterator
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import memplan
-
-SYMBOL = re.compile(r"`(torch(?:\.\w+)*):([\w.]+)`")
-"""As in `torch.optim.adam:_fused_adam`: the module, and the qualified name in it."""
+from memplan import ops
 
 PACKAGE = Path(memplan.__file__).parent
-CITED = sorted(
-    {
-        (module, name, str(path.relative_to(PACKAGE)))
-        for path in PACKAGE.rglob("*.py")
-        for module, name in SYMBOL.findall(path.read_text(encoding="utf-8"))
-    }
-)
+SYMBOL = re.compile(r"\btorch(?:\.\w+)*:\w+(?:\.\w+)*")
+PYTHON_FILE = re.compile(r"\btorch/[\w/]+\.py\b")
+CPP_FILE = re.compile(r"\b\w[\w/]*/\w+\.(?:cpp|cuh?|h|hpp)\b(?!\s+\(`)")
+
+BY_SYMBOL = [
+    PACKAGE / name for name in ("tape.py", "shapes.py", "kernels.py", "device.py", "ops", "models", "engines")
+]
+"""Where Python is cited by symbol and C++ by file and function."""
 
 
-@pytest.mark.parametrize("module, name, path", CITED, ids=lambda text: text)
-def test_every_symbol_that_a_rule_cites_is_in_the_installed_torch(module, name, path):
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+def docstrings(file: Path) -> Iterator[str]:
+    """Those of a module's classes and functions, and of its attributes."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
 
 
-def test_the_engine_cites_symbols():
-    assert len([path for *_, path in CITED if path.startswith("engines/torch/")]) > 40
+def cited(pattern: re.Pattern[str], *places: Path) -> dict[str, list[str]]:
+    """What matches, and the files that cite it."""
+    found: dict[str, list[str]] = {}
+    for place in places:
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            for text in docstrings(file):
+                for name in pattern.findall(text):
+                    found.setdefault(name, []).append(str(file.relative_to(PACKAGE)))
+    return found
 
 
-def test_no_rule_of_the_engine_cites_a_file_of_pytorchs_python_code():
-    left = re.compile(r"\btorch/[\w/]+\.py\b")
-    folder = PACKAGE / "engines" / "torch"
-    assert not [path.name for path in folder.rglob("*.py") if left.search(path.read_text(encoding="utf-8"))]
+SYMBOLS = cited(SYMBOL, PACKAGE)
+
+
+def test_symbols_are_cited():
+    assert len(SYMBOLS) > 60
+
+
+@pytest.mark.parametrize("symbol", sorted(SYMBOLS), ids=str)
+def test_a_cited_symbol_is_in_the_installed_torch(symbol):
+    module, _, name = symbol.partition(":")
+    try:
+        reduce(getattr, name.split("."), import_module(module))
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{symbol}, cited in {', '.join(SYMBOLS[symbol])}: {error}")
+
+
+def test_a_missing_symbol_would_be_noticed():
+    with pytest.raises(AttributeError):
+        reduce(getattr, ["Tensor", "no_such_method"], import_module("torch"))
+
+
+@pytest.mark.parametrize("place", BY_SYMBOL, ids=lambda path: path.name)
+def test_python_is_cited_by_symbol_and_cpp_by_file_and_function(place):
+    assert not cited(PYTHON_FILE, place)
+    assert not cited(CPP_FILE, place)
+
+
+@pytest.mark.parametrize("rule", [getattr(ops, name) for name in ops.__all__ if name.islower()])
+def test_every_rule_names_its_source(rule):
+    assert "Source:" in rule.__doc__

@@ -21,7 +21,7 @@ from mypy import api as mypy
 import memplan
 from memplan.cli import commands
 from memplan.errors import InvalidValue, MemplanError
-from memplan.layout import csv_of
+from memplan.text_tables import csv_of
 from validate.__main__ import main as validate_commands
 from validate.attribution import _holding
 from validate.blocks import Block

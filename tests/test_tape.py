@@ -7,7 +7,7 @@ from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Free, changes
 from memplan.shapes import BF16, FP32, INT64, DType
-from memplan.tape import CPU_RANDOM_STATE_BYTES, OpContext, Tape, Tensor
+from memplan.tape import CPU_RNG_STATE_BYTES, OpContext, Tape, Tensor
 
 
 def a_tape(**context) -> Tape:
@@ -177,9 +177,31 @@ def test_a_sum_is_in_the_wider_type_and_only_cpus_kernels_copy_what_is_narrow(de
     assert record(tape, start) == ["+grad as bfloat16"]
 
 
-def test_a_workspace_is_there_where_kernels_run():
-    assert a_tape(device=CPU).workspace((4,), FP32).n_bytes == 16
-    assert a_tape(device=CPU_OF_SHAPES).workspace((4,), FP32) is None
+def test_a_workspace_ends_with_its_block_the_newest_first():
+    tape = a_tape()
+    with tape.workspace() as temporary:
+        temporary.new("a", (4,), FP32)
+        temporary.keep(tape.new("b", (4,), FP32))
+        tape.new("c", (4,), FP32)
+    assert record(tape) == ["+a", "+b", "+c", "-c", "-b", "-a"]
+
+
+def test_a_workspace_that_is_handed_over_outlives_its_block():
+    tape = a_tape()
+    with tape.workspace() as temporary:
+        temporary.new("a", (4,), FP32)
+        held = temporary.handed_over()
+    assert record(tape) == ["+a"]
+    del held
+    assert record(tape) == ["+a", "-a"]
+
+
+@pytest.mark.parametrize("device, made", [(CPU, ["+a", "-a"]), (CPU_OF_SHAPES, [])])
+def test_a_kernels_workspace_is_there_where_kernels_run(device, made):
+    tape = a_tape(device=device)
+    with tape.kernel_workspace() as kernel:
+        kernel.new("a", (4,), FP32)
+    assert record(tape) == made
 
 
 @pytest.mark.parametrize("anew, freed", [(False, []), (True, ["-copy as bfloat16"])])
@@ -268,7 +290,7 @@ def test_everything_recomputed_is_freed_in_the_end():
 def test_on_cpu_the_generators_state_is_kept_and_saved_again_beside_it(device, states):
     tape, _ = recomputed(device)
     kept = [e.buffer for e in tape.events if isinstance(e, Alloc) and e.buffer.name == "random state"]
-    assert [buffer.n_bytes for buffer in kept] == [CPU_RANDOM_STATE_BYTES] * states
+    assert [buffer.n_bytes for buffer in kept] == [CPU_RNG_STATE_BYTES] * states
     assert "random state" not in alive(tape)
 
 

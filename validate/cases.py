@@ -8,7 +8,7 @@ from memplan import Gpt, Llama, Model, Plan
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.hardware import gpu
-from memplan.plan import MESH_AXES
+from memplan.plan import FIELDS, MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
 
@@ -17,20 +17,6 @@ LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw"
 
 WIDTH: Final = 64
 """The largest `d_model` trained at those rates."""
-
-OPTIONS: Final = (
-    "micro_batch", "recompute", "recompute_blocks", "layers_per_stage", "fsdp_units", "fsdp_blocks",
-    "offload", "optimizer_impl", "clip_grad_norm", "set_to_none", "gradient_as_bucket_view", "static_graph",
-    "bucket_cap_bytes", "ddp_comm_hook", "loss_chunks",
-)  # fmt: skip
-"""What a case's name says after mesh, ZeRO, schedule, precision and optimizer, where it is not the usual."""
-
-SHORT_NAMES: Final = {
-    "micro_batch": "mb", "recompute": "recompute", "recompute_blocks": "first", "layers_per_stage": "layers",
-    "fsdp_units": "units", "fsdp_blocks": "blocks", "optimizer_impl": "impl", "clip_grad_norm": "clip",
-    "gradient_as_bucket_view": "bucket-view", "bucket_cap_bytes": "bucket", "ddp_comm_hook": "hook",
-    "loss_chunks": "chunks",
-}  # fmt: skip
 
 RunsOn = Literal["cpu", "cuda", "nogpu"]
 """Where ranks run: "cuda" is a GPU, "nogpu" one that is not there (`validate.nogpu`)."""
@@ -247,17 +233,16 @@ def title(model: Model, plan: Plan) -> str:
     words += [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.precision == "fp32" else [plan.precision]
     words += [] if plan.optimizer == "adamw" else [plan.optimizer]
-    for option in OPTIONS:
+    for option, field in FIELDS.items():
         value = getattr(plan, option)
-        if value != Plan.__dataclass_fields__[option].default:
-            words.append(_option_words(option, value))
+        if field.word and value != Plan.__dataclass_fields__[option].default:
+            words.append(_option_words(field.word, value))
     kind = ["tied"] if model.tied_head else []
     kind += ["dropout"] if model.dropout else []
     return f"{' '.join([model.name, *kind])}, {' '.join(words)}"
 
 
-def _option_words(option: str, value: Any) -> str:
-    name = SHORT_NAMES.get(option, option.replace("_", "-"))
+def _option_words(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else f"no-{name}"
     if isinstance(value, tuple):

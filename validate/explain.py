@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from memplan.layout import WIDTH
 from memplan.plots import MEASURED, MUTED, OUTSIDE, PHASES, SHADES
 from memplan.shapes import Buffer
+from memplan.text_tables import WIDTH
 from memplan.units import MiB
 from validate.attribution import Attribution, Comparison
 from validate.report.text import floored

@@ -19,7 +19,7 @@ from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
-from memplan.layout import printable, text_table
+from memplan.text_tables import printable, text_table
 from memplan.units import GiB
 from validate.meta_llama import MetaLlama
 from validate.shipped import data_folder

@@ -22,7 +22,7 @@ from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, shown_value
 from memplan.estimate import rank_estimate
 from memplan.files import file_bytes, of_file, shown_path
-from memplan.layout import printable
+from memplan.text_tables import printable
 from validate.attribution import Comparison
 from validate.blocks import Block
 from validate.cases import Case

@@ -181,23 +181,29 @@ class Engine(ABC):
 def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
     """What one of n ranks sends under a ring.
 
-    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, a
-    broadcast (n-1)/n on average over the ranks, point to point and copies all of it, a receive nothing.
+    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, all-to-all
+    (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast (n-1)/n on average over the ranks,
+    point to point and copies all of it, a receive nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 
     >>> ring_bytes("all_reduce", 1000, 4), ring_bytes("all_gather", 1000, 4), ring_bytes("send", 1000, 2)
     (1500, 750, 1000)
+
+    Raises:
+        MissingRule: for any other kind.
     """
     match kind:
         case "all_reduce":
             return 2 * payload_bytes * (n_ranks - 1) // n_ranks
-        case "all_gather" | "reduce_scatter" | "broadcast":
+        case "all_gather" | "reduce_scatter" | "broadcast" | "all_to_all":
             return payload_bytes * (n_ranks - 1) // n_ranks
         case "send" | "copy":
             return payload_bytes
         case "recv":
             return 0
+        case _:
+            raise MissingRule(f"no rule states what the collective {kind!r} sends; add it to `ring_bytes`.")
 
 
 @cache

@@ -1,15 +1,15 @@
 """Many GPUs: nodes of equal GPUs, joined by a network; and whether a plan's bytes fit on each of them."""
 
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
 from memplan.errors import InvalidValue, shown_value
+from memplan.files import toml_table
 from memplan.hardware.gpu import Gpu, Link, check_link, gpu, gpu_names
 from memplan.hardware.overheads import Interval
 
@@ -122,8 +122,7 @@ class Cluster:
 @cache
 def node_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `clusters.toml` as they stand there, read once, at first use."""
-    text = files("memplan.hardware").joinpath("clusters.toml").read_text(encoding="utf-8")
-    return MappingProxyType(tomllib.loads(text))
+    return toml_table(Path(__file__).with_name("clusters.toml"))
 
 
 def cluster(

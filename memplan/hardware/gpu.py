@@ -1,15 +1,15 @@
 """One GPU, in bytes and bytes per second, and the table of those whose datasheets are known."""
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final
 
 from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
 from memplan.device import CPU, Device
 from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.files import toml_table
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
@@ -141,8 +141,7 @@ def check_link(name: str, link: object) -> None:
 @cache
 def gpu_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `gpus.toml` as they stand there, read once, at first use."""
-    text = files("memplan.hardware").joinpath("gpus.toml").read_text(encoding="utf-8")
-    return MappingProxyType(tomllib.loads(text))
+    return toml_table(Path(__file__).with_name("gpus.toml"))
 
 
 def gpu_names() -> tuple[str, ...]:

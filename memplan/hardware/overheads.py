@@ -1,11 +1,11 @@
 """What a process holds on a GPU out of the caching allocator: CUDA's context, NCCL's buffers."""
 
-import tomllib
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from memplan.files import toml_table
 from memplan.units import MiB
 
 
@@ -19,8 +19,7 @@ class Interval(NamedTuple):
 @cache
 def overhead_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `overheads.toml` as they stand there, read once, at first use."""
-    text = files("memplan.hardware").joinpath("overheads.toml").read_text(encoding="utf-8")
-    return MappingProxyType(tomllib.loads(text))
+    return toml_table(Path(__file__).with_name("overheads.toml"))
 
 
 def n_communicators(*axes: Any) -> Any:

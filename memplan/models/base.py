@@ -1,4 +1,4 @@
-"""What every model states: its sizes, and a forward pass over shapes in three parts."""
+"""The base of all models: sizes, and a forward pass over shapes in three parts."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from memplan.errors import InvalidValue, divisors_text, shown_value
 from memplan.tape import Tensor
 
 MOST_LAYERS: Final = 10_000
-"""More is a mistake: the deepest trained has 1,000 (Wang et al. 2022, DeepNet, arXiv:2203.00555)."""
+"""More are taken for a mistake: the deepest trained model has 1,000 (Wang et al. 2022, arXiv:2203.00555)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Model(ABC):
     """
 
     learned_positions: ClassVar[bool]
-    """Whether `max_seq_len` is the length of a table of learned positions, and so a hard limit."""
+    """Whether there is a table of learned positions, whose length `max_seq_len` no sequence can exceed."""
 
     name: str
     n_layers: int

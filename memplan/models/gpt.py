@@ -28,7 +28,7 @@ class Gpt(Model):
     """The GPT family.
 
     Source: Radford et al. 2019 (GPT-2), Brown et al. 2020 (GPT-3); parameters as in Hugging Face's
-    `GPT2LMHeadModel`. `dropout` is one probability for embeddings, attention weights and residuals.
+    `GPT2LMHeadModel`. `dropout` is the probability of embeddings, of attention weights and of residuals.
     """
 
     learned_positions: ClassVar[bool] = True

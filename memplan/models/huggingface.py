@@ -1,6 +1,6 @@
-"""A Hugging Face `config.json`, read as it is: `gpt2` and `llama`.
+"""Reads a Hugging Face `config.json` of `gpt2` or `llama`.
 
-The file is data from outside: whatever it holds, the result is a Model or a MemplanError.
+The file comes from outside: whatever is in it, the result is a Model or a MemplanError.
 """
 
 import json
@@ -18,15 +18,15 @@ from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
 
 LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
-"""A config.json is a few KiB; a larger file is something else."""
+"""A config.json is a few KiB; a larger file is taken for a mistake."""
 
 Config = Mapping[str, Any]
 
 
 def model_from_config(path: str | os.PathLike[str]) -> Model:
-    """The Model that a `config.json`, or the folder that holds one, describes.
+    """The Model that a `config.json` describes; `path` is the file or its folder.
 
-    Keys that are absent or null take Hugging Face's defaults; keys that change no size are passed over.
+    Keys that are absent or null take Hugging Face's defaults; keys that change no size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size), the activation's exact form among GELUs, and
         `torch_dtype` (the plan's precision decides).
@@ -55,7 +55,7 @@ def _config_file(path: str | os.PathLike[str]) -> Path:
 
 
 def _name(file: Path) -> str:
-    """The folder's name for a config.json, the file's own name for any other."""
+    """The model's name: its folder's for a config.json, else the file's."""
     return (file.resolve().parent.name if file.name == "config.json" else file.stem) or "config"
 
 
@@ -106,7 +106,7 @@ def _finite(text: str) -> float:
 
 
 def _reader(config: Config) -> Callable[[Config, str], Model]:
-    """The reader for the architecture the configuration names."""
+    """The reader for the architecture that the configuration names."""
     readers: dict[str, tuple[Callable[[Config, str], Model], str]] = {
         "gpt2": (_gpt2, "GPT2LMHeadModel"),
         "llama": (_llama, "LlamaForCausalLM"),
@@ -222,7 +222,7 @@ def _one_of(config: Config, key: str, default: str, allowed: tuple[str, ...]) ->
 
 
 def _refuse(config: Config, *keys: str) -> None:
-    """Refuses settings that change what a step holds and that no rule of memplan states."""
+    """Refuse settings that change a step's memory and that memplan has no rule for."""
     for key in keys:
         if config.get(key):
             raise InvalidValue(f"{key}={_shown(config[key])} is not planned by memplan; remove it.")

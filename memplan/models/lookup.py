@@ -1,4 +1,4 @@
-"""Whatever names a model, turned into it."""
+"""A model from its name, its file, or itself."""
 
 import os
 
@@ -9,9 +9,9 @@ from memplan.models.presets import preset, preset_names
 
 
 def resolve(model: Model | str | os.PathLike[str]) -> Model:
-    """A Model from itself, a preset's name, or the path of a Hugging Face config.json or its folder.
+    """The model that is meant: a Model itself, a preset's name, or the path of a config.json or its folder.
 
-    A preset's name wins over a folder of the same name: write ./gpt2 for the folder.
+    A preset's name goes before a folder of the same name: write ./gpt2 for the folder.
 
     >>> resolve("gpt2").n_layers
     12

@@ -1,4 +1,4 @@
-"""How many parameters a model has, by running its forward pass."""
+"""The number of a model's parameters, counted by running its forward pass."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from memplan.tape import OpContext, Tape, Tensor
 
 
 def parameter_count(model: Model) -> int:
-    """Elements of all weights; a tied head counts once.
+    """The number of elements of all weights; a tied head's are counted once.
 
     >>> from memplan.models.presets import preset
     >>> parameter_count(preset("llama-2-7b"))

@@ -1,8 +1,17 @@
-"""The best of all plans of a cluster, on the formulas of `memplan.estimate`."""
+"""The best of all plans of a cluster, on the formulas of `memplan.estimate`.
 
+The package is also its main function: `memplan.search(...)` calls `memplan.search.search.search`, so that the
+name of the one does not hide the modules of the other.
+"""
+
+import sys
+from inspect import signature
+from types import ModuleType
+
+from memplan.search import search
 from memplan.search.advise import Advice, Change, advise
 from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
-from memplan.search.search import Found, search, searched
+from memplan.search.search import Found, searched
 from memplan.search.why import why
 
 __all__ = [
@@ -12,8 +21,17 @@ __all__ = [
     "advise",
     "largest_model",
     "longest_sequence",
-    "search",
     "searched",
     "smallest_cluster",
     "why",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """A package that can be called."""
+
+    __call__ = staticmethod(search.search)
+
+
+__signature__ = signature(search.search)
+sys.modules[__name__].__class__ = _CallablePackage

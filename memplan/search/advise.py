@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
-from memplan.layout import frame, html_text
 from memplan.plan import RECOMPUTES, Plan
 from memplan.search.command import estimate_command
 from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
+from memplan.text_tables import frame, html_text
 from memplan.version import versioned
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
         "recompute": RECOMPUTES[RECOMPUTES.index(plan.recompute) :],
         "schedule": plan.schedule,
         "offload": [True] if plan.offload else None,
+        "tp_across_nodes": where.gpus_per_node % plan.tp != 0,
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}
     if asked.step_s is None and Roofline().missing(replace(plan, offload=False), where):

@@ -17,11 +17,11 @@ import click
 import numpy as np
 
 from memplan.estimate import estimate_plan
-from memplan.layout import text_table
 from memplan.models import Model, resolve
 from memplan.search.plans import VARIED
 from memplan.search.search import cluster_of, common, searched, values_of
 from memplan.search.space import Space
+from memplan.text_tables import text_table
 from memplan.units import KiB, MiB
 
 ONE_BY_ONE: Final = 20

@@ -1,4 +1,4 @@
-"""Bounds on what plans of a grid can be: no step takes less time, no rank less memory.
+"""Lower bounds on the step time and the memory of every plan of a grid.
 
 Both are arrays over a grid's plans, from what a few micro-batches of one block and of a model's ends take,
 which is traced once for each degree of tensor parallelism. They state no rule of their own: traces give
@@ -66,12 +66,12 @@ class Affine(NamedTuple):
 
     @classmethod
     def through(cls, one: float, two: float, three: float) -> "Affine":
-        """The one that is so much for one sequence, for two and for three."""
+        """The function with these values for one, two and three sequences."""
         return cls(one, three - two, 3 * two - 2 * three)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class PartsOfModel:
     """What a model takes of one tensor rank: its embedding, one block, its head.
 
     Elements of weights; FLOPs of a forward pass and, of a block, of those that recomputing does again; bytes
@@ -95,28 +95,28 @@ class Parts:
 
 
 @lru_cache(maxsize=4096)
-def parts(model: Model, plan: Plan, device: Device) -> Parts:
+def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
     """The parts of a model under a plan of one replica and one stage, whatever its micro-batch."""
     one, two, three = (_costs(model, plan, device, n) for n in (1, 2, 3))
     found: dict[str, Any] = {
         name: value if name.endswith("elements") else Affine.through(value, two[name], three[name])
         for name, value in one.items()
     }
-    return Parts(**found)
+    return PartsOfModel(**found)
 
 
 def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> dict[str, int]:
-    """What `Parts` names, for one micro-batch; the first of two blocks is recomputed."""
+    """What `PartsOfModel` names, for one micro-batch; the first of two blocks is recomputed."""
     batch = {"micro_batch": micro_batch, "global_batch": plan.n_replicas * micro_batch}
     some = unchecked(plan, recompute_blocks=1, **batch)
     return asdict(engine_named(plan.engine).part_costs(model, some, device))
 
 
-class _Pipeline(NamedTuple):
-    """How a pipeline divides a model: what its first rank holds, and what its ranks have together.
+class _FirstRank(NamedTuple):
+    """How many embeddings, blocks and heads the first rank of a pipeline holds.
 
-    Embeddings, blocks and heads of the first rank; blocks of the whole pipeline that are recomputed, for each
-    number of them [blocks]; boundaries between stages that lie between two ranks.
+    `n_recomputed`: recomputed blocks of the whole pipeline, for each limit per stage [blocks]; `n_crossing`:
+    boundaries between stages that are on different ranks.
     """
 
     embeddings: int
@@ -127,9 +127,9 @@ class _Pipeline(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """What the first rank's micro-batches have saved at an instant, for some numbers of micro-batches [m].
+    """How many forward passes of each part of the model the first rank has saved at an instant.
 
-    How many times an embedding, a block [m, blocks], one that is recomputed, a head.
+    For each number of micro-batches [m]: of an embedding, a block [m, blocks], a recomputed block, a head.
     """
 
     embeddings: Column
@@ -170,12 +170,12 @@ def _recomputed(n: int, limits: Sequence[int]) -> Column:
 
 
 @lru_cache(maxsize=4096)
-def _pipeline(key: _Schedule) -> _Pipeline:
+def _pipeline(key: _Schedule) -> _FirstRank:
     plan, sizes = _sizes(key)
     owner = {stage: rank for rank in range(key.pp) for stage in plan.stages_of(rank)}
     own, last = plan.stages_of(0), plan.n_stages - 1
     recomputed = [times * _recomputed(n, key.limits) for n, times in Counter(sizes).items()]
-    return _Pipeline(
+    return _FirstRank(
         embeddings=int(0 in own),
         blocks=sum(sizes[i] for i in own),
         heads=int(last in own),
@@ -249,8 +249,8 @@ class _Plans:
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
         tps, place = np.unique(columns["tp"], return_inverse=True)
-        found = [parts(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
-        names = Parts.__dataclass_fields__
+        found = [parts_of_model(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
+        names = PartsOfModel.__dataclass_fields__
         self._parts = {name: np.array([getattr(each, name) for each in found]) for name in names}
         self._place = place.ravel()
 
@@ -263,7 +263,7 @@ class _Plans:
         one, each, once = self._parts[name][self._place].T[..., None]
         return Affine(one, each, once)(self.micro_batch)
 
-    def of_pipelines(self, of: Callable[[_Pipeline], Any]) -> Any:
+    def of_pipelines(self, of: Callable[[_FirstRank], Any]) -> Any:
         """A number of each cell's pipeline [cell, 1], or one for each number of recomputed blocks."""
         found = np.stack([np.atleast_1d(of(_pipeline(key))) for key in self.schedules])
         return np.repeat(found, np.diff(self.starts), axis=0)
@@ -271,7 +271,7 @@ class _Plans:
     @property
     def itemsize(self) -> int:
         """Bytes of an element of a weight as it is kept."""
-        return 2 if self.base.precision == "bf16" else 4
+        return self.base.formats.stored.itemsize
 
     @property
     def n_moments(self) -> int:
@@ -345,7 +345,7 @@ def _sent(plans: _Plans) -> dict[Overlap, Any]:
             reductions["dp"] = 2 * every * plans.itemsize * part
         waits["dp"] = (plans.zero == 1) * every * plans.itemsize * part
     if plans.fsdp:
-        narrow, wide = 4 if base.precision == "fp32" else 2, plans.itemsize
+        narrow, wide = base.formats.compute.itemsize, plans.itemsize
         reshards = (plans.zero == 3) & (base.fsdp_units != "model")
         once, again = np.where(pp == 1, m, 1), np.where((pp == 1) | (plans.single > 0), m, 0)
         gathers["dp"] = (once * every + reshards * again * blocks) * narrow * part

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
+from memplan.fields import Flag
 from memplan.hardware import Cluster, cluster, gpus_per_node
-from memplan.layout import WIDTH
 from memplan.models import Model, preset, preset_names
-from memplan.plan import FLAGS, Plan
+from memplan.plan import FIELDS, Plan
+from memplan.text_tables import WIDTH
 
 FIRST: Final = ("dp_replicate", "dp", "tp", "pp", "zero")
 """Fields of a plan that stand first, in this order."""
@@ -80,7 +81,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
 def _flags(values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if name in FLAGS:
+        if isinstance(FIELDS.get(name), Flag):
             yield f"--{flag}" if value else f"--no-{flag}"
         else:
             yield f"--{flag}"

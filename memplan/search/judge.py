@@ -7,21 +7,21 @@ takes a replay, which is asked for the plans that are kept (`memplan.search.sear
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.estimate import Estimate, estimate_of, estimate_plan, stage_estimates
+from memplan.estimate import Estimate, estimate_of, stage_estimates
 from memplan.hardware import Cluster, n_communicators, outside_allocator
 from memplan.models import Model
 from memplan.plan import MESH_AXES, Plan
 from memplan.search.bounds import Bounds, bounds
 from memplan.search.plans import Grid, number_of
 from memplan.search.pool import SIMPLER, Keys, Pool
-from memplan.steptime import Roofline
+from memplan.steptime import Roofline, TimeModel
 
 OBJECTIVES: Final = {
     "speed": ("step_s",),
@@ -29,15 +29,15 @@ OBJECTIVES: Final = {
     "micro_batch": ("minus_micro_batch", "step_s", "peak_bytes"),
     "front": ("step_s", "peak_bytes"),
 }
-"""What is least in the best plan, and of equal ones: the time of a step (so most tokens per second), ..."""
-
-MOST_OUTSIDE_BYTES: Final = np.array(
-    [outside_allocator(n).high_bytes for n in range(n_communicators(*[2] * len(MESH_AXES)) + 1)]
-)
-"""The most that is held beside the caching allocator's bytes, by the number of communicators."""
+"""The figures that the best plan has the least of: the first decides, of equal ones the next."""
 
 HELD: Final = 2**16
 """Plans that are held by their bounds at first; more if these turn out to be too few."""
+
+
+def simpler(plan: Plan) -> tuple[int, ...]:
+    """What decides between equally good plans: the one of which this is smaller stands first."""
+    return tuple([number_of(name, getattr(plan, name)) for name in SIMPLER])
 
 
 @final
@@ -45,27 +45,28 @@ HELD: Final = 2**16
 class Judged:
     """A plan with figures of its estimate; `over_bytes` beyond its room: 0 if it is within the budget.
 
-    An unknown time is infinite.
+    An unknown time is infinite. `estimate` is None where so many plans are kept that each is estimated again
+    when it is shown.
     """
 
     plan: Plan
     peak_bytes: int
     over_bytes: int
     step_s: float
+    estimate: Estimate | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def simpler(self) -> tuple[int, ...]:
-        """What decides between equally good plans."""
-        return tuple([number_of(name, getattr(self.plan, name)) for name in SIMPLER])
+    def keys(self, objective: str, *, per_token: bool = False) -> tuple[float, ...]:
+        """What an objective wants least, then how simple the plan is.
 
-    def keys(self, objective: str) -> tuple[float, ...]:
-        """What an objective wants least, then how simple the plan is."""
+        `per_token`: seconds of a token in the place of a step's, for plans of different batches.
+        """
+        n_tokens = self.plan.global_batch * self.plan.seq_len if per_token else 1
         figures = {
-            "step_s": self.step_s,
+            "step_s": self.step_s / n_tokens,
             "peak_bytes": self.peak_bytes,
             "minus_micro_batch": -self.plan.micro_batch,
         }
-        return (*[figures[name] for name in OBJECTIVES[objective]], *self.simpler)
+        return (*[figures[name] for name in OBJECTIVES[objective]], *simpler(self.plan))
 
 
 @final
@@ -75,15 +76,18 @@ class Judge:
     `slack_bytes` of the budget are left to what the caching allocator reserves beyond what is allocated.
     """
 
-    def __init__(self, model: Model, cluster: Cluster, time_model: Roofline, slack_bytes: int = 0) -> None:
+    def __init__(self, model: Model, cluster: Cluster, time_model: TimeModel, slack_bytes: int = 0) -> None:
         self.model, self.cluster, self.time_model = model, cluster, time_model
+        self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
+        """The roofline that no step is faster than."""
         usable = inf if cluster.budget_bytes is None else cluster.budget_bytes - slack_bytes
-        self._room = usable - MOST_OUTSIDE_BYTES.astype(np.float64)
-        """By the number of communicators."""
+        most = n_communicators(*[2] * len(MESH_AXES))
+        self._room = usable - np.array([outside_allocator(n).high_bytes for n in range(most + 1)], np.float64)
+        """What may be allocated, by the number of communicators, each of which takes memory of its own."""
 
     def bounds(self, grids: Sequence[Grid]) -> Iterator[tuple[Grid, Bounds]]:
         """Grids with the least bytes and the least seconds of their plans."""
-        return bounds(self.model, grids, self.cluster, self.time_model)
+        return bounds(self.model, grids, self.cluster, self.fastest)
 
     def room_bytes(self, grid: Grid) -> NDArray[np.float64]:
         """What a grid's plans may allocate and be within the budget, by cell: [cell, 1]."""
@@ -91,33 +95,46 @@ class Judge:
         return self._room_of(*axes)[:, None]
 
     def _room_of(self, *axes: Any) -> NDArray[np.float64]:
-        """By the ranks along each axis of a mesh."""
+        """What may be allocated on a mesh, given the ranks along each of its axes."""
         return np.asarray(self._room[n_communicators(*axes)], np.float64)
 
-    def within(self, plan: Plan) -> Judged | None:
-        """A plan's figures if it is within the budget: no more ranks are looked at than it takes to tell."""
-        device, room_bytes = self.cluster.gpu.device, self._room_of(*_axes(plan))
+    def estimate(self, plan: Plan, most_over_bytes: float = inf) -> Estimate | None:
+        """A plan's estimate; None if it needs more than `most_over_bytes` beyond its room.
+
+        No more ranks are looked at than it takes to tell.
+        """
+        device, most_bytes = self.cluster.gpu.device, self._room_of(*_axes(plan)) + most_over_bytes
         stages = []
         for stage in stage_estimates(self.model, plan, device, self.cluster):
-            if stage.peak_bytes > room_bytes:
+            if stage.peak_bytes > most_bytes:
                 return None
             stages.append(stage)
-        return self._judged(estimate_of(self.model, plan, device, self.cluster, stages))
+        found = estimate_of(self.model, plan, device, self.cluster, stages)
+        return replace(found, time_model=self.time_model)
 
-    def __call__(self, plan: Plan) -> Judged:
-        """A plan's figures, whether it is within the budget or not."""
-        return self._judged(estimate_plan(self.model, plan, self.cluster))
+    def over_bytes(self, estimate: Estimate) -> int:
+        """What a plan needs beyond its room."""
+        return int(max(0.0, estimate.worst.peak_bytes - float(self._room_of(*_axes(estimate.plan)))))
 
-    def _judged(self, estimate: Estimate) -> Judged:
-        estimate = replace(estimate, time_model=self.time_model)
-        peak_bytes = estimate.worst.peak_bytes
+    def judged(self, estimate: Estimate) -> Judged:
+        """A plan's figures."""
         step_s = estimate.step_s
         return Judged(
             plan=estimate.plan,
-            peak_bytes=peak_bytes,
-            over_bytes=int(max(0.0, peak_bytes - float(self._room_of(*_axes(estimate.plan))))),
+            peak_bytes=estimate.worst.peak_bytes,
+            over_bytes=self.over_bytes(estimate),
             step_s=inf if step_s is None else step_s,
+            estimate=estimate,
         )
+
+    def within(self, plan: Plan) -> Judged | None:
+        """A plan's figures if it is within the budget."""
+        found = self.estimate(plan, 0)
+        return None if found is None else self.judged(found)
+
+    def __call__(self, plan: Plan) -> Judged:
+        """A plan's figures, whether it is within the budget or not."""
+        return self.judged(cast(Estimate, self.estimate(plan)))
 
 
 def _axes(plan: Plan) -> tuple[int, ...]:
@@ -126,7 +143,7 @@ def _axes(plan: Plan) -> tuple[int, ...]:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdicts:
+class Ranked:
     """The best plans within the budget, others beyond it; how many of both are known, how many are left out.
 
     Those beyond are the most promising of the plans that took an estimate to tell; where none is within, the
@@ -144,7 +161,7 @@ Grids = Callable[[], Iterable[Sequence[Grid]]]
 """The plans that can run, batch by batch, each time anew."""
 
 
-def best_first(judge: Judge, grids: Grids, objective: str, keep: int) -> Verdicts:
+def best_first(judge: Judge, grids: Grids, objective: str, keep: int) -> Ranked:
     """The `keep` best plans by an objective: as if every plan had been estimated."""
     most = HELD
     while True:
@@ -153,22 +170,22 @@ def best_first(judge: Judge, grids: Grids, objective: str, keep: int) -> Verdict
         if done:
             break
         most *= 8
-    return _verdicts(judge, grids, within[:keep], beyond, (n_plans, len(within), n_beyond), keep)
+    return _ranked(judge, grids, within[:keep], beyond, (n_plans, len(within), n_beyond), keep)
 
 
-def _verdicts(
+def _ranked(
     judge: Judge,
     grids: Grids,
     within: Sequence[Judged],
     beyond: Sequence[Plan],
     counted: tuple[int, int, int],
     keep: int,
-) -> Verdicts:
+) -> Ranked:
     """What is known: `counted` are all plans, those known to be within, and those beyond by their bound."""
     n_plans, n_within, n_beyond = counted
     n_beyond = n_beyond + len(beyond) if within else n_plans
     others = [judge(plan) for plan in beyond[:keep]] if within else nearest(judge, grids, keep)
-    return Verdicts(
+    return Ranked(
         within=tuple(within),
         beyond=tuple(others),
         n_within=n_within,
@@ -214,7 +231,7 @@ def _judged_in_order(
     return [found for _, found in within], beyond, enough
 
 
-def front(judge: Judge, grids: Grids, keep: int) -> Verdicts:
+def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
     """The plans that none equals or beats in both step time and peak; of equal ones the simplest.
 
     A plan is estimated unless one that was estimated before is as good as its bounds in both.
@@ -239,28 +256,28 @@ def front(judge: Judge, grids: Grids, keep: int) -> Verdicts:
                     continue
                 n_within += 1
                 within = on_front([*within, found])
-    return _verdicts(judge, grids, within[:keep], beyond, (n_plans, n_within, n_beyond), keep)
+    return _ranked(judge, grids, within[:keep], beyond, (n_plans, n_within, n_beyond), keep)
 
 
-def on_front(found: Iterable[Judged]) -> list[Judged]:
-    """Those that none equals or beats in both step time and peak, fastest first."""
+def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged]:
+    """The plans that no other equals or beats in both step time and peak, the fastest first."""
     kept: list[Judged] = []
-    for one in sorted(found, key=lambda judged: judged.keys("front")):
+    for one in sorted(found, key=lambda judged: judged.keys("front", per_token=per_token)):
         if not kept or one.peak_bytes < kept[-1].peak_bytes:
             kept.append(one)
     return kept
 
 
-def every(judge: Judge, grids: Grids, objective: str) -> Verdicts:
+def every(judge: Judge, grids: Grids, objective: str) -> Ranked:
     """Every plan, estimated: those within the budget, best first, then those beyond it, the nearest first."""
     plans = [grid.all() for batch in grids() for grid in batch]
-    found = [judge(some.plan(i)) for some in plans for i in range(len(some))]
+    found = [replace(judge(some.plan(i)), estimate=None) for some in plans for i in range(len(some))]
     within = sorted((one for one in found if not one.over_bytes), key=lambda one: one.keys(objective))
-    beyond = sorted((one for one in found if one.over_bytes), key=_over)
+    beyond = sorted((one for one in found if one.over_bytes), key=nearest_first)
     if objective == "front":
         within = on_front(within)
     n_beyond = len(beyond)
-    return Verdicts(
+    return Ranked(
         within=tuple(within),
         beyond=tuple(beyond),
         n_within=len(found) - n_beyond,
@@ -277,15 +294,31 @@ def nearest(judge: Judge, grids: Grids, keep: int) -> list[Judged]:
         for batch in grids():
             for grid, (memory, _) in judge.bounds(batch):
                 pool.add(grid, [memory - judge.room_bytes(grid)], np.ones(grid.shape, np.bool_))
-        found: list[Judged] = []
-        for entry in pool:
-            if len(found) >= keep and entry.keys[0] > found[keep - 1].over_bytes:
-                return found[:keep]
-            insort(found, judge(entry.plan), key=_over)
-        if pool.cut == inf:
-            return found[:keep]
+        found = _nearest_of(judge, pool, keep)
+        if found is not None:
+            return [judge.judged(estimate) for *_, estimate in found]
         most *= 8
 
 
-def _over(judged: Judged) -> tuple[int, ...]:
-    return (judged.over_bytes, *judged.simpler)
+Over = tuple[int, tuple[int, ...], Estimate]
+"""What a plan needs beyond its room, how simple it is, and its estimate."""
+
+
+def _nearest_of(judge: Judge, pool: Pool, keep: int) -> list[Over] | None:
+    """The nearest plans of a pool; None if one that it does not hold may be among them."""
+    found: list[Over] = []
+    for entry in pool:
+        most_over_bytes = found[keep - 1][0] if len(found) >= keep else inf
+        if entry.keys[0] > most_over_bytes:
+            return found
+        plan = entry.plan
+        estimate = judge.estimate(plan, most_over_bytes)
+        if estimate is not None:
+            insort(found, (judge.over_bytes(estimate), simpler(plan), estimate), key=lambda over: over[:2])
+            del found[keep:]
+    return found if pool.cut == inf else None
+
+
+def nearest_first(judged: Judged) -> tuple[int, ...]:
+    """What a plan needs beyond its room, then how simple it is."""
+    return (judged.over_bytes, *simpler(judged.plan))

@@ -5,6 +5,7 @@ from typing import Literal, TypedDict
 
 from memplan.hardware import Link
 from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Precision, Recompute, Schedule
+from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
 
@@ -56,4 +57,6 @@ class SearchOptions(PlanOptions, ClusterOptions, total=False):
 
     seq_len: int | None
     keep: int | None
+    tp_across_nodes: bool
+    time_model: TimeModel | None
     progress: Progress | None

@@ -7,42 +7,32 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.plan import RECOMPUTES, SCHEDULES, Plan, Schedule
+from memplan.fields import Choice, Flag
+from memplan.plan import FIELDS, SCHEDULES, Plan, Schedule
 
 Column = NDArray[np.int64]
 
 CHOICES: Final[dict[str, Sequence[Any]]] = {
-    "schedule": SCHEDULES,
-    "recompute": RECOMPUTES,
-    "sequence_parallel": (False, True),
-    "offload": (False, True),
+    name: field.choices if isinstance(field, Choice) else (False, True)
+    for name, field in FIELDS.items()
+    if isinstance(field, Choice | Flag)
 }
 """Fields whose columns are indices into their values."""
 
 NO_LIMIT: Final = -1
 """Stands for None in the column of `recompute_blocks`."""
 
-VARIED: Final = (
-    "dp",
-    "dp_replicate",
-    "tp",
-    "pp",
-    "virtual_stages",
-    "zero",
-    "sequence_parallel",
-    "micro_batch",
-    "recompute",
-    "recompute_blocks",
-    "schedule",
-    "offload",
-)
+FIRST: Final = ("dp", "dp_replicate", "tp", "pp", "virtual_stages")
+"""The fields that stand first in tables of plans: how the ranks are divided."""
+
+VARIED: Final = (*FIRST, *(name for name, field in FIELDS.items() if field.varied and name not in FIRST))
 """The fields of Plan that a search varies."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
-    """Plans that have all but their `columns` in common: of each varied field one array, all equally long."""
+    """Plans that differ in the fields of `columns` only: one array for each, all of the same length."""
 
     base: Plan
     columns: Mapping[str, Column]
@@ -51,23 +41,23 @@ class Plans:
         return len(next(iter(self.columns.values())))
 
     def __getitem__(self, chosen: "slice | Column | NDArray[np.bool_]") -> "Plans":
-        """Some of them."""
+        """The chosen plans."""
         columns = {name: column[chosen] for name, column in self.columns.items()}
         return Plans(base=self.base, columns=columns)
 
     def column(self, name: str) -> Column:
-        """A varied field of each of them, which may be the same for all."""
+        """The values of a varied field, one number per plan."""
         found = self.columns.get(name)
         if found is None:
             return np.full(len(self), number_of(name, getattr(self.base, name)))
         return np.asarray(found, np.int64)
 
     def values(self, i: int) -> dict[str, Any]:
-        """The varied fields of one of them."""
+        """The varied fields of plan `i`."""
         return {name: value_of(name, int(column[i])) for name, column in self.columns.items()}
 
     def plan(self, i: int) -> Plan:
-        """One of them.
+        """Plan `i`.
 
         Raises:
             PlanRefused: values that contradict each other.
@@ -79,7 +69,7 @@ CELL: Final = ("dp", "dp_replicate", "tp", "micro_batch")
 """The fields of Plan that differ from cell to cell of a grid."""
 
 STRUCTURE: Final = tuple([name for name in VARIED if name not in (*CELL, "recompute_blocks")])
-"""Those that a grid's plans have in common."""
+"""The fields that a grid's plans have in common."""
 
 
 @final
@@ -117,7 +107,7 @@ class Grid:
         return n_cells * n_blocks
 
     def __getitem__(self, chosen: "Column | NDArray[np.bool_]") -> "Grid":
-        """Some of the cells."""
+        """The grid of the chosen cells."""
         cells = {name: column[chosen] for name, column in self.cells.items()}
         return Grid(
             base=self.base,
@@ -127,23 +117,20 @@ class Grid:
         )
 
     def plans(self, cell: Column, block: Column) -> Plans:
-        """Those at some places."""
+        """The plans at these cells and numbers of recomputed blocks."""
         columns = {name: np.full(len(cell), number) for name, number in self.structure.items()}
         columns |= {name: self.cells[name][cell] for name in CELL}
         columns["recompute_blocks"] = self.recompute_blocks[block]
         return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
 
     def at(self, places: Column) -> Plans:
-        """Those at some places, counted cell by cell."""
+        """The plans at these places, counted cell by cell."""
         cell, block = np.divmod(places, self.shape[1])
         return self.plans(cell, block)
 
     def all(self) -> Plans:
-        """All of them, cell by cell."""
+        """All plans, cell by cell."""
         return self.at(np.arange(len(self)))
-
-
-FIELDS: Final = tuple(Plan.__dataclass_fields__)
 
 
 def unchecked(plan: Plan, **values: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""Plans by a few keys, the smallest first, of which only so many are held."""
+"""A pool of plans ordered by a few keys, the smallest first, that holds a limited number of them."""
 
 from collections.abc import Iterator, Sequence
 from math import inf

@@ -64,11 +64,16 @@ def smallest_part(
     """
     model, whole, asked = _asked(model, cluster, options)
     last: Found | None = None
-    for where in parts(whole):
-        last, fits = _probed(model, where, global_batch, asked)
+    no_mesh = ""
+    for where in parts_of_cluster(whole):
+        try:
+            last, fits = _probed(model, where, global_batch, asked)
+        except PlanRefused as refusal:
+            no_mesh = f" ({refusal})"
+            continue
         if fits:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
-    lacks = nearest_text(last) if last else ""
+    lacks = nearest_text(last) if last else no_mesh
     raise PlanRefused(
         f"no plan was found of which it is sure that {model.name} fits on {whole.name}{lacks}; use more GPUs "
         "or fewer states."
@@ -93,11 +98,11 @@ def _probed(
     return found, found.fitting is not None
 
 
-def parts(whole: Cluster) -> Iterator[Cluster]:
+def parts_of_cluster(whole: Cluster) -> Iterator[Cluster]:
     """What there is of a cluster: GPUs of one node, then whole nodes; smallest first.
 
     >>> from memplan.hardware import cluster
-    >>> [part.n_gpus for part in parts(cluster("24xh100-sxm"))]
+    >>> [part.n_gpus for part in parts_of_cluster(cluster("24xh100-sxm"))]
     [1, 2, 3, 4, 5, 6, 7, 8, 16, 24]
     """
     node = whole.gpus_per_node

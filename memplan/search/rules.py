@@ -1,4 +1,7 @@
-"""Which rules refuse which of many plans: each is asked once for each set of values of what it reads."""
+"""Which of many plans are refused, and by which rule.
+
+A rule reads few fields of a plan. It is asked once for each combination of their values, not for each plan.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,17 +17,17 @@ from memplan.plan import PLAN_RULES, Plan
 from memplan.search.plans import Column
 
 RUNS: Final = -1
-"""Stands for the rule of a plan that no rule refuses."""
+"""The number of a plan that no rule refuses."""
 
-Axis = Sequence[Mapping[str, Any]]
-"""At each place along it values of the same fields of a plan."""
+Choices = Sequence[Mapping[str, Any]]
+"""An axis of a grid of plans: at each place along it the values of the same fields."""
 
 
-class Verdicts(NamedTuple):
-    """Of each plan on a grid the number of the rule that refuses it, or `RUNS`; or an axis of length 1.
+class RefusedBy(NamedTuple):
+    """The number of the rule that refuses each plan of a grid, or `RUNS`.
 
-    `always`: with one micro-batch for each pipeline stage, without an axis of their numbers. `at`: of the
-    rules that ask for this number with each of them, along the last axis.
+    An axis that makes no difference has length 1. `always` is for one micro-batch for each pipeline stage and
+    has no axis of numbers of micro-batches; `at` has it as its last axis, for the rules that read the number.
     """
 
     always: Column
@@ -33,10 +36,10 @@ class Verdicts(NamedTuple):
 
 @final
 class Rules:
-    """The rules of `check_plan`, for plans that have in common with `base` what no axis varies.
+    """The rules of `check_plan`, for plans that differ from `base` only in the fields of a grid's axes.
 
-    What a rule reads of a plan is noted. So a grid's axes that make none of it are left out, and what a rule
-    says of the other places holds along them too. `texts` numbers the kinds of plans that are refused.
+    The fields that a rule reads are recorded. Along an axis of other fields the rule is asked once, and its
+    answer holds for the whole axis. `texts` numbers the kinds of refusals.
     """
 
     def __init__(self, model: Model, base: Plan, texts: dict[str, int]) -> None:
@@ -46,10 +49,10 @@ class Rules:
         self.rules = [_Rule(rule) for rule in rules]
         self.texts = texts
 
-    def verdicts(self, pp: int, axes: Sequence[Axis], n_micro_batches: Sequence[int]) -> Verdicts:
-        """Of the plans with so many ranks of a pipeline, on the axes and the numbers of micro-batches.
+    def refused_by(self, pp: int, axes: Sequence[Choices], n_micro_batches: Sequence[int]) -> RefusedBy:
+        """The rule that refuses each plan of a grid of pipelines of `pp` ranks.
 
-        Of the micro-batch no rule asks more than how many there are; here it is 1.
+        Rules read how many micro-batches there are and never how large they are; here `micro_batch` is 1.
         """
         common = self.base | {"pp": pp, "micro_batch": 1}
         every = [*axes, [{"n_micro_batches": n} for n in (0, *n_micro_batches)]]
@@ -60,10 +63,10 @@ class Rules:
             always = np.where(always == RUNS, said[..., 0], always)
             if said.shape[-1] > 1:
                 at = np.where(at == RUNS, said[..., 1:], at)
-        return Verdicts(always, at)
+        return RefusedBy(always, at)
 
-    def _said(self, rule: "_Rule", common: Mapping[str, Any], axes: Sequence[Axis]) -> Column:
-        """The rule's number or `RUNS`, along the axes that it reads."""
+    def _said(self, rule: "_Rule", common: Mapping[str, Any], axes: Sequence[Choices]) -> Column:
+        """The rule's number or `RUNS` for each place; axes that it does not read have length 1."""
         n_read = -1
         while len(rule.read) > n_read:
             n_read = len(rule.read)
@@ -77,12 +80,12 @@ class Rules:
         return np.array(numbers).reshape([len(axis) for axis in chosen])
 
     def number(self, text: str | None) -> int:
-        """Of the kind of a refused plan; `RUNS` if it is not refused."""
+        """The number of a kind of refusal; `RUNS` for None."""
         return RUNS if text is None else self.texts.setdefault(text, len(self.texts))
 
 
 def _makes(name: str) -> set[str]:
-    """The fields of a plan which the value of one decides."""
+    """The fields of a plan that follow from the value of one."""
     counted = name in ("dp", "dp_replicate", "virtual_stages", "n_micro_batches")
     return {name, "global_batch"} if counted else {name}
 
@@ -98,7 +101,7 @@ def _values(rest: dict[str, Any], place: Sequence[Mapping[str, Any]]) -> dict[st
 
 @final
 class _Rule:
-    """A rule, the fields that it has read so far, and what it said of their values."""
+    """A rule, the fields that it has read so far, and its answers by the values of these fields."""
 
     def __init__(self, rule: Callable[[Plan], None]) -> None:
         self.rule = rule
@@ -106,7 +109,7 @@ class _Rule:
         self.known: dict[tuple[Any, ...], str | None] = {}
 
     def said(self, values: Mapping[str, Any]) -> str | None:
-        """The kind of plans it refuses for the same reason; None if it does not refuse the plan."""
+        """The kind of the refusal; None if the plan is not refused."""
         key = tuple([values[name] for name in self.read])
         if key not in self.known:
             plan = _Read(values)
@@ -127,7 +130,7 @@ class _Rule:
 
 
 class _Read:
-    """A plan of some values, unchecked, that notes which fields are `read`."""
+    """An unchecked plan of some values that records which fields are `read`."""
 
     __slots__ = ("read", "values")
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
@@ -22,17 +22,26 @@ from memplan.engines.base import engine_named
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
-from memplan.layout import html_text
 from memplan.models import Model, resolve
-from memplan.plan import RECOMPUTES, SCHEDULES, Plan
-from memplan.search.judge import OBJECTIVES, Judge, Judged, best_first, every, front
+from memplan.plan import FIELDS, Plan
+from memplan.search.judge import (
+    OBJECTIVES,
+    Judge,
+    Judged,
+    best_first,
+    every,
+    front,
+    nearest_first,
+    on_front,
+)
 from memplan.search.options import Objective, PlanOptions, Progress
 from memplan.search.plans import VARIED, Grid
 from memplan.search.pool import Pool
 from memplan.search.rules import RUNS
 from memplan.search.space import Ruled, Space, divisors
 from memplan.search.table import search_dict, search_frame
-from memplan.steptime import Roofline
+from memplan.steptime import Roofline, TimeModel
+from memplan.text_tables import html_text
 
 if TYPE_CHECKING:
     import pandas
@@ -59,6 +68,9 @@ class Found:
     is repeated (`again`) for plans that leave room for that (`fitting`). So a plan that is said to fit does;
     that no faster one does is sure only if it is among those kept at first.
 
+    `base` is what all plans have in common; of several batches or sequence lengths `jobs` has each, and
+    `base` the first. `keep` says how many plans are shown that fit or may fit.
+
     `n_within` and `n_beyond` count the plans that are known to be within the budget and beyond it, `n_slower`
     those whose bound is worse than all the best, within it or not, `n_refused` all that are refused;
     `refused_by` how many of each kind are.
@@ -75,6 +87,11 @@ class Found:
     n_slower: int
     n_refused: int
     refused_by: Mapping[str, int] = field(default_factory=dict)
+    objective: str = "speed"
+    keep: int | None = None
+    jobs: tuple[tuple[int, int], ...] = ()
+    time_model: TimeModel = field(default_factory=Roofline)
+    left_out: tuple[str, ...] = ()
     again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -107,7 +124,18 @@ class Found:
 
     def estimates(self, judged: Iterable[Judged]) -> Iterator[Estimate]:
         """The estimates of plans, in order."""
-        return (estimate_plan(self.model, one.plan, self.cluster) for one in judged)
+        return map(self.estimate, judged)
+
+    def estimate(self, judged: Judged) -> Estimate:
+        """The estimate of a plan."""
+        if judged.estimate is not None:
+            return judged.estimate
+        found = estimate_plan(self.model, judged.plan, self.cluster)
+        return replace(found, time_model=self.time_model)
+
+    def keys(self, judged: Judged) -> tuple[float, ...]:
+        """What the objective wants least of a plan."""
+        return judged.keys(self.objective, per_token=len(self.jobs) > 1)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row per plan kept, best first: see `search`."""
@@ -141,10 +169,12 @@ def search(
     model: Model | str | os.PathLike[str],
     *,
     cluster: Cluster | str,
-    global_batch: int,
-    seq_len: int | None = None,
+    global_batch: int | Iterable[int],
+    seq_len: int | Iterable[int] | None = None,
     objective: Objective = "speed",
     keep: int | None = KEEP,
+    tp_across_nodes: bool = False,
+    time_model: TimeModel | None = None,
     progress: Progress | None = None,
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
@@ -156,21 +186,26 @@ def search(
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
         cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
-        global_batch: sequences per step.
-        seq_len: tokens per sequence; left out, the model's context.
+        global_batch: sequences per step; several are compared by tokens per second.
+        seq_len: tokens per sequence, one number or several; left out, the model's context.
         objective: "speed" (most tokens per second), "memory" (least peak), "micro_batch" (largest), or
             "front" (all plans that none beats in both speed and memory). Or what else is to be found, then
             with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
             the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
-        keep: how many to keep of the best plans within the budget, of others beyond it, and of the refused
+        keep: how many to keep of the best plans that fit or may fit, of those that do not, and of the refused
             ones; None: all, every plan estimated, which takes some milliseconds each. Otherwise plans whose
             bounds are worse than all the best are left out, within the budget or not; the others beyond it
             are the most promising of the plans that it took an estimate to tell, or the nearest if none is
             within.
+        tp_across_nodes: whether the ranks of a tensor axis may be on several nodes, which is slow: by default
+            they are on one.
+        time_model: what makes seconds of counted work; left out, `memplan.steptime.Roofline()`. Of another
+            model it is assumed that no step is faster than a roofline at the full peak rates.
         progress: called now and then with the number of plans seen.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
-        margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
+        margin: the least headroom: the fraction of usable memory that a plan which "fits" leaves free; left
+            out, 0.05.
         options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
             `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
             `schedule`, `offload`) take one value or several and all that make a difference if left out
@@ -178,8 +213,10 @@ def search(
 
     Returns:
         A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
-        those that are refused, each the best first. Its columns: the varied fields; `verdict` ("fits",
-        "cannot say", "does not fit", "refused"; None on CPU ranks, which have no limit), `why` not;
+        those that are refused, each the best first. Its columns: the varied fields, `global_batch`,
+        `seq_len`; `tie`, the same number where no plan is more than 1 % slower than the first of them;
+        `verdict` ("fits", "cannot say", "does not fit", "refused"; None on CPU ranks, which have no limit),
+        `why` not;
         `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
         is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
         `worst_stage`, `when`;
@@ -190,7 +227,8 @@ def search(
         `cluster` and `seq_len`.
 
     Raises:
-        PlanRefused: no plan fits, where the fewest GPUs or the longest sequence are asked for.
+        PlanRefused: no mesh has these degrees; no plan fits, where the fewest GPUs or the longest sequence
+            are asked for.
         MemplanError: a value that is not allowed, with a way out.
     """
     return searched(
@@ -200,6 +238,8 @@ def search(
         seq_len=seq_len,
         objective=objective,
         keep=keep,
+        tp_across_nodes=tp_across_nodes,
+        time_model=time_model,
         progress=progress,
         gpus_per_node=gpus_per_node,
         network=network,
@@ -212,10 +252,12 @@ def searched(
     model: Model | str | os.PathLike[str],
     *,
     cluster: Cluster | str,
-    global_batch: int,
-    seq_len: int | None = None,
+    global_batch: int | Iterable[int],
+    seq_len: int | Iterable[int] | None = None,
     objective: Objective = "speed",
     keep: int | None = KEEP,
+    tp_across_nodes: bool = False,
+    time_model: TimeModel | None = None,
     progress: Progress | None = None,
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
@@ -229,34 +271,28 @@ def searched(
     """
     model, where = resolve(model), cluster_of(cluster, gpus_per_node, network, margin)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
+    how: dict[str, Any] = {
+        "keep": None if keep is None else checked_count("keep", keep),
+        "tp_across_nodes": checked_flag("tp_across_nodes", tp_across_nodes),
+        "time_model": Roofline() if time_model is None else time_model,
+        "progress": progress,
+    }
     asked: dict[str, Any] = {**options}
     if objective in QUESTIONS:
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
-        asked |= {"cluster": where, "global_batch": global_batch, "keep": keep, "progress": progress}
+        asked |= how | {"cluster": where, "global_batch": global_batch}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     varied = {name: asked.pop(name, None) for name in VARIED}
-    job = _Job(
-        model=model,
-        cluster=where,
-        base=common(
-            global_batch=checked_count("global_batch", global_batch),
-            seq_len=model.max_seq_len if seq_len is None else seq_len,
-            **asked,
-        ),
-        ranges={name: values_of(name, value) for name, value in varied.items() if value is not None},
-        objective=objective,
-        keep=None if keep is None else checked_count("keep", keep),
-        progress=progress,
-    )
-    missing = Roofline().missing(job.base, where)
-    if missing and OBJECTIVES[objective][0] == "step_s":
-        raise InvalidValue(
-            f"objective={objective!r} needs the time of a step, but {missing[0]}; use objective='memory', or "
-            "another cluster."
-        )
-    return job.found()
+    ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
+    job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
+    lengths = values_of("seq_len", model.max_seq_len if seq_len is None else seq_len)
+    batches = values_of("global_batch", global_batch)
+    jobs = [job(base=common(global_batch=n, seq_len=m, **asked)) for m in lengths for n in batches]
+    for one in jobs:
+        one.check_time()
+    return jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
 
 
 def cluster_of(
@@ -287,19 +323,33 @@ class _Job:
     ranges: Mapping[str, tuple[Any, ...]]
     objective: str
     keep: int | None
+    tp_across_nodes: bool
+    time_model: TimeModel
     progress: Progress | None
+
+    def check_time(self) -> None:
+        """Raise if the objective needs the time of a step and a rate for it is missing."""
+        missing = self.time_model.missing(self.base, self.cluster)
+        if missing and OBJECTIVES[self.objective][0] == "step_s":
+            raise InvalidValue(
+                f"objective={self.objective!r} needs the time of a step, but {missing[0]}; use "
+                "objective='memory', or another cluster."
+            )
 
     def found(self, slack_bytes: int = 0) -> Found:
         """What is found if `slack_bytes` of the budget are left to the caching allocator."""
-        space = Space(model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges)
-        judge = Judge(self.model, self.cluster, Roofline(), slack_bytes)
+        node = None if self.tp_across_nodes else self.cluster.gpus_per_node
+        space = Space(
+            model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges, node=node
+        )
+        judge = Judge(self.model, self.cluster, self.time_model, slack_bytes)
         with _uncollected():
             found = _run(space, judge, self.objective, self.keep, self.progress)
         return replace(found, again=self.found)
 
 
 def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
-    refused = _Refused(keep, progress)
+    refused = _Refused(space.base, keep, progress)
     for batch in space.grids():
         refused.note(batch)
 
@@ -308,23 +358,54 @@ def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress:
             yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
 
     if keep is None:
-        verdicts = every(judge, grids, objective)
+        ranked = every(judge, grids, objective)
     elif objective == "front":
-        verdicts = front(judge, grids, keep)
+        ranked = front(judge, grids, keep)
     else:
-        verdicts = best_first(judge, grids, objective, keep)
+        ranked = best_first(judge, grids, objective, keep)
     return Found(
         model=space.model,
         cluster=judge.cluster,
         base=space.base,
-        within=verdicts.within[:keep],
-        beyond=verdicts.beyond[:keep],
+        within=ranked.within[:keep],
+        beyond=ranked.beyond[:keep],
         refused=refused.first(keep),
-        n_within=verdicts.n_within,
-        n_beyond=verdicts.n_beyond,
-        n_slower=verdicts.n_slower,
+        n_within=ranked.n_within,
+        n_beyond=ranked.n_beyond,
+        n_slower=ranked.n_slower,
         n_refused=refused.n_refused,
         refused_by=refused.by_rule(space),
+        objective=objective,
+        keep=keep,
+        jobs=((space.base.global_batch, space.base.seq_len),),
+        time_model=judge.time_model,
+        left_out=tuple(space.left_out()),
+    )
+
+
+def together(found: Sequence[Found]) -> Found:
+    """Several searches that differ in batch and sequence length, as one."""
+    one, *_ = found
+    per_token = partial(Judged.keys, objective=one.objective, per_token=True)
+    within = sorted((judged for each in found for judged in each.within), key=per_token)
+    if one.objective == "front":
+        within = on_front(within, per_token=True)
+    beyond = sorted((judged for each in found for judged in each.beyond), key=nearest_first)
+    refused_by: Counter[str] = Counter()
+    for each in found:
+        refused_by.update(each.refused_by)
+    return replace(
+        one,
+        within=tuple(within[: one.keep]),
+        beyond=tuple(beyond[: one.keep]),
+        refused=tuple([values for each in found for values in each.refused][: one.keep]),
+        n_within=sum(each.n_within for each in found),
+        n_beyond=sum(each.n_beyond for each in found),
+        n_slower=sum(each.n_slower for each in found),
+        n_refused=sum(each.n_refused for each in found),
+        refused_by=dict(refused_by.most_common()),
+        jobs=tuple([job for each in found for job in each.jobs]),
+        again=lambda slack_bytes: together([each.again(slack_bytes) for each in found if each.again]),
     )
 
 
@@ -343,7 +424,8 @@ def _uncollected() -> Iterator[None]:
 class _Refused:
     """The plans that cannot run: the first ones, and how many there are of each kind."""
 
-    def __init__(self, keep: int | None, progress: Progress | None) -> None:
+    def __init__(self, base: Plan, keep: int | None, progress: Progress | None) -> None:
+        self._job = {"global_batch": base.global_batch, "seq_len": base.seq_len}
         self._pool = Pool(2**62 if keep is None else keep)
         self._progress = progress
         self._counts = Counter[int]()
@@ -369,7 +451,7 @@ class _Refused:
 
     def first(self, keep: int | None) -> tuple[dict[str, Any], ...]:
         """The varied fields of the first ones by their place among all plans."""
-        return tuple(entry.values for entry in islice(self._pool, keep))
+        return tuple(self._job | entry.values for entry in islice(self._pool, keep))
 
     def by_rule(self, space: Space) -> dict[str, int]:
         """How many there are of each kind, the most first."""
@@ -390,23 +472,7 @@ def values_of(name: str, asked: Any) -> tuple[Any, ...]:
     values = tuple(dict.fromkeys(asked)) if several else (asked,)
     if not values:
         raise InvalidValue(f"{name}={shown_value(asked)} leaves nothing to try; name at least one value.")
-    return tuple(_checked(name, value) for value in values)
-
-
-def _checked(name: str, value: Any) -> Any:
-    match name:
-        case "schedule":
-            return checked_choice(name, value, SCHEDULES)
-        case "recompute":
-            return checked_choice(name, value, RECOMPUTES)
-        case "offload" | "sequence_parallel":
-            return checked_flag(name, value)
-        case "zero":
-            return checked_count(name, value, least=0, most=3)
-        case "recompute_blocks" if value is None:
-            return None
-        case _:
-            return checked_count(name, value)
+    return tuple(FIELDS[name].checked(name, value) for value in values)
 
 
 def common(*, global_batch: int, **options: Any) -> Plan:

@@ -1,6 +1,6 @@
 """Which plans there are: every mesh of so many GPUs, and on each every way of dividing the training."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from math import prod
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.engines.checks import check_plan
-from memplan.errors import MemplanError, kind_of
+from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.models import Model
-from memplan.plan import RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan
+from memplan.plan import MESH_AXES, RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan
 from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
-from memplan.search.rules import RUNS, Axis, Rules
+from memplan.search.rules import RUNS, Choices, Rules
 
 MOST_CELLS: Final = 2**17
 """About how many cells of grids are held at a time."""
@@ -42,8 +42,8 @@ class Mesh(NamedTuple):
         return self.dp_replicate * self.dp
 
 
-class Kind(NamedTuple):
-    """What the plans of a batch have in common: what the data axis does (a key of `DATA`), and how."""
+class GridKind(NamedTuple):
+    """What the plans of a batch of grids have in common; `data` is a key of `DATA`."""
 
     data: str
     recompute: str
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 
 class Ruled(NamedTuple):
-    """A grid; of each cell the rule that refuses it, a number of the space's `rules`, or `RUNS`.
+    """A grid, and for each cell the number of the rule that refuses it (see `Space.rules`), or `RUNS`.
 
-    `place`: of each cell, by mesh, then by structure.
+    `place`: each cell's place among all plans, by mesh, then by structure.
     """
 
     grid: Grid
@@ -83,6 +83,8 @@ class Space:
     n_gpus: int
     base: Plan
     ranges: Mapping[str, tuple[Any, ...]]
+    node: int | None = None
+    """GPUs of the node that a tensor axis stays within; None: it may be on several."""
     rules: dict[str, int] = field(default_factory=dict)
     """The kinds of plans that are refused, numbered as they were met."""
 
@@ -95,19 +97,29 @@ class Space:
         offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
         for data, recomputed in product(DATA, reversed(recompute)):
             for own in product(offload, divided):
-                yield from _batches(pipelines, Kind(data, recomputed, *own), most)
+                yield from _batches(pipelines, GridKind(data, recomputed, *own), most)
 
-    def _pipelines(self) -> Iterator["_Pipeline"]:
+    def _pipelines(self) -> Iterator["_PipelineGrids"]:
         rules = Rules(self.model, self.base, self.rules)
         n_places = 0
         for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.pp):
-            pipeline = _Pipeline(self, rules, list(meshes), n_places)
+            pipeline = _PipelineGrids(self, rules, list(meshes), n_places)
             n_places += pipeline.n_places
             yield pipeline
 
     def meshes(self) -> Iterator[Mesh]:
-        """Every mesh of all GPUs, from the least divided model to the most."""
-        for pp, tp in product(self.of("pp", divisors(self.n_gpus)), self.of("tp", divisors(self.n_gpus))):
+        """Every mesh of all GPUs, from the least divided model to the most.
+
+        Raises:
+            PlanRefused: there is none.
+        """
+        found = list(self._meshes(self.tps()))
+        if not found:
+            raise PlanRefused(self._no_mesh())
+        yield from found
+
+    def _meshes(self, tps: Sequence[int]) -> Iterator[Mesh]:
+        for pp, tp in product(self.of("pp", divisors(self.n_gpus)), tps):
             if self.n_gpus % (pp * tp):
                 continue
             replicas = self.n_gpus // (pp * tp)
@@ -117,6 +129,36 @@ class Space:
                     if self._matters(mesh):
                         yield mesh
 
+    def tps(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism: as asked for, within a node unless that is lifted."""
+        every = self.of("tp", divisors(self.n_gpus))
+        return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
+
+    def left_out(self) -> Iterator[str]:
+        """What is not tried although it was asked for, for people."""
+        across = sorted({*self.ranges.get("tp", ())} - {*self.tps()})
+        across = [tp for tp in across if self.n_gpus % tp == 0]
+        if across:
+            yield (
+                f"tp={_either(across)} is left out: it is on several nodes of {self.node} GPUs; "
+                "tp_across_nodes (--tp-across-nodes) tries it."
+            )
+
+    def _no_mesh(self) -> str:
+        """Why there is no mesh, and what to ask for in its place."""
+        asked = {axis: self.ranges[axis] for axis in MESH_AXES if axis in self.ranges}
+        said = " and ".join(f"{axis}={_either(values)}" for axis, values in asked.items())
+        if any(self._meshes(self.of("tp", divisors(self.n_gpus)))):
+            return (
+                f"tp={_either(self.of('tp', ()))} is on several nodes of {self.node} GPUs, which "
+                "is not tried by default; use tp_across_nodes=True (--tp-across-nodes), or a tp of "
+                f"{divisors_text(self.node or 1)}."
+            )
+        return (
+            f"no mesh of {self.n_gpus} GPUs has {said}; use degrees of {divisors_text(self.n_gpus)} whose "
+            f"product divides {self.n_gpus}, and leave one axis out to make up the rest."
+        )
+
     def _matters(self, mesh: Mesh) -> bool:
         """Replicas of a single shard are no shards; replicas of shards need a ZeRO stage that shards."""
         if mesh.dp_replicate == 1 or "dp_replicate" in self.ranges:
@@ -124,7 +166,7 @@ class Space:
         return mesh.dp > 1 and max(self.of("zero", (3,))) >= 2
 
     def micro_batches(self, n_replicas: int) -> tuple[int, ...]:
-        """Those that divide a replica's part of the batch; where none does, the first stands for all."""
+        """The micro-batches that divide a replica's part of the batch; where none does, the first of them."""
         each, rest = divmod(self.base.global_batch, n_replicas)
         if rest:
             return self.of("micro_batch", (1,))[:1]
@@ -136,7 +178,7 @@ class Space:
         return self.ranges.get(field, usual)
 
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
-        """Of the first blocks of each of so many stages: the numbers that make a difference."""
+        """The numbers of recomputed blocks per stage that make a difference."""
         largest_stage = -(-self.model.n_layers // n_stages)
         asked = self.of("recompute_blocks", (None,))
         some = [n for n in asked if n is not None and n < largest_stage]
@@ -168,7 +210,7 @@ BLOCKS: Final[dict[str, tuple[Any, ...]]] = {
     "sequence_parallel": (False, True),
     "recompute": RECOMPUTES,
 }
-"""The values of the fields by which, beside the data axis, kinds differ."""
+"""The fields, beside the data axis, in which kinds of grids differ, with their usual values."""
 
 
 NONE: Final = np.array([NO_LIMIT])
@@ -199,7 +241,7 @@ class _Cells(NamedTuple):
     first: Column
 
 
-class _Pipeline:
+class _PipelineGrids:
     """The plans with the same number of ranks of a pipeline.
 
     Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m): of
@@ -218,10 +260,10 @@ class _Pipeline:
         self.meshes = list(map(self._placed, meshes))
         self.there = self._there()
         ms = sorted({each // n for *_, each, micro_batches in self.meshes if each for n in micro_batches})
-        verdicts = rules.verdicts(self.pp, self._axes(), ms)
+        refused_by = rules.refused_by(self.pp, self._axes(), ms)
         shape = (*self.structures[1:], len(self.tps), len(self.several), len(self.schedules))
-        self.always = np.broadcast_to(verdicts.always, shape)
-        self.at = np.broadcast_to(verdicts.at, (*shape, max(1, len(ms))))
+        self.always = np.broadcast_to(refused_by.always, shape)
+        self.at = np.broadcast_to(refused_by.at, (*shape, max(1, len(ms))))
         self.columns = {name: np.array([getattr(mesh, name) for mesh in meshes]) for name in CELL[:-1]}
         self.recomputed = {v: _numbers(space.recompute_blocks(self.pp * v)) for _, v in self.schedules}
         self.strays = self._strays()
@@ -229,7 +271,7 @@ class _Pipeline:
 
     @property
     def n_places(self) -> int:
-        """Of cells, by mesh and by structure."""
+        """How many places of cells there are, by mesh and by structure."""
         return len(self.meshes) * prod(self.structures)
 
     def _placed(self, mesh: Mesh) -> _Placed:
@@ -239,7 +281,7 @@ class _Pipeline:
         tp, several = self.tps.index(mesh.tp), self.several.index(_several(mesh))
         return _Placed(mesh, tp, several, 0 if undivided else each, micro_batches)
 
-    def _axes(self) -> list[Axis]:
+    def _axes(self) -> list[Choices]:
         return [
             [{"zero": zero} for zero in self.zeros],
             *([{name: value} for value in values] for name, values in self.blocks.items()),
@@ -277,7 +319,7 @@ class _Pipeline:
         return found
 
     def _cells(self, ms: list[int]) -> _Cells:
-        """Of the meshes on which something can run."""
+        """The cells of the meshes on which some plan can run."""
         found = [
             (i, n, tp, several, each // n, n == micro_batches[0])
             for i, (_, tp, several, each, micro_batches) in enumerate(self.meshes)
@@ -287,8 +329,8 @@ class _Pipeline:
         mesh, micro_batch, tp, several, m, first = np.array(found, np.int64).reshape(-1, 6).T.copy()
         return _Cells(mesh, micro_batch, tp, several, np.searchsorted(ms, m), first)
 
-    def grids(self, kind: Kind) -> Iterator[Ruled]:
-        """Those of a kind."""
+    def grids(self, kind: GridKind) -> Iterator[Ruled]:
+        """The grids of a kind."""
         blocks = [self.blocks[name].index(getattr(kind, name)) for name in BLOCKS]
         for zero, several in DATA[kind.data]:
             if zero in self.zeros:
@@ -351,7 +393,7 @@ class _Pipeline:
         return Ruled(grid, rule, self.first_place + mesh * prod(self.structures) + structure)
 
 
-def _batches(pipelines: "Sequence[_Pipeline]", kind: Kind, most: int) -> Iterator[list[Ruled]]:
+def _batches(pipelines: "Sequence[_PipelineGrids]", kind: GridKind, most: int) -> Iterator[list[Ruled]]:
     """The grids of a kind, about `most` cells at a time."""
     batch: list[Ruled] = []
     n_cells = 0
@@ -367,6 +409,10 @@ def _batches(pipelines: "Sequence[_Pipeline]", kind: Kind, most: int) -> Iterato
 
 def _numbers(recompute_blocks: Sequence[int | None]) -> Column:
     return np.array([number_of("recompute_blocks", n) for n in recompute_blocks], np.int64)
+
+
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _several(mesh: Mesh) -> tuple[int, int]:

@@ -1,13 +1,13 @@
 """What a search found, as rows and as a frame: every plan that is shown has its own estimate's verdict."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.estimate import Estimate
-from memplan.layout import frame, interval_text, margin_text
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
+from memplan.text_tables import frame, interval_text, margin_text
 from memplan.units import human_bytes
 from memplan.version import versioned
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 COLUMNS: Final = (
     *VARIED,
+    "global_batch",
+    "seq_len",
     "n_micro_batches",
     "verdict",
+    "tie",
     "why",
     "device_low_bytes",
     "device_high_bytes",
@@ -34,6 +37,9 @@ COLUMNS: Final = (
     "mfu",
     "command",
 )
+
+TIE: Final = 0.01
+"""Plans of which none is slower than the first by more than this part are a tie: times are rough."""
 
 ORDER: Final = ("fits", None, "cannot say", "does not fit")
 """Verdicts in the order of a search's rows; refused plans come last."""
@@ -61,6 +67,8 @@ def counts(found: "Found") -> dict[str, Any]:
         "refused_by": dict(found.refused_by),
         "cluster": found.cluster.name,
         "seq_len": found.base.seq_len,
+        "jobs": [{"global_batch": n, "seq_len": m} for n, m in found.jobs],
+        "left_out": list(found.left_out),
     }
 
 
@@ -73,33 +81,58 @@ def search_dict(found: "Found", model: str | None = None) -> dict[str, Any]:
 def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, Any]]:
     """The frame's rows as plain values; what is not known, or not there for a refused plan, is None.
 
-    First the plans that fit, then those of which memplan cannot say, then those that do not, each in the
-    order in which the search found them: the best first, of those that do not fit the nearest. `model`: how
-    the model was named on the command line.
+    First the plans that fit, then those of which memplan cannot say, then those that do not, each the best
+    first, of those that do not fit the nearest. `model`: how the model was named on the command line.
     """
-    rows = [_row(each, model) for each in shown(found)]
+    estimates = shown(found)
     for verdict in ORDER:
-        yield from (row for row in rows if row["verdict"] == verdict)
+        own = [each for each in estimates if each.verdict == verdict]
+        for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
+            yield _row(each, tie, model)
     for values in found.refused:
         why = str(refusal(found.model, found.base, values))
         yield dict.fromkeys(COLUMNS) | values | {"verdict": "refused", "why": why}
 
 
-def shown(found: "Found") -> Iterator[Estimate]:
-    """The plans that were kept, each once: with more room if no other fits, within the budget, beyond it."""
+def shown(found: "Found") -> list[Estimate]:
+    """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
+
+    Where faster plans than those that fit may fit too, half of the places at least are left to those that do.
+    """
     surer = found.fitting
-    roomier = () if surer is None or surer is found else surer.kept
-    within = {each.plan: each for each in (*roomier, *found.kept)}
-    yield from within.values()
-    yield from found.estimates(found.beyond)
+    roomier = () if surer is None else surer.within
+    judged = {one.plan: one for one in (*roomier, *found.within, *found.beyond)}
+    estimates = [found.estimate(one) for one in sorted(judged.values(), key=found.keys)]
+    possible = [each for each in estimates if each.verdict != "does not fit"]
+    if found.keep is not None:
+        sure = [each for each in possible if each.verdict != "cannot say"][: -(-found.keep // 2)]
+        others = [each for each in possible if all(each is not one for one in sure)]
+        chosen = {id(each) for each in (*sure, *others[: found.keep - len(sure)])}
+        possible = [each for each in possible if id(each) in chosen]
+    nearest = [found.estimate(one) for one in found.beyond]
+    return [*possible, *(each for each in nearest if each.verdict == "does not fit")]
 
 
-def _row(estimated: Estimate, model: str | None) -> dict[str, Any]:
+def ties(rates: Iterable[float | None]) -> Iterator[int | None]:
+    """Numbers plans by their rates, so that near-ties, one after the other, have the same number.
+
+    >>> list(ties([100.0, 99.5, 98.9, 98.5, None]))
+    [1, 1, 2, 2, None]
+    """
+    number, first = 0, 0.0
+    for rate in rates:
+        if rate is not None and not abs(rate - first) <= TIE * first:
+            number, first = number + 1, rate
+        yield None if rate is None else number
+
+
+def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, Any]:
     plan, worst, verdict = estimated.plan, estimated.worst, estimated.verdict
     held = None if estimated.over_bytes else estimated.device_bytes
-    return {name: getattr(plan, name) for name in VARIED} | {
+    return {name: getattr(plan, name) for name in (*VARIED, "global_batch", "seq_len")} | {
         "n_micro_batches": plan.n_micro_batches,
         "verdict": verdict,
+        "tie": tie,
         "why": why_not(estimated),
         "device_low_bytes": None if held is None else held.low_bytes,
         "device_high_bytes": None if held is None else held.high_bytes,

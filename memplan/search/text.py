@@ -4,19 +4,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from memplan.layout import interval_text, margin_text, printable, text_table, wrapped
 from memplan.search.advise import Advice
 from memplan.search.command import command_text, estimate_command
 from memplan.search.search import Found
-from memplan.search.table import search_rows
+from memplan.search.table import TIE, search_rows
 from memplan.search.why import plan_text
 from memplan.tables import cluster_text, notes_text, verdict_text
+from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
 
 SHOWN: Final = 10
 """Plans of each verdict, and kinds of refused plans, that are printed unless told otherwise."""
 
 MESH: Final = ("pp", "dp_replicate", "dp", "tp")
+
+JOB: Final = {"global_batch": "batch", "seq_len": "tokens"}
 
 HEADINGS: Final = {
     "fits": "Best of those that fit",
@@ -26,6 +28,8 @@ HEADINGS: Final = {
 }
 
 ROUGH: Final = "Times are rough: a roofline that no run has confirmed."
+
+TIED: Final = f"A plan marked = is within {TIE:.0%} of the first one above it without the mark: a tie."
 
 
 def search_text(found: Found, model: str | None = None, most: int | None = None) -> str:
@@ -51,17 +55,31 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
         parts.append(_refusals(found.refused_by))
     parts += notes_text(found.model, found.base)
     if any(row["step_s"] is not None for row in rows):
-        parts.append(ROUGH)
+        parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(shown) else ROUGH)
     if commands := "\n".join(_commands(shown)):
         parts.append(f"Each plan in full\n{commands}")
     return "\n\n".join(parts)
 
 
+def nothing_runs(found: Found) -> str:
+    """Why no plan can run, in a sentence; empty if one can."""
+    if found.n_refused < found.n_plans:
+        return ""
+    why = next((row["why"] for row in search_rows(found)), "")
+    return f"none of {found.n_plans:,} plans can run; the first: {why}"
+
+
+def _has_ties(rows: Sequence[Mapping[str, Any]]) -> bool:
+    ties = [(row["verdict"], row["tie"]) for row in rows if row["tie"] is not None]
+    return len(set(ties)) < len(ties)
+
+
 def _head(found: Found) -> str:
-    cluster, base = found.cluster, found.base
+    cluster = found.cluster
+    batches, lengths = (" or ".join(map(str, dict.fromkeys(of))) for of in zip(*found.jobs, strict=True))
     lines = [
-        f"{printable(found.model.name)} on {printable(cluster.name)}, {base.global_batch} x {base.seq_len} "
-        f"tokens a step: {found.n_plans:,} plans",
+        f"{printable(found.model.name)} on {printable(cluster.name)}, {batches} x {lengths} tokens a step: "
+        f"{found.n_plans:,} plans",
         cluster_text(cluster),
     ]
     refused = f"{found.n_refused:,} are refused"
@@ -79,19 +97,21 @@ def _head(found: Found) -> str:
             f"{found.n_slower:,} were left out without an estimate: by a bound they are worse than the plans "
             "below."
         )
-    return "\n".join(map(wrapped, lines))
+    return "\n".join(map(wrapped, [*lines, *found.left_out]))
 
 
 def _plans(rows: Sequence[Mapping[str, Any]], first: int) -> str:
     hybrid = any(row["dp_replicate"] > 1 for row in rows)
     mesh = MESH if hybrid else tuple(axis for axis in MESH if axis != "dp_replicate")
     heads = {"dp_replicate": "rep"}
+    several = [name for name in ("global_batch", "seq_len") if len({row[name] for row in rows}) > 1]
     limited = any(row["device_low_bytes"] is not None for row in rows)
     holds = "a GPU holds" if limited else "peak"
     cells: list[tuple[str, ...]] = [
         (
             "#",
             *(heads.get(axis, axis) for axis in mesh),
+            *(JOB[name] for name in several),
             "zero",
             "mb",
             "schedule",
@@ -100,13 +120,14 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int) -> str:
             "tok/s/GPU",
         )
     ]
-    for number, row in enumerate(rows, start=first):
+    for number, row in zip(_numbered(rows, first), rows, strict=True):
         speed = row["tokens_per_s_per_gpu"]
         held = row["device_low_bytes"], row["device_high_bytes"]
         cells.append(
             (
-                str(number),
+                number,
                 *(str(row[axis]) for axis in mesh),
+                *(str(row[name]) for name in several),
                 str(row["zero"]),
                 str(row["micro_batch"]),
                 _schedule(row),
@@ -115,7 +136,16 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int) -> str:
                 "-" if speed is None else f"{speed:,.0f}",
             )
         )
-    return text_table(cells, ">" * (len(mesh) + 3) + "<<>>", flexible=len(mesh) + 4)
+    n_numbers = len(mesh) + len(several) + 3
+    return text_table(cells, ">" * n_numbers + "<<>>", flexible=n_numbers + 1)
+
+
+def _numbered(rows: Sequence[Mapping[str, Any]], first: int) -> list[str]:
+    """The numbers of rows; one that ties with the row above has a mark."""
+    above = [None, *(row["tie"] for row in rows)]
+    tied = [row["tie"] is not None and row["tie"] == tie for row, tie in zip(rows, above, strict=False)]
+    blank = " " * any(tied)
+    return [f"{i}{'=' if same else blank}" for i, same in enumerate(tied, start=first)]
 
 
 def _schedule(row: Mapping[str, Any]) -> str:

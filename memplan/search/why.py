@@ -5,10 +5,11 @@ from typing import Final
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
-from memplan.layout import text_table, wrapped
+from memplan.plan import MESH_AXES
 from memplan.search.command import command_text, estimate_command
 from memplan.shapes import KINDS
 from memplan.tables import verdict_text
+from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
 
 RANK: Final = {"fits": 0, "cannot say": 1, "does not fit": 2}
@@ -140,5 +141,6 @@ def _traffic(a: Estimate, b: Estimate) -> list[str]:
     for axes, each in zip(sent, (a, b), strict=True):
         for c in each.collectives:
             axes[c.axis] += c.wire_bytes
-    rows += [(f"over {axis}", *(human_bytes(axes[axis]) for axes in sent)) for axis in sent[0]]
+    ordered = [axis for axis in (*reversed(MESH_AXES), "world", "host") if axis in sent[0]]
+    rows += [(f"over {axis}", *(human_bytes(axes[axis]) for axes in sent)) for axis in ordered]
     return ["", text_table(rows, "<>>")] if len(rows) > 1 else []

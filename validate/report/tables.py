@@ -8,7 +8,7 @@ from typing import Any, Final
 import pandas as pd
 
 from memplan import Plan
-from memplan.layout import csv_of
+from memplan.text_tables import csv_of
 from validate.records import Record
 from validate.where import record_facts
 

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any, Final
 
 from memplan.errors import MemplanError, MissingRule
-from memplan.layout import printable
 from memplan.tables import batch_text
+from memplan.text_tables import printable
 from memplan.units import human_bytes
 from validate.allocated import allocator_errors, allocator_summary
 from validate.cases import Case

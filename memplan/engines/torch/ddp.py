@@ -4,7 +4,7 @@ A bucket is one flat tensor, kept from step to step, that its parameters' gradie
 is reduced as a whole. A hook works on each bucket while it is reduced: what it allocates for that time are
 temporaries, and so is what PowerSGD keeps from step to step (errors, P and Q), as the buckets are.
 
-Source: torch/csrc/distributed/c10d/reducer.cpp, torch/distributed/algorithms/ddp_comm_hooks.
+Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.algorithms.ddp_comm_hooks`.
 """
 
 from collections import Counter

@@ -12,8 +12,7 @@ from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in, gradients
 from memplan.plan import SPLITTING_SCHEDULES
 from memplan.record import Event, Stretch, chain, events, frees, repeated
-from memplan.shapes import FP32, buffer_of
-from memplan.tape import RANDOM_STATE
+from memplan.shapes import FP32, Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """What FSDP2 has of a stage's weights: after a forward pass it frees those of the groups that reshard."""
@@ -352,7 +351,7 @@ def opened_when_called(
     """A group is gathered when its first module is called: after what checkpointing keeps before that."""
     first, n = passed[0] if passed else ((), 0)
     starts_with = buffer_in(first[0]) if first else None
-    if not (opened and starts_with is not None and starts_with.name.endswith(RANDOM_STATE)):
+    if not (opened and starts_with is not None and starts_with.role is Role.RNG_STATE):
         return (*opened, *passed)
     return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
 

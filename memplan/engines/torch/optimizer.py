@@ -59,7 +59,7 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
     Source: `torch.amp.grad_scaler:GradScaler.unscale_`, `torch.amp.grad_scaler:GradScaler._unscale_grads_`,
     `torch.amp.grad_scaler:_MultiDeviceReplicator`.
     """
-    if stages.plan.precision != "fp16-mixed":
+    if not stages.plan.formats.loss_scaled:
         return [], []
     scale, inverse = (buffer_of(name, (), FP64) for name in ("scale", "inverse of the scale"))
     narrow, found = buffer_of("inverse of the scale", (), FP32), buffer_of("found an overflow", (), FP32)
@@ -140,7 +140,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """Nothing but the copies of gradients, each made once.
 
-    Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp.
+    Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp (`_fused_adam_kernel_cpu_`).
     """
     for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
         yield from _copies(stages, group).events()

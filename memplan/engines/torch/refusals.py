@@ -141,7 +141,7 @@ def _check_update(model: Model, plan: Plan) -> None:
             "set_to_none=True.",
             kind="gradients zeroed all at once beside tensor parallelism, which fails in PyTorch",
         )
-    if plan.precision != "fp16-mixed":
+    if not plan.formats.loss_scaled:
         return
     if tensors_alone and not plan.sequence_parallel:
         raise PlanRefused(

@@ -16,9 +16,7 @@ from memplan.memory import Alive
 from memplan.models import Model
 from memplan.plan import Plan, Rank, Recompute, stage_layers
 from memplan.shapes import (
-    BF16,
     COMPLEX64,
-    FP16,
     FP32,
     INT32,
     INT64,
@@ -51,9 +49,6 @@ Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`), au
 (`Engine::thread_init`).
 """
 
-COMPUTE_TYPES: Final = {"fp32": FP32, "bf16": BF16, "bf16-mixed": BF16, "fp16-mixed": FP16}
-"""What matrix products run in at each precision."""
-
 
 StageKind = tuple[bool, bool, int]
 """Whether a stage is the first, whether it is the last, and its blocks."""
@@ -71,7 +66,7 @@ class Stage:
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
         self.first, self.last, self.n_blocks = kind
-        self.weight_dtype = BF16 if plan.precision == "bf16" else FP32
+        self.weight_dtype = plan.formats.stored
         self.offloads = plan.offload and not device.on_cpu
         self.update_device = CPU if self.offloads else device
 
@@ -84,7 +79,7 @@ class Stage:
     def op_context(self) -> OpContext:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
         plan = self.plan
-        compute = COMPUTE_TYPES[plan.precision]
+        compute = plan.formats.compute
         return OpContext(
             device=self.device,
             backend=self.backend,
@@ -332,7 +327,7 @@ class RankStages:
 
         Source: `torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker`.
         """
-        if self.plan.precision != "fp16-mixed":
+        if not self.plan.formats.loss_scaled:
             return Counter()
         return Counter([buffer_of("loss scale", (), FP32), buffer_of("growth tracker", (), INT32)])
 

@@ -6,7 +6,6 @@ Text that is too long for its line or its column goes on below; nothing is cut.
 import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
@@ -128,6 +127,8 @@ def html_text(text: str) -> str:
     >>> html_text("a < b")
     '<pre>a &lt; b</pre>'
     """
+    from html import escape  # slow to import, and rarely needed
+
     return f"<pre>{escape(text)}</pre>"
 
 

@@ -1,0 +1,168 @@
+"""What a field of a plan takes: its values, what people are told of it, its word in the name of a case.
+
+`memplan.plan.Plan` describes each of its fields once, with one of these values. The checks of a plan, the
+flags of the command line, the columns of a search and the names of cases are read from there.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+from memplan.checks import LARGEST, checked_choice, checked_count, checked_flag, checked_positive
+from memplan.errors import InvalidValue, shown_value
+
+FLAG_WORDS = {"": True, "true": True, "yes": True, "false": False, "no": False}
+"""How a flag is written as a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field(ABC):
+    """A field of a plan.
+
+    Attributes:
+        text: what it says, for people.
+        left_out: what is taken where it is left out, for people; empty: its default, which is shown.
+        optional: whether None, which stands for `left_out`, is a value.
+        tool: the tool that alone has the option; empty: the field is of every plan.
+        varied: whether a search tries all its values.
+        word: how the name of a case says it where it is not the default; empty: not by its value alone.
+    """
+
+    text: str
+    left_out: str = ""
+    optional: bool = False
+    tool: Literal["", "ddp", "fsdp"] = ""
+    varied: bool = False
+    word: str = ""
+
+    @property
+    def help(self) -> str:
+        """The text with what is taken if the field is left out."""
+        return f"{self.text}; left out: {self.left_out}." if self.left_out else f"{self.text}."
+
+    def checked(self, name: str, value: object) -> Any:
+        """The value as a plan keeps it.
+
+        Raises:
+            InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
+        """
+        return None if value is None and self.optional else self._checked(name, value)
+
+    @abstractmethod
+    def _checked(self, name: str, value: object) -> Any:
+        """`checked` of a value that is not left out."""
+
+    @abstractmethod
+    def parsed(self, text: str) -> Any:
+        """What a text stands for; the text itself where it stands for nothing, which is then refused."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count(Field):
+    """A whole number within [least, most]."""
+
+    least: int = 1
+    most: int = LARGEST
+
+    def _checked(self, name: str, value: object) -> int:
+        return checked_count(name, value, least=self.least, most=self.most)
+
+    def parsed(self, text: str) -> int | str:
+        return count_or_text(text)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts(Field):
+    """Several whole numbers, 0 too."""
+
+    def _checked(self, name: str, value: object) -> tuple[int, ...]:
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            raise InvalidValue(
+                f"{name}={shown_value(value)} is not allowed; use the number of blocks of each stage, "
+                "as (3, 5)."
+            )
+        return tuple(checked_count(name, n, least=0) for n in value)
+
+    def parsed(self, text: str) -> tuple[int | str, ...]:
+        return tuple(map(count_or_text, text.split("+")))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number(Field):
+    """A finite number above 0."""
+
+    def _checked(self, name: str, value: object) -> float:
+        return checked_positive(name, value)
+
+    def parsed(self, text: str) -> float | str:
+        return number_or_text(text)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag(Field):
+    """True or False."""
+
+    def _checked(self, name: str, value: object) -> bool:
+        return checked_flag(name, value)
+
+    def parsed(self, text: str) -> bool | str:
+        return FLAG_WORDS.get(text.lower(), text)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Field):
+    """One of some names."""
+
+    choices: tuple[str, ...]
+
+    def _checked(self, name: str, value: object) -> str:
+        return checked_choice(name, value, self.choices)
+
+    def parsed(self, text: str) -> str:
+        return text
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name(Field):
+    """A name that is looked up later; of what is no text the representation is looked up, and not found."""
+
+    def _checked(self, name: str, value: object) -> str:
+        return value if isinstance(value, str) else shown_value(value)
+
+    def parsed(self, text: str) -> str:
+        return text
+
+
+def described(default: Any, described_as: Field) -> Any:
+    """A field of a dataclass with its default and its description."""
+    return field(default=default, metadata={"field": described_as})
+
+
+def count_or_text(value: object) -> int | str:
+    """A count, or what was written in its place, which memplan then refuses in its own words.
+
+    >>> count_or_text("8"), count_or_text("8.5")
+    (8, '8.5')
+    """
+    text = str(value)
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,100}", text) else text
+
+
+def number_or_text(text: str) -> float | str:
+    """A number, or what was written in its place.
+
+    >>> number_or_text("0.5"), number_or_text("half")
+    (0.5, 'half')
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,70 @@
+"""One rule per operation: its output, weights, FLOPs, what it saves, its temporaries and its collectives.
+
+A rule plays the allocations that the operation's implementation in ATen makes, forward and backward, on the
+tape's device. Rules for "cpu" are confirmed by measured runs; rules for "cuda" carry the names of their
+kernels, and are confirmed by PyTorch's CUDA build without a GPU (`validate.nogpu`). Scalars such as a mean's
+divisor are left out: at most 16 bytes at any instant.
+
+How to write a rule, by the example of SiLU, which saves its input and allocates one gradient:
+
+    def silu(x: Tensor) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+
+        def backward(grad: Tensor, saved: Saved) -> Grads:
+            return (grad.tape.new("grad", shape, dtype),)
+
+        node = x.tape.node((x.node,), (x,), backward)
+        return x.tape.new("silu", shape, dtype, node)
+
+- **A tensor lives as long as something refers to it**, as in PyTorch: a name, a node that has saved it, a
+  closure. A name in a rule lives until the function returns, like a local variable in C++; so give a part of
+  the rule whose locals end earlier a function of its own, as the implementation does.
+- **Temporaries** that nothing refers to by name belong to a block, and are freed where it ends:
+  `with tape.workspace() as temporary: temporary.new("scores", shape, FP32)`. What a kernel allocates itself,
+  and only where tensors have data, belongs to a `tape.kernel_workspace()`.
+- **`backward` refers to shapes and types only**, never to a tensor of the forward pass: it would live as
+  long as the node. It receives what was saved, and returns one gradient for each input; `tape.grad_of(i)`
+  allocates it only if it is asked for (a pipeline may split the backward pass). The gradient of an input
+  that was broadcast is returned as `Expanded`, in the larger shape: the tape sums it.
+- **Save an output without its node**, as `y.detach()`: a node that refers to itself would never be freed.
+- **Order counts**: create the node before or after the output as the implementation allocates what it saves,
+  since backward frees in the reverse of the nodes' creation.
+- **Check shapes** with `dims`, `divided` and `check_equal`, so that what has no rule is refused.
+- **Name the source**: `module:qualified.name` for Python, file and function for C++.
+"""
+
+from memplan.ops.attention import AttentionKernel, attention, attention_kernel
+from memplan.ops.elementwise import dropout, gelu, silu
+from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
+from memplan.ops.heads import heads, merged_heads, repeated_heads, rope
+from memplan.ops.linear import Split, linear
+from memplan.ops.loss import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops.norm import layer_norm, rms_norm, rms_norm_by_parts
+from memplan.ops.tensor_axis import gather_sequence
+
+__all__ = [
+    "AttentionKernel",
+    "Split",
+    "add_positions",
+    "attention",
+    "attention_kernel",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gather_sequence",
+    "gelu",
+    "gradient_of_loss",
+    "heads",
+    "layer_norm",
+    "learned_positions",
+    "linear",
+    "merged_heads",
+    "position_ids",
+    "repeated_heads",
+    "rms_norm",
+    "rms_norm_by_parts",
+    "rope",
+    "scaled_loss",
+    "share_of_loss",
+    "silu",
+]

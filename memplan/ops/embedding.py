@@ -1,0 +1,118 @@
+"""Tables of vectors: token embeddings and learned positions."""
+
+from memplan.kernels import ROWS_PER_THREAD, SORTED_IDS, sort_scratch
+from memplan.ops.dims import dims, divided
+from memplan.ops.tensor_axis import reduced_over_tp
+from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Parameter, Shape, check_equal, n_elements
+from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
+
+
+def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
+    """Rows of the vocabulary's table; saves the token ids. The table's gradient is dense.
+
+    Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
+    outputs are summed. PyTorch makes that table's gradient whole on every rank; DDP cuts it back.
+
+    Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
+    aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
+    torch.distributed.tensor.placement_types:_MaskPartial.
+    """
+    tape, tp = tokens.tape, tokens.tape.context.tp
+    dims(tokens, f"embedding {name}", "batch", "seq")
+    own_rows = divided(n_rows, tp, f"n_rows of {name}")
+    table = tape.parameter(f"{name}.weight", (own_rows, d_model), tp_dim=0 if tp > 1 else None)
+    if tp == 1:
+        return _looked_up(tokens, table, n_rows, name)
+    if not tape.context.local_grads:
+        table.grad_shape = (n_rows, d_model)
+    with tape.workspace() as masked:
+        masked.new("rows of other ranks", tokens.shape, BOOL)
+        masked.new("ids of own rows", tokens.shape, INT64)
+        partial = _looked_up(tokens, table, n_rows, name)
+    return reduced_over_tp(partial)
+
+
+def position_ids(tokens: Tensor) -> Tensor:
+    """0 to seq - 1, or this tensor rank's part of them under sequence parallelism; shape (seq,).
+
+    Source: torch:arange.
+    """
+    context = tokens.tape.context
+    _, seq = dims(tokens, "positions", "batch", "seq")
+    n_parts = context.tp if context.sequence_parallel else 1
+    return tokens.tape.new("position ids", (divided(seq, n_parts, "seq_len"),), INT64)
+
+
+def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
+    """Rows of the table of positions, which is whole on every tensor rank; saves the ids.
+
+    Source: torch.nn:Embedding.forward, as `embedding`.
+    """
+    table = ids.tape.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.tape.context.sequence_parallel)
+    return _looked_up(ids, table, n_rows, name)
+
+
+def add_positions(x: Tensor, p: Tensor) -> Tensor:
+    """x (batch, seq, d) plus p (seq, d); saves nothing. p's gradient is summed over the batch, even of one.
+
+    Source: tools/autograd/derivatives.yaml (`add.Tensor`).
+    """
+    tape, p_shape, dtype = x.tape, p.shape, p.dtype
+    _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
+    check_equal("a sum with positions", tuple(row), p_shape)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad, Expanded(grad, p_shape, dtype)
+
+    return tape.new("embedding", x.shape, x.dtype, tape.node((x.node, p.node), (), backward))
+
+
+def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
+    tape, dtype = ids.tape, table.dtype
+    shape = (n_rows, table.shape[1])
+    rows: Node | Parameter = table
+    if table.grad_shape != shape:
+        cut = table.grad_shape
+        rows = tape.node((table,), (), lambda grad, saved: (grad.tape.new("grad", cut, dtype),))
+    n_ids = n_elements(ids.shape)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        if grad.tape.context.device.on_cpu or n_ids <= SORTED_IDS:
+            return (grad.tape.new("grad", shape, dtype),)
+        return (_sorted_gradient(grad.tape, n_ids, shape, dtype),)
+
+    return tape.new(name, (*ids.shape, shape[1]), dtype, tape.node((rows,), (ids,), backward))
+
+
+def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tensor:
+    """A table's gradient from many ids, sorted so that equal ones are neighbours.
+
+    One thread sums at most 10 rows of an id, a part; the parts' sums are kept in float32.
+
+    Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
+    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`).
+    """
+    n_rows, d_model = shape
+    scratch = sort_scratch(tape.context.device, n_ids, n_rows)
+    most = min(n_ids, n_rows)
+    most_parts = n_ids // ROWS_PER_THREAD + most
+    with tape.workspace() as kept:
+        kept.new("sorted ids", (n_ids,), INT64)
+        kept.new("order", (n_ids,), INT64)
+        with tape.workspace() as sort:
+            sort.new("numbers", (n_ids,), INT64)
+            sort.new("CUB: sort", (scratch.sort_bytes,), UINT8)
+        grad = tape.new("grad", shape, dtype)
+        kept.new("starts of equal ids", (n_ids,), INT64)
+        kept.new("number of different ids", (), INT64)
+        with tape.workspace() as unique:
+            unique.new("different ids", (n_ids,), INT64)
+            unique.new("CUB: unique", (scratch.unique_bytes,), UINT8)
+        kept.new("parts of an id", (most,), INT64)
+        kept.new("offsets of parts", (most,), INT64)
+        with tape.workspace() as scan:
+            scan.new("CUB: scan", (scratch.scan_bytes,), UINT8)
+        kept.new("number of parts", (), INT64)
+        kept.new("starts of parts", (most_parts,), INT64)
+        kept.new("sums of parts", (most_parts, d_model), FP32)
+    return grad

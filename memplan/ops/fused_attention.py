@@ -1,0 +1,182 @@
+"""Attention's fused kernels: the scores are never in memory as a whole."""
+
+from memplan.kernels import efficient_attention_bytes, flash_splits
+from memplan.ops.heads import attention_flops
+from memplan.shapes import FP32, INT64, UINT8, DType, Shape
+from memplan.tape import Grads, Saved, Tape, Tensor
+
+
+def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output and each row's log-sum-exp; workspaces of each thread (one thread).
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention`,
+    `cpu_flash_attention_backward`: query blocks of 32, 64 or 256 rows by length, key blocks of 512, neither
+    longer than the sequence).
+    """
+    tape, dtype = q.tape, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    q_shape, kv_shape = q.shape, k.shape
+    q_block = 256 if seq >= 768 else 64 if seq >= 192 else 32
+    rows, columns = min(q_block, seq), min(512, seq)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
+        with grad.tape.kernel_workspace() as thread:
+            thread.new("scores of a block", (2, rows, columns), FP32)
+            if dtype != FP32:
+                thread.new(f"scores of a block as {dtype.name}", (2, rows, columns), dtype)
+            thread.new("dots of a block", (rows,), FP32)
+        return grads
+
+    def compute() -> Saved:
+        y = tape.new("attention", q_shape, dtype)
+        lse = tape.new("log-sum-exp", (batch, seq, n_heads), FP32)
+        with tape.kernel_workspace() as thread:
+            thread.new("scores and sums of a block", (rows * columns + 2 * rows + rows * d_head,), FP32)
+            if dtype != FP32:
+                thread.new(f"scores of a block as {dtype.name}", (rows, columns), dtype)
+        return y, lse
+
+    y, lse = tape.save_if_selective(compute, attention_flops(q))
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse), backward)
+    return y
+
+
+def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
+    """FlashAttention of heads that are first padded to a multiple of 8, where they are none.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`pad_last_dim`, `post_process_flash_output`).
+    """
+    tape, shape, dtype = q.tape, q.shape, q.dtype
+    width = -(-shape[3] // 8) * 8
+    if width == shape[3]:
+        return _flash_attention(q, k, v, dropout=dropout)
+
+    def padded(x: Tensor) -> Tensor:
+        x_shape = x.shape
+        node = tape.node((x.node,), (), lambda grad, saved: (grad.tape.new("grad", x_shape, dtype),))
+        return tape.new("padded heads", (*x_shape[:3], width), dtype, node)
+
+    wide = _flash_attention(*(padded(x) for x in (q, k, v)), dropout=dropout)
+    wide_shape = wide.shape
+    node = tape.node((wide.node,), (), lambda grad, saved: (grad.tape.new("grad", wide_shape, dtype),))
+    y = Tensor(tape, shape, dtype, wide.storage, node, is_view=True)
+    y.head_major = True
+    return y
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
+    """Saves q, k, v, the output, each row's log-sum-exp and the random state.
+
+    Where few heads and rows leave multiprocessors idle, the keys are divided into parts whose outputs are
+    added up, but not with dropout. Backward keeps a float32 accumulator for dq and each row's dot product;
+    grouped queries expand dk and dv.
+
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).
+    """
+    tape, dtype = q.tape, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    q_shape, kv_shape = q.shape, k.shape
+    d_rounded = -(-d_head // 32) * 32 if d_head <= 128 else -(-d_head // 64) * 64
+    seq_rounded = -(-seq // 128) * 128
+    n_splits = 1 if dropout else flash_splits(tape.context.device, batch, n_heads, seq, d_head)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
+        with grad.tape.workspace() as temporary:
+            temporary.new("dots", (batch, n_heads, seq_rounded), FP32)
+            temporary.new("sums of dq", (batch, seq_rounded, n_heads, d_rounded), FP32)
+            if kv_shape != q_shape:
+                temporary.new("expanded dk", q_shape, dtype)
+                temporary.new("expanded dv", q_shape, dtype)
+        return grads
+
+    def compute() -> Saved:
+        y = tape.new("attention", q_shape, dtype)
+        lse = tape.new("log-sum-exp", (batch, n_heads, seq), FP32)
+        with tape.workspace() as parts:
+            if n_splits > 1:
+                parts.new("log-sum-exp of parts", (n_splits, batch, n_heads, seq), FP32)
+                parts.new("attention of parts", (n_splits, batch, n_heads, seq, d_rounded), FP32)
+            state, unused = tape.new("random state", (2,), INT64), tape.new("random offset", (), INT64)
+            if dropout:
+                state = tape.new("random state", (2,), INT64)
+        return y, lse, state, unused
+
+    y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
+    return y
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output, each row's log-sum-exp and the random state.
+
+    Backward's workspace is what cuDNN's frontend asks for: a float32 accumulator for dq and each row's dot.
+
+    Neglects: what the engine that cuDNN chooses asks for beyond that, which only a real GPU tells.
+
+    Source: aten/src/ATen/native/cudnn/MHA.cpp (`run_cudnn_SDP_fprop`, `run_cudnn_SDP_bprop`),
+    cudnn_frontend/node/scaled_dot_product_flash_attention.h (`SDPABackwardNode`).
+    """
+    tape, dtype = q.tape, q.dtype
+    batch, seq, n_heads, d_head = q.shape
+    q_shape, kv_shape = q.shape, k.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
+        with grad.tape.workspace() as temporary:
+            temporary.new("sums of dq and dots", (batch, n_heads, seq, d_head + 1), FP32)
+        return grads
+
+    def compute() -> Saved:
+        seed, offset = tape.new("random seed", (), INT64), tape.new("random offset", (), INT64)
+        y = tape.new("attention", q_shape, dtype)
+        return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), seed, offset
+
+    y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
+    return y
+
+
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Saves q, k, v, the output and each row's log-sum-exp, rows padded to 32; float32's kernel on CUDA.
+
+    Each row's dot product is computed by the kernel itself where the type is narrow and heads are short, else
+    by separate operations.
+
+    Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`),
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
+    """
+    tape, dtype, shape = q.tape, q.dtype, q.shape
+    batch, seq, n_heads, d_head = shape
+    separate_dots = dtype == FP32 or d_head > 128
+    tile_bytes = efficient_attention_bytes(tape.context.device, dtype.itemsize, seq, d_head)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grads = _gradients(grad.tape, shape, shape, dtype)
+        with grad.tape.workspace() as temporary:
+            with grad.tape.workspace() as terms:
+                if separate_dots:
+                    for _ in range(1 if dtype == FP32 else 3):
+                        terms.new("terms of dots", shape, FP32)
+                    terms.new("sums of terms", (batch, seq, n_heads), FP32)
+                temporary.new("dots", (batch, n_heads, seq), FP32)
+            temporary.new("tiles of gradients", (batch * n_heads * tile_bytes,), UINT8)
+        return grads
+
+    def compute() -> Saved:
+        y = tape.new("attention", shape, dtype)
+        lse = tape.new("log-sum-exp", (batch, n_heads, -(-seq // 32) * 32), FP32)
+        if dtype != FP32 and d_head > 128:
+            tape.new("sums of values", shape, FP32)
+        return y, lse
+
+    y, lse = tape.save_if_selective(compute, attention_flops(q))
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse), backward)
+    return y
+
+
+def _gradients(tape: Tape, q_shape: Shape, kv_shape: Shape, dtype: DType) -> tuple[Tensor, Tensor, Tensor]:
+    """New gradients of q, k and v."""
+    grad_q = tape.new("grad", q_shape, dtype)
+    return grad_q, tape.new("grad", kv_shape, dtype), tape.new("grad", kv_shape, dtype)

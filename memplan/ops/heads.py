@@ -1,0 +1,91 @@
+"""Attention heads: their layout, their copies for grouped queries, rotary positions.
+
+Queries, keys and values are (batch, seq, heads, d_head). Batched products lay them out one head after the
+other (`Tensor.head_major`); the operations after them copy them back to one token after the other.
+"""
+
+from memplan.ops.dims import dims, divided
+from memplan.shapes import COMPLEX64, FP32
+from memplan.tape import Grads, Saved, Tensor
+
+DIMS = ("batch", "seq", "heads", "d_head")
+
+
+def heads(x: Tensor, d_head: int) -> Tensor:
+    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head); its gradient is put in that order.
+
+    Source: torch:Tensor.unflatten.
+    """
+    batch, seq, width = dims(x, "heads", "batch", "seq", "heads x d_head")
+    y = x.view(batch, seq, divided(width, d_head, "heads x d_head", by="d_head"), d_head)
+    y.node = x.tape.node((x.node,), (), lambda grad, saved: (_token_major(grad),))
+    return y
+
+
+def merged_heads(x: Tensor) -> Tensor:
+    """(batch, seq, heads, d_head) as (batch, seq, heads x d_head); a copy where x is laid out by head.
+
+    Source: torch:Tensor.flatten, a view where it can be.
+    """
+    batch, seq, n_heads, d_head = dims(x, "merged heads", *DIMS)
+    return _token_major(x).view(batch, seq, n_heads * d_head)
+
+
+def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tensor:
+    """Keys or values copied once per query head; the copies' gradients are summed.
+
+    Source: torch:repeat_interleave.
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    batch, seq, n_kv_heads, d_head = dims(x, "repeated heads", *DIMS)
+    divided(n_heads, n_kv_heads, "n_heads", by="n_kv_heads")
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.tape.new("grad", shape, dtype)
+        grad_x.head_major = head_major and min(shape[1:3]) > 1
+        return (grad_x,)
+
+    node = tape.node((x.node,), (), backward)
+    repeated = tape.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
+    repeated.head_major = head_major
+    return repeated
+
+
+def rope(x: Tensor) -> Tensor:
+    """Pairs of elements turned by their position's angle, as complex float32 numbers; saves the angles only.
+
+    The backward product needs its gradient token by token, and resolves the angles' conjugate, a copy of
+    (seq, d_head / 2) complex numbers; that is the size of one head's float32 sequence.
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`mul_tensor_backward`),
+    aten/src/ATen/ConjugateFallback.cpp (`ConjFallback`), tools/autograd/derivatives.yaml (`view_as_real`).
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    _, seq, _, d_head = dims(x, "rope", *DIMS)
+    half = divided(d_head, 2, "d_head", by="a pair's size")
+    wide = tape.cast(x, FP32)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        with grad.tape.workspace() as conjugate:
+            conjugate.new("conjugate of the angles", (seq, half), COMPLEX64)
+            return (grad.tape.new("grad", shape, FP32),)
+
+    turned = tape.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
+    turned.node = tape.node((turned.node,), (), lambda grad, saved: (_token_major(grad),))
+    return tape.cast(turned, dtype)
+
+
+def attention_flops(q: Tensor) -> int:
+    """FLOPs of both products of attention."""
+    batch, seq, n_heads, d_head = q.shape
+    return 4 * batch * n_heads * seq * seq * d_head
+
+
+def head_major(x: Tensor) -> Tensor:
+    """x with one head after the other, as batched products need it: a copy, but of one sequence or head."""
+    return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
+
+
+def _token_major(x: Tensor) -> Tensor:
+    """x with one token after the other: a copy if it is laid out by head."""
+    return x.tape.new("by token", x.shape, x.dtype, x.node) if x.head_major else x

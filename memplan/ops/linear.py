@@ -1,0 +1,90 @@
+"""Matrix products with a weight, whole or divided over the tensor axis."""
+
+from typing import Literal
+
+from memplan.ops.dims import dims, divided
+from memplan.ops.tensor_axis import reduced_over_tp
+from memplan.shapes import DType, Parameter, n_elements
+from memplan.tape import Expanded, Grads, Node, Saved, Tensor
+
+Split = Literal["columns", "rows"]
+"""How tensor ranks divide a weight: its output features, or its input features.
+
+Source: torch.distributed.tensor.parallel.style:ColwiseParallel, and
+torch.distributed.tensor.parallel.style:RowwiseParallel.
+"""
+
+
+def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again: bool = False) -> Tensor:
+    """x W^T + b, with W (n_out, n_in): 2 x tokens x n_in x n_out FLOPs; saves x and W.
+
+    `again`: selective recomputation saves the outputs of other products, but computes this one again.
+
+    Under autocast the weight, the bias and x are first copied to its type, and the weight's copy is kept
+    until backward. With rows, partial outputs are summed over the tensor axis, or reduce-scattered over the
+    sequence, and each rank adds its part of the bias.
+
+    Source: aten/src/ATen/native/Linear.cpp (`linear`), tools/autograd/derivatives.yaml (`mm`, `addmm`),
+    torch.distributed.tensor.placement_types:Partial._partition_value.
+    """
+    tape, tp = x.tape, x.tape.context.tp
+    _, _, n_in = dims(x, f"linear {name}", "batch", "seq", "n_in")
+    columns = split == "columns"
+    if columns:
+        n_out = divided(n_out, tp, f"n_out of {name}")
+    weight = tape.parameter(f"{name}.weight", (n_out, n_in), tp_dim=(0 if columns else 1) if tp > 1 else None)
+    weight.grad_shape = weight.shape
+    b = None
+    if bias:
+        tp_dim = 0 if tp > 1 and columns else None
+        b = tape.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
+    y = _product(x, weight, b, name, divides_bias=bias and tp > 1 and not columns, again=again)
+    return y if columns else reduced_over_tp(y)
+
+
+def _product(
+    x: Tensor, weight: Parameter, bias: Parameter | None, name: str, *, divides_bias: bool, again: bool
+) -> Tensor:
+    tape, dtype = x.tape, x.tape.context.autocast or x.dtype
+    batch, seq, n_in = x.shape
+    n_out, _ = weight.shape
+    _until_computed, node = _operands(x, weight, bias, dtype)
+
+    def compute() -> tuple[Tensor]:
+        with tape.workspace() as part:
+            if divides_bias:
+                part.new("part of bias", (n_out,), dtype)
+            y = tape.new(name, (batch, seq, n_out), dtype)
+            tape.product()
+        return (y,)
+
+    (y,) = tape.save_if_selective(compute, 2 * batch * seq * n_in * n_out, again=again)
+    y.node = node
+    return y
+
+
+def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType) -> tuple[Saved, Node]:
+    """x and the weight in the product's type, and the product's node."""
+    tape, x_shape, w_shape = x.tape, x.shape, weight.shape
+    n_rows, n_out = n_elements(x_shape[:-1]), w_shape[0]
+    b = None if bias is None else tape.weight(bias, dtype)
+    w = tape.weight(weight, dtype)
+    x.in_flight = ()
+    used = tape.cast(x, dtype)
+
+    def mm_backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
+        grad.tape.product()
+        return grad.tape.grad_of(0, x_shape, dtype, is_view=True), grad_w
+
+    def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad.tape.product()
+        grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
+        rows = grad.view(n_rows, n_out)
+        grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(1) else None
+        return grad_x, grad_b, grad_w
+
+    if b is None:
+        return (used, w), tape.node((used.node, w.node), (used, w), mm_backward)
+    return (used, w), tape.node((used.node, b.node, w.node), (used, w), addmm_backward)

@@ -1,0 +1,173 @@
+"""The loss: cross-entropy, its share of a micro-batch, its scale."""
+
+from functools import reduce
+from operator import add
+
+from memplan.ops.dims import dims
+from memplan.ops.elementwise import same_backward
+from memplan.ops.tensor_axis import all_reduced
+from memplan.shapes import BOOL, FP32, INT64
+from memplan.tape import Grads, Node, Saved, Tape, Tensor
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    """Mean of -log softmax(logits) at the target, in float32: saves the log-probabilities.
+
+    A narrower type is first copied to float32; that copy is freed with the forward pass. With `loss_chunks`
+    the sequence is cut into pieces whose losses are summed, as torchtune's `CEWithChunkedOutputLoss` does:
+    the log-probabilities of all are saved, but one piece at a time is in float32, and has gradients.
+
+    Source: aten/src/ATen/native/SoftMax.cpp (`log_softmax`), aten/src/ATen/native/LossNLL.cpp
+    (`cross_entropy_loss`), tools/autograd/derivatives.yaml (`_log_softmax` saves its result).
+    """
+    tape = logits.tape
+    dims(logits, "cross_entropy", "batch", "seq", "vocabulary")
+    if tape.context.loss_chunks == 1:
+        return _cross_entropy(tape.cast(logits, FP32))
+    total = reduce(add, map(_cross_entropy_of_piece, _pieces(logits, tape.context.loss_chunks)))
+    return tape.new("loss", (), FP32, _scalar_node(total))
+
+
+def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
+    """The loss of float32 logits; saves `targets` that were made for it."""
+    tape, shape = logits.tape, logits.shape
+    if tape.context.tp > 1:
+        return _vocabulary_parallel_cross_entropy(logits, targets)
+
+    def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.tape.new("grad of logits", shape, FP32),)
+
+    def nll_backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.tape.new("grad of log-probabilities", shape, FP32),)
+
+    log_p = tape.new("log-probabilities", shape, FP32)
+    log_p.node = tape.node((logits.node,), (log_p.detach(),), softmax_backward)
+    loss, total_weight = tape.new("loss", (), FP32), tape.new("total weight", (), FP32)
+    loss.node = tape.node((log_p.node,), (log_p, total_weight, *targets), nll_backward)
+    return loss
+
+
+def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
+    """One piece's loss; a piece cut out of several sequences is made contiguous, with its targets."""
+    tape = logits.tape
+    batch, seq, _ = logits.shape
+    wide = tape.cast(logits, FP32)
+    if batch == 1:
+        return _cross_entropy(wide)
+    if logits.dtype == FP32:
+        wide = tape.new("contiguous logits", logits.shape, FP32)
+        wide.node = logits.node
+    return _cross_entropy(wide, tape.new("targets of the piece", (batch, seq), INT64))
+
+
+def _pieces(logits: Tensor, n: int) -> list[Tensor]:
+    """Pieces of ceil(seq / n) along the sequence, the last one shorter.
+
+    Backward joins their gradients, all of them alive, once the first piece's has come.
+
+    Source: torch:chunk, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
+    """
+    tape, (batch, seq, vocabulary), dtype = logits.tape, logits.shape, logits.dtype
+    most = -(-seq // n)
+    grads: list[Tensor] = []
+
+    def join(grad: Tensor, saved: Saved) -> Grads:
+        grads.append(grad)
+        whole = grad.tape.new("grad of logits", (batch, seq, vocabulary), dtype)
+        grads.clear()
+        return (whole,)
+
+    def keep(grad: Tensor, saved: Saved) -> Grads:
+        grads.append(grad)
+        return (None,)
+
+    pieces = []
+    for start in range(0, seq, most):
+        node = tape.node((logits.node,) if start == 0 else (None,), (), keep if start else join)
+        shape = (batch, min(most, seq - start), vocabulary)
+        pieces.append(Tensor(tape, shape, dtype, logits.storage, node))
+    return pieces
+
+
+def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor:
+    """The loss where each tensor rank has a part of the vocabulary.
+
+    Maxima, sums and the targets' values are all-reduced. The loss's backward makes the logits' gradient as a
+    whole; log-softmax's passes it on.
+
+    Source: torch.distributed.tensor.parallel.loss:_nll_loss_forward, and
+    torch.distributed.tensor.parallel.loss:_nll_loss_and_log_softmax_backward.
+    """
+    tape, shape = logits.tape, logits.shape
+    tokens = shape[:-1]
+
+    def nll_backward(grad: Tensor, saved: Saved) -> Grads:
+        with grad.tape.workspace() as temporary:
+            for _ in range(3):
+                temporary.new("targets' indices", tokens, INT64)
+            temporary.new("targets of other ranks", tokens, BOOL)
+            for _ in range(2):
+                temporary.new("targets' gradients", tokens, FP32)
+            temporary.new("grad of log-probabilities", shape, FP32)
+            with grad.tape.workspace() as exponentials:
+                exponentials.new("probabilities", shape, FP32)
+                temporary.new("probabilities less targets", shape, FP32)
+            return (grad.tape.new("grad of logits", shape, FP32),)
+
+    log_p = _vocabulary_parallel_log_softmax(logits)
+    all_reduced(tape.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities")
+    total_weight = tape.new("total weight", (), FP32)
+    return tape.new("loss", (), FP32, tape.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
+
+
+def _vocabulary_parallel_log_softmax(logits: Tensor) -> Tensor:
+    """Each rank's part of the log-probabilities.
+
+    Source: torch.distributed.tensor.parallel.loss:_log_softmax.
+    """
+    tape, shape = logits.tape, logits.shape
+    tokens = shape[:-1]
+    with tape.workspace() as temporary:
+        temporary.keep(all_reduced(tape.new("maxima", tokens, FP32), "maxima of logits"))
+        temporary.new("logits less maxima", shape, FP32)
+        temporary.keep(all_reduced(_sums_of_exponentials(logits), "sums of exponentials"))
+        temporary.new("logarithms of sums", tokens, FP32)
+        log_p = tape.new("log-probabilities", shape, FP32)
+    log_p.node = tape.node((logits.node,), (log_p.detach(),), lambda grad, saved: (grad,))
+    return log_p
+
+
+def _sums_of_exponentials(logits: Tensor) -> Tensor:
+    with logits.tape.workspace() as powers:
+        powers.new("exponentials", logits.shape, FP32)
+        return logits.tape.new("sums", logits.shape[:-1], FP32)
+
+
+def share_of_loss(loss: Tensor) -> Tensor:
+    """The loss divided by the number of micro-batches, so that gradients add up to the batch's mean.
+
+    Source: torch:Tensor.div.
+    """
+    return loss.tape.new("loss over the micro-batches", (), FP32, _scalar_node(loss))
+
+
+def scaled_loss(loss: Tensor) -> Tensor:
+    """The loss times the scaler's scale in float16, else the loss itself.
+
+    Source: torch.amp.grad_scaler:GradScaler.scale.
+    """
+    if not loss.tape.context.scales_loss:
+        return loss
+    return loss.tape.new("scaled loss", (), FP32, _scalar_node(loss))
+
+
+def gradient_of_loss(tape: Tape) -> Tensor:
+    """The 1 that backward starts from.
+
+    Source: torch.autograd:_make_grads.
+    """
+    return tape.new("grad of loss", (), FP32)
+
+
+def _scalar_node(loss: Tensor) -> Node:
+    return loss.tape.node((loss.node,), (), same_backward)

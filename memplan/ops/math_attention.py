@@ -1,0 +1,118 @@
+"""Attention as separate products in float32, with the scores in memory."""
+
+from memplan.ops.elementwise import like, same_backward
+from memplan.ops.heads import attention_flops, head_major, repeated_heads
+from memplan.shapes import BOOL, FP32
+from memplan.tape import Grads, Saved, Tape, Tensor
+
+
+def math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
+    """Saves the scaled q and k, v, the probabilities and, with dropout, its mask and its result.
+
+    CPU takes it for dropout, CUDA for float32 with grouped queries and where an old GPU has no other kernel.
+    The probabilities are returned too, and thrown away: in a narrower type that is one more copy. Gradients
+    are laid out by head; k's is transposed besides, so that a single sequence's is in order.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`_scaled_dot_product_attention_math`).
+    """
+    tape, dtype, shape = q.tape, q.dtype, q.shape
+    _, seq, n_heads, _ = shape
+    q, k, v = (tape.cast(x, FP32) for x in (q, k, v))
+    scaled_q = tape.new("scaled q", shape, FP32, tape.node((q.node,), (), same_backward))
+    with tape.workspace() as held:
+        held.keep(_causal_bias(tape, seq))
+        if k.shape != shape:
+            k, v = repeated_heads(k, n_heads, head_major=True), repeated_heads(v, n_heads, head_major=True)
+        probabilities = _softmax(_scores(scaled_q, k))
+        if dropout:
+            probabilities = _dropped(probabilities)
+        if dtype != FP32:
+            held.new(f"probabilities as {dtype.name}", probabilities.shape, dtype)
+        return tape.cast(_weighted_values(probabilities, v), dtype)
+
+
+def _causal_bias(tape: Tape, seq: int) -> Tensor:
+    """0 where a query may see a key, else -inf; (seq, seq)."""
+    with tape.workspace() as temporary:
+        with tape.workspace() as ones:
+            ones.new("allowed", (seq, seq), BOOL)
+            temporary.new("allowed below the diagonal", (seq, seq), BOOL)
+        if not tape.context.device.on_cpu:
+            temporary.new("0", (), FP32)
+            temporary.new("-inf", (), FP32)
+        return tape.new("causal bias", (seq, seq), FP32)
+
+
+def _scores(scaled_q: Tensor, k: Tensor) -> Tensor:
+    """The product of the scaled q and k for each head, (batch, heads, seq, seq)."""
+    tape = k.tape
+    batch, seq, n_heads, _ = scaled_q.shape
+    scaled_k = tape.new("scaled k", scaled_q.shape, FP32, tape.node((k.node,), (), same_backward))
+    scaled_k.head_major = k.head_major
+    left, right = head_major(scaled_q), head_major(scaled_k)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_q, grad_k = _product_gradients(grad, saved)
+        grad_k.head_major = min(batch, seq) > 1
+        return grad_q, grad_k
+
+    node = tape.node((scaled_q.node, scaled_k.node), (left, right), backward)
+    (scores,) = tape.save_if_selective(
+        lambda: (tape.new("scores", (batch, n_heads, seq, seq), FP32),), attention_flops(scaled_q) // 2
+    )
+    scores.node = node
+    return scores
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """The probabilities, of the scores with the bias added in place, unless a dispatch mode watches."""
+    tape, shape, node, on_cpu = scores.tape, scores.shape, scores.node, scores.tape.context.device.on_cpu
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_scores = like(grad, "grad")
+        if not grad.tape.context.device.on_cpu:
+            like(grad, "grad times probabilities")
+        return (grad_scores,)
+
+    if tape.watched:
+        scores = tape.new("scores and bias", shape, FP32)
+    probabilities = tape.new("probabilities", shape, FP32)
+    probabilities.node = tape.node((node,), (probabilities.detach(),), backward)
+    with tape.workspace() as masked:
+        masked.new("keys not allowed", shape, BOOL)
+        masked.new("rows without any allowed key", shape[:-1], BOOL)
+        if not on_cpu:
+            masked.new("0", (), FP32)
+    return probabilities
+
+
+def _dropped(probabilities: Tensor) -> Tensor:
+    tape, shape = probabilities.tape, probabilities.shape
+    mask = tape.new("dropout mask", shape, FP32 if tape.context.device.on_cpu else BOOL)
+    node = tape.node((probabilities.node,), (mask,), same_backward)
+    return tape.new("dropped probabilities", shape, FP32, node)
+
+
+def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
+    """The product of the probabilities and v for each head."""
+    tape = v.tape
+    batch, n_heads, seq, _ = probabilities.shape
+    shape, apart = (batch, seq, n_heads, v.shape[3]), min(n_heads, seq) > 1
+    values = head_major(v)
+    node = tape.node((probabilities.node, v.node), (probabilities, values), _product_backward)
+    (y,) = tape.save_if_selective(lambda: (tape.new("attention", shape, FP32),), attention_flops(v) // 2)
+    y.head_major = apart
+    y.node = tape.node((node,), (), lambda grad, saved: (head_major(grad.view(*shape)),))
+    return y
+
+
+def _product_backward(grad: Tensor, saved: Saved) -> Grads:
+    return _product_gradients(grad, saved)
+
+
+def _product_gradients(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
+    """The gradients of both operands, laid out by head."""
+    left, right = (operand.shape for operand in saved)
+    grad_right, grad_left = grad.tape.new("grad", right, FP32), grad.tape.new("grad", left, FP32)
+    grad_left.head_major = grad_right.head_major = min(right[1:3]) > 1
+    return grad_left, grad_right
