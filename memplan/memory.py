@@ -127,8 +127,8 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
 
 def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
     """Add to `alive` what a stretch leaves when it is there `times` times; what it frees is taken away."""
-    for event in changes(stretch.events):
-        alive[event.buffer] += event.sign * times
+    for buffer, n in stretch.left:
+        alive[buffer] += n * times
     for part in stretch.parts:
         add_net(part, alive, times * stretch.repeats)
 

@@ -141,6 +141,7 @@ class Stretch:
 
     __slots__ = (
         "_counts",
+        "_left",
         "events",
         "has_passes",
         "high_bytes",
@@ -175,10 +176,21 @@ class Stretch:
                     self.has_passes = True
                     break
         self._counts: Counts | None = None
+        self._left: tuple[tuple[Buffer, int], ...] | None = None
 
     def __repr__(self) -> str:
         inside = f"{len(self.events)} events" if self.events else f"{len(self.parts)} parts"
         return f"<Stretch {self.name!r}: {inside}, {self.repeats} times>"
+
+    @property
+    def left(self) -> tuple[tuple[Buffer, int], ...]:
+        """Buffers of which its own events leave one or more; fewer than none where they free older ones."""
+        if self._left is None:
+            found: dict[Buffer, int] = {}
+            for event in changes(self.events):
+                found[event.buffer] = found.get(event.buffer, 0) + event.sign
+            self._left = tuple([(buffer, n) for buffer, n in found.items() if n])
+        return self._left
 
     @property
     def counts(self) -> Counts:

@@ -9,14 +9,14 @@ Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, islice, repeat
 from typing import Any, Final, NamedTuple, final
 
 from memplan.engines.torch.module import StageModule, backward_order, from_outside
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage, rotation_of
-from memplan.engines.trace import Segment, buffer_in, gradients
+from memplan.engines.trace import Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.record import (
     AccumulateGrad,
@@ -74,13 +74,18 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
 
     Source: `torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor`.
     """
-    trace = stage.trace
+    return _ready_order(stage.trace, tuple(n for _, n in stage.kinds))
+
+
+def _ready_order(trace: Trace, n_blocks: Sequence[int]) -> tuple[list[Parameter], list[Parameter]]:
+    blocks = zip(trace.blocks, n_blocks, strict=True)
     made = [
         *ready(trace.head_backward),
-        *(p for block, n in reversed(stage.blocks) for p in ready(block.backward) * n),
+        *(p for block, n in reversed(list(blocks)) for p in ready(block.backward) * n),
         *ready(trace.embed_backward),
     ]
-    return made, [p for p in reversed(stage.parameters()) if p.distributed]
+    module = [*trace.embed_parameters, *trace.block_parameters * sum(n_blocks), *trace.head_parameters]
+    return made, [p for p in reversed(module) if p.distributed]
 
 
 def ready(segment: Segment) -> list[Parameter]:
@@ -92,8 +97,24 @@ def ready(segment: Segment) -> list[Parameter]:
 
 def buckets(stage: Stage) -> list[list[Parameter]]:
     """The stage's buckets, in the order they are reduced."""
-    made, late = ready_order(stage)
-    return ddp_buckets([*made, *late], stage.plan.bucket_cap_bytes)
+    return _buckets(stage.trace, tuple(n for _, n in stage.kinds), stage.plan.bucket_cap_bytes)
+
+
+@lru_cache(maxsize=256)
+def _buckets(trace: Trace, n_blocks: tuple[int, ...], cap_bytes: int | None) -> list[list[Parameter]]:
+    made, late = _ready_order(trace, n_blocks)
+    return ddp_buckets([*made, *late], cap_bytes)
+
+
+@lru_cache(maxsize=256)
+def _fills(
+    trace: Trace, n_blocks: tuple[int, ...], cap_bytes: int | None, hook: str
+) -> tuple[Bucket | None, ...]:
+    """For each gradient in the order they are ready: the bucket that it is the last of."""
+    found: list[Bucket | None] = []
+    for parameters in _buckets(trace, n_blocks, cap_bytes):
+        found += [*repeat(None, len(parameters) - 1), bucket_of(parameters, hook)]
+    return tuple(found)
 
 
 def bucket_of(parameters: Iterable[Parameter], hook: str) -> Bucket:
@@ -251,9 +272,9 @@ class DistributedDataParallel(StageModule[DdpState]):
 
     def _filled(self) -> Iterator[Bucket | None]:
         """For each gradient in the order they are ready: the bucket that it is the last of."""
-        for parameters in buckets(self.stage):
-            yield from repeat(None, len(parameters) - 1)
-            yield bucket_of(parameters, self.hook)
+        stage = self.stage
+        n_blocks = tuple(n for _, n in stage.kinds)
+        return iter(_fills(stage.trace, n_blocks, stage.plan.bucket_cap_bytes, self.hook))
 
     def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
         """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from memplan.device import CPU, Device
@@ -168,6 +168,11 @@ def mesh_bytes(world_size: int, device: Device) -> int:
     return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
 
 
+@lru_cache(maxsize=256)
+def _partition(parameters: tuple[Parameter, ...], n_ranks: int) -> list[list[Parameter]]:
+    return zero_redundancy_partition(parameters, n_ranks)
+
+
 class RankStages:
     """The pipeline stages of one rank, and what the rank holds between steps.
 
@@ -284,7 +289,7 @@ class RankStages:
     @cached_property
     def partition(self) -> list[list[Parameter]]:
         """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
-        return zero_redundancy_partition(self.parameters(), self.plan.dp)
+        return _partition(tuple(self.parameters()), self.plan.dp)
 
     def weight_elements(self, parameter: Parameter) -> int:
         """Elements of a parameter that this rank stores."""
