@@ -79,10 +79,13 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
     for stage in stages:
-        if not stages.offloads:
-            yield from allocs(*_weights(stages, stage))
-        if "rotation" in named:
-            yield from allocs(named["rotation"])
+        rotation = allocs(named["rotation"]) if "rotation" in named else ()
+        if stages.offloads:
+            yield from rotation
+        elif plan.fsdp:
+            yield from _shards(stages, stage, rotation)
+        else:
+            yield from (*allocs(*_weights(stages, stage.parameters())), *rotation)
         if plan.ddp:
             yield from _broadcast(stages, stage)
             yield from allocs(*first_buckets[stage])
@@ -124,12 +127,41 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
     yield from frees(*copies[-1:])
 
 
-def _weights(stages: RankStages, stage: Stage) -> Iterator[Buffer]:
-    """Each weight of a stage as it lies in memory: FSDP2's shard with its padding."""
-    dp = stages.plan.dp
-    for parameter in stage.parameters():
-        elements = padded_shard_elements(parameter, dp) if stages.plan.fsdp else parameter.n_elements
-        yield buffer_of(parameter.name, (elements,), stages.weight_dtype, "weights")
+def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
+    """Each weight as it is made: FSDP2's shard has no padding yet."""
+    for parameter in parameters:
+        yield buffer_of(parameter.name, (stages.weight_elements(parameter),), stages.weight_dtype, "weights")
+
+
+def _shards(stages: RankStages, stage: Stage, rotation: tuple[Event, ...]) -> Iterator[Event]:
+    """FSDP2's shards: as soon as a module's are there, those that lack rows are copied into padded ones.
+
+    The root's own are padded when all the others are there, and the angles.
+
+    Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
+    `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
+    """
+    trace, units = stage.trace, stages.plan.fsdp_units
+    blocks = [trace.block_parameters] * stage.n_blocks
+    of_the_root: list[Event] = []
+    for i, parameters in enumerate((trace.embed_parameters, *blocks, trace.head_parameters)):
+        made = list(_weights(stages, parameters))
+        yield from allocs(*made)
+        padded = list(_padded(stages, parameters, made))
+        if units == "model" or (units == "block" and i in (0, stage.n_blocks + 1)):
+            of_the_root += padded
+        else:
+            yield from padded
+    yield from (*rotation, *of_the_root)
+
+
+def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[Buffer]) -> Iterator[Event]:
+    """Shards with fewer rows than others have, copied into padded ones."""
+    for parameter, shard in zip(parameters, made, strict=True):
+        elements = padded_shard_elements(parameter, stages.plan.dp)
+        if elements != stages.weight_elements(parameter):
+            padded = buffer_of(parameter.name, (elements,), stages.weight_dtype, "weights")
+            yield from (*allocs(padded), *frees(shard))
 
 
 def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
