@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -60,6 +61,9 @@ FORMATS: Final = ("png", "svg", "pdf")
 
 DRAWN: Final = "memplan explain"
 """The title in a drawing's metadata, by which it is known again."""
+
+HELP_WIDTH: Final = 43
+"""Characters beside an option's name on a terminal of 80 columns."""
 
 H100: Final = "h100-sxm"
 """The GPU that is played unless another is named."""
@@ -243,6 +247,11 @@ def _refuse_both(context: click.Context, names: Iterable[str]) -> None:
             raise InvalidValue(f"CASE says its own model and plan; leave out {flag}, or CASE.")
 
 
+def _unbroken(names: Sequence[str]) -> str:
+    """Names in lines of an option's help, none of them divided at a hyphen."""
+    return textwrap.fill(", ".join(names), HELP_WIDTH, break_on_hyphens=False)
+
+
 def _where_option(known: Mapping[str, Field]) -> Callable[[_Command], _Command]:
     """--where, read before anything runs."""
 
@@ -265,7 +274,7 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
     default="quick",
     show_default=True,
     metavar="NAME|FILE.toml",
-    help=f"One of {', '.join(NAMES)}; or a TOML file, as the README describes it.",
+    help=f"A TOML file, as the README describes it, or one of\n\n\b\n{_unbroken(NAMES)}\n\n",
 )
 @click.option("--only", default="", metavar="TEXT", help="Only the cases whose name contains this.")
 @_where_option(CASE_FIELDS)
