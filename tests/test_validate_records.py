@@ -1,6 +1,7 @@
 """Records, the verdict's arithmetic, the table."""
 
 import json
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -229,3 +230,9 @@ def test_what_was_measured_is_set_beside_what_is_predicted_now(tmp_path):
     afresh = read_records(out)
     assert [record.measured for record in afresh] == [record.measured for record in stale]
     assert all(record.confirmed for record in afresh)
+
+
+@pytest.mark.parametrize("file", sorted(MEASURED.rglob("*.jsonl")), ids=lambda file: file.stem)
+def test_no_record_names_a_folder_of_a_machine(file):
+    named = re.findall(r'File \\"/[^"]*|/site-packages/|/home/|/root/', file.read_text(encoding="utf-8"))
+    assert not named, set(named)

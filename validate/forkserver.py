@@ -26,6 +26,8 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, Final, Self, cast
 
+from validate.tracebacks import without_folders
+
 MOST_MESSAGE_BYTES: Final = 1 << 17
 SAID_BYTES: Final = 4000
 """How much of what a process printed is kept."""
@@ -77,7 +79,7 @@ class Forked:
     def end(self) -> End:
         """Waits for its end."""
         told = os.read(self._status, 16)
-        said = _content(self._output)[-SAID_BYTES:].decode(errors="replace").strip()
+        said = without_folders(_content(self._output).decode(errors="replace"))[-SAID_BYTES:].strip()
         answer = _content(self._answer)
         for descriptor in (self._status, self._output, self._answer):
             os.close(descriptor)

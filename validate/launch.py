@@ -36,6 +36,7 @@ from validate.memory import MemoryProfile
 from validate.nogpu import environment_for
 from validate.records import Outcome
 from validate.standin import stand_in, unanimous
+from validate.tracebacks import without_folders
 
 PRELOADED: Final = (
     "torch",
@@ -392,7 +393,7 @@ def rank_main(seat: Seat, program: Program) -> Answer:
 
 
 def _failure(rank: int, error: Exception) -> Failure:
-    text = "".join(traceback.format_exception(error))
+    text = without_folders("".join(traceback.format_exception(error)))
     short = isinstance(error, torch.OutOfMemoryError | MemoryError) or _speaks_of_memory(text)
     return Failure(
         rank=rank,

@@ -20,6 +20,7 @@ from validate.launch import Ended, ForkServers, Program, run_case
 from validate.machine import Budget
 from validate.predict import estimated_rank
 from validate.records import Record
+from validate.tracebacks import without_folders
 
 _T = TypeVar("_T")
 
@@ -80,7 +81,7 @@ class Judge:
         try:
             return judged(case, self._references, run=run, anyway=self._anyway)
         except Exception:
-            reason = f"validate itself failed: {traceback.format_exc()}"
+            reason = f"validate itself failed: {without_folders(traceback.format_exc())}"
             return Record(case=case.to_dict(), outcome="crashed", reason=reason)
 
     def close(self) -> None:
