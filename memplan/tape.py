@@ -47,6 +47,9 @@ from memplan.shapes import (
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
 """What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
 
+NCCL: Final = frozenset({"nccl", "nccl-at-once"})
+"""NCCL's process group."""
+
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
 """Backends whose handles hold a collective's operand until they are waited for.
 

@@ -9,7 +9,7 @@ from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
-from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
 from memplan.shapes import INT64, Buffer, Parameter
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -41,9 +41,9 @@ EMPTY = Segment()
 class Block:
     """One kind of block in both directions.
 
-    `entry`, `entry_backward`: as a stage's first block. Where its input came from another stage, that tensor
-    is the schedule's and not freed here. `casts` frees what autocast kept of the block's weights, when the
-    forward pass ends.
+    `entry`, `entry_backward`: as a stage's first block, which waits for the embedding's collective. Where its
+    input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
+    autocast kept of the block's weights, when the forward pass ends.
     """
 
     forward: Segment
@@ -71,6 +71,7 @@ class Trace:
         products, products_backward: the results of the matrix products of either pass.
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
+        in_flight: what the embedding's collective holds until the first block reads its result.
     """
 
     embed: Segment = EMPTY
@@ -94,6 +95,7 @@ class Trace:
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
+    in_flight: tuple[Buffer, ...] = ()
 
     def sending(self, forward: Segment) -> Segment:
         """A block's forward pass whose output is `sent`."""
@@ -154,7 +156,7 @@ def without_blocks(trace: Trace) -> Trace:
     received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
     return replace(
         trace,
-        embed=trace.sending(trace.embed),
+        embed=trace.sending(Segment((*trace.embed.events, *frees(*trace.in_flight)))),
         head=received(trace.head),
         head_backward=received(trace.head_backward),
         embed_backward=without_grad(trace.embed_backward),
@@ -179,7 +181,7 @@ def _traced(
     tape = Tape(context)
     cut = Marks(tape)
     x = entry_of(model, tape, first=first)
-    entry = _buffer(x)
+    entry, in_flight = _buffer(x), tuple([_buffer(operand) for operand in x.in_flight])
     embed, embed_parameters = cut.segment(), cut.parameters()
     n_embed = len(tape.nodes)
     tape.leave_autocast()
@@ -258,7 +260,7 @@ def _traced(
         n_loss_backward=n_loss_backward,
         blocks=(
             Block(
-                forward=same(block),
+                forward=same(Without(*in_flight)(block)),
                 backward=same(block_backward),
                 entry=same(inside(block)),
                 entry_backward=same(inside(block_backward)),
@@ -278,6 +280,7 @@ def _traced(
         boundary=boundary,
         sent=sent,
         boundary_grad=boundary_grad,
+        in_flight=in_flight,
     )
 
 
@@ -309,13 +312,13 @@ def _buffer(x: Tensor | None) -> Buffer:
 
 
 class Without:
-    """Leaves out what happens to a buffer."""
+    """Leaves out what happens to some buffers."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, *buffers: Buffer) -> None:
+        self.buffers = buffers
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(e for e in segment.events if buffer_in(e) is not self.buffer))
+        return Segment(tuple(e for e in segment.events if buffer_in(e) not in self.buffers))
 
 
 class _Renamed:

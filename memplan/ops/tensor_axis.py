@@ -4,7 +4,7 @@ They are functional: the result is a new tensor.
 """
 
 from memplan.ops.dims import dims, divided
-from memplan.tape import Grads, Saved, Tensor
+from memplan.tape import NCCL, Grads, Saved, Tensor
 
 
 def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
@@ -38,22 +38,24 @@ def divided_sequence(x: Tensor) -> Tensor:
     """
     if not x.tape.context.sequence_parallel:
         return x
+    x.in_flight = ()
     node = x.tape.node((x.node,), (), lambda grad, saved: (grad,))
     node.distributed = True
     return x.alias(node)
 
 
-def reduced_over_tp(y: Tensor) -> Tensor:
+def reduced_over_tp(y: Tensor, *, waits: bool = True) -> Tensor:
     """Leave a tensor-parallel region: the sum of the tensor ranks' partial outputs.
 
-    Each rank keeps all of it, or its part of the sequence under sequence parallelism.
+    Each rank keeps all of it, or its part of the sequence under sequence parallelism. `waits`: the next thing
+    that happens is that it is read.
     """
     tape = y.tape
     if tape.context.tp == 1:
         return y
     if tape.context.sequence_parallel:
         node = tape.node((y.node,), (), _gathered_backward)
-        total = reduce_scattered(y, "activations")
+        total = reduce_scattered(y, "activations", waits=waits)
     else:
         node = tape.node((y.node,), (), lambda grad, saved: (grad,))
         total = all_reduced(y, "activations")
@@ -111,10 +113,13 @@ def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
     return (whole,)
 
 
-def reduce_scattered(x: Tensor, what: str) -> Tensor:
+def reduce_scattered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     """This rank's part of the summed sequence; the operand is first put in the order of the ranks.
 
-    Source: torch.distributed._functional_collectives:reduce_scatter_tensor.
+    It need not be waited for: then NCCL's handle holds the operand until the part is read.
+
+    Source: torch.distributed._functional_collectives:reduce_scatter_tensor,
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
     """
     tape, tp = x.tape, x.tape.context.tp
     batch, seq, d = dims(x, "a reduce-scatter of the sequence", "batch", "seq", "d")
@@ -129,4 +134,6 @@ def reduce_scattered(x: Tensor, what: str) -> Tensor:
         return (part,)
 
     (part,) = tape.save_if_selective(compute)
+    if not waits and tape.context.backend in NCCL:
+        part.in_flight = (ordered,)
     return part

@@ -27,7 +27,7 @@ from memplan.shapes import (
     Shape,
     buffer_of,
 )
-from memplan.tape import USUAL_BACKENDS, Backend, OpContext
+from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -382,8 +382,7 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        by_nccl = self.backend in ("nccl", "nccl-at-once")
-        if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or not by_nccl:
+        if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
         n_bytes = product_workspace_bytes(self.device)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
