@@ -2,23 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from inspect import signature
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -93,16 +84,11 @@ def _accumulated(
     return run
 
 
-SCHEDULES: Final[dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "looped-bfs": ScheduleLoopedBFS,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipe-v": ScheduleDualPipeV,
-}
-"""What each schedule's name means."""
+def _schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
+    """The class that runs the plan's schedule."""
+    module, _, name = plan.pipeline_schedule.runs_as.partition(":")
+    found: type[PipelineScheduleSingle] | type[PipelineScheduleMulti] = getattr(import_module(module), name)
+    return found
 
 
 def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -150,7 +136,7 @@ def _stage(
 def _pipelined(
     stages: Sequence[PipelineStage], plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
 ) -> Passes:
-    kind, n = SCHEDULES[plan.schedule], plan.n_micro_batches
+    kind, n = _schedule_class(plan), plan.n_micro_batches
 
     def scaled_loss(logits: Tensor, y: Tensor) -> Tensor:
         return scaler.scale(token_loss(logits, y, chunks=plan.loss_chunks) / n)
