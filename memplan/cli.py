@@ -1,4 +1,4 @@
-"""The command line: `memplan estimate|search|advise|compare|models|gpus`, each with `--json`."""
+"""The command line: `memplan estimate|budget|search|advise|compare|models|gpus`, each with `--json`."""
 
 import errno
 import json
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
+from memplan.budget import budget
 from memplan.device import DeviceType
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
@@ -268,6 +269,25 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     for name, found in rows.items():
         where = f"stage {worst.stage}" + (", on the host," if name == "host_ledger" else "")
         click.echo(f"\nLedger of {where} at its worst instant\n{ledger_text(found)}")
+
+
+@commands.command("budget")
+@click.argument("model")
+@cluster_options()
+@plan_options(dp=None, global_batch=None, seq_len=None)
+@click.option("--tokens", type=number_or_text, metavar="N", help="As in 15e12; left out: 20 a parameter.")
+@click.option("--price-per-gpu-hour", type=number_or_text, metavar="X", help="In any currency.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json: bool, **asked: Any) -> None:
+    """Days, GPU-hours, money and energy of a whole training.
+
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    """
+    result = budget(estimate(model, **asked), tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        click.echo(str(result))
 
 
 @commands.command("search")

@@ -36,7 +36,7 @@ from memplan.steptime import (
     ranks_in_a_node,
     ring_bytes_per_s,
 )
-from validate.modules import Transformer, token_loss
+from validate.systems.torch.modules import Transformer, token_loss
 
 FIELDS: dict[str, Any] = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 64}
 LLAMA = Llama(name="small", **FIELDS, n_kv_heads=2, max_seq_len=16, tied_head=False)

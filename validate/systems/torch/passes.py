@@ -1,4 +1,4 @@
-"""One rank's training loop: the same tokens each step, one optimizer step at a time."""
+"""The forward and backward passes of one rank's step: accumulated, or run by a pipeline schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Model, Plan
 from memplan.plan import Rank
-from validate.modules import token_loss
-from validate.parallelize import torch_dtype
+from validate.systems.torch.modules import token_loss
+from validate.systems.torch.parallelize import torch_dtype
 
-Gradients = Callable[[], float | None]
+Passes = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
 
 
@@ -35,7 +35,7 @@ def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device
     return mine[:, :-1].clone(), mine[:, 1:].clone()
 
 
-def gradients(
+def passes(
     modules: Mapping[int, nn.Module],
     model: Model,
     plan: Plan,
@@ -45,7 +45,7 @@ def gradients(
     scaler: GradScaler,
     *,
     seed: int,
-) -> Gradients:
+) -> Passes:
     """Forward and backward of one step over this rank's stages, accumulated or pipelined; a scaled loss."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
     if plan.pp > 1 and mesh is not None:
@@ -66,7 +66,7 @@ def _number(loss: Tensor) -> float:
 
 def _accumulated(
     module: nn.Module, plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
-) -> Gradients:
+) -> Passes:
     n = plan.n_micro_batches
     micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
 
@@ -135,7 +135,7 @@ def _stage(
 
 def _pipelined(
     stages: Sequence[PipelineStage], plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
-) -> Gradients:
+) -> Passes:
     kind, n = _schedule_class(plan), plan.n_micro_batches
 
     def scaled_loss(logits: Tensor, y: Tensor) -> Tensor:

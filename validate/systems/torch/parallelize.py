@@ -32,8 +32,8 @@ from memplan import Model, Plan
 from memplan.plan import MESH_AXES, Rank, stage_layers
 from memplan.shapes import DType
 from memplan.units import MiB
-from validate.modules import GptEmbedding, Transformer
 from validate.standin import WithResult, materialised, with_results
+from validate.systems.torch.modules import GptEmbedding, Transformer
 
 POWERSGD_FIRST_STEP: Final = 2
 """Gradients are compressed from the third step on: the least DDP allows, whose buckets the second rebuilds.
