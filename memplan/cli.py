@@ -14,7 +14,7 @@ from memplan.budget import budget
 from memplan.device import DeviceType
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
-from memplan.fields import Choice, Counts, Flag, Number, count_or_text, number_or_text
+from memplan.fields import Choice, Counts, Flag, Number, Registered, count_or_text, number_or_text
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
@@ -172,7 +172,7 @@ def _plan_option(name: str, default: Any) -> Callable[[F], F]:
             return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
-        case Choice():
+        case Choice() | Registered():
             return _choice(flag, field.choices, default, field.help)
         case Counts():
             return click.option(flag, type=_counts, metavar="N,N,...", help=field.help)
@@ -193,7 +193,7 @@ def _search_option(name: str) -> Callable[[F], F]:
     match field:
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
-        case Choice():
+        case Choice() | Registered():
             names = f"Of {', '.join(field.choices)}."
             return click.option(flag, type=_names, metavar="NAME,...", help=names)
     return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
