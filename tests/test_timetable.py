@@ -8,8 +8,8 @@ import pytest
 import memplan
 from memplan import Llama, plots
 from memplan.errors import InvalidValue, MissingRule
-from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES
 from memplan.plots.time import IDLE, PASSES
+from memplan.schedules import SCHEDULES
 from memplan.timetable import timetable
 
 EVEN = Llama(
@@ -29,12 +29,12 @@ INSTANT = replace(memplan.cluster("4xh100-sxm"), intra_node=memplan.Link(name="i
 
 
 def planned(schedule, m, **asked):
-    v = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
+    v = SCHEDULES.named(schedule).stages_per_rank or 2
     options = {"pp": 4, "cluster": INSTANT, "schedule": schedule, "virtual_stages": v, "global_batch": m}
     return memplan.estimate(EVEN, **options | asked)
 
 
-@pytest.fixture(params=SCHEDULES)
+@pytest.fixture(params=SCHEDULES.own)
 def estimate(request):
     return planned(request.param, 12)
 
