@@ -33,13 +33,12 @@ from memplan.plan import (
     FSDP_UNITS,
     OPTIMIZER_IMPLS,
     OPTIMIZERS,
-    PRECISIONS,
     RECOMPUTES,
-    SCHEDULES,
-    SINGLE_STAGE_SCHEDULES,
     Rank,
 )
+from memplan.precisions import PRECISIONS
 from memplan.record import Alloc, Free, Stretch, changes, events
+from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, KINDS, Buffer
 from memplan.tables import ledger_rows
 from memplan.tape import CPU_RNG_STATE_BYTES
@@ -142,19 +141,19 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
         **(ddp if zero <= 1 < dp else {}),
         "sequence_parallel": draw(st.booleans()) if tp > 1 else False,
         "seq_len": draw(st.sampled_from([4, 8, 16])),
-        "precision": field("precision", st.sampled_from(PRECISIONS)),
+        "precision": field("precision", st.sampled_from(tuple(PRECISIONS.own))),
         "optimizer": field("optimizer", st.sampled_from(OPTIMIZERS)),
         "optimizer_impl": field("optimizer_impl", st.sampled_from(OPTIMIZER_IMPLS)),
         "clip_grad_norm": field("clip_grad_norm", st.sampled_from([None, 1.0])),
         "set_to_none": field("set_to_none", st.booleans()),
         "recompute": field("recompute", st.sampled_from(RECOMPUTES)),
         "recompute_blocks": draw(st.sampled_from([None, 1, 2])),
-        "schedule": field("schedule", st.sampled_from(SCHEDULES if pp > 1 else ("1f1b",))),
+        "schedule": field("schedule", st.sampled_from(tuple(SCHEDULES.own) if pp > 1 else ("1f1b",))),
         "loss_chunks": field("loss_chunks", st.integers(1, 4)),
     }
     if chosen["recompute"] == "none":
         del chosen["recompute_blocks"]
-    if pp > 1 and chosen["schedule"] not in SINGLE_STAGE_SCHEDULES:
+    if pp > 1 and not SCHEDULES.named(chosen["schedule"]).single_stage:
         chosen["virtual_stages"] = draw(st.integers(1, max(1, model.n_layers // pp)))
     least = {"1f1b": pp, "dualpipe-v": 2 * pp}.get(chosen["schedule"], 1)
     n_micro_batches = draw(st.integers(least, least + 5))
@@ -795,9 +794,9 @@ anything = st.fixed_dictionaries(
         "micro_batch": st.integers(1, 3),
         "global_batch": st.integers(1, 20),
         "seq_len": st.integers(1, 20),
-        "schedule": st.sampled_from(SCHEDULES),
+        "schedule": st.sampled_from(tuple(SCHEDULES.own)),
         "virtual_stages": st.sampled_from([1, 1, 2]),
-        "precision": st.sampled_from(PRECISIONS),
+        "precision": st.sampled_from(tuple(PRECISIONS.own)),
         "optimizer": st.sampled_from(OPTIMIZERS),
         "optimizer_impl": st.sampled_from(OPTIMIZER_IMPLS),
         "set_to_none": st.booleans(),

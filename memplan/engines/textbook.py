@@ -22,6 +22,7 @@ from memplan.engines.refusals import (
 )
 from memplan.memory import Alive
 from memplan.models import Model, parameter_count
+from memplan.orders import in_flight
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
 from memplan.shapes import BF16, UINT8, Buffer, Kind
@@ -290,7 +291,7 @@ def input_output_activations_bytes(
 def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
     """The convention for a plan's precision and optimizer.
 
-    fp32: 4 + 4 + 4 a moment; bf16-mixed: 2 + 2, an fp32 copy of the weights and 4 a moment; bf16: 2 + 2 + 2
+    fp32: 4 + 4 + 4 a moment; mixed: 2 + 2, an fp32 copy of the weights and 4 a moment; bf16: 2 + 2 + 2
     a moment. With Adam's two moments these are `FP32_ADAM`, `MIXED_ADAM` and 2 + 2 + 4.
 
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1, for Adam; others keep fewer moments.
@@ -298,11 +299,10 @@ def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
     >>> [bytes_per_parameter(Plan(precision=p)).total for p in ("fp32", "bf16-mixed", "bf16")]
     [16, 16, 8]
     """
-    weights = 4 if plan.precision == "fp32" else 2
-    moment = 2 if plan.precision == "bf16" else 4
-    copy = 4 if plan.precision == "bf16-mixed" else 0
+    weights, stored = plan.formats.compute.itemsize, plan.formats.stored.itemsize
+    copy = stored if plan.mixed else 0
     return BytesPerParameter(
-        weights=weights, grads=weights, optimizer=copy + moment * N_MOMENTS[plan.optimizer]
+        weights=weights, grads=weights, optimizer=copy + stored * N_MOMENTS[plan.optimizer]
     )
 
 
@@ -325,8 +325,8 @@ def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
         precision.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2.3 and 4.3, which give the first stage.
     """
-    m = plan.n_micro_batches
-    alive = m if plan.schedule == "gpipe" and plan.pp > 1 else min(m, plan.pp - pp_rank)
+    order = plan.pipeline_schedule.order(plan.pp, pp_rank, 1, plan.n_micro_batches)
+    alive = in_flight(order, 0) if plan.pp > 1 else 1
     layers = len(stage_layers(model.n_layers, plan, pp_rank))
     recomputed = layers if plan.recompute_blocks is None else min(layers, plan.recompute_blocks)
     sizes = {"seq_len": plan.seq_len, "micro_batch": plan.micro_batch, "d_model": model.d_model}
@@ -457,7 +457,6 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "static_graph": (False,),
     "bucket_cap_bytes": (None,),
     "ddp_comm_hook": ("none",),
-    "precision": ("fp32", "bf16", "bf16-mixed"),
     "loss_chunks": (1,),
 }
 """Values of a plan's options that the formulas cover; of other options all."""

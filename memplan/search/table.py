@@ -53,6 +53,7 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
     """
     result = frame(list(search_rows(found)), COLUMNS)
     result.attrs |= counts(found)
+    result.attrs |= {"model": found.model.name, "budget_bytes": found.cluster.budget_bytes}
     return result
 
 
