@@ -179,7 +179,7 @@ class Space:
 
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
         """The numbers of recomputed blocks per stage that make a difference."""
-        largest_stage = -(-self.model.n_layers // n_stages)
+        largest_stage = -(-self.model.n_blocks // n_stages)
         asked = self.of("recompute_blocks", (None,))
         some = [n for n in asked if n is not None and n < largest_stage]
         every = [n for n in asked if n is None or n >= largest_stage]
@@ -200,8 +200,8 @@ class Space:
         if schedule in V_SCHEDULES:
             return (2,)
         least = 1 if schedule == "zero-bubble" else 2
-        most = max(self.model.n_layers // pp, least)
-        largest_stage = {-(-self.model.n_layers // (pp * v)): v for v in range(most, least - 1, -1)}
+        most = max(self.model.n_blocks // pp, least)
+        largest_stage = {-(-self.model.n_blocks // (pp * v)): v for v in range(most, least - 1, -1)}
         return tuple(sorted(largest_stage.values()))
 
 
