@@ -12,7 +12,7 @@ from memplan.errors import InvalidValue, UnknownName
 from memplan.models import Decoder, Gpt, Llama, preset, preset_names, resolve
 from memplan.models.presets import model_of_entry, preset_source, preset_table
 from validate.cases import runnable
-from validate.modules import Transformer
+from validate.systems.torch.modules import Transformer
 
 # The real checkpoints' counts (sums over the tensors of the published weights, tied tensors once).
 PUBLISHED = {

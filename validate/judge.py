@@ -14,9 +14,9 @@ from validate.cases import Case
 from validate.collectives import Collective
 from validate.launch import Ended, run_case
 from validate.measure import Memory, RankMeasurement, States
-from validate.parallelize import POWERSGD_FIRST_STEP
 from validate.predict import Prediction, prediction
 from validate.records import Record
+from validate.systems.torch.parallelize import POWERSGD_FIRST_STEP
 
 LOSS_TOLERANCES: Final = {"fp32": 1e-5, "fp16-mixed": 2.5e-3, "bf16-mixed": 1e-2, "bf16": 1e-2}
 """Relative, any step's loss.
@@ -76,7 +76,7 @@ def judged(
     run: Runner = run_case,
     anyway: bool = False,
 ) -> Record:
-    """The comparison of a case that ended so; it is run first if it has not been.
+    """The record of a case: its run, given or made now, compared with prediction and single-process run.
 
     A plan that is refused is not run, unless `anyway`.
     """
@@ -149,7 +149,7 @@ def _compared(
 
 
 def rejudged(record: Record) -> Record:
-    """What was measured then, beside what memplan predicts now; nothing is run.
+    """The record with its measurement compared with what memplan predicts now; nothing is run.
 
     Raises:
         MemplanError: a plan that ran and that memplan refuses now.
@@ -272,7 +272,7 @@ def _plain(rank: RankMeasurement) -> dict[str, Any]:
 
 
 def _measurement(case: Case, plain: Mapping[str, Any]) -> RankMeasurement:
-    """What `_plain` keeps of a measurement."""
+    """The measurement that `_plain` wrote; what it does not keep is empty or no number."""
     return RankMeasurement(
         rank=plain["rank"],
         at=case.plan.place(plain["rank"]),

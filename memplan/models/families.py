@@ -1,36 +1,18 @@
 """The families of models, found by name in a registry.
 
-memplan's own families are in `BUILT_IN`, each a file of this folder: the forward pass of each implementation,
-and the reader of a config.json. Another package adds one by an entry point of the group `memplan.models`,
-whose object is a `Family`:
-
-```toml
-[project.entry-points."memplan.models"]
-toy = "toy_models:TOY"
-```
+memplan's own families are each a file of this folder: the forward pass of each implementation, and the reader
+of a config.json. Another package adds one by an entry point of the group `memplan.models` (see
+`memplan.registry`), whose object is a `Family`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.models.base import Model
 from memplan.models.config import Config
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-GROUP: Final = "memplan.models"
-"""The entry points' group."""
-
-BUILT_IN: Final = {
-    "gpt": "memplan.models.gpt:GPT",
-    "llama": "memplan.models.llama:LLAMA",
-}
-"""memplan's own families: module and object."""
+from memplan.registry import Registry
 
 
 class Reader(NamedTuple):
@@ -60,38 +42,12 @@ class Family:
         return next(iter(self.implementations.values()))(**sizes)
 
 
-@cache
-def family_named(name: str) -> Family:
-    """The family of a name.
-
-    Raises:
-        UnknownName: with the names that are known.
-        InvalidValue: another package's entry point is no family.
-    """
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), attribute)
-    else:
-        others = _entry_points()
-        if name not in others:
-            raise unknown_name("model family", name, family_names())
-        found = others[name].load()
-    if not isinstance(found, Family):
-        raise InvalidValue(
-            f"model family {name!r} is {shown_value(found)}; its entry point must be a "
-            "memplan.models.families.Family."
-        )
-    return found
-
-
-def family_names() -> tuple[str, ...]:
-    """The names of all families, memplan's own first."""
-    return (*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN)))
-
-
-def families() -> Iterator[Family]:
-    """All families."""
-    return map(family_named, family_names())
+FAMILIES: Final = Registry(
+    what="model",
+    kind=Family,
+    own={"gpt": "memplan.models.gpt:GPT", "llama": "memplan.models.llama:LLAMA"},
+)
+"""The families by name; one is imported when a model of it is first used."""
 
 
 def implemented(model: Model, implementation: str) -> Model:
@@ -105,7 +61,7 @@ def implemented(model: Model, implementation: str) -> Model:
         UnknownName: an implementation that its family does not have.
         InvalidValue: a size that the other implementation has no place for.
     """
-    known = family_named(model.family).implementations
+    known = FAMILIES.named(model.family).implementations
     if implementation not in known:
         raise unknown_name(f"implementation of {model.family}:", implementation, known)
     cls = known[implementation]
@@ -121,9 +77,3 @@ def implemented(model: Model, implementation: str) -> Model:
                 f"{model.implementation!r}."
             )
     return cls(**{name: getattr(model, name) for name in names if hasattr(model, name)})
-
-
-def _entry_points() -> "dict[str, EntryPoint]":
-    from importlib.metadata import entry_points  # slow to import, and rarely needed
-
-    return {point.name: point for point in entry_points(group=GROUP)}

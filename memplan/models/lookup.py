@@ -6,7 +6,7 @@ from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value
 from memplan.files import of_file
 from memplan.models.base import Model
 from memplan.models.config import config_file, model_name, read_config
-from memplan.models.families import families, implemented
+from memplan.models.families import FAMILIES, implemented
 from memplan.models.presets import preset
 
 
@@ -59,7 +59,8 @@ def model_from_config(path: str | os.PathLike[str]) -> Model:
     file = config_file(path)
     try:
         config = read_config(file)
-        readers = {kind: reader for family in families() for kind, reader in family.readers.items()}
+        families = map(FAMILIES.named, FAMILIES.names())
+        readers = {kind: reader for family in families for kind, reader in family.readers.items()}
         kind = config.model_type({kind: reader.architecture for kind, reader in readers.items()})
         return readers[kind].read(config, model_name(file))
     except MemplanError as error:

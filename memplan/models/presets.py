@@ -9,7 +9,7 @@ from typing import Any
 from memplan.errors import UnknownName, unknown_name
 from memplan.files import toml_table
 from memplan.models.base import Model
-from memplan.models.families import BUILT_IN, family_named, family_names
+from memplan.models.families import FAMILIES
 
 
 @cache
@@ -47,9 +47,9 @@ def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
     """
     sizes = {key: value for key, value in entry.items() if key not in ("family", "source", "retrieved")}
     try:
-        family = family_named(entry["family"])
+        family = FAMILIES.named(entry["family"])
     except UnknownName:
-        raise unknown_name(f"family of the model {name}:", entry["family"], family_names()) from None
+        raise unknown_name(f"family of the model {name}:", entry["family"], FAMILIES.names()) from None
     return family.model(name=name, **sizes)
 
 
@@ -78,7 +78,7 @@ def _entry(name: str) -> Mapping[str, Any]:
 def _others() -> dict[str, Mapping[str, Any]]:
     """The presets of other packages' families."""
     found: dict[str, Mapping[str, Any]] = {}
-    for family in family_names()[len(BUILT_IN) :]:
-        entries = family_named(family).presets.items()
+    for family in FAMILIES.names()[len(FAMILIES.own) :]:
+        entries = FAMILIES.named(family).presets.items()
         found |= {name: {**entry, "family": family} for name, entry in entries}
     return found
