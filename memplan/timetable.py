@@ -111,7 +111,7 @@ def _works(of: StageEstimate) -> Iterator[_Work]:
             products[local] = forward
         kind: PassPart = "backward" if part == "backward-input" else part
         n = seen[local, kind] = seen.get((local, kind), -1) + 1
-        if part == "backward" and schedule.backward_reversed:
+        if part != "forward" and schedule.backward_reversed:
             n = of.plan.n_micro_batches - 1 - n
         work = FORWARDS[part] * products[local]
         yield _Work(stages[local], part, n, work, recomputed, tp_bytes, pp_bytes)
