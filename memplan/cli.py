@@ -1,4 +1,4 @@
-"""The command line: `memplan estimate|search|advise|compare|models|gpus`, each with `--json`."""
+"""The command line: `memplan estimate|budget|search|advise|compare|models|gpus`, each with `--json`."""
 
 import errno
 import json
@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
+from memplan.budget import budget
 from memplan.device import DeviceType
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
-from memplan.fields import Choice, Counts, Flag, Number, count_or_text, number_or_text
+from memplan.fields import Choice, Counts, Flag, Number, Registered, count_or_text, number_or_text
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.models import Model, parameter_count, preset, preset_names, preset_source
+from memplan.models import Model, model_dict, parameter_count, preset, preset_names, preset_source
 from memplan.plan import FIELDS, Plan
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
@@ -150,6 +151,15 @@ def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") 
     )
 
 
+def implementation_option() -> Callable[[F], F]:
+    """The flag that says whose code trains a model."""
+    return click.option(
+        "--implementation",
+        metavar="NAME",
+        help="Whose code trains the model: reference, torchtitan, ...; left out: its family's default.",
+    )
+
+
 ESTIMATED: Final = tuple(name for name in FIELDS if name != "engine")
 """The fields of a plan that have a flag wherever a plan is asked for."""
 
@@ -171,7 +181,7 @@ def _plan_option(name: str, default: Any) -> Callable[[F], F]:
             return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
-        case Choice():
+        case Choice() | Registered():
             return _choice(flag, field.choices, default, field.help)
         case Counts():
             return click.option(flag, type=_counts, metavar="N,N,...", help=field.help)
@@ -192,7 +202,7 @@ def _search_option(name: str) -> Callable[[F], F]:
     match field:
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
-        case Choice():
+        case Choice() | Registered():
             names = f"Of {', '.join(field.choices)}."
             return click.option(flag, type=_names, metavar="NAME,...", help=names)
     return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
@@ -240,6 +250,7 @@ def commands() -> None:
 
 @commands.command("estimate")
 @click.argument("model")
+@implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option(
@@ -270,8 +281,28 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
         click.echo(f"\nLedger of {where} at its worst instant\n{ledger_text(found)}")
 
 
+@commands.command("budget")
+@click.argument("model")
+@cluster_options()
+@plan_options(dp=None, global_batch=None, seq_len=None)
+@click.option("--tokens", type=number_or_text, metavar="N", help="As in 15e12; left out: 20 a parameter.")
+@click.option("--price-per-gpu-hour", type=number_or_text, metavar="X", help="In any currency.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json: bool, **asked: Any) -> None:
+    """Days, GPU-hours, money and energy of a whole training.
+
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    """
+    result = budget(estimate(model, **asked), tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        click.echo(str(result))
+
+
 @commands.command("search")
 @click.argument("model")
+@implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
 @click.option("--global-batch", type=_counts, required=True, metavar="N,N,...", help="Sequences per step.")
 @click.option(
@@ -316,6 +347,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
 @commands.command("advise")
 @click.argument("model")
+@implementation_option()
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -339,6 +371,7 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 @click.argument("model")
 @click.argument("plan_a")
 @click.argument("plan_b")
+@implementation_option()
 @cluster_options()
 @_count("--global-batch", "Sequences per step.", required=True)
 @_count("--seq-len", "Tokens per sequence; left out: the model's context.")
@@ -422,14 +455,15 @@ def gpus_command(as_json: bool) -> None:
 
 
 def _model_dict(model: Model) -> dict[str, Any]:
-    family = type(model).__name__.lower()
-    source = preset_source(model.name)
-    return {"family": family, **asdict(model), "n_parameters": parameter_count(model), "source": source}
+    n_parameters, source = parameter_count(model), preset_source(model.name)
+    return {**model_dict(model), "n_parameters": n_parameters, "source": source}
 
 
 def _model_row(model: Model) -> tuple[str, ...]:
-    sizes = (model.n_layers, model.d_model, model.n_heads, model.n_kv_heads, model.vocab_size)
-    return (model.name, f"{parameter_count(model):,}", *map(str, sizes), str(model.max_seq_len))
+    """A model's sizes; one that its family does not have is a dash."""
+    sizes = asdict(model) | {"n_layers": model.n_blocks}
+    names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
+    return (model.name, f"{parameter_count(model):,}", *[str(sizes.get(name, "-")) for name in names])
 
 
 def _gpu_row(each: Gpu) -> tuple[str, ...]:

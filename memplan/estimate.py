@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
-from memplan.engines.base import Confirmation, Engine, RankRecord, engine_named
+from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
 from memplan.errors import InvalidValue
 from memplan.hardware import (
@@ -24,17 +24,15 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, parameter_count, resolve
+from memplan.models import Model, model_dict, parameter_count, resolve
 from memplan.plan import (
     DdpCommHook,
     FsdpUnits,
     Optimizer,
     OptimizerImpl,
     Plan,
-    Precision,
     Rank,
     Recompute,
-    Schedule,
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
@@ -265,7 +263,7 @@ class Estimate:
     @property
     def engine(self) -> Engine:
         """What was played."""
-        return engine_named(self.plan.engine)
+        return ENGINES.named(self.plan.engine)
 
     @property
     def n_parameters(self) -> int:
@@ -474,7 +472,7 @@ class Estimate:
         """Plain values, as `--json` prints them."""
         return versioned(
             {
-                "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
+                "model": model_dict(self.model),
                 "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
                 "cluster": None if self.cluster is None else self.cluster.to_dict(),
                 "device": self.device.type,
@@ -533,7 +531,7 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
             "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
             "learns from it is another question."
         )
-    yield from engine_named(plan.engine).notes(model, plan)
+    yield from ENGINES.named(plan.engine).notes(model, plan)
 
 
 def device_of(cluster: Cluster | None) -> Device:
@@ -544,6 +542,7 @@ def device_of(cluster: Cluster | None) -> Device:
 def estimate(
     model: Model | str | os.PathLike[str],
     *,
+    implementation: str | None = None,
     cluster: Cluster | str | None = None,
     dp: int | None = None,
     tp: int = 1,
@@ -554,11 +553,11 @@ def estimate(
     micro_batch: int = 1,
     global_batch: int | None = None,
     seq_len: int | None = None,
-    precision: Precision = "bf16-mixed",
+    precision: str = "bf16-mixed",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "none",
     recompute_blocks: int | None = None,
-    schedule: Schedule = "1f1b",
+    schedule: str = "1f1b",
     virtual_stages: int = 1,
     layers_per_stage: Sequence[int] | None = None,
     fsdp_units: FsdpUnits = "block",
@@ -582,6 +581,7 @@ def estimate(
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
         tp: tensor-parallel ranks.
@@ -621,7 +621,7 @@ def estimate(
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
-    model = resolve(model)
+    model = resolve(model, implementation)
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
@@ -712,7 +712,7 @@ def stage_estimates(
     model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
 ) -> Iterator[StageEstimate]:
     """One for each rank of the pipeline, worked out as it is asked for."""
-    for record in engine_named(plan.engine).play(model, plan, device):
+    for record in ENGINES.named(plan.engine).play(model, plan, device):
         yield StageEstimate(plan=plan, record=record)
 
 
@@ -726,7 +726,7 @@ def estimate_of(
         cluster=cluster,
         device=device,
         stages=tuple(stages),
-        confirmed=engine_named(plan.engine).confirmed_on(device),
+        confirmed=ENGINES.named(plan.engine).confirmed_on(device),
     )
 
 
@@ -739,5 +739,5 @@ def rank_estimate(
     """
     check_plan(model, plan)
     check_device(plan, device)
-    record = engine_named(plan.engine).play_rank(model, plan, rank, device, backend)
+    record = ENGINES.named(plan.engine).play_rank(model, plan, rank, device, backend)
     return StageEstimate(plan=plan, record=record)

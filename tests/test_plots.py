@@ -2,14 +2,21 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 import memplan
 from memplan import plots
 from memplan.errors import MemplanError
 from memplan.memory import running_bytes
+from memplan.plots.measured import _pair
+from memplan.plots.memory import _ledger
+from memplan.plots.style import KINDS as PARTS
+from memplan.plots.style import stage_of
+from memplan.plots.timeline import _drawn, _held
 from memplan.shapes import KINDS
 from memplan.units import GiB, MiB
 
@@ -23,6 +30,33 @@ def one():
 def staged():
     return memplan.estimate("llama-3-8b", cluster="8xh100-sxm", pp=4, zero=1, seq_len=2048)
 
+
+def row(n, verdict, speed, high_gib, **plan):
+    values: dict[str, Any] = {
+        "pp": 1,
+        "dp_replicate": 1,
+        "dp": 8,
+        "tp": 1,
+        "zero": 3,
+        "sequence_parallel": False,
+    }
+    values |= {"micro_batch": n, "recompute": "none", "recompute_blocks": None, "offload": False}
+    held = {"device_low_bytes": 0.9 * high_gib * GiB, "device_high_bytes": high_gib * GiB}
+    return values | held | {"verdict": verdict, "tokens_per_s_per_gpu": speed} | plan
+
+
+FRONT = pandas.DataFrame(
+    [
+        row(4, "fits", 900.0, 70),
+        row(2, "fits", 800.0, 60),
+        row(3, "fits", 700.0, 65),
+        row(1, "fits", 300.0, 30, recompute="full", recompute_blocks=8, dp_replicate=2),
+        row(8, "cannot say", 950.0, 78),
+        row(9, "does not fit", 960.0, 99),
+        row(9, "does not fit", None, np.nan),
+    ]
+)
+FRONT.attrs |= {"budget_bytes": 75 * GiB, "model": "gpt2", "cluster": "8xh100-sxm"}
 
 RECORD = {
     "case": {"name": "dp2"},
@@ -48,6 +82,11 @@ def every_chart(one, staged):
         ),
         "ledger_at_peak": plots.ledger_at_peak(staged),
         "sweep": plots.sweep("micro_batch", sweep),
+        "schedule": plots.schedule(staged),
+        "schedule of many micro-batches": plots.schedule(long),
+        "step_time": plots.step_time({"one GPU": one, "four stages of a pipeline": staged, "eight": long}),
+        "front": plots.front(FRONT),
+        "frontier": plots.frontier({"one GPU, no strategy": sweep[:1], "stages": [staged, long]}),
         "predicted_beside_measured": plots.predicted_beside_measured(
             [RECORD, {**RECORD, "outcome": "crashed"}]
         ),
@@ -75,7 +114,7 @@ def test_every_axis_has_a_unit_or_a_name(one, staged):
 def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
     figure = plots.stage_peaks(staged)
     bars = {container.get_label(): container for container in figure.axes[0].containers}
-    assert list(bars) == [plots.LABELS[kind] for kind in plots.STACK]
+    assert list(bars) == [part.label for part in PARTS.values()]
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown[: len(bars)] == list(bars)
     for i, stage in enumerate(staged.stages):
@@ -84,22 +123,22 @@ def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
 
 
 def test_every_kind_has_a_color_a_label_and_a_place():
-    assert set(plots.STACK) == set(plots.LABELS) == set(plots.COLORS) == set(KINDS)
-    assert len(set(plots.COLORS.values())) == len(KINDS)
+    assert set(PARTS) == set(KINDS)
+    assert len({part.color for part in PARTS.values()}) == len(KINDS)
 
 
 def test_neighbours_in_a_stack_differ_in_grey():
     luma = [
-        np.dot([int(plots.COLORS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
-        for kind in plots.STACK
+        np.dot([int(part.color[i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
+        for part in PARTS.values()
     ]
     assert min(abs(np.diff(luma))) > 0.15
 
 
 @pytest.mark.parametrize("stage", [None, 0, 3])
 def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
-    of = plots._stage_of(staged, stage)
-    held = plots._held(staged.timeline(of.stage), of.peak)
+    of = stage_of(staged, stage)
+    held = _held(staged.timeline(of.stage), of.peak)
     expected = [n_bytes for _, n_bytes in running_bytes(staged.timeline(of.stage), of.rest_bytes)]
     assert held.total.tolist() == expected
     assert (held.by_kind >= 0).all()
@@ -110,8 +149,8 @@ def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
 
 def test_drawing_a_long_step_keeps_every_maximum(staged):
     of = staged.worst
-    held = plots._held(staged.timeline(), of.peak)
-    starts, points = plots._drawn(held)
+    held = _held(staged.timeline(), of.peak)
+    starts, points = _drawn(held)
     assert len(starts) == len(points) + 1
     assert (np.diff(starts) > 0).all()
     assert len(points) < len(held.total)
@@ -124,7 +163,7 @@ def test_drawing_a_long_step_keeps_every_maximum(staged):
 
 
 def test_the_ledger_is_the_peak(one):
-    rows = plots._ledger(one, one.worst)
+    rows = _ledger(one, one.worst)
     assert sum(row.total_bytes for row in rows) == one.peak.total_bytes
     assert len(plots.ledger_at_peak(one, top=3).axes[0].patches) == 3
 
@@ -136,13 +175,34 @@ def test_the_budget_is_drawn_only_where_all_have_it(one):
 
 
 def test_the_error_shown_is_of_the_rank_farthest_off():
-    assert plots._pair(RECORD).error == pytest.approx(-0.005)
+    assert _pair(RECORD).error == pytest.approx(-0.005)
     assert "1 of 1" in plots.predicted_beside_measured([RECORD]).get_suptitle()
     assert "0 of 1" in plots.predicted_beside_measured([RECORD], tolerance=0.004).get_suptitle()
 
 
+def test_the_front_is_of_plans_that_none_beats():
+    figure = plots.front(FRONT)
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "none beats in both"]
+    assert np.asarray(line.get_xdata()).tolist() == [30, 60, 70]
+    assert np.asarray(line.get_ydata()).tolist() == [300, 800, 900]
+    named = [text.get_text() for text in figure.legends[0].get_texts()][-3:]
+    assert named == ["1  dp8 zero3 mb4", "2  dp8 zero3 mb2", "3  dp8 rep2 zero3 full of 8"]
+
+
+def test_a_bar_of_seconds_is_the_step(staged):
+    (axes,) = plots.step_time({"a": staged}).axes
+    widths = [container[0].get_width() for container in axes.containers]
+    assert sum(widths) / 1000 == pytest.approx(staged.step_s, rel=1e-9)
+
+
 def test_nothing_to_draw_is_refused_by_name(one):
     for draw in (
+        lambda: plots.step_time({}),
+        lambda: plots.step_time({"a": memplan.estimate("gpt2")}),
+        lambda: plots.schedule(memplan.estimate("gpt2")),
+        lambda: plots.front(FRONT[:0]),
+        lambda: plots.frontier({}),
+        lambda: plots.frontier({"a": [memplan.estimate("gpt2")]}),
         lambda: plots.compare({}),
         lambda: plots.sweep("seq_len", []),
         lambda: plots.sweep("precision", [one]),

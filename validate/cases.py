@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
-from memplan import Gpt, Llama, Model, Plan
+from memplan import Gpt, Llama, Plan
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
-from memplan.errors import InvalidValue, PlanRefused
+from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
+from memplan.models import Decoder, Model, resolve
 from memplan.plan import FIELDS, MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
@@ -56,7 +57,7 @@ class Case:
     """
 
     name: str
-    model: Model
+    model: Decoder
     plan: Plan
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
@@ -71,12 +72,12 @@ class Case:
 
     @property
     def torch_device(self) -> DeviceType:
-        """The device's type in PyTorch's words: for PyTorch a GPU that is not there is one."""
+        """The `torch.device` type: "cuda" also for a GPU that is not there."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property
     def kernels(self) -> Device:
-        """What its kernels run on.
+        """The device whose kernels run.
 
         Raises:
             UnknownName: for a GPU that is not in memplan's table.
@@ -105,12 +106,12 @@ class Case:
 
     @property
     def computes(self) -> bool:
-        """Whether what it computes means anything: not without a GPU, data or other ranks."""
+        """Whether its values mean anything: kernels run on real data, and all ranks are real."""
         return self.is_timed and self.rank is None
 
     @property
     def is_timed(self) -> bool:
-        """Whether its kernels run, so that its steps take the time they take."""
+        """Whether its kernels really run, so that step times mean something."""
         return self.device != "nogpu" and self.tensors == "real"
 
     @property
@@ -215,10 +216,25 @@ def check_case(case: Case) -> None:
         )
 
 
-FAMILIES: Final[Mapping[str, type[Model]]] = {"gpt": Gpt, "llama": Llama}
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama}
+"""The models that can be run (`validate.modules`), by their family."""
 
 
-def family_of(model: Model) -> str:
+def runnable(named: object) -> Decoder:
+    """The model of a name, a path or a Model, if it can be run.
+
+    Raises:
+        UnknownName: a model that there is not; a family, or an implementation, that cannot be run.
+    """
+    model = named if isinstance(named, Model) else resolve(cast(Any, named), "reference")
+    for cls in FAMILIES.values():
+        if isinstance(model, cls):
+            return model
+    what = f"{model.family} ({model.implementation})"
+    raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
+
+
+def family_of(model: Decoder) -> str:
     """The name of a model's family."""
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
@@ -228,7 +244,7 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
-def title(model: Model, plan: Plan) -> str:
+def title(model: Decoder, plan: Plan) -> str:
     """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
 
     >>> from memplan.models import preset

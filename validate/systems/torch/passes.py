@@ -1,39 +1,31 @@
-"""One rank's training loop: the same tokens each step, one optimizer step at a time."""
+"""The forward and backward passes of one rank's step: accumulated, or run by a pipeline schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from inspect import signature
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from memplan import Model, Plan
+from memplan import Plan
+from memplan.models import Decoder
 from memplan.plan import Rank
-from validate.modules import token_loss
-from validate.parallelize import COMPUTE_TYPES
+from validate.systems.torch.modules import token_loss
+from validate.systems.torch.parallelize import torch_dtype
 
-Gradients = Callable[[], float | None]
+Passes = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
 
 
-def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(model: Decoder, plan: Plan, at: Rank, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """This replica's token ids and targets, both (global_batch / n_replicas, seq_len).
 
     The global batch is drawn from the seed and replica i takes its i-th part.
@@ -44,9 +36,9 @@ def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device
     return mine[:, :-1].clone(), mine[:, 1:].clone()
 
 
-def gradients(
+def passes(
     modules: Mapping[int, nn.Module],
-    model: Model,
+    model: Decoder,
     plan: Plan,
     at: Rank,
     mesh: DeviceMesh | None,
@@ -54,7 +46,7 @@ def gradients(
     scaler: GradScaler,
     *,
     seed: int,
-) -> Gradients:
+) -> Passes:
     """Forward and backward of one step over this rank's stages, accumulated or pipelined; a scaled loss."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
     if plan.pp > 1 and mesh is not None:
@@ -75,7 +67,7 @@ def _number(loss: Tensor) -> float:
 
 def _accumulated(
     module: nn.Module, plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
-) -> Gradients:
+) -> Passes:
     n = plan.n_micro_batches
     micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
 
@@ -93,27 +85,22 @@ def _accumulated(
     return run
 
 
-SCHEDULES: Final[dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "looped-bfs": ScheduleLoopedBFS,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipe-v": ScheduleDualPipeV,
-}
-"""What each schedule's name means."""
+def _schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
+    """The class that runs the plan's schedule."""
+    module, _, name = plan.pipeline_schedule.runs_as.partition(":")
+    found: type[PipelineScheduleSingle] | type[PipelineScheduleMulti] = getattr(import_module(module), name)
+    return found
 
 
-def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def stage_examples(model: Decoder, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """One micro-batch of a stage's input and output, without data.
 
     Stating them keeps PyTorch from inferring them by a real backward pass, which DDP takes for its own.
     The residual stream is in the type of the weights that made it: narrow in bf16 and in FSDP2's mixed
     precision, float32 under autocast.
     """
-    compute = COMPUTE_TYPES[plan.precision]
-    dtype = torch.float32 if plan.mixed and not plan.fsdp else compute
+    compute = torch_dtype(plan.formats.compute)
+    dtype = torch_dtype(plan.formats.stored) if plan.mixed and not plan.fsdp else compute
     between = plan.seq_len // plan.tp if plan.sequence_parallel else plan.seq_len
     hidden = torch.empty(
         plan.micro_batch, between, model.d_model, dtype=dtype, device="meta", requires_grad=True
@@ -129,7 +116,7 @@ def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tu
 
 
 def _stage(
-    module: nn.Module, model: Model, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
+    module: nn.Module, model: Decoder, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
 ) -> PipelineStage:
     inputs, outputs = stage_examples(model, plan, stage, mesh)
     asked = "input_grads" in signature(PipelineStage).parameters  # for a DTensor's layout, from 2.13 on
@@ -149,8 +136,8 @@ def _stage(
 
 def _pipelined(
     stages: Sequence[PipelineStage], plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
-) -> Gradients:
-    kind, n = SCHEDULES[plan.schedule], plan.n_micro_batches
+) -> Passes:
+    kind, n = _schedule_class(plan), plan.n_micro_batches
 
     def scaled_loss(logits: Tensor, y: Tensor) -> Tensor:
         return scaler.scale(token_loss(logits, y, chunks=plan.loss_chunks) / n)
