@@ -4,7 +4,8 @@ Freed blocks are kept for later, by stream and by pool (small and large), and ne
 serve is asked of the driver. So reserved bytes follow from the order of allocations, and settle after a few
 steps.
 
-Assumes: a segment lies behind those that came before it (that breaks ties between blocks of one size).
+Assumes: a segment lies behind those that came before it (that breaks ties between blocks of one size; in
+torch 2.12 the order in which blocks were made does).
 Neglects: `record_stream`, which puts off the reuse of a block that another stream has used until that stream
 gets there (FSDP2 uses events instead; NCCL process groups before torch 2.8 use it); private pools of CUDA
 graphs.
@@ -15,6 +16,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from memplan.errors import InvalidValue, MemplanError
@@ -161,13 +163,14 @@ class Block:
     """A stretch of a segment: in use or free, between its neighbours in the segment.
 
     Of an expandable segment also addresses that no memory is `mapped` to. `since` is how many requests the
-    large pools had seen when it became free.
+    large pools had seen when it became free, `number` counts the blocks as they are made.
     """
 
-    __slots__ = ("address", "free", "mapped", "n_bytes", "next", "pool", "previous", "since")
+    __slots__ = ("address", "free", "mapped", "n_bytes", "next", "number", "pool", "previous", "since")
 
     def __init__(self, pool: "Pool", address: int, n_bytes: int, *, mapped: bool = True) -> None:
         self.pool = pool
+        self.number = next(pool.numbers)
         self.address = address
         self.n_bytes = n_bytes
         self.free = False
@@ -191,13 +194,16 @@ class Block:
 class Pool:
     """The free blocks of one stream that serve small requests, or large ones: smallest first.
 
-    `unmapped` are the addresses of expandable segments that no memory is mapped to, lowest first.
+    Of equal ones the first is that of the lowest address, or the oldest. `unmapped` are the addresses of
+    expandable segments that no memory is mapped to, lowest first. `numbers` are those of blocks to come.
     """
 
-    __slots__ = ("blocks", "page_bytes", "small", "unmapped")
+    __slots__ = ("blocks", "numbers", "page_bytes", "small", "takes_oldest", "unmapped")
 
-    def __init__(self, *, small: bool) -> None:
+    def __init__(self, numbers: Iterator[int], *, small: bool, takes_oldest: bool) -> None:
         self.small = small
+        self.numbers = numbers
+        self.takes_oldest = takes_oldest
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         self.blocks: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
@@ -205,12 +211,13 @@ class Pool:
     def put(self, block: Block) -> None:
         """A block has become free."""
         block.free = True
-        insort(self.blocks, (block.n_bytes, block.address, block))
+        insort(self.blocks, (block.n_bytes, block.number if self.takes_oldest else block.address, block))
 
     def take(self, block: Block) -> None:
         """A free block is to be used, or merged with another."""
         block.free = False
-        del self.blocks[bisect_left(self.blocks, (block.n_bytes, block.address, block))]
+        order = block.number if self.takes_oldest else block.address
+        del self.blocks[bisect_left(self.blocks, (block.n_bytes, order, block))]
 
     def best(self, n_bytes: int) -> Block | None:
         """The smallest free block that is large enough, of equal ones the first.
@@ -238,7 +245,10 @@ class CachingAllocator:
 
     `limit_bytes` is what the driver has to give, `allowed_bytes` what the process may have of it
     (`torch.cuda.set_per_process_memory_fraction`); `n_retries` counts how often cached blocks had to be given
-    back for a request.
+    back for a request. Of equal free blocks the one of the lowest address is taken, or the oldest
+    (`takes_oldest`, torch 2.12). What is split off behind a block is as old as the block, which is made anew.
+
+    Source of the latter: c10/cuda/CUDACachingAllocator.cpp of 2.12 (`BlockComparatorRegistrationCounter`).
     """
 
     def __init__(
@@ -247,7 +257,9 @@ class CachingAllocator:
         *,
         limit_bytes: int | None = None,
         allowed_bytes: int | None = None,
+        takes_oldest: bool = False,
     ) -> None:
+        self.takes_oldest = takes_oldest
         self.limit_bytes = limit_bytes
         self.allowed_bytes = allowed_bytes
         self.expandable_segments = config.expandable_segments
@@ -262,6 +274,8 @@ class CachingAllocator:
         self._n_large_requests = 0
         self._pools: dict[tuple[str, bool], Pool] = {}
         self._end = 0
+        self._numbers = count()
+        self._in_use: set[Block] = set()
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
         """A block for so many bytes: cached, the smallest that is large enough, or new.
@@ -275,7 +289,8 @@ class CachingAllocator:
         small = n_bytes <= SMALL_BYTES
         pool = self._pools.get((stream, small))
         if pool is None:
-            pool = self._pools[stream, small] = Pool(small=small)
+            pool = Pool(self._numbers, small=small, takes_oldest=self.takes_oldest)
+            self._pools[stream, small] = pool
         self._n_large_requests += not small
         block = pool.best(n_bytes)
         if block is not None and (self.oversize_bytes is None or self._serves(block, n_bytes)):
@@ -284,6 +299,8 @@ class CachingAllocator:
             block = self._new(pool, n_bytes)
         if self._splits(block, n_bytes):
             self._split(block, n_bytes)
+        if self.takes_oldest:
+            self._in_use.add(block)
         self.allocated_bytes += block.n_bytes
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
@@ -295,23 +312,32 @@ class CachingAllocator:
         Source: `free_block`, `try_merge_blocks`.
         """
         self.allocated_bytes -= block.n_bytes
+        self._in_use.discard(block)
         self._put(block)
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
         """The size and the address of each free block, pool by pool."""
-        return tuple((n_bytes, at) for pool in self._pools.values() for n_bytes, at, _ in pool.blocks)
+        return tuple((block.n_bytes, block.address) for block in self._free)
+
+    @property
+    def by_age(self) -> tuple[int, ...]:
+        """The address of every block, the oldest first, where that decides which one is taken."""
+        every = [*self._free, *self._in_use] if self.takes_oldest else []
+        return tuple(block.address for block in sorted(every, key=lambda block: block.number))
+
+    @property
+    def _free(self) -> Iterator[Block]:
+        for pool in self._pools.values():
+            for _, _, block in pool.blocks:
+                yield block
 
     @property
     def ages(self) -> tuple[int, ...]:
         """How many requests ago each free block was last used, where garbage is collected by age."""
         if self.collects_above_bytes is None:
             return ()
-        return tuple(
-            self._n_large_requests - block.since
-            for pool in self._pools.values()
-            for _, _, block in pool.blocks
-        )
+        return tuple(self._n_large_requests - block.since for block in self._free)
 
     def _put(self, block: Block) -> None:
         """A block becomes free, and one with its free neighbours."""
@@ -345,6 +371,7 @@ class CachingAllocator:
         rest = Block(block.pool, block.address + n_bytes, block.n_bytes - n_bytes)
         _insert_behind(block, rest)
         block.n_bytes = n_bytes
+        block.number, rest.number = rest.number, block.number
         rest.since = self._n_large_requests
         block.pool.put(rest)
 

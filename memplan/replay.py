@@ -46,6 +46,7 @@ class AllocatorProgram:
         states: the optimizer's, made in the first step before the stretch called `update_name`.
         beside: buffers, and what the first of them that is allocated brings with it.
         oldest_first: buffers of which the oldest goes first.
+        takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that does not belong to the default stream.
     """
 
@@ -59,6 +60,7 @@ class AllocatorProgram:
     update_name: str = ""
     beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
+    takes_oldest: bool = False
     streams: Mapping[Buffer, str] = field(default_factory=dict)
 
 
@@ -93,9 +95,14 @@ class Memory:
     limit_bytes: int | None = None
     allowed_bytes: int | None = None
 
-    def allocator(self) -> CachingAllocator:
+    def allocator(self, *, takes_oldest: bool = False) -> CachingAllocator:
         """A new allocator of this memory."""
-        return CachingAllocator(self.config, limit_bytes=self.limit_bytes, allowed_bytes=self.allowed_bytes)
+        return CachingAllocator(
+            self.config,
+            limit_bytes=self.limit_bytes,
+            allowed_bytes=self.allowed_bytes,
+            takes_oldest=takes_oldest,
+        )
 
     @property
     def bound_bytes(self) -> int | None:
@@ -180,7 +187,7 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
         OutOfMemory: where the memory does not suffice.
         _NotRecurring: if `patience` repetitions of micro-batches were not enough for that.
     """
-    allocator = memory.allocator()
+    allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience)
     peaks: list[tuple[int, int]] = []
     before: object = None
@@ -316,7 +323,7 @@ class _Replay:
         self.held: dict[Buffer, dict[MicroBatch, list[Block]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
         self.current = OUTSIDE
-        self.beside = {buffer: group for group in program.beside for buffer in group[0]}
+        self.beside = list(program.beside)
         self.states = program.states
         self.not_yet = Counter(program.kept)
         self.parts: dict[int, set[str]] = {}
@@ -362,6 +369,7 @@ class _Replay:
         return (
             self.allocator.cached,
             self.allocator.ages,
+            self.allocator.by_age,
             frozenset((buffer, tuple(self._ages(found, over))) for buffer, found in self.held.items()),
         )
 
@@ -429,11 +437,11 @@ class _Replay:
             held[self.current].append(block)
         else:
             held[self.current] = [block]
-        if buffer in self.beside:
-            buffers, brought = self.beside[buffer]
-            for other in buffers:
-                del self.beside[other]
-            self._allocate(brought)
+        if self.beside:
+            brought = [other for buffers, other in self.beside if buffer in buffers]
+            self.beside = [group for group in self.beside if buffer not in group[0]]
+            for other in brought:
+                self._allocate(other)
 
     def _free(self, buffer: Buffer) -> None:
         """The current micro-batch's newest; of what a second part of a backward pass finds, the oldest."""

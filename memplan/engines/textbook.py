@@ -460,6 +460,7 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "ddp_comm_hook": ("none",),
     "precision": ("fp32", "bf16", "bf16-mixed"),
     "loss_chunks": (1,),
+    "torch_version": ("2.13",),
 }
 """Values of a plan's options that the formulas cover; of other options all."""
 
