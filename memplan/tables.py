@@ -158,7 +158,8 @@ def _header(estimate: Estimate) -> str:
     how += ", offload" if plan.offload else ""
     torch_version = f", torch_version={plan.torch_version}" if plan.torch_version != "2.13" else ""
     lines = {
-        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_layers} layers",
+        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
+        "code": f"{model.implementation}: {model.code}",
         "cluster": place,
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, final
 from memplan.engines.torch.module import StageModule, added_to_older, backward_order, from_outside
 from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment, buffer_in, gradients
+from memplan.engines.trace import Segment, buffer_in
 from memplan.record import Event, Stretch, chain, events, frees, repeated
-from memplan.shapes import FP32, Role, buffer_of
+from memplan.shapes import Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """What FSDP2 has of a stage's weights: after a forward pass it frees those of the groups that reshard."""
@@ -23,8 +23,8 @@ class FsdpState(NamedTuple):
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
         has_unsummed_grads: there are unsharded gradients in the type in which they came.
-        has_sums: there are unsharded gradients in the wider type that the micro-batches of a schedule are
-            added up in.
+        has_sums: there are unsharded gradients in the type that the micro-batches of a schedule are added up
+            in.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed ones.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
         deferring: of each micro-batch under way, whether they were before its forward pass.
@@ -64,10 +64,10 @@ class FSDPModule(StageModule[FsdpState]):
         )
         self.units = Units(stage, dp_rank)
         self.pipelined = stage.plan.pp > 1
-        trace = stage.trace
-        self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        self.grads = stage.trace.gradients()
+        summed = stage.plan.formats.reduce
         self.wide = {
-            parameter: buffer_of(f"{grad.name} (float32 sum)", grad.shape, FP32)
+            parameter: buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed)
             for parameter, grad in self.grads.items()
         }
 
@@ -76,9 +76,10 @@ class FSDPModule(StageModule[FsdpState]):
         return self.state.has_unsummed_grads
 
     @property
-    def accumulates_in_fp32(self) -> bool:
-        """Whether the micro-batches of a schedule are added up in a wider type than they come in."""
-        return self.pipelined and self.stage.op_context.weight_dtype != self.stage.weight_dtype
+    def sums_in_reduce_dtype(self) -> bool:
+        """Whether the micro-batches of a schedule are added up in another type than they come in."""
+        formats = self.stage.plan.formats
+        return self.pipelined and formats.gather != formats.reduce
 
     @property
     def defers(self) -> bool:
@@ -93,12 +94,12 @@ class FSDPModule(StageModule[FsdpState]):
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`.
         """
         split = self.stage.plan.splits_backward and not self.stage.first
-        return self.accumulates_in_fp32 and split and self.n_recomputed > 0
+        return self.sums_in_reduce_dtype and split and self.n_recomputed > 0
 
     @property
     def n_recomputed(self) -> int:
         """How many of the stage's blocks are run again: the first ones."""
-        return sum([n for recompute, n in self.stage.kinds if recompute != "none"])
+        return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
     # --- What happens to one group ---
 
@@ -156,7 +157,7 @@ class FSDPModule(StageModule[FsdpState]):
             return
         if not self.pipelined:
             yield from group.post_backward(self.grads, comms, has_sharded_grads=self.state.has_sharded_grads)
-        elif self.accumulates_in_fp32:
+        elif self.sums_in_reduce_dtype:
             yield from self._accumulated(group)
 
     def _accumulated(self, group: "ParamGroup") -> Iterator[CountedEvents]:
@@ -226,7 +227,7 @@ class FSDPModule(StageModule[FsdpState]):
         state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
         if not self.pipelined:
             self.state = state._replace(weights="sharded", has_sharded_grads=True)
-        elif self.accumulates_in_fp32:
+        elif self.sums_in_reduce_dtype:
             self.state = state._replace(weights="whole", has_unsummed_grads=False, has_sums=True)
         else:
             self.state = state._replace(weights="whole", has_unsummed_grads=True)
@@ -254,7 +255,7 @@ class FSDPModule(StageModule[FsdpState]):
         sums = self._late() if has_unsummed and late else ()
         parts.append(in_order("backward: end", (*closed(units.root), *sums, *end)))
         state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
-        if has_unsummed and self.accumulates_in_fp32:
+        if has_unsummed and self.sums_in_reduce_dtype:
             state = state._replace(has_unsummed_grads=False, has_sums=True)
         self.state = state
         return chain("backward", *parts)
@@ -360,8 +361,9 @@ def grouped(
 ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
     """The blocks' passes in order, divided into rows: each row's unit and passes, and how often it comes.
 
-    The first row of a unit stands alone: it follows another unit than those after it. Rows of one block come
-    as the passes do, which put the first block on its own.
+    The first row of a unit stands alone, which follows another unit than those after it, and so does the last
+    one before another unit. Where all rows are one block of one unit they come as the passes do, which put
+    the first block on its own.
     """
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)
@@ -369,11 +371,11 @@ def grouped(
         case [Row(group=unit, size=int(size))] if size == 1:
             yield from ((unit, [(segment, 1)], n) for segment, n in left)
             return
-    for unit, size, times in all_groups:
-        first = True
+    for i, (unit, size, times) in enumerate(all_groups):
+        first, alone = True, i + 1 < len(all_groups)
         while times:
             row: list[tuple[Segment, int]] = []
-            n_rows = 1 if first else max(1, min(times, left[0][1] // size))
+            n_rows = 1 if first else max(1, min(times - alone, left[0][1] // size))
             needed = n_rows * size
             while needed:
                 segment, n = left.pop(0)

@@ -6,6 +6,7 @@ Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
@@ -20,7 +21,7 @@ CountedEvents = tuple[tuple[Event, ...], int]
 class EqualParameters(NamedTuple):
     """The parameters of one of a group's equal modules, its blocks say, and how many of these there are."""
 
-    parameters: Sequence[Parameter]
+    parameters: tuple[Parameter, ...]
     n: int
 
 
@@ -34,26 +35,28 @@ class ParamGroup:
     def __init__(
         self, stage: Stage, dp_rank: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
     ) -> None:
-        n, compute = stage.plan.dp, stage.op_context.weight_dtype
+        n, formats = stage.plan.dp, stage.plan.formats
         self.stage = stage
         self.dp_rank = dp_rank
         self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
         self.reshards = reshards
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
-        self.dtype = FP32 if stage.plan.mixed else stage.weight_dtype
+        self.dtype = formats.reduce
         shards = sum([part.n * sum(map(self.shard, part.parameters)) for part in self.parts])
-        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), compute)
-        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), compute)
+        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), formats.gather)
+        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), formats.gather)
         self.inputs, self.uploads = self._inputs(name, shards)
         self.unsharded = [
-            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), compute) for p in parameters], times)
-            for parameters, times in self.parts
+            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), formats.gather) for p in part], times)
+            for part, times in self.parts
         ]
         self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * shards,), self.dtype)
         self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), self.dtype)
-        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), self.dtype, "grads")
-        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), self.dtype)
+        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), formats.accumulate, "grads")
+        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), formats.accumulate)
+        self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (shards,), self.dtype)
+        self.casts_reduced = self.dtype != formats.accumulate
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of every rank's padded shard of a parameter."""
@@ -63,7 +66,7 @@ class ParamGroup:
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
-        stored, compute = self.stage.weight_dtype, self.stage.op_context.weight_dtype
+        stored, compute = self.stage.weight_dtype, self.stage.plan.formats.gather
         if not self.stage.offloads:
             cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
             return ([([cast], 1)] if compute != stored else []), {}
@@ -160,9 +163,9 @@ class ParamGroup:
         for parameters, times in self.parts:
             found: list[Event] = []
             for p in parameters:
-                if p.summed_over_tp or p.grad_shape != p.shape:
+                if p.grad_placements != p.placements:
                     own[p] = buffer_of(f"{p.name}.grad (own part)", p.shape, grads[p].dtype)
-                    summed = [partial_sum(own[p].n_bytes)] if p.summed_over_tp else []
+                    summed = [partial_sum(own[p].n_bytes)] if p.has_partial_grad else []
                     found += [*allocs(own[p]), *summed, *frees(grads[p])]
             yield tuple(found), times
         yield from self.reshard()
@@ -176,7 +179,7 @@ class ParamGroup:
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
         divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
         where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
-        is reduced becomes the gradient or goes to it (`passes_on`).
+        is reduced becomes the gradient or goes to it (`passes_on`), by way of a copy if its type is another.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
@@ -184,7 +187,8 @@ class ParamGroup:
         own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
         padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.parts]
         (*_, last), times = own[-1]
-        output = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        output = self.reduce_output if self.casts_reduced else kept
         stale, comms.reduce_scatter = comms.reduce_scatter, self
         yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
@@ -201,12 +205,14 @@ class ParamGroup:
         yield (*frees(*own[-1][0][:-1]), *allocs(output), self._reduce_scatter), 1
         if self.stage.backend == "gloo":
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
-        yield frees(last), 1
         yield (self._all_reduce,), self.replicates
+        if self.casts_reduced:
+            yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
+        yield frees(last), 1
         if self.stage.offloads:
             yield from self._downloads(has_sharded_grads)
-        if output is self.passing:
-            yield frees(output), 1 - self.replicates
+        if kept is self.passing:
+            yield frees(kept), int(self.casts_reduced or not self.replicates)
 
     @cached_property
     def _reduce_scatter(self) -> Collective:
@@ -225,7 +231,7 @@ class ParamGroup:
             kind="all_reduce",
             axis="dp_replicate",
             what="all-reduce gradients",
-            payload_bytes=self.reduced.n_bytes,
+            payload_bytes=self.reduce_output.n_bytes,
             overlap="backward",
         )
 
@@ -236,7 +242,7 @@ class ParamGroup:
         plan = self.stage.plan
         for parameters, times in self.parts:
             for p in parameters:
-                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * self.dtype.itemsize
+                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
                 copied = Collective(
                     kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap
                 )
@@ -251,18 +257,21 @@ class ParamGroup:
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
         """
-        if self.passes_on(has_sharded_grads):
+        if self.casts_reduced:
+            yield frees(self.reduce_output), self.replicates
+        elif self.passes_on(has_sharded_grads):
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
         """Whether gradients of a type are padded as they are copied, as CUDA's kernel does.
 
-        There is one for what is reduced as it is, and one for bfloat16 that is widened.
+        There is one for what is reduced as it is, and one for bfloat16 that is widened to float32.
 
         Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
         """
         device = self.stage.device
-        return not device.runs_kernels or (not device.on_cpu and dtype in (self.dtype, BF16))
+        has_kernel = dtype == self.dtype or (dtype, self.dtype) == (BF16, FP32)
+        return not device.runs_kernels or (not device.on_cpu and has_kernel)
 
     def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
         for p in parameters:
@@ -281,7 +290,7 @@ class ParamGroup:
     def accumulate_unsharded_grads(
         self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool
     ) -> Iterator[CountedEvents]:
-        """Each gradient is copied into its float32 sum the first time, added to it after, and freed.
+        """Each gradient is copied into its sum (in `reduce_dtype`) the first time, added after, and freed.
 
         CPU adds a narrower tensor by way of a widened copy.
 
@@ -323,9 +332,9 @@ class Units:
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        plan, trace = stage.plan, stage.trace
+        plan, trace, again = stage.plan, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
-        blocks, again = EqualParameters(trace.block_parameters, stage.n_blocks), plan.zero == 3
+        blocks = [EqualParameters(parameters, n) for parameters, n in stage.block_parameters]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -334,24 +343,41 @@ class Units:
         self.root = self.embed = self.head = None
         self.rows: list[Row] = []
         if plan.fsdp_units == "model":
-            self.root = unit("root", embed, blocks, head, reshards=False)
+            self.root = unit("root", embed, *blocks, head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
             return
         if plan.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
-        whole, left = divmod(stage.n_blocks, plan.fsdp_blocks)
-        for size, times in ((plan.fsdp_blocks, whole), (left, 1)):
-            if size and times:
-                name = "block" if size == 1 else f"{size} blocks"
-                self.rows.append(Row(unit(name, EqualParameters(trace.block_parameters, size)), size, times))
+        made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
+        for shared, times in _rows_of(blocks, plan.fsdp_blocks):
+            size = sum([part.n for part in shared])
+            if shared not in made:
+                made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
+            self.rows.append(Row(made[shared], size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Every unit in the module's order, and how often there is one."""
         groups = [(row.group, row.times) for row in self.rows]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
+
+
+def _rows_of(
+    blocks: Sequence[EqualParameters], size: int
+) -> Iterator[tuple[tuple[EqualParameters, ...], int]]:
+    """Blocks in rows of a size, the last row perhaps shorter, and how often each row comes in a row.
+
+    >>> from memplan.shapes import FP32
+    >>> blocks = [EqualParameters((Parameter(name, (1,), FP32),), n) for name, n in (("a", 5), ("b", 2))]
+    >>> [([part.n for part in row], times) for row, times in _rows_of(blocks, 2)]
+    [([2], 2), ([1, 1], 1), ([1], 1)]
+    """
+    every = [parameters for parameters, n in blocks for _ in range(n)]
+    rows = [every[start : start + size] for start in range(0, len(every), size)]
+    found = [tuple(EqualParameters(p, len(list(same))) for p, same in groupby(row)) for row in rows]
+    return ((row, len(list(same))) for row, same in groupby(found))
 
 
 def repeatedly(counted: Iterable[CountedEvents], times: int) -> Iterator[CountedEvents]:

@@ -15,16 +15,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from memplan import Model, Plan
+from memplan import Plan
+from memplan.models import Decoder
 from memplan.plan import Rank
 from validate.systems.torch.modules import token_loss
-from validate.systems.torch.parallelize import COMPUTE_TYPES
+from validate.systems.torch.parallelize import torch_dtype
 
 Passes = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
 
 
-def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(model: Decoder, plan: Plan, at: Rank, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """This replica's token ids and targets, both (global_batch / n_replicas, seq_len).
 
     The global batch is drawn from the seed and replica i takes its i-th part.
@@ -37,7 +38,7 @@ def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device
 
 def passes(
     modules: Mapping[int, nn.Module],
-    model: Model,
+    model: Decoder,
     plan: Plan,
     at: Rank,
     mesh: DeviceMesh | None,
@@ -91,15 +92,15 @@ def _schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineS
     return found
 
 
-def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def stage_examples(model: Decoder, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """One micro-batch of a stage's input and output, without data.
 
     Stating them keeps PyTorch from inferring them by a real backward pass, which DDP takes for its own.
     The residual stream is in the type of the weights that made it: narrow in bf16 and in FSDP2's mixed
     precision, float32 under autocast.
     """
-    compute = COMPUTE_TYPES[plan.precision]
-    dtype = torch.float32 if plan.mixed and not plan.fsdp else compute
+    compute = torch_dtype(plan.formats.compute)
+    dtype = torch_dtype(plan.formats.stored) if plan.mixed and not plan.fsdp else compute
     between = plan.seq_len // plan.tp if plan.sequence_parallel else plan.seq_len
     hidden = torch.empty(
         plan.micro_batch, between, model.d_model, dtype=dtype, device="meta", requires_grad=True
@@ -115,7 +116,7 @@ def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tu
 
 
 def _stage(
-    module: nn.Module, model: Model, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
+    module: nn.Module, model: Decoder, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
 ) -> PipelineStage:
     inputs, outputs = stage_examples(model, plan, stage, mesh)
     asked = "input_grads" in signature(PipelineStage).parameters  # for a DTensor's layout, from 2.13 on
