@@ -4,7 +4,8 @@ Freed blocks are kept for later, by stream and by pool (small and large), and ne
 serve is asked of the driver. So reserved bytes follow from the order of allocations, and settle after a few
 steps.
 
-Assumes: a segment lies behind those that came before it (that breaks ties between blocks of one size).
+Assumes: a segment lies behind those that came before it (that breaks ties between blocks of one size; in
+torch 2.12 the order in which blocks were made does).
 Neglects: `record_stream`, which puts off the reuse of a block that another stream has used until that stream
 gets there (FSDP2 uses events instead; NCCL process groups before torch 2.8 use it); private pools of CUDA
 graphs.
@@ -13,8 +14,9 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 from memplan.errors import InvalidValue, MemplanError
@@ -233,12 +235,11 @@ class Pool:
         """Whether a block is all of its segment."""
         return self.segments.get(block & ADDRESS) == block >> ADDRESS_BITS
 
-    def least_expandable(self, place: int) -> int:
-        """Of the blocks from a place on, that of the first with the fewest bytes it can be expanded to.
+    def least_expandable(self, blocks: Sequence[PackedBlock], place: int) -> int:
+        """Of blocks from a place on, that of the first with the fewest bytes it can be expanded to.
 
         Source: `get_free_block`.
         """
-        blocks = self.blocks
         while place + 1 < len(blocks):
             if self._expandable_bytes(blocks[place + 1]) >= self._expandable_bytes(blocks[place]):
                 break
@@ -264,7 +265,11 @@ class CachingAllocator:
 
     `limit_bytes` is what the driver has to give, `allowed_bytes` what the process may have of it
     (`torch.cuda.set_per_process_memory_fraction`); `n_retries` counts how often cached blocks had to be given
-    back for a request.
+    back for a request. Of equal free blocks the one of the lowest address is taken; in torch 2.12 the oldest
+    (`takes_oldest`): what is split off behind a block is as old as that was, which is made anew, and blocks
+    that are joined are as old as the one that was freed.
+
+    Source of the latter: c10/cuda/CUDACachingAllocator.cpp of 2.12 (`BlockComparatorRegistrationCounter`).
     """
 
     def __init__(
@@ -273,7 +278,9 @@ class CachingAllocator:
         *,
         limit_bytes: int | None = None,
         allowed_bytes: int | None = None,
+        takes_oldest: bool = False,
     ) -> None:
+        self.takes_oldest = takes_oldest
         self.limit_bytes = limit_bytes
         self.allowed_bytes = allowed_bytes
         self.expandable_segments = config.expandable_segments
@@ -290,6 +297,9 @@ class CachingAllocator:
         self._n_large_requests = 0
         self._since: dict[int, int] = {}
         """How many requests the large pools had seen when the block at an address became free."""
+        self._numbers: dict[int, int] = {}
+        """Of the blocks by their addresses, the order in which they were made."""
+        self._n_made = count()
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
         """A block for so many bytes: cached, the smallest that is large enough, or new.
@@ -325,8 +335,10 @@ class CachingAllocator:
         i = bisect_left(blocks, n_bytes << ADDRESS_BITS)
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
-        if pool.unmapped:
-            i = pool.least_expandable(i)
+        if self.takes_oldest:
+            i = self._oldest(pool, i)
+        elif pool.unmapped:
+            i = pool.least_expandable(blocks, i)
         oversize = self.oversize_bytes
         if i < len(blocks) and (oversize is None or self._serves(blocks[i] >> ADDRESS_BITS, n_bytes)):
             block = blocks.pop(i)
@@ -340,6 +352,9 @@ class CachingAllocator:
             pool.put(address + n_bytes, rest_bytes)
             if self.collects_above_bytes is not None:
                 self._since[address + n_bytes] = self._n_large_requests
+            if self.takes_oldest:
+                self._numbers[address + n_bytes] = self._numbers[address]
+                self._numbers[address] = next(self._n_made)
             found_bytes = n_bytes
             block = n_bytes << ADDRESS_BITS | address
         self.allocated_bytes = allocated_bytes = self.allocated_bytes + found_bytes
@@ -357,6 +372,29 @@ class CachingAllocator:
         address = pool.put(block & ADDRESS, n_bytes)
         if self.collects_above_bytes is not None:
             self._since[address] = self._n_large_requests
+        if self.takes_oldest:
+            self._numbers[address] = self._numbers[block & ADDRESS]
+
+    def _oldest(self, pool: Pool, place: int) -> int:
+        """Of the free blocks from a place on, that of the oldest of the same size.
+
+        Source: `get_free_block` of 2.12.
+        """
+        blocks, numbers = pool.blocks, self._numbers
+        if place == len(blocks):
+            return place
+        end = len(blocks) if pool.unmapped else bisect_left(blocks, (blocks[place] | ADDRESS) + 1)
+        found = sorted(blocks[place:end], key=lambda one: (one >> ADDRESS_BITS, numbers[one & ADDRESS]))
+        best = pool.least_expandable(found, 0) if pool.unmapped else 0
+        return bisect_left(blocks, found[best])
+
+    def by_age(self, in_use: Iterable[PackedBlock], places: "Places | None") -> tuple[PackedBlock, ...]:
+        """All blocks, the oldest first, where that decides which one is taken; with `places` by these."""
+        if not self.takes_oldest:
+            return ()
+        every = [*in_use, *(block for pool in self._pools.values() for block in pool.blocks)]
+        every.sort(key=lambda block: self._numbers[block & ADDRESS])
+        return tuple(every if places is None else map(places, every))
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
@@ -454,6 +492,7 @@ class CachingAllocator:
         address = -(-self._end // pool.page_bytes) * pool.page_bytes
         self._end = address + n_bytes + BLOCK_BYTES
         pool.segments[address] = n_bytes
+        self._numbers[address] = next(self._n_made)
         return address
 
     def _reserve(self, n_bytes: int) -> bool:
@@ -515,7 +554,8 @@ class CachingAllocator:
         unmapped = pool.unmapped.pop(address)
         if mapped < unmapped:
             pool.unmapped[address + mapped] = unmapped - mapped
-        pool.put(address, mapped)
+            self._numbers[address + mapped] = next(self._n_made)
+        self._numbers[pool.put(address, mapped)] = self._numbers.get(address, 0)
         return True
 
     def release_cached(self) -> None:
@@ -548,13 +588,17 @@ class CachingAllocator:
         pool.take(block)
         self.reserved_bytes -= end - start
         self.n_given_back += 1
+        number = self._numbers.get(address, 0)
         if start > address:
             pool.put(address, start - address)
+            self._numbers[address] = next(self._n_made)
         if address + n_bytes > end:
             pool.put(end, address + n_bytes - end)
+            self._numbers[end] = next(self._n_made)
         end += pool.unmapped.pop(end, 0)
         before = next((at for at, unmapped in pool.unmapped.items() if at + unmapped == start), start)
         pool.unmapped[before] = end - before
+        self._numbers[before] = number
 
     def _release_oversize(self, pool: Pool, n_bytes: int) -> bool:
         """Whether giving back oversize blocks of the stream, the largest first, has made enough room.

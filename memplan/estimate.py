@@ -33,6 +33,7 @@ from memplan.plan import (
     Plan,
     Rank,
     Recompute,
+    TorchVersion,
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
@@ -571,6 +572,7 @@ def estimate(
     bucket_cap_bytes: int | None = None,
     ddp_comm_hook: DdpCommHook = "none",
     loss_chunks: int = 1,
+    torch_version: TorchVersion = "2.13",
     engine: str = "torch",
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
@@ -610,6 +612,7 @@ def estimate(
         bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
         ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
+        torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
@@ -654,6 +657,7 @@ def estimate(
         bucket_cap_bytes=bucket_cap_bytes,
         ddp_comm_hook=ddp_comm_hook,
         loss_chunks=loss_chunks,
+        torch_version=torch_version,
         engine=engine,
     )
     return estimate_plan(model, plan, cluster, device)

@@ -55,6 +55,7 @@ class AllocatorProgram:
         states: the optimizer's, made in the first step before the stretch called `update_name`.
         beside: buffers, and what the first of them that is allocated brings with it.
         oldest_first: buffers of which the oldest goes first.
+        takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that does not belong to the default stream.
     """
 
@@ -68,6 +69,7 @@ class AllocatorProgram:
     update_name: str = ""
     beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
+    takes_oldest: bool = False
     streams: Mapping[Buffer, str] = field(default_factory=dict)
 
 
@@ -102,9 +104,14 @@ class Memory:
     limit_bytes: int | None = None
     allowed_bytes: int | None = None
 
-    def allocator(self) -> CachingAllocator:
+    def allocator(self, *, takes_oldest: bool = False) -> CachingAllocator:
         """A new allocator of this memory."""
-        return CachingAllocator(self.config, limit_bytes=self.limit_bytes, allowed_bytes=self.allowed_bytes)
+        return CachingAllocator(
+            self.config,
+            limit_bytes=self.limit_bytes,
+            allowed_bytes=self.allowed_bytes,
+            takes_oldest=takes_oldest,
+        )
 
     @property
     def bound_bytes(self) -> int | None:
@@ -189,7 +196,7 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
         OutOfMemory: where the memory does not suffice.
         _NotRecurring: if `patience` repetitions of micro-batches were not enough for that.
     """
-    allocator = memory.allocator()
+    allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience)
     peaks: list[tuple[int, int]] = []
     before: object = None
@@ -334,7 +341,10 @@ class _Replay:
         self.held: dict[Buffer, dict[MicroBatch, list[PackedBlock]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
         self.current = OUTSIDE
-        self.beside = {buffer: group for group in program.beside for buffer in group[0]}
+        self.beside: dict[Buffer, list[tuple[frozenset[Buffer], Buffer]]] = {}
+        for group in program.beside:
+            for buffer in group[0]:
+                self.beside.setdefault(buffer, []).append(group)
         self.states = program.states
         self.not_yet = Counter(program.kept)
         self.parts: dict[int, set[str]] = {}
@@ -395,7 +405,8 @@ class _Replay:
         same = allocator.n_given_back == self.n_given_back
         names = None if same else allocator.places()
         held = frozenset(self._held_blocks(over, names))
-        return allocator.layout(names), allocator.ages, held
+        in_use = (block for found in self.held.values() for blocks in found.values() for block in blocks)
+        return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch; the age of one whose passes are `over` is no matter."""
@@ -501,11 +512,13 @@ class _Replay:
         else:
             held[self.current] = [block]
         if buffer in self.beside:
-            buffers, brought = self.beside[buffer]
-            for other in buffers:
-                del self.beside[other]
+            for group in list(self.beside[buffer]):
+                for other in group[0]:
+                    self.beside[other].remove(group)
+                    if not self.beside[other]:
+                        del self.beside[other]
+                self._allocate(group[1])
             self.compiled.clear()
-            self._allocate(brought)
 
     def _free(self, buffer: Buffer) -> None:
         """The current micro-batch's newest; of what a second part of a backward pass finds, the oldest."""

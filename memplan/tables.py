@@ -156,6 +156,7 @@ def _header(estimate: Estimate) -> str:
     how += f", fsdp_units={plan.fsdp_units}" if plan.fsdp_units != "block" else ""
     how += f", fsdp_blocks={plan.fsdp_blocks}" if plan.fsdp_blocks > 1 else ""
     how += ", offload" if plan.offload else ""
+    torch_version = f", torch_version={plan.torch_version}" if plan.torch_version != "2.13" else ""
     lines = {
         "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
         "code": f"{model.implementation}: {model.code}",
@@ -163,7 +164,7 @@ def _header(estimate: Estimate) -> str:
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),
         "options": f"precision={plan.precision}, optimizer={plan.optimizer}, {_recompute(plan)}, "
-        f"engine={plan.engine}",
+        f"engine={plan.engine}{torch_version}",
     }
     update = f", {plan.optimizer_impl}" if plan.optimizer_impl != "default" else ""
     update += f", clip_grad_norm={plan.clip_grad_norm:g}" if plan.clip_grad_norm is not None else ""
