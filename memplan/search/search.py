@@ -231,21 +231,9 @@ def search(
             are asked for.
         MemplanError: a value that is not allowed, with a way out.
     """
-    return searched(
-        model,
-        cluster=cluster,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        objective=objective,
-        keep=keep,
-        tp_across_nodes=tp_across_nodes,
-        time_model=time_model,
-        progress=progress,
-        gpus_per_node=gpus_per_node,
-        network=network,
-        margin=margin,
-        **options,
-    ).to_frame()
+    asked = {**locals(), **options}
+    del asked["options"]
+    return searched(**asked).to_frame()
 
 
 def searched(
