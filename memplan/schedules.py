@@ -44,9 +44,9 @@ class Schedule:
         placement: stages are dealt out to the ranks in turn ("loop"), or go down the ranks and back up ("v").
         splits_backward: whether backward passes are taken apart: the gradient of the stage's input first,
             that of its weights later.
-        last_first: whether backward passes take the last micro-batch first.
         single_stage: whether it is PyTorch's `PipelineScheduleSingle`, which has a loop of its own instead of
             a list of actions: one stage on each rank.
+        backward_reversed: whether backward passes take the last micro-batch first.
         fewest_stages: the stages on each rank from which on a search tries it.
         micro_batches: how many micro-batches it can run.
     """
@@ -56,8 +56,8 @@ class Schedule:
     runs_as: str
     placement: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
-    last_first: bool = False
     single_stage: bool = False
+    backward_reversed: bool = False
     fewest_stages: int = 1
     micro_batches: MicroBatches = lambda pp, v, m: (m, "")
 
@@ -381,7 +381,7 @@ SCHEDULES: Final = Registry(
             order=_looped_bfs,
             bubble=_interleaved_bubble,
             runs_as=f"{MODULE}:ScheduleLoopedBFS",
-            last_first=True,
+            backward_reversed=True,
             fewest_stages=2,
         ),
         "zero-bubble": Schedule(

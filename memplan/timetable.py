@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, final
 from memplan.errors import InvalidValue, MissingRule
 from memplan.estimate import Estimate, StageEstimate
 from memplan.record import PassPart, Stretch
+from memplan.schedules import SCHEDULES
 from memplan.steptime import StepTime, forward_flops, recomputed_flops
 from memplan.traffic import collectives
 
@@ -97,7 +98,7 @@ def _passes(stretch: Stretch) -> Iterator[Stretch]:
 
 def _works(of: StageEstimate) -> Iterator[_Work]:
     """What each pass of a rank computes and sends; its backward passes by the forward pass of their stage."""
-    stages = of.plan.stages_of(of.stage)
+    stages, schedule = of.plan.stages_of(of.stage), SCHEDULES.named(of.plan.schedule)
     products: dict[int, int] = {}
     seen: dict[tuple[int, PassPart], int] = {}
     known: dict[Stretch, tuple[int, int, int, int]] = {}
@@ -110,7 +111,7 @@ def _works(of: StageEstimate) -> Iterator[_Work]:
             products[local] = forward
         kind: PassPart = "backward" if part == "backward-input" else part
         n = seen[local, kind] = seen.get((local, kind), -1) + 1
-        if part != "forward" and of.plan.pipeline_schedule.last_first:
+        if part != "forward" and schedule.backward_reversed:
             n = of.plan.n_micro_batches - 1 - n
         work = FORWARDS[part] * products[local]
         yield _Work(stages[local], part, n, work, recomputed, tp_bytes, pp_bytes)

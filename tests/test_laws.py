@@ -398,7 +398,7 @@ def test_tensor_ranks_divide_some_weights_and_repeat_the_others(case):
         stage.counted_parameters() for stage in (case.of(), case.of(tp=1, sequence_parallel=False))
     )
     for (part, n_part), (parameter, n) in zip(divided, whole, strict=True):
-        times = 1 if part.tp_dim is None else case.plan.tp
+        times = case.plan.tp if part.is_divided else 1
         assert (part.name, n_part) == (parameter.name, n)
         assert part.n_elements * times == parameter.n_elements
 

@@ -29,12 +29,12 @@ INSTANT = replace(memplan.cluster("4xh100-sxm"), intra_node=memplan.Link(name="i
 
 
 def planned(schedule, m, **asked):
-    v = 1 if SCHEDULES.named(schedule).single_stage else 2
+    v = SCHEDULES.named(schedule).stages_per_rank or 2
     options = {"pp": 4, "cluster": INSTANT, "schedule": schedule, "virtual_stages": v, "global_batch": m}
     return memplan.estimate(EVEN, **options | asked)
 
 
-@pytest.fixture(params=SCHEDULES.names())
+@pytest.fixture(params=SCHEDULES.own)
 def estimate(request):
     return planned(request.param, 12)
 

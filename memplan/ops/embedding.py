@@ -2,7 +2,8 @@
 
 from memplan.kernels import ROWS_PER_THREAD, SORTED_IDS, sort_scratch
 from memplan.ops.dims import dims, divided
-from memplan.ops.tensor_axis import reduced_over_tp
+from memplan.ops.tensor_axis import reduced_over_tp, replicated_parameter
+from memplan.placements import Replicate, Shard
 from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Parameter, Shape, check_equal, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 
@@ -19,12 +20,15 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """
     tape, tp = tokens.tape, tokens.tape.context.tp
     dims(tokens, f"embedding {name}", "batch", "seq")
-    own_rows = divided(n_rows, tp, f"n_rows of {name}")
-    table = tape.parameter(f"{name}.weight", (own_rows, d_model), tp_dim=0 if tp > 1 else None)
+    divided(n_rows, tp, f"n_rows of {name}")
+    table = tape.parameter(
+        f"{name}.weight",
+        (n_rows, d_model),
+        placements={"tp": Shard(0)},
+        grad_placements={"tp": Replicate()},
+    )
     if tp == 1:
         return _looked_up(tokens, table, n_rows, name)
-    if not tape.context.local_grads:
-        table.grad_shape = (n_rows, d_model)
     with tape.workspace() as masked:
         masked.new("rows of other ranks", tokens.shape, BOOL)
         masked.new("ids of own rows", tokens.shape, INT64)
@@ -39,7 +43,7 @@ def position_ids(tokens: Tensor) -> Tensor:
     """
     context = tokens.tape.context
     _, seq = dims(tokens, "positions", "batch", "seq")
-    n_parts = context.tp if context.sequence_parallel else 1
+    n_parts = context.tp if isinstance(context.stream, Shard) else 1
     return tokens.tape.new("position ids", (divided(seq, n_parts, "seq_len"),), INT64)
 
 
@@ -48,7 +52,7 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 
     Source: torch.nn:Embedding.forward, as `embedding`.
     """
-    table = ids.tape.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.tape.context.sequence_parallel)
+    table = replicated_parameter(ids.tape, f"{name}.weight", (n_rows, d_model))
     return _looked_up(ids, table, n_rows, name)
 
 

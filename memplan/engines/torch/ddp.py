@@ -85,13 +85,13 @@ def _ready_order(trace: Trace, n_blocks: Sequence[int]) -> tuple[list[Parameter]
         *ready(trace.embed_backward),
     ]
     module = [*trace.embed_parameters, *trace.block_parameters * sum(n_blocks), *trace.head_parameters]
-    return made, [p for p in reversed(module) if p.distributed]
+    return made, [p for p in reversed(module) if p.is_dtensor]
 
 
 def ready(segment: Segment) -> list[Parameter]:
     """The parameters whose gradients are ready as a backward segment makes them."""
     return [
-        e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.distributed
+        e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.is_dtensor
     ]
 
 
@@ -295,7 +295,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         fills = iter(filled)
         for event in segment.events:
             found.append(event)
-            if isinstance(event, AccumulateGrad) and not event.parameter.distributed:
+            if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
                 found += self._dropped(event.buffer, drops, next(fills, None))
         return tuple(found)
 
@@ -327,10 +327,10 @@ class DistributedDataParallel(StageModule[DdpState]):
         found: list[Event] = []
         fills = iter(filled)
         for p in reversed(parameters):
-            if p.summed_over_tp:
+            if p.has_partial_grad:
                 total = buffer_of(f"{p.name}.grad (summed)", p.shape, p.dtype)
                 found += [*allocs(total), partial_sum(total.n_bytes), *frees(total)]
-            if p.distributed:
+            if p.is_dtensor:
                 found += self._dropped(self.grads[p], drops, next(fills, None))
         return tuple(found)
 
@@ -366,12 +366,12 @@ class DistributedDataParallel(StageModule[DdpState]):
         if plan.tp == 1 or not (drops or last or plan.sequence_parallel):
             yield self._reduced("backward: embedding", cutting, drops, made)
             return
-        whole = [p for p in trace.embed_parameters if p.tp_dim is None]
-        table = [p for p in trace.embed_parameters if p.tp_dim is not None]
+        whole = [p for p in trace.embed_parameters if not p.is_divided]
+        table = [p for p in trace.embed_parameters if p.is_divided]
 
         def own(*, after: bool) -> tuple[Event, ...]:
             embed = self._ready(cutting, drops, made)
-            divided = [b for p, b in gradients(cutting).items() if p.tp_dim is not None]
+            divided = [b for p, b in gradients(cutting).items() if p.is_divided]
             cut = next((i for i, event in enumerate(embed) if buffer_in(event) in divided), len(embed))
             return embed[cut:] if after else embed[:cut]
 
@@ -409,4 +409,4 @@ def _next(filled: Iterator[Bucket | None], n: int) -> tuple[Bucket | None, ...]:
 
 
 def _n_late(parameters: Iterable[Parameter]) -> int:
-    return sum([p.distributed for p in parameters])
+    return sum([p.is_dtensor for p in parameters])

@@ -162,9 +162,9 @@ class ParamGroup:
         for parameters, times in self.parts:
             found: list[Event] = []
             for p in parameters:
-                if p.summed_over_tp or p.grad_shape != p.shape:
+                if p.grad_placements != p.placements:
                     own[p] = buffer_of(f"{p.name}.grad (own part)", p.shape, grads[p].dtype)
-                    summed = [partial_sum(own[p].n_bytes)] if p.summed_over_tp else []
+                    summed = [partial_sum(own[p].n_bytes)] if p.has_partial_grad else []
                     found += [*allocs(own[p]), *summed, *frees(grads[p])]
             yield tuple(found), times
         yield from self.reshard()

@@ -87,7 +87,7 @@ class Stage:
             autocast=formats.compute if plan.mixed and not plan.fsdp else None,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
-            local_grads=self.plan.ddp,
+            remakes_dtensors=self.plan.ddp,
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
