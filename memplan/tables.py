@@ -5,7 +5,6 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -92,27 +91,6 @@ def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
         for s, time in zip(estimate.stages, estimate.stage_times or repeat(None), strict=False)
     ]
     return frame(rows, tuple(rows[0]))
-
-
-def collectives_frame(estimate: Estimate) -> "pandas.DataFrame":
-    """One row per stage, kind, mesh axis and purpose: calls, payload and wire bytes of one rank's step.
-
-    Raises:
-        MemplanError: if pandas is not installed.
-    """
-    columns = ("stage", "kind", "axis", "what", "calls", "payload_bytes", "wire_bytes", "overlappable")
-    rows = [{"stage": s.stage} | asdict(c) for s in estimate.stages for c in s.collectives]
-    return frame(rows, columns)
-
-
-def instants_frame(estimate: Estimate) -> "pandas.DataFrame":
-    """One row per stage and stretch of its step: the most bytes held in it, in the order of the step.
-
-    Raises:
-        MemplanError: if pandas is not installed.
-    """
-    rows = [{"stage": s.stage} | asdict(i) for s in estimate.stages for i in s.instants]
-    return frame(rows, ("stage", "when", "total_bytes"))
 
 
 # --- Text -------------------------------------------------------------------------------------------------
