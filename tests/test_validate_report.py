@@ -10,6 +10,7 @@ from html import unescape
 from html.parser import HTMLParser
 from itertools import chain
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -299,7 +300,7 @@ def test_figures_are_of_every_pair_and_nothing_is_cut_off():
     errors = {"exact": [0.0, 0.0], "some": [0.0, -1e-5, 0.5], "none": []}
     drawn = [figures.predicted_against_measured(groups) for groups in (wide, near)]
     assert "2 of 3 peaks predicted within 1%" in drawn[0].get_suptitle()
-    assert [len(points.get_offsets()) for points in drawn[0].axes[0].collections] == [2, 1]
+    assert [np.asarray(points.get_offsets()).shape[0] for points in drawn[0].axes[0].collections] == [2, 1]
     shown = figures.errors_by(errors)
     assert [text.get_text() for text in shown.axes[0].texts] == [
         "2 cases, all exact",

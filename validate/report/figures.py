@@ -129,6 +129,7 @@ def errors_by(groups: Mapping[str, Sequence[float]], tolerance: float = PEAK_TOL
 
 
 def _worst(errors: Any) -> str:
-    return (
-        f"{len(errors):,} cases, {int((errors == 0).sum()):,} exact, worst {100 * float(errors.max()):.2g} %"
-    )
+    n_exact = int((errors == 0).sum())
+    if n_exact == len(errors):
+        return f"{n_exact:,} cases, all exact"
+    return f"{len(errors):,} cases, {n_exact:,} exact, worst {100 * float(errors.max()):.2g} %"
