@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
 from memplan.shapes import INT64, Buffer, Parameter
@@ -225,7 +225,7 @@ def _traced(
         tape.leave_autocast()
         head_casts = cut.segment()
         n_head = len(tape.nodes)
-        end = cross_entropy(logits)
+        end = model.loss(logits)
         held = logits if keep_logits else None
         del logits
         end = share_of_loss(end)
