@@ -153,11 +153,11 @@ def test_oversize_blocks_serve_no_small_request_and_are_given_back_for_large_one
 
 def test_garbage_is_collected_only_where_the_process_is_limited():
     config = AllocatorConfig(garbage_collection_threshold=0.5)
-    for limits, reserved_bytes in (
-        ({"limit_bytes": 100 * MiB}, 90 * MiB),
-        ({"allowed_bytes": 100 * MiB}, 30 * MiB),
+    limit_bytes = 100 * MiB
+    for allocator, reserved_bytes in (
+        (CachingAllocator(config, limit_bytes=limit_bytes), 90 * MiB),
+        (CachingAllocator(config, allowed_bytes=limit_bytes), 30 * MiB),
     ):
-        allocator = CachingAllocator(config, **limits)
         allocator.free(allocator.malloc(60 * MiB))
         allocator.malloc(30 * MiB, "other")
         assert allocator.reserved_bytes == reserved_bytes
