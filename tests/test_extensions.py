@@ -402,12 +402,12 @@ def test_units_of_several_kinds_are_gathered_block_by_block(installed):
 
 
 def test_a_familys_plans_are_searched_and_printed(installed):
-    found = memplan.search("mixed-tiny", **ASKED | {"seq_len": 128})
-    best = found.iloc[0]
-    assert best["verdict"] == "fits"
-    every = memplan.search("mixed-tiny", **ASKED | {"seq_len": 128}, keep=None)
-    assert every.iloc[0]["step_s"] == best["step_s"]
-    assert "tp does not divide the model's operations" in found.attrs["refused_by"] or 8 in set(every["tp"])
+    asked = ASKED | {"seq_len": 128, "pp": (1, 2), "micro_batch": 2, "zero": 3, "offload": False}
+    best = memplan.search("mixed-tiny", **asked, keep=3)
+    every = memplan.search("mixed-tiny", **asked, keep=None)
+    assert best.iloc[0]["verdict"] == "fits"
+    assert list(best["step_s"][:3]) == list(every["step_s"][:3])
+    assert len(every) > 10
     run = CliRunner().invoke(commands, ["estimate", "mixed-tiny", "--zero", "3", "--dp", "2", "--ledger"])
     assert run.exit_code == 0, run.output
     assert "7 layers" in run.output
