@@ -13,6 +13,7 @@ from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
+from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -248,7 +249,8 @@ class Estimate:
     """What a plan asks of each GPU: per pipeline stage, the rank of it that holds most.
 
     `confirmed` is "measured" where the rules behind it have been compared with real runs (CPU ranks), and
-    "unmeasured" where they are read from sources only (CUDA). `time_model` turns work into seconds:
+    "unmeasured" with runs of the device's software without the device (CUDA), and "unconfirmed" where no
+    run has confirmed them. `time_model` turns work into seconds:
     `dataclasses.replace` puts another in its place. `device` is whose rules it was estimated by.
     """
 
@@ -473,7 +475,7 @@ class Estimate:
         return versioned(
             {
                 "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
-                "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
+                "plan": plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
                 "cluster": None if self.cluster is None else self.cluster.to_dict(),
                 "device": self.device.type,
                 "n_parameters": self.n_parameters,
@@ -575,6 +577,7 @@ def estimate(
     network: Link | str | None = None,
     margin: float | None = None,
     device: DeviceType | None = None,
+    **engine_options: Any,
 ) -> Estimate:
     """What one plan asks of each GPU.
 
@@ -610,6 +613,7 @@ def estimate(
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
+        **engine_options: that engine's own options, by their names.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
@@ -624,7 +628,7 @@ def estimate(
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
         dp = _dp_left(cluster, prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items()))
-    plan = Plan(
+    plan = plan_of(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -653,6 +657,7 @@ def estimate(
         ddp_comm_hook=ddp_comm_hook,
         loss_chunks=loss_chunks,
         engine=engine,
+        **engine_options,
     )
     return estimate_plan(model, plan, cluster, device)
 
