@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -25,7 +25,7 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, parameter_count, resolve
+from memplan.models import Model, model_dict, parameter_count, resolve
 from memplan.plan import (
     DdpCommHook,
     FsdpUnits,
@@ -474,7 +474,7 @@ class Estimate:
         """Plain values, as `--json` prints them."""
         return versioned(
             {
-                "model": {"family": type(self.model).__name__.lower(), **asdict(self.model)},
+                "model": model_dict(self.model),
                 "plan": plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
                 "cluster": None if self.cluster is None else self.cluster.to_dict(),
                 "device": self.device.type,
@@ -544,6 +544,7 @@ def device_of(cluster: Cluster | None) -> Device:
 def estimate(
     model: Model | str | os.PathLike[str],
     *,
+    implementation: str | None = None,
     cluster: Cluster | str | None = None,
     dp: int | None = None,
     tp: int = 1,
@@ -583,6 +584,7 @@ def estimate(
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
         tp: tensor-parallel ranks.
@@ -623,7 +625,7 @@ def estimate(
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
-    model = resolve(model)
+    model = resolve(model, implementation)
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}

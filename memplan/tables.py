@@ -159,7 +159,8 @@ def _header(estimate: Estimate) -> str:
     how += f", fsdp_blocks={plan.fsdp_blocks}" if plan.fsdp_blocks > 1 else ""
     how += ", offload" if plan.offload else ""
     lines = {
-        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_layers} layers",
+        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
+        "code": f"{model.implementation}: {model.code}",
         "cluster": place,
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),

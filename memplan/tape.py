@@ -177,10 +177,13 @@ class Region:
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "selective", "x")
+    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "scope", "selective", "x")
 
-    def __init__(self, function: "Callable[[Tensor], Tensor]", x: "Tensor", *, selective: bool) -> None:
+    def __init__(
+        self, function: "Callable[[Tensor], Tensor]", x: "Tensor", scope: str, *, selective: bool
+    ) -> None:
         self.function = function
+        self.scope = scope
         self.x = x
         self.selective = selective
         self.nodes: list[Node] = []
@@ -569,7 +572,7 @@ class Tape:
 
         Source: torch.utils.checkpoint:checkpoint.
         """
-        self._region = region = Region(function, x, selective=selective)
+        self._region = region = Region(function, x, self.scope, selective=selective)
         _mark_saved((x,))
         if self.context.device.on_cpu:
             region.rng_state = self._rng_state()
@@ -694,7 +697,7 @@ class Tape:
     def _recompute(self, region: Region) -> None:
         phase = self.phase
         self.phase = "recompute"
-        scope, casts, self._casts = self.scope, self._casts, {}
+        scope, casts, self.scope, self._casts = self.scope, self._casts, region.scope, {}
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
         x = region.x
         with self.workspace() as current:

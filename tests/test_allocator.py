@@ -16,6 +16,7 @@ from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, Buffer
 from memplan.units import GiB, KiB, MiB
+from validate.cases import runnable
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
 
@@ -245,7 +246,7 @@ def test_the_optimizer_state_comes_with_the_first_update():
     assert replayed(there).reserved_bytes == 160 * MiB
 
 
-SMALL = dataclasses.replace(memplan.preset("llama-3-8b"), n_layers=12, d_model=1024, d_ff=3584, d_head=32)
+SMALL = dataclasses.replace(runnable("llama-3-8b"), n_layers=12, d_model=1024, d_ff=3584, d_head=32)
 
 PLANS = [
     {"dp": 8, "zero": 3},

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
-from memplan import Gpt, Llama, Model, Plan
+from memplan import Gpt, Llama, Plan
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
 from memplan.engines.options import plan_dict, plan_of, said_by
-from memplan.errors import InvalidValue, PlanRefused
+from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
+from memplan.models import Decoder, Model, resolve
 from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
@@ -57,7 +58,7 @@ class Case:
     """
 
     name: str
-    model: Model
+    model: Decoder
     plan: Plan
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
@@ -209,10 +210,25 @@ def check_case(case: Case) -> None:
         )
 
 
-FAMILIES: Final[Mapping[str, type[Model]]] = {"gpt": Gpt, "llama": Llama}
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama}
+"""The models that can be run (`validate.modules`), by their family."""
 
 
-def family_of(model: Model) -> str:
+def runnable(named: object) -> Decoder:
+    """The model of a name, a path or a Model, if it can be run.
+
+    Raises:
+        UnknownName: a model that there is not; a family, or an implementation, that cannot be run.
+    """
+    model = named if isinstance(named, Model) else resolve(cast(Any, named), "reference")
+    for cls in FAMILIES.values():
+        if isinstance(model, cls):
+            return model
+    what = f"{model.family} ({model.implementation})"
+    raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
+
+
+def family_of(model: Decoder) -> str:
     """The name of a model's family."""
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
@@ -222,7 +238,7 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
-def title(model: Model, plan: Plan) -> str:
+def title(model: Decoder, plan: Plan) -> str:
     """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
 
     >>> from memplan.models import preset

@@ -6,9 +6,9 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.device import Device
 from memplan.errors import MissingRule
@@ -74,28 +74,31 @@ class RankRecord:
         return self.rest_bytes + self.step.high_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartCosts:
-    """What one micro-batch takes of one tensor rank: of the embedding, of one block, of the head.
+class Costs(NamedTuple):
+    """What one micro-batch takes of one tensor rank for a part of the model.
 
-    Elements of weights; FLOPs of a forward pass and, of a block that is recomputed, of those done `again`;
-    bytes sent over the tensor axis by the whole model, and what each recomputed block adds; bytes that a
-    forward pass leaves for the backward pass, of a block `again` if it is recomputed; bytes that go from
-    stage to stage.
+    Elements of its weights; FLOPs of its forward pass, of a recomputed block those that are done again; bytes
+    that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the backward
+    pass.
     """
 
-    embedding_elements: int
-    block_elements: int
-    head_elements: int
-    block_flops: int
-    head_flops: int
-    again_flops: int
+    elements: int
+    flops: int
     sent_bytes: int
-    sent_again_bytes: int
-    embedding_saved: int
-    block_saved: int
-    again_saved: int
-    head_saved: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """The costs of a model's parts: its ends, a block of each kind, and one of each that is recomputed.
+
+    `boundary_bytes` go from stage to stage.
+    """
+
+    embedding: Costs
+    head: Costs
+    blocks: Mapping[str, Costs]
+    recomputed: Mapping[str, Costs]
     boundary_bytes: int
 
 

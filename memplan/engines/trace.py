@@ -1,9 +1,9 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
@@ -37,9 +37,16 @@ class Segment:
 EMPTY = Segment()
 
 
+class BlockKind(NamedTuple):
+    """A kind of the model's blocks, and how it is recomputed."""
+
+    kind: str
+    recompute: Recompute
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One kind of block in both directions.
+    """One kind of block in both directions, and its parameters in the order of the module.
 
     `entry`, `entry_backward`: as a stage's first block. Where its input came from another stage, that tensor
     is the schedule's and not freed here. `casts` frees what autocast kept of the block's weights, when the
@@ -51,17 +58,16 @@ class Block:
     entry: Segment
     entry_backward: Segment
     casts: Segment
+    parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """Forward and backward of the ends a stage owns and of its kinds of blocks; it equals only itself.
 
-    Parameters are in the order of the module.
-
     Attributes whose meaning their name does not tell:
-        blocks: one for each kind that was asked for. They share parameters, the buffers of their gradients,
-            the boundary and its gradient.
+        blocks: one for each kind that was asked for. They share the boundary and its gradient; those that
+            differ in their recomputation only, parameters and the buffers of their gradients too.
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
         end_of_backward: frees what the backward pass has begun with, and the loss unless a schedule holds it.
@@ -80,20 +86,24 @@ class Trace:
     loss: Segment = EMPTY
     head_backward: Segment = EMPTY
     n_loss_backward: int = 0
-    blocks: tuple[Block, ...]
+    blocks: Mapping[BlockKind, Block]
     embed_backward: Segment = EMPTY
     end_of_backward: Segment = EMPTY
     release: Segment = EMPTY
     release_loss: Segment = EMPTY
     release_input_grad: Segment = EMPTY
     embed_parameters: tuple[Parameter, ...] = ()
-    block_parameters: tuple[Parameter, ...]
     head_parameters: tuple[Parameter, ...] = ()
     products: frozenset[Buffer]
     products_backward: frozenset[Buffer]
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
+
+    def gradients(self) -> dict[Parameter, Buffer]:
+        """The gradients that a backward pass leaves."""
+        blocks = [block.backward for block in self.blocks.values()]
+        return gradients(self.head_backward, *blocks, self.embed_backward)
 
     def sending(self, forward: Segment) -> Segment:
         """A block's forward pass whose output is `sent`."""
@@ -132,7 +142,7 @@ def traced(
     *,
     first: bool,
     last: bool,
-    recomputes: tuple[Recompute, ...],
+    kinds: tuple[BlockKind, ...],
     keep_logits: bool,
 ) -> Trace:
     """One micro-batch through a stage's ends and one block of each kind, forward and backward.
@@ -140,10 +150,13 @@ def traced(
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
     one, *others = (
-        _traced(model, context, first=first, last=last, recompute=recompute, keep_logits=keep_logits)
-        for recompute in recomputes
+        _traced(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits) for kind in kinds
     )
-    return replace(one, blocks=(*one.blocks, *(_as_in(one, other) for other in others)))
+    blocks = dict(one.blocks)
+    for kind, other in zip(kinds[1:], others, strict=True):
+        like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
+        blocks[kind] = _as_in(one, other, like)
+    return replace(one, blocks=blocks)
 
 
 def without_blocks(trace: Trace) -> Trace:
@@ -161,20 +174,30 @@ def without_blocks(trace: Trace) -> Trace:
     )
 
 
-def _as_in(one: Trace, other: Trace) -> Block:
-    """The block of another trace, in one trace's parameters, gradients and boundary."""
-    parameters = dict(zip(other.block_parameters, one.block_parameters, strict=True))
-    grads = gradients(one.blocks[0].backward)
+def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
+    """The block of another trace: its boundary is one trace's, its parameters those of a block `like` it."""
+    (block,) = other.blocks.values()
+    if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
+        raise MissingRule(
+            f"blocks of one stage that hand on {one.boundary} and {other.boundary} have no rule; make both "
+            "equal."
+        )
+    if other.boundary.kind == "activations":
+        one.boundary.kind = one.sent.kind = "activations"
+    parameters = dict(zip(block.parameters, (like or block).parameters, strict=True))
+    grads = gradients((like or block).backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
-    for parameter, grad in gradients(other.blocks[0].backward).items():
+    for parameter, grad in gradients(block.backward).items():
         renamed[grad] = grads[parameters[parameter]]
     same = _Renamed(renamed, parameters)
-    block = other.blocks[0]
-    return Block(**{field.name: same(getattr(block, field.name)) for field in fields(Block)})
+    segments = [field.name for field in fields(Block) if field.name != "parameters"]
+    return Block(
+        **{name: same(getattr(block, name)) for name in segments}, parameters=tuple(parameters.values())
+    )
 
 
 def _traced(
-    model: Model, context: OpContext, *, first: bool, last: bool, recompute: Recompute, keep_logits: bool
+    model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
 ) -> Trace:
     tape = Tape(context)
     cut = Marks(tape)
@@ -184,8 +207,7 @@ def _traced(
     n_embed = len(tape.nodes)
     tape.leave_autocast()
     embed_casts = cut.segment()
-    with tape.named("blocks.*"):
-        x = run_block(model, tape, x, recompute)
+    x = run_block(model, tape, x, kind)
     boundary = _buffer(x)
     block, block_parameters = cut.segment(), cut.parameters()
     n_block = len(tape.nodes)
@@ -222,10 +244,13 @@ def _traced(
         held = Tensor(tape, x.shape, x.dtype, x.storage)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
         del x
+    incoming = tape.nodes[-1].grad
     tape.backward(down_to=n_embed)
     block_backward = cut.segment()
     input_grad = tape.nodes[-1].grad
     boundary_grad = _buffer(input_grad)
+    _check_handed_on(incoming, boundary_grad, block_backward)
+    incoming = None
     if first:
         input_grad = None
     tape.backward()
@@ -242,7 +267,9 @@ def _traced(
     del input_grad
     release_input_grad = cut.segment()
     if entry.n_bytes != boundary.n_bytes:
-        raise MissingRule(f"a block's input ({entry}) and output ({boundary}) must be alike.")
+        raise MissingRule(
+            f"a block whose input ({entry}) and output ({boundary}) differ in size has no rule."
+        )
     if "activations" in (entry.kind, boundary.kind):
         boundary.kind = "activations"
     same = _Renamed({entry: boundary})
@@ -256,22 +283,22 @@ def _traced(
         loss=loss,
         head_backward=same(head_backward),
         n_loss_backward=n_loss_backward,
-        blocks=(
-            Block(
+        blocks={
+            kind: Block(
                 forward=same(block),
                 backward=same(block_backward),
                 entry=same(inside(block)),
                 entry_backward=same(inside(block_backward)),
                 casts=block_casts,
-            ),
-        ),
+                parameters=block_parameters,
+            )
+        },
         embed_backward=same(embed_backward),
         end_of_backward=end_of_backward,
         release=release if last else _Renamed({boundary: sent})(release),
         release_loss=release_loss,
         release_input_grad=release_input_grad,
         embed_parameters=embed_parameters,
-        block_parameters=block_parameters,
         head_parameters=head_parameters,
         products=frozenset(tape.products["forward"]),
         products_backward=frozenset(tape.products["backward"]),
@@ -281,11 +308,26 @@ def _traced(
     )
 
 
-def run_block(model: Model, tape: Tape, x: Tensor, recompute: Recompute) -> Tensor:
-    """The model's block, recomputed or not."""
-    if recompute == "none":
-        return model.block(x)
-    return tape.recomputed(model.block, x, selective=recompute == "selective")
+def _check_handed_on(incoming: Tensor | None, boundary_grad: Buffer, backward: Segment) -> None:
+    """A block must add to the gradient that it gets and hand it on, as one with a residual sum does."""
+    if incoming is not None and incoming.storage is not None:
+        handed_on = incoming.storage.buffer is boundary_grad
+    else:
+        handed_on = AddToIncoming(boundary_grad) in backward.events
+    if not handed_on:
+        raise MissingRule(
+            "a block that does not add to its output's gradient in place and hand it on has no rule; end the "
+            "block with a residual sum, and begin the head with a norm."
+        )
+
+
+def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
+    """A block of the model, recomputed or not."""
+    name, recompute = kind
+    with tape.named(f"{name}.*"):
+        if recompute == "none":
+            return model.block(x, name)
+        return tape.recomputed(lambda y: model.block(y, name), x, selective=recompute == "selective")
 
 
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:

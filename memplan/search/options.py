@@ -55,6 +55,7 @@ class ClusterOptions(TypedDict, total=False):
 class SearchOptions(PlanOptions, ClusterOptions, total=False):
     """What the inverse questions pass on to `memplan.search`."""
 
+    implementation: str | None
     seq_len: int | None
     keep: int | None
     tp_across_nodes: bool

@@ -86,7 +86,7 @@ def _asked(
     """A question's model, its cluster, and the options that are left."""
     asked: dict[str, Any] = {**SMALLEST, **options}
     changes = (asked.pop(name, None) for name in ("gpus_per_node", "network", "margin"))
-    return resolve(model), cluster_of(cluster, *changes), asked
+    return resolve(model, asked.pop("implementation", None)), cluster_of(cluster, *changes), asked
 
 
 def _probed(
@@ -135,7 +135,7 @@ def longest_sequence(
     def fits(n: int) -> bool:
         return _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)[1]
 
-    most = model.max_seq_len // SEQ_LEN_STEP if model.learned_positions else 2**22 // SEQ_LEN_STEP
+    most = (model.longest_seq_len or 2**22) // SEQ_LEN_STEP
     shortest, any_fits = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
     if not any_fits:
         raise PlanRefused(

@@ -169,6 +169,7 @@ def _slack_bytes(estimated: Estimate) -> int:
 def search(
     model: Model | str | os.PathLike[str],
     *,
+    implementation: str | None = None,
     cluster: Cluster | str,
     global_batch: int | Iterable[int],
     seq_len: int | Iterable[int] | None = None,
@@ -186,6 +187,7 @@ def search(
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
         global_batch: sequences per step; several are compared by tokens per second.
         seq_len: tokens per sequence, one number or several; left out, the model's context.
@@ -234,6 +236,7 @@ def search(
     """
     return searched(
         model,
+        implementation=implementation,
         cluster=cluster,
         global_batch=global_batch,
         seq_len=seq_len,
@@ -252,6 +255,7 @@ def search(
 def searched(
     model: Model | str | os.PathLike[str],
     *,
+    implementation: str | None = None,
     cluster: Cluster | str,
     global_batch: int | Iterable[int],
     seq_len: int | Iterable[int] | None = None,
@@ -270,7 +274,7 @@ def searched(
     Raises:
         MemplanError: as `search`.
     """
-    model, where = resolve(model), cluster_of(cluster, gpus_per_node, network, margin)
+    model, where = resolve(model, implementation), cluster_of(cluster, gpus_per_node, network, margin)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
     how: dict[str, Any] = {
         "keep": None if keep is None else checked_count("keep", keep),

@@ -180,7 +180,7 @@ class Space:
 
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
         """The numbers of recomputed blocks per stage that make a difference."""
-        largest_stage = -(-self.model.n_layers // n_stages)
+        largest_stage = -(-self.model.n_blocks // n_stages)
         asked = self.of("recompute_blocks", (None,))
         some = [n for n in asked if n is not None and n < largest_stage]
         every = [n for n in asked if n is None or n >= largest_stage]
@@ -200,8 +200,8 @@ class Space:
         if known.stages_per_rank is not None:
             return (known.stages_per_rank,)
         least = known.fewest_stages
-        most = max(self.model.n_layers // pp, least)
-        largest_stage = {-(-self.model.n_layers // (pp * v)): v for v in range(most, least - 1, -1)}
+        most = max(self.model.n_blocks // pp, least)
+        largest_stage = {-(-self.model.n_blocks // (pp * v)): v for v in range(most, least - 1, -1)}
         return tuple(sorted(largest_stage.values()))
 
 

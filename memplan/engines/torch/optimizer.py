@@ -294,11 +294,11 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
         yield stages.parameters(), 1
     else:
         for stage in stages:
-            trace, blocks = stage.trace, stage.trace.block_parameters
-            yield trace.embed_parameters, 1
-            yield blocks, min(1, stage.n_blocks)
-            yield blocks, max(0, stage.n_blocks - 1)
-            yield trace.head_parameters, 1
+            yield stage.trace.embed_parameters, 1
+            for block, n in stage.blocks:
+                yield block.parameters, min(1, n)
+                yield block.parameters, max(0, n - 1)
+            yield stage.trace.head_parameters, 1
 
 
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:

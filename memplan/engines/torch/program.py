@@ -78,13 +78,13 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
     for stage in stages:
-        rotation = allocs(named["rotation"]) if "rotation" in named else ()
+        buffers = allocs(*stages.buffers)
         if stages.offloads:
-            yield from rotation
+            yield from buffers
         elif plan.fsdp:
-            yield from _shards(stages, stage, rotation)
+            yield from _shards(stages, stage, buffers)
         else:
-            yield from (*allocs(*_weights(stages, stage.parameters())), *rotation)
+            yield from (*allocs(*_weights(stages, stage.parameters())), *buffers)
         if plan.ddp:
             yield from _broadcast(stages, stage)
             yield from allocs(*first_buckets[stage])
@@ -132,16 +132,16 @@ def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Bu
         yield buffer_of(parameter.name, (stages.weight_elements(parameter),), stages.weight_dtype, "weights")
 
 
-def _shards(stages: RankStages, stage: Stage, rotation: tuple[Event, ...]) -> Iterator[Event]:
+def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
     """FSDP2's shards: as soon as a module's are there, those that lack rows are copied into padded ones.
 
-    The root's own are padded when all the others are there, and the angles.
+    The root's own are padded when all the others are there, and the module's buffers.
 
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
     """
     trace, units = stage.trace, stages.plan.fsdp_units
-    blocks = [trace.block_parameters] * stage.n_blocks
+    blocks = [parameters for parameters, n in stage.block_parameters for _ in range(n)]
     of_the_root: list[Event] = []
     for i, parameters in enumerate((trace.embed_parameters, *blocks, trace.head_parameters)):
         made = list(_weights(stages, parameters))
@@ -151,7 +151,7 @@ def _shards(stages: RankStages, stage: Stage, rotation: tuple[Event, ...]) -> It
             of_the_root += padded
         else:
             yield from padded
-    yield from (*rotation, *of_the_root)
+    yield from (*buffers, *of_the_root)
 
 
 def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[Buffer]) -> Iterator[Event]:

@@ -8,25 +8,14 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from memplan.device import CPU, Device
-from memplan.engines.split import SplitTrace, split_traced
+from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
-from memplan.engines.trace import Block, Segment, Trace, traced, without_blocks
+from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Model
-from memplan.plan import Plan, Rank, Recompute, stage_layers
-from memplan.shapes import (
-    COMPLEX64,
-    FP32,
-    INT32,
-    INT64,
-    UINT8,
-    Buffer,
-    Kind,
-    Parameter,
-    Shape,
-    buffer_of,
-)
+from memplan.models import Layers, Model
+from memplan.plan import Plan, Rank, stage_layers
+from memplan.shapes import FP32, INT32, INT64, UINT8, Buffer, Kind, Parameter, Shape, buffer_of
 from memplan.tape import USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -50,7 +39,7 @@ Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`), au
 """
 
 
-StageKind = tuple[bool, bool, int]
+StageKind = tuple[bool, bool, tuple[Layers, ...]]
 """Whether a stage is the first, whether it is the last, and its blocks."""
 
 
@@ -65,7 +54,8 @@ class Stage:
         self.device = device
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
-        self.first, self.last, self.n_blocks = kind
+        self.first, self.last, self.layers = kind
+        self.n_blocks = sum([n for _, n in self.layers])
         self.weight_dtype = plan.formats.stored
         self.offloads = plan.offload and not device.on_cpu
         self.update_device = CPU if self.offloads else device
@@ -94,19 +84,23 @@ class Stage:
         )
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Recompute, int], ...]:
-        """The stage's kinds of blocks in order, and how many there are of each."""
-        kind, n = self.plan.recompute, self.n_blocks
-        first = n if self.plan.recompute_blocks is None else min(n, self.plan.recompute_blocks)
-        if kind == "none" or first == n:
-            return ((kind, n),)
-        return (kind, first), ("none", n - first)
+    def runs(self) -> BlockRuns:
+        """The stage's runs of equal blocks in order: at least one, if need be of no block."""
+        recompute, limit = self.plan.recompute, self.plan.recompute_blocks
+        left = self.n_blocks if limit is None else limit
+        found: list[tuple[BlockKind, int]] = []
+        for kind, n in self.layers:
+            again = min(n, left) if recompute != "none" else 0
+            left -= again
+            found += [(BlockKind(kind, recompute), again), (BlockKind(kind, "none"), n - again)]
+        none = (BlockKind(self.model.layers[0].kind, recompute), 0)
+        return tuple([run for run in found if run[1]]) or (none,)
 
     @cached_property
     def _with_blocks(self) -> Trace:
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
-            recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
+            kinds=tuple(dict(self.runs)), keep_logits=self.plan.pp > 1,
         )  # fmt: skip
 
     @cached_property
@@ -117,12 +111,12 @@ class Stage:
     @cached_property
     def split(self) -> SplitTrace:
         """The two parts that schedules take a backward pass apart into."""
-        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, kinds=self.kinds)
+        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, runs=self.runs)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, int], ...]:
-        """The stage's blocks in order: runs of a kind, and how long they are."""
-        return tuple([(block, n) for block, (_, n) in zip(self.trace.blocks, self.kinds, strict=True)])
+        """The stage's blocks in order: runs of equal ones, and how long they are."""
+        return tuple([(self.trace.blocks[kind], n) for kind, n in self.runs])
 
     @cached_property
     def forward_order(self) -> tuple[tuple[Segment, int], ...]:
@@ -130,9 +124,9 @@ class Stage:
 
         The first block is on its own; so is the last one of a stage whose output is sent.
         """
-        (entry, n_entry), *_ = self.blocks
-        order = [(entry.entry, 1)] if n_entry else []
-        order += [(block.forward, n - (block is entry)) for block, n in self.blocks]
+        (entry, n_entry), *others = self.blocks
+        order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
+        order += [(block.forward, n) for block, n in others]
         found = [(segment, n) for segment, n in order if n > 0]
         if found and not self.last:
             last, n = found.pop()
@@ -140,24 +134,24 @@ class Stage:
             found.append((self.trace.sending(last), 1))
         return tuple(found)
 
+    @cached_property
+    def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
+        """The parameters of a block of each run of one kind, and how long the run is."""
+        known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
+        return tuple([(known[kind], n) for kind, n in self.layers])
+
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
-        trace = self.trace
-        return [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
+        blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
+        return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
 
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the stage and how many times it occurs."""
-        blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
-        return (
-            [(p, 1) for p in self.trace.embed_parameters]
-            + blocks
-            + [(p, 1) for p in self.trace.head_parameters]
-        )
-
-
-def rotation_of(model: Model, plan: Plan) -> Buffer:
-    """The angles of rotary positions, which every stage has."""
-    return buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)
+        found = Counter(self.trace.embed_parameters)
+        for block, n in self.blocks:
+            found.update(dict.fromkeys(block.parameters, n))
+        found.update(self.trace.head_parameters)
+        return list(found.items())
 
 
 def mesh_bytes(world_size: int, device: Device) -> int:
@@ -192,8 +186,8 @@ class RankStages:
         known = {} if known is None else known
         made = []
         for index in plan.stages_of(rank.pp):
-            n_blocks = len(stage_layers(model.n_layers, plan, index))
-            kind = index == 0, index == plan.n_stages - 1, n_blocks
+            layers = model.layers_in(stage_layers(model.n_blocks, plan, index))
+            kind = index == 0, index == plan.n_stages - 1, layers
             if kind not in known:
                 known[kind] = Stage(model, plan, kind, device, backend)
             made.append(known[kind])
@@ -225,7 +219,7 @@ class RankStages:
     @property
     def layers(self) -> tuple[range, ...]:
         """The blocks of each stage."""
-        return tuple([stage_layers(self.model.n_layers, self.plan, index) for index in self.indices])
+        return tuple([stage_layers(self.model.n_blocks, self.plan, index) for index in self.indices])
 
     def with_gradients_freed(self) -> "RankStages":
         """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
@@ -397,20 +391,25 @@ class RankStages:
     @property
     def inputs(self) -> Alive:
         """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
-        plan, model = self.plan, self.model
+        plan = self.plan
         alive: Alive = Counter()
         batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         if self.first:
             alive[buffer_of("tokens", batch, INT64)] += 1
         alive[buffer_of("targets", batch, INT64)] += 1
-        if not model.learned_positions:
-            alive[rotation_of(model, plan)] += len(self.stages)
+        for buffer in self.buffers:
+            alive[buffer] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
             if not stage.first:
                 alive[received_input] += plan.n_micro_batches
             if not stage.last:
                 alive[received_grad] += plan.n_micro_batches
         return alive
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What each stage's module keeps beside its weights."""
+        return self.model.buffers(self.plan.seq_len)
 
     @cached_property
     def received(self) -> list[tuple[Buffer, Buffer]]:
