@@ -51,10 +51,10 @@ class Case:
     `steps` are optimizer steps in all; those after the first six (on a GPU four) are timed. The ranks are
     ended after `timeout_s` seconds. Equal seeds mean equal weights and tokens.
 
-    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. PyTorch's
-    "fake" plays all ranks but `rank`, the only one that runs. A rank whose allocator would hold more than
-    `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings of `alloc_conf`, a
-    value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
+    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. Only
+    `rank` runs, and stands in for all (`validate.standin`); None: all of them run. A rank whose allocator
+    would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings
+    of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Case:
     device: RunsOn = "cpu"
     gpu: str = ""
     backend: Backend = "gloo"
-    rank: int = 0
+    rank: int | None = None
     limit_bytes: int | None = None
     alloc_conf: str = ""
     tensors: Tensors = "real"
@@ -95,7 +95,7 @@ class Case:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that run."""
-        return (self.rank,) if self.backend == "fake" else range(self.plan.world_size)
+        return range(self.plan.world_size) if self.rank is None else (self.rank,)
 
     @property
     def learning_rate(self) -> float:
@@ -108,7 +108,7 @@ class Case:
     @property
     def computes(self) -> bool:
         """Whether its values mean anything: kernels run on real data, and all ranks are real."""
-        return self.is_timed and self.backend != "fake"
+        return self.is_timed and self.rank is None
 
     @property
     def is_timed(self) -> bool:
@@ -122,7 +122,7 @@ class Case:
             return "not checked at all: without a GPU nothing is computed, so losses mean nothing"
         if self.tensors == "fake":
             return "not checked at all: its tensors have shapes and no data, so there is no loss"
-        if self.backend == "fake":
+        if self.rank is not None:
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
         if self.model.dropout:
             return "only that the loss falls: one process would drop other elements"
@@ -139,6 +139,7 @@ class Case:
             precision=self.plan.precision,
             optimizer=self.plan.optimizer,
             clip_grad_norm=self.plan.clip_grad_norm,
+            torch_version=self.plan.torch_version,
         )
         return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
 
@@ -203,7 +204,15 @@ def check_case(case: Case) -> None:
 
     Raises:
         PlanRefused: for a pipeline of GPU ranks over gloo.
+        InvalidValue: for a rank that runs alone over a backend that needs the others, or the reverse.
     """
+    stands_in = case.backend == "fake" or (case.rank is not None and case.talks_by == "nccl-at-once")
+    if stands_in != (case.rank is not None):
+        raise InvalidValue(
+            f"rank={case.rank}: one rank alone runs over backend 'fake', or 'nccl' on nogpu, and 'fake' runs "
+            f"no others; backend={case.backend!r} on {case.device!r} takes "
+            f"{'a rank' if case.rank is None else 'rank=None'}."
+        )
     if case.torch_device == "cuda" and case.backend == "gloo" and case.plan.pp > 1:
         raise PlanRefused(
             f"pp={case.plan.pp}: gloo sends no tensor of a GPU; use a GPU for each rank (NCCL), or CPU ranks."
