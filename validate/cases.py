@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
-from memplan import Gpt, Llama, Model, Plan
+from memplan import Gpt, Llama, Plan
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
-from memplan.errors import InvalidValue, PlanRefused
+from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
+from memplan.models import Decoder, Model, resolve
 from memplan.plan import FIELDS, MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
@@ -49,14 +50,14 @@ class Case:
     `steps` are optimizer steps in all; those after the first six (on a GPU four) are timed. The ranks are
     ended after `timeout_s` seconds. Equal seeds mean equal weights and tokens.
 
-    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. PyTorch's
-    "fake" plays all ranks but `rank`, the only one that runs. A rank whose allocator would hold more than
-    `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings of `alloc_conf`, a
-    value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
+    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. Only
+    `rank` runs, and stands in for all (`validate.standin`); None: all of them run. A rank whose allocator
+    would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings
+    of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
     """
 
     name: str
-    model: Model
+    model: Decoder
     plan: Plan
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
@@ -64,7 +65,7 @@ class Case:
     device: RunsOn = "cpu"
     gpu: str = ""
     backend: Backend = "gloo"
-    rank: int = 0
+    rank: int | None = None
     limit_bytes: int | None = None
     alloc_conf: str = ""
     tensors: Tensors = "real"
@@ -93,7 +94,7 @@ class Case:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that run."""
-        return (self.rank,) if self.backend == "fake" else range(self.plan.world_size)
+        return range(self.plan.world_size) if self.rank is None else (self.rank,)
 
     @property
     def learning_rate(self) -> float:
@@ -106,7 +107,7 @@ class Case:
     @property
     def computes(self) -> bool:
         """Whether its values mean anything: kernels run on real data, and all ranks are real."""
-        return self.is_timed and self.backend != "fake"
+        return self.is_timed and self.rank is None
 
     @property
     def is_timed(self) -> bool:
@@ -120,7 +121,7 @@ class Case:
             return "not checked at all: without a GPU nothing is computed, so losses mean nothing"
         if self.tensors == "fake":
             return "not checked at all: its tensors have shapes and no data, so there is no loss"
-        if self.backend == "fake":
+        if self.rank is not None:
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
         if self.model.dropout:
             return "only that the loss falls: one process would drop other elements"
@@ -137,6 +138,7 @@ class Case:
             precision=self.plan.precision,
             optimizer=self.plan.optimizer,
             clip_grad_norm=self.plan.clip_grad_norm,
+            torch_version=self.plan.torch_version,
         )
         return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
 
@@ -200,17 +202,40 @@ def check_case(case: Case) -> None:
 
     Raises:
         PlanRefused: for a pipeline of GPU ranks over gloo.
+        InvalidValue: for a rank that runs alone over a backend that needs the others, or the reverse.
     """
+    stands_in = case.backend == "fake" or (case.rank is not None and case.talks_by == "nccl-at-once")
+    if stands_in != (case.rank is not None):
+        raise InvalidValue(
+            f"rank={case.rank}: one rank alone runs over backend 'fake', or 'nccl' on nogpu, and 'fake' runs "
+            f"no others; backend={case.backend!r} on {case.device!r} takes "
+            f"{'a rank' if case.rank is None else 'rank=None'}."
+        )
     if case.torch_device == "cuda" and case.backend == "gloo" and case.plan.pp > 1:
         raise PlanRefused(
             f"pp={case.plan.pp}: gloo sends no tensor of a GPU; use a GPU for each rank (NCCL), or CPU ranks."
         )
 
 
-FAMILIES: Final[Mapping[str, type[Model]]] = {"gpt": Gpt, "llama": Llama}
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama}
+"""The models that can be run (`validate.modules`), by their family."""
 
 
-def family_of(model: Model) -> str:
+def runnable(named: object) -> Decoder:
+    """The model of a name, a path or a Model, if it can be run.
+
+    Raises:
+        UnknownName: a model that there is not; a family, or an implementation, that cannot be run.
+    """
+    model = named if isinstance(named, Model) else resolve(cast(Any, named), "reference")
+    for cls in FAMILIES.values():
+        if isinstance(model, cls):
+            return model
+    what = f"{model.family} ({model.implementation})"
+    raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
+
+
+def family_of(model: Decoder) -> str:
     """The name of a model's family."""
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
@@ -220,7 +245,7 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
-def title(model: Model, plan: Plan) -> str:
+def title(model: Decoder, plan: Plan) -> str:
     """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
 
     >>> from memplan.models import preset
