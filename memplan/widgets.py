@@ -39,8 +39,8 @@ def planner(
     shape, where = resolve(model), resolve_cluster(cluster)
     n_gpus = 1 if where is None else where.n_gpus
     choices: dict[str, Any] = {
-        "tp": [n for n in divisors(n_gpus) if shape.n_heads % n == 0],
-        "pp": [n for n in divisors(n_gpus) if n <= shape.n_layers],
+        "tp": [n for n in divisors(n_gpus) if not any(size % n for size in shape.sizes_over_tp.values())],
+        "pp": [n for n in divisors(n_gpus) if n <= shape.n_blocks],
         "zero": [3, 2, 1, 0],
         "recompute": list(RECOMPUTES),
         "micro_batch": [n for n in divisors(global_batch) if n <= MOST_MICRO_BATCH],
