@@ -1,6 +1,6 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -139,10 +139,15 @@ def traced(
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
-    one, *others = (
+    return joined(
         _traced(model, context, first=first, last=last, recompute=recompute, keep_logits=keep_logits)
         for recompute in recomputes
     )
+
+
+def joined(traces: Iterable[Trace]) -> Trace:
+    """The first of these traces, with the blocks of all."""
+    one, *others = traces
     return replace(one, blocks=(*one.blocks, *(_as_in(one, other) for other in others)))
 
 

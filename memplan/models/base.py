@@ -6,6 +6,7 @@ from typing import ClassVar, Final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, divisors_text, shown_value
+from memplan.shapes import COMPLEX64, INT64, Buffer, buffer_of
 from memplan.tape import Tensor
 
 MOST_LAYERS: Final = 10_000
@@ -61,6 +62,16 @@ class Model(ABC):
     def output_name(self) -> str:
         """The projection to the vocabulary: the token table itself if the head is tied."""
         return "embedding.tokens" if self.tied_head else "head.output"
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        """What a module keeps beside its weights: the angles of rotary positions."""
+        if self.learned_positions:
+            return ()
+        return (buffer_of("rotation", (seq_len, self.d_head // 2), COMPLEX64),)
+
+    def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
+        """What a step is given for so many samples; the first is the pipeline's first stage's only."""
+        return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from functools import cache
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
+from memplan.models.traced import TracedModel
 from memplan.shapes import INT64, n_elements
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -28,6 +29,8 @@ def parameter_count(model: Model) -> int:
 
 @cache
 def _counted(model: Model) -> int:
+    if isinstance(model, TracedModel):
+        return model.n_parameters
     tape = Tape(OpContext(micro_batch=1, seq_len=1))
     x = model.embed(Tensor(tape, (1, 1), INT64))
     ends = dict(tape.parameters)

@@ -8,18 +8,17 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from memplan.device import CPU, Device
+from memplan.engines.recorded import recorded
 from memplan.engines.split import SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, Segment, Trace, traced, without_blocks
 from memplan.kernels import product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Model
+from memplan.models import Model, TracedModel
 from memplan.plan import Plan, Rank, Recompute, stage_layers
 from memplan.shapes import (
-    COMPLEX64,
     FP32,
     INT32,
-    INT64,
     UINT8,
     Buffer,
     Kind,
@@ -104,6 +103,10 @@ class Stage:
 
     @cached_property
     def _with_blocks(self) -> Trace:
+        if isinstance(self.model, TracedModel):
+            return recorded(
+                self.model, self.op_context, tuple([kind for kind, _ in self.kinds]), n_stages=self.plan.n_stages
+            )
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
             recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
@@ -153,11 +156,6 @@ class Stage:
             + blocks
             + [(p, 1) for p in self.trace.head_parameters]
         )
-
-
-def rotation_of(model: Model, plan: Plan) -> Buffer:
-    """The angles of rotary positions, which every stage has."""
-    return buffer_of("rotation", (plan.seq_len, model.d_head // 2), COMPLEX64)
 
 
 def mesh_bytes(world_size: int, device: Device) -> int:
@@ -398,13 +396,11 @@ class RankStages:
     def inputs(self) -> Alive:
         """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
         plan, model = self.plan, self.model
-        alive: Alive = Counter()
-        batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
-        if self.first:
-            alive[buffer_of("tokens", batch, INT64)] += 1
-        alive[buffer_of("targets", batch, INT64)] += 1
-        if not model.learned_positions:
-            alive[rotation_of(model, plan)] += len(self.stages)
+        tokens, *others = model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
+        alive: Alive = Counter([tokens] if self.first else ())
+        alive.update(others)
+        for buffer in model.buffers(plan.seq_len):
+            alive[buffer] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
             if not stage.first:
                 alive[received_input] += plan.n_micro_batches
