@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from memplan.budget import Budget, budget
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import Estimate, StageEstimate, estimate
 from memplan.hardware import Cluster, Gpu, Interval, Link, Verdict, cluster, gpu, gpu_names
@@ -34,6 +35,7 @@ def __getattr__(name: str) -> str:
 
 __all__ = [
     "Advice",
+    "Budget",
     "Change",
     "Cluster",
     "Estimate",
@@ -53,6 +55,7 @@ __all__ = [
     "UnknownName",
     "Verdict",
     "advise",
+    "budget",
     "cluster",
     "estimate",
     "gpu",

@@ -1,4 +1,4 @@
-"""The command line: `memplan estimate|search|advise|compare|models|gpus`, each with `--json`."""
+"""The command line: `memplan estimate|budget|search|advise|compare|models|gpus`, each with `--json`."""
 
 import errno
 import json
@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
+from memplan.budget import budget
 from memplan.device import DeviceType
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
-from memplan.fields import Choice, Counts, Flag, Number, count_or_text, number_or_text
+from memplan.fields import Choice, Counts, Flag, Number, Registered, count_or_text, number_or_text
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
 from memplan.models import Model, parameter_count, preset, preset_names, preset_source
@@ -171,7 +172,7 @@ def _plan_option(name: str, default: Any) -> Callable[[F], F]:
             return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
-        case Choice():
+        case Choice() | Registered():
             return _choice(flag, field.choices, default, field.help)
         case Counts():
             return click.option(flag, type=_counts, metavar="N,N,...", help=field.help)
@@ -192,7 +193,7 @@ def _search_option(name: str) -> Callable[[F], F]:
     match field:
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
-        case Choice():
+        case Choice() | Registered():
             names = f"Of {', '.join(field.choices)}."
             return click.option(flag, type=_names, metavar="NAME,...", help=names)
     return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
@@ -268,6 +269,25 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     for name, found in rows.items():
         where = f"stage {worst.stage}" + (", on the host," if name == "host_ledger" else "")
         click.echo(f"\nLedger of {where} at its worst instant\n{ledger_text(found)}")
+
+
+@commands.command("budget")
+@click.argument("model")
+@cluster_options()
+@plan_options(dp=None, global_batch=None, seq_len=None)
+@click.option("--tokens", type=number_or_text, metavar="N", help="As in 15e12; left out: 20 a parameter.")
+@click.option("--price-per-gpu-hour", type=number_or_text, metavar="X", help="In any currency.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json: bool, **asked: Any) -> None:
+    """Days, GPU-hours, money and energy of a whole training.
+
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    """
+    result = budget(estimate(model, **asked), tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        click.echo(str(result))
 
 
 @commands.command("search")

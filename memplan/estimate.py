@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
-from memplan.engines.base import Confirmation, Engine, RankRecord, engine_named
+from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
 from memplan.errors import InvalidValue
 from memplan.hardware import (
@@ -34,7 +34,6 @@ from memplan.plan import (
     Precision,
     Rank,
     Recompute,
-    Schedule,
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
@@ -265,7 +264,7 @@ class Estimate:
     @property
     def engine(self) -> Engine:
         """What was played."""
-        return engine_named(self.plan.engine)
+        return ENGINES.named(self.plan.engine)
 
     @property
     def n_parameters(self) -> int:
@@ -533,7 +532,7 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
             "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
             "learns from it is another question."
         )
-    yield from engine_named(plan.engine).notes(model, plan)
+    yield from ENGINES.named(plan.engine).notes(model, plan)
 
 
 def device_of(cluster: Cluster | None) -> Device:
@@ -558,7 +557,7 @@ def estimate(
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "none",
     recompute_blocks: int | None = None,
-    schedule: Schedule = "1f1b",
+    schedule: str = "1f1b",
     virtual_stages: int = 1,
     layers_per_stage: Sequence[int] | None = None,
     fsdp_units: FsdpUnits = "block",
@@ -712,7 +711,7 @@ def stage_estimates(
     model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
 ) -> Iterator[StageEstimate]:
     """One for each rank of the pipeline, worked out as it is asked for."""
-    for record in engine_named(plan.engine).play(model, plan, device):
+    for record in ENGINES.named(plan.engine).play(model, plan, device):
         yield StageEstimate(plan=plan, record=record)
 
 
@@ -726,7 +725,7 @@ def estimate_of(
         cluster=cluster,
         device=device,
         stages=tuple(stages),
-        confirmed=engine_named(plan.engine).confirmed_on(device),
+        confirmed=ENGINES.named(plan.engine).confirmed_on(device),
     )
 
 
@@ -739,5 +738,5 @@ def rank_estimate(
     """
     check_plan(model, plan)
     check_device(plan, device)
-    record = engine_named(plan.engine).play_rank(model, plan, rank, device, backend)
+    record = ENGINES.named(plan.engine).play_rank(model, plan, rank, device, backend)
     return StageEstimate(plan=plan, record=record)

@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 
 from memplan.checks import LARGEST, checked_choice, checked_count, checked_flag, checked_positive
 from memplan.errors import InvalidValue, shown_value
+from memplan.registry import Registry
 
 FLAG_WORDS = {"": True, "true": True, "yes": True, "false": False, "no": False}
 """How a flag is written as a value."""
@@ -124,6 +125,25 @@ class Choice(Field):
 
     def _checked(self, name: str, value: object) -> str:
         return checked_choice(name, value, self.choices)
+
+    def parsed(self, text: str) -> str:
+        return text
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered(Field):
+    """A name in a registry."""
+
+    registry: Registry[Any]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names, other packages' too."""
+        return self.registry.names()
+
+    def _checked(self, name: str, value: object) -> str:
+        return self.registry.checked_name(value)
 
     def parsed(self, text: str) -> str:
         return text

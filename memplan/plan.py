@@ -6,15 +6,15 @@ from typing import Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
-from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, described
+from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, Registered, described
 from memplan.record import Axis
+from memplan.schedules import SCHEDULES, Schedule
 from memplan.shapes import BF16, FP16, FP32, DType
 
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
 OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v"]
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
 
@@ -51,11 +51,6 @@ N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 """What each optimizer keeps for every weight."""
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 RECOMPUTES: Final = ("none", "selective", "full")
-SCHEDULES: Final = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipe-v")
-SINGLE_STAGE_SCHEDULES: Final = ("gpipe", "1f1b")
-V_SCHEDULES: Final = ("zbv", "dualpipe-v")
-SPLITTING_SCHEDULES: Final = ("zero-bubble", "zbv", "dualpipe-v")
-"""Schedules that take a backward pass apart: gradients of the stage's input first, of its weights later."""
 FSDP_UNITS: Final = ("block", "block+ends", "model")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 
@@ -171,8 +166,8 @@ class Plan:
             word="first",
         ),
     )
-    schedule: Schedule = described(
-        "1f1b", Choice(text="Order of micro-batches in a pipeline", choices=SCHEDULES, varied=True)
+    schedule: str = described(
+        "1f1b", Registered(text="Order of micro-batches in a pipeline", registry=SCHEDULES, varied=True)
     )
     virtual_stages: int = described(1, Count(text="Pipeline stages on each pipeline rank", varied=True))
     layers_per_stage: tuple[int, ...] | None = described(
@@ -269,23 +264,23 @@ class Plan:
         return FORMATS[self.precision]
 
     @property
+    def pipeline_schedule(self) -> Schedule:
+        """The schedule of its name."""
+        return SCHEDULES.named(self.schedule)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes are taken apart: a pipeline's, by its schedule."""
+        return self.pp > 1 and self.pipeline_schedule.splits_backward
+
+    @property
     def n_stages(self) -> int:
         """Pipeline stages: pp x virtual_stages."""
         return self.pp * self.virtual_stages
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages of one rank of the pipeline, in model order: dealt out in turn, or folded into a V.
-
-        Source: torch.distributed.pipelining._utils:generate_stage_to_rank_mapping.
-
-        >>> Plan(pp=4, virtual_stages=2, schedule="interleaved-1f1b").stages_of(1)
-        (1, 5)
-        >>> Plan(pp=4, virtual_stages=2, schedule="zbv").stages_of(1)
-        (1, 6)
-        """
-        if self.schedule in V_SCHEDULES and self.virtual_stages == 2:
-            return pp_rank, self.n_stages - 1 - pp_rank
-        return tuple(range(pp_rank, self.n_stages, self.pp))
+        """The stages of one rank of the pipeline, in model order."""
+        return self.pipeline_schedule.stages_of(pp_rank, self.pp, self.virtual_stages)
 
     @property
     def n_micro_batches(self) -> int:

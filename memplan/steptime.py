@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.checks import checked_positive
-from memplan.engines.base import engine_named
+from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster
 from memplan.memory import Bytes
-from memplan.plan import MESH_AXES, Plan, Schedule
+from memplan.plan import MESH_AXES, Plan
 from memplan.record import Axis, Compute, Counts, Overlap, Pass
 from memplan.traffic import CollectiveTotal
 
@@ -271,42 +271,6 @@ def exposed_s(
 # --- The pipeline's bubble --------------------------------------------------------------------------------
 
 
-def bubble_fraction(schedule: Schedule, pp: Count, virtual_stages: Count, n_micro_batches: Count) -> Quantity:
-    """What a rank waits in a step, in units of what it works, if all stages are alike.
-
-    With m micro-batches, v stages on each of p ranks: (p-1)/m for gpipe and 1f1b (Huang et al. 2019,
-    arXiv:1811.06965; Narayanan et al. 2019); (p-1)/(vm) for interleaved-1f1b (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2) and looped-bfs (Lamy-Poirier 2022, arXiv:2211.05953); a third of that where
-    backward passes are split (Qi et al. 2024, arXiv:2401.10241: (p-1)(F+B-W) for ZB-H1).
-
-    With fewer micro-batches than keep every rank busy there is more: (v-1)(p-m) passes of a micro-batch
-    through a stage, and what follows from PyTorch's order for zero-bubble and zbv. zbv (Qi et al., section
-    6) and dualpipe-v (DeepSeek-AI 2024, arXiv:2412.19437) wait p-1 forward passes from the first start to the
-    last end: without a bubble of their own, ranks start one after the other.
-
-    Assumes: a forward pass takes as long as either half of a backward pass, which matters where it is split.
-    Source of what the papers do not say: the orders of `memplan.engines.torch.orders`, run pass by pass.
-
-    >>> [float(bubble_fraction(s, 4, 1, 8)) * 8 for s in ("gpipe", "1f1b", "zero-bubble")]
-    [3.0, 3.0, 1.0]
-    >>> float(bubble_fraction("interleaved-1f1b", 4, 2, 8)) * 16
-    3.0
-    """
-    p, v, m = pp, virtual_stages, n_micro_batches
-    match schedule:
-        case "gpipe" | "1f1b":
-            thirds: Quantity = 3 * (p - 1)
-        case "interleaved-1f1b" | "looped-bfs":
-            thirds = 3 * (p - 1 + (v - 1) * np.maximum(0, p - m))
-        case "zero-bubble":
-            thirds = p - 1 + v * np.maximum(0, p - m) + (v - 1) * np.maximum(0, p - 2 * m)
-        case "zbv":
-            thirds = np.maximum(p - 1, 4 * p - 2 - 2 * m)
-        case "dualpipe-v":
-            thirds = p - 1
-    return thirds / (3 * v * m)
-
-
 def bubble_s(fraction: Quantity, others_s: Quantity) -> Quantity:
     """Seconds that a rank waits: the bubble's fraction of what the other ranks work on average.
 
@@ -421,7 +385,7 @@ class Roofline:
 
 
 def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
-    if engine_named(plan.engine).is_accounting:
+    if ENGINES.named(plan.engine).is_accounting:
         yield "closed-form accounting has none"
         return
     if cluster is None:
@@ -581,7 +545,7 @@ def busy_s(parts: Mapping[str, Quantity]) -> Quantity:
 
 def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quantity:
     """Seconds of a rank's bubble, given the seconds of all ranks' passes and of its own passes."""
-    fraction = bubble_fraction(plan.schedule, plan.pp, plan.virtual_stages, plan.n_micro_batches)
+    fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, plan.virtual_stages, plan.n_micro_batches)
     return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from memplan.engines.base import engine_named
+from memplan.engines.base import ENGINES
 from memplan.plan import MESH_AXES, Plan
 from memplan.record import Axis, Collective, CollectiveKind, Counts, Overlap
 
@@ -40,7 +40,7 @@ class CollectiveTotal:
 
 def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
     """All collectives of one rank's step, given how often each occurs; the innermost axis' first."""
-    wire_bytes = engine_named(plan.engine).wire_bytes
+    wire_bytes = ENGINES.named(plan.engine).wire_bytes
     totals: dict[tuple[CollectiveKind, Axis, str, Overlap], list[int]] = {}
     for event, n in counts.items():
         if isinstance(event, Collective) and n:

@@ -460,6 +460,7 @@ SEARCHES: Final = tuple(
     f"--seq-len 64 --keep 2 --micro-batch 1 --recompute none --schedule 1f1b --objective {objective}"
     for objective in ("speed", "memory", "x")
 )
+BUDGETS: Final = ("--tokens 1e9", "--tokens x", "--tokens 0", "--price-per-gpu-hour -2")
 SUITES: Final = tuple(f"--suite {name}" for name in ("quick", "refused", "qick", "x.toml", "''"))
 FILES: Final = ("nowhere.jsonl", ".", "data/measurements/refused.jsonl", "/dev/null", "-")
 NEVER_RUN: Final = ("--zero 7", "--dp 99999", "--model nothing", "--tp 0", "--pp x")
@@ -471,6 +472,7 @@ COMMANDS: Final[Mapping[str, Parts]] = {
     "estimate": (MODELS, CLUSTERS),
     "compare": (MODELS, PLANS, PLANS, CLUSTERS, BATCHES),
     "advise": (MODELS, CLUSTERS),
+    "budget": (MODELS, CLUSTERS, BUDGETS),
     "search": (MODELS, CLUSTERS, BATCHES, SEARCHES),
     **dict.fromkeys(("models", "gpus", "nothing"), ()),
 }

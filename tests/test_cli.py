@@ -184,7 +184,7 @@ def test_the_readme_shows_what_its_commands_print(command, shown):
 
 def test_the_readme_shows_every_command_that_asks_about_plans_and_a_refusal():
     shown = [command.split()[0] for command, _ in SHOWN]
-    assert Counter(shown) == {"estimate": 3, "search": 1, "advise": 1, "compare": 1}
+    assert Counter(shown) == {"estimate": 3, "budget": 1, "search": 1, "advise": 1, "compare": 1}
 
 
 SEARCH = ["search", "llama-3-8b", "--cluster", "8xh100-sxm", "--global-batch", "64", "--seq-len", "8192"]
@@ -203,7 +203,7 @@ def test_search_prints_the_best_and_what_was_refused():
     assert "rough" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["estimate", "search", "advise"])
+@pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise"])
 def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
     flags = {flag for each in commands.commands[command].params for flag in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in FIELDS if name != "engine"} <= flags

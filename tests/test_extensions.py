@@ -8,20 +8,27 @@ import pytest
 from click.testing import CliRunner
 
 import memplan
+from memplan import registry
 from memplan.cli import commands
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, RankRecord, engine_named, engine_names
+from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.memory import Alive
 from memplan.models import Model, parameter_count
+from memplan.orders import Loop, listed
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import Alloc, Collective, Compute, Free, Stretch, chain, events, passed, repeated
 from memplan.replay import AllocatorProgram
+from memplan.schedules import Schedule
 from memplan.shapes import BF16, buffer_of
 from memplan.tape import Backend
 
 POINTS = """[memplan.engines]
 toy = test_extensions:TOY
+broken = test_extensions:POINTS
+
+[memplan.schedules]
+flood = test_extensions:FLOOD
 broken = test_extensions:POINTS
 """
 """The entry points of a package; the module is this one, however pytest has imported it."""
@@ -82,6 +89,21 @@ class ToyEngine(Engine):
 TOY = ToyEngine()
 
 
+def _flood(pp: int, rank: int, v: int, m: int) -> Loop:
+    """All forward passes of all of a rank's stages, then all backward passes."""
+    order = " ".join([f"F{i}" for i in range(v)])
+    back = " ".join([f"B{i}" for i in reversed(range(v))])
+    return Loop((Loop(listed(order), m), Loop(listed(back), m)))
+
+
+FLOOD = Schedule(
+    order=_flood,
+    bubble=lambda pp, v, m: 0 * m,
+    runs_as="test_extensions:ScheduleFlood",
+    micro_batches=lambda pp, v, m: (max(m, 2), f"a flood takes at least 2 micro-batches, not {m}"),
+)
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch) -> Iterator[None]:
     """This file as if it were an installed package that registers its entry points."""
@@ -91,16 +113,23 @@ def installed(tmp_path, monkeypatch) -> Iterator[None]:
     (info / "entry_points.txt").write_text(POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "test_extensions", sys.modules[__name__])
+    forget()
     yield
-    engine_named.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    """What registries have found among installed packages."""
+    registry.installed.cache_clear()
+    registry.loaded.cache_clear()
 
 
 ASKED: dict[str, Any] = {"cluster": "8xh100-sxm", "global_batch": 16, "seq_len": 512}
 
 
 def test_an_engine_is_known_once_it_is_installed(installed):
-    assert engine_names() == ("torch", "textbook", "broken", "toy")
-    assert engine_named("toy") is TOY
+    assert ENGINES.names() == ("torch", "textbook", "broken", "toy")
+    assert ENGINES.named("toy") is TOY
 
 
 def test_an_unknown_engine_is_refused_with_the_names_that_are_known():
@@ -151,6 +180,46 @@ def test_an_engine_is_on_the_command_line(installed):
     unknown = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "tourch"])
     assert unknown.exit_code == 2
     assert "did you mean 'torch'" in unknown.output
+
+
+DEEP = "llama-3-8b"
+PIPELINE: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "schedule": "flood", **ASKED}
+
+
+def test_a_schedules_plan_is_estimated_from_its_order(installed):
+    e = memplan.estimate(DEEP, **PIPELINE)
+    bfs = memplan.estimate(DEEP, **PIPELINE | {"schedule": "looped-bfs"})
+    assert e.peak.weights_bytes == bfs.peak.weights_bytes
+    assert e.peak.grads_bytes > bfs.peak.grads_bytes, "of both stages: it goes back through them in turn"
+    assert [(c.kind, c.calls) for c in e.collectives] == [(c.kind, c.calls) for c in bfs.collectives]
+    assert e.time.parts["bubble_s"] == 0 < bfs.time.parts["bubble_s"], "as the toy says"
+    assert "schedule=flood" in str(e)
+
+
+def test_a_schedules_rules_are_asked(installed):
+    with pytest.raises(PlanRefused, match=r"takes at least 2 micro-batches, not 1; use global_batch=2\."):
+        memplan.estimate(DEEP, pp=2, schedule="flood", global_batch=1)
+
+
+def test_a_schedule_is_searched_when_it_is_named(installed):
+    job: dict[str, Any] = {"pp": 4, "tp": 2, "keep": None, "zero": 0, "recompute": "full", **ASKED}
+    found = memplan.search(DEEP, schedule=("1f1b", "flood"), **job)
+    assert set(found["schedule"]) == {"1f1b", "flood"}
+    assert (found["schedule"] == "flood")[found["verdict"] == "fits"].any()
+    assert "flood" not in set(memplan.search(DEEP, **job)["schedule"])
+
+
+def test_a_schedule_is_on_the_command_line(installed):
+    job = ["--cluster", "8xh100-sxm", "--global-batch", "8", "--pp", "4", "--schedule", "flood"]
+    for command in ("estimate", "search"):
+        run = CliRunner().invoke(commands, [command, DEEP, *job])
+        assert run.exit_code == 0, run.output
+        assert "flood" in run.output
+
+
+def test_what_is_no_schedule_is_refused(installed):
+    with pytest.raises(InvalidValue, match=r"schedule 'broken' is .* must be a memplan\.schedules\.Schedule"):
+        memplan.estimate(DEEP, **PIPELINE | {"schedule": "broken"})
 
 
 def test_closed_forms_are_not_searched():

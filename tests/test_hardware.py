@@ -38,6 +38,7 @@ def test_the_numbers_of_a_gpu_are_in_order(name):
     assert 0.9 * g.memory_bytes < g.usable_bytes < g.memory_bytes
     assert 0.5e12 < g.memory_bytes_per_s < 10e12
     assert 30e9 < g.link.bytes_per_s < 1e12
+    assert 100 < g.board_power_w < 1500
     rates = [r for r in (g.fp32_flops_per_s, g.tf32_flops_per_s, g.bf16_flops_per_s, g.fp8_flops_per_s) if r]
     assert rates == sorted(rates)
     assert 10e12 < rates[0] <= rates[-1] < 1e16

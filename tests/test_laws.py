@@ -35,11 +35,10 @@ from memplan.plan import (
     OPTIMIZERS,
     PRECISIONS,
     RECOMPUTES,
-    SCHEDULES,
-    SINGLE_STAGE_SCHEDULES,
     Rank,
 )
 from memplan.record import Alloc, Free, Stretch, changes, events
+from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, KINDS, Buffer
 from memplan.tables import ledger_rows
 from memplan.tape import CPU_RNG_STATE_BYTES
@@ -149,12 +148,12 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
         "set_to_none": field("set_to_none", st.booleans()),
         "recompute": field("recompute", st.sampled_from(RECOMPUTES)),
         "recompute_blocks": draw(st.sampled_from([None, 1, 2])),
-        "schedule": field("schedule", st.sampled_from(SCHEDULES if pp > 1 else ("1f1b",))),
+        "schedule": field("schedule", st.sampled_from(tuple(SCHEDULES.own) if pp > 1 else ("1f1b",))),
         "loss_chunks": field("loss_chunks", st.integers(1, 4)),
     }
     if chosen["recompute"] == "none":
         del chosen["recompute_blocks"]
-    if pp > 1 and chosen["schedule"] not in SINGLE_STAGE_SCHEDULES:
+    if pp > 1 and not SCHEDULES.named(chosen["schedule"]).single_stage:
         chosen["virtual_stages"] = draw(st.integers(1, max(1, model.n_layers // pp)))
     least = {"1f1b": pp, "dualpipe-v": 2 * pp}.get(chosen["schedule"], 1)
     n_micro_batches = draw(st.integers(least, least + 5))
@@ -795,7 +794,7 @@ anything = st.fixed_dictionaries(
         "micro_batch": st.integers(1, 3),
         "global_batch": st.integers(1, 20),
         "seq_len": st.integers(1, 20),
-        "schedule": st.sampled_from(SCHEDULES),
+        "schedule": st.sampled_from(tuple(SCHEDULES.own)),
         "virtual_stages": st.sampled_from([1, 1, 2]),
         "precision": st.sampled_from(PRECISIONS),
         "optimizer": st.sampled_from(OPTIMIZERS),

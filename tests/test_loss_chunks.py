@@ -12,7 +12,7 @@ from memplan.ops import cross_entropy, gradient_of_loss
 from memplan.record import Alloc, changes
 from memplan.shapes import BF16, FP32, DType, Shape
 from memplan.tape import OpContext, Tape, Tensor
-from validate.modules import token_loss
+from validate.systems.torch.modules import token_loss
 
 VOCABULARY = 1000
 

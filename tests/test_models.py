@@ -11,7 +11,7 @@ import memplan
 from memplan.errors import InvalidValue, UnknownName
 from memplan.models import Gpt, Llama, Model, preset, preset_names, resolve
 from memplan.models.presets import model_of_entry, preset_source, preset_table
-from validate.modules import Transformer
+from validate.systems.torch.modules import Transformer
 
 # The real checkpoints' counts (sums over the tensors of the published weights, tied tensors once).
 PUBLISHED = {

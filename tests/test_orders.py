@@ -11,23 +11,16 @@ from torch.distributed.pipelining import schedules
 
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
-from memplan.engines.torch.orders import (
-    Loop,
-    actions,
-    in_flight,
-    in_rows,
-    order_of,
-    plan_counts,
-    under_way,
-    with_weights,
-)
+from memplan.engines.torch.orders import with_weights
 from memplan.engines.trace import traced
 from memplan.errors import PlanRefused
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
-from memplan.plan import SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan, Schedule
+from memplan.orders import Loop, actions, counts, in_flight, in_rows, under_way
+from memplan.plan import Plan
+from memplan.schedules import SCHEDULES
 
-CLASSES: dict[Schedule, Any] = {
+CLASSES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
@@ -49,13 +42,24 @@ MODEL = Llama(
 
 
 def plans(schedule):
-    stages = (1,) if schedule in SINGLE_STAGE_SCHEDULES else (2,) if schedule in V_SCHEDULES else (1, 2, 3, 4)
+    only = SCHEDULES.named(schedule).stages_per_rank
+    stages = (1, 2, 3, 4) if only is None else (only,)
     for pp in range(2, 7):
         for virtual_stages in stages:
             for m in (*range(1, 15), 16, 18, 24, 36):
                 yield Plan(
                     pp=pp, virtual_stages=virtual_stages, schedule=schedule, global_batch=m, micro_batch=1
                 )
+
+
+def order_of(plan, rank):
+    """Our order of one rank."""
+    return plan.pipeline_schedule.order(plan.pp, rank, plan.virtual_stages, plan.n_micro_batches)
+
+
+def test_each_schedule_names_the_class_that_runs_it():
+    for name, runs_as in CLASSES.items():
+        assert SCHEDULES.named(name).runs_as == f"{runs_as.__module__}:{runs_as.__name__}"
 
 
 def made(plan):
@@ -71,7 +75,7 @@ def made(plan):
         )
 
     stages = [stage(index) for index in plan.stages_of(0)]
-    alone = plan.schedule in SINGLE_STAGE_SCHEDULES
+    alone = plan.pipeline_schedule.single_stage
     return CLASSES[plan.schedule](stages[0] if alone else stages, plan.n_micro_batches, loss_fn=len)
 
 
@@ -95,9 +99,7 @@ def torchs(plan, *, with_weights=False):
 def ours(plan, rank):
     """Our order of one rank in the same words: each pass of a kind is the next micro-batch's."""
     m = plan.n_micro_batches
-    run = order_of(
-        plan.schedule, pp=plan.pp, rank=rank, virtual_stages=plan.virtual_stages, n_micro_batches=m
-    )
+    run = order_of(plan, rank)
     seen: Counter[tuple[int, str]] = Counter()
     for action in actions(run):
         parts = ("input", "weight") if action.kind == "backward" else (action.kind.removeprefix("backward-"),)
@@ -126,7 +128,7 @@ def test_the_order_is_pytorchs(schedule):
     assert compared > 100
 
 
-def running(schedule: Schedule) -> Iterator[Plan]:
+def running(schedule: str) -> Iterator[Plan]:
     """The plans that can run."""
     for plan in plans(schedule):
         try:
@@ -136,17 +138,11 @@ def running(schedule: Schedule) -> Iterator[Plan]:
         yield plan
 
 
-@pytest.mark.parametrize("schedule", [s for s in CLASSES if s not in SINGLE_STAGE_SCHEDULES])
-def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
+@pytest.mark.parametrize("schedule", [s for s in CLASSES if s not in ("gpipe", "1f1b")])
+def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: str):
     for plan in running(schedule):
         for rank, expected in torchs(plan, with_weights=True):
-            run = order_of(
-                schedule,
-                pp=plan.pp,
-                rank=rank,
-                virtual_stages=plan.virtual_stages,
-                n_micro_batches=plan.n_micro_batches,
-            )
+            run = order_of(plan, rank)
             found = [
                 ((NAMES | WEIGHTS)[action.kind], plan.stages_of(rank)[action.local])
                 for action in actions(with_weights(run, plan.virtual_stages))
@@ -154,24 +150,23 @@ def test_weights_are_gathered_and_reduced_when_pytorch_does(schedule: Schedule):
             assert found == [action[:2] for action in expected], (plan, rank)
 
 
-def orders(schedule: Schedule) -> Iterator[tuple[Plan, int, Loop]]:
+def orders(schedule: str) -> Iterator[tuple[Plan, int, Loop]]:
     """Of each plan that can run the order of each rank."""
     for plan in running(schedule):
-        v, m = plan.virtual_stages, plan.n_micro_batches
         for rank in range(plan.pp):
-            yield plan, rank, order_of(schedule, pp=plan.pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+            yield plan, rank, order_of(plan, rank)
 
 
 @pytest.mark.parametrize("schedule", CLASSES)
-def test_passes_are_counted_as_they_come(schedule: Schedule):
+def test_passes_are_counted_as_they_come(schedule: str):
     for plan, rank, order in orders(schedule):
-        assert plan_counts(plan, rank) == Counter(actions(order)), (plan, rank)
+        assert counts(order) == Counter(actions(order)), (plan, rank)
         rows = [action for action, n in in_rows(order) for _ in range(n)]
         assert rows == [*actions(order)], (plan, rank)
 
 
 @pytest.mark.parametrize("schedule", CLASSES)
-def test_micro_batches_under_way_are_counted_as_they_come(schedule: Schedule):
+def test_micro_batches_under_way_are_counted_as_they_come(schedule: str):
     seen = 0
     for plan, rank, order in orders(schedule):
         v, m = plan.virtual_stages, plan.n_micro_batches
@@ -198,8 +193,7 @@ def test_micro_batches_under_way_are_counted_as_they_come(schedule: Schedule):
 
 
 def kept(schedule, pp, rank, m, v=1, local=0):
-    run = order_of(schedule, pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
-    return in_flight(run, local)
+    return in_flight(SCHEDULES.named(schedule).order(pp, rank, v, m), local)
 
 
 @pytest.mark.parametrize("pp,m", [(2, 2), (4, 8), (4, 12), (8, 64)])
@@ -217,7 +211,7 @@ def test_interleaving_keeps_so_many_chunks(pp, v, m):
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Megatron-LM's `num_warmup_microbatches`.
     """
     for rank in range(pp):
-        run = order_of("interleaved-1f1b", pp=pp, rank=rank, virtual_stages=v, n_micro_batches=m)
+        run = SCHEDULES.named("interleaved-1f1b").order(pp, rank, v, m)
         kinds = [action.kind for action in actions(run)]
         assert kinds.index("backward") == (pp - rank - 1) * 2 + (v - 1) * pp + 1
 
@@ -228,11 +222,10 @@ def test_an_order_stays_short_however_many_micro_batches():
     def parts(run):
         return sum(parts(part) if hasattr(part, "parts") else 1 for part in run.parts)
 
-    for schedule in CLASSES:
-        v = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
-        short, long = (
-            order_of(schedule, pp=16, rank=3, virtual_stages=v, n_micro_batches=m) for m in (128, 4096)
-        )
+    for name in SCHEDULES.own:
+        schedule = SCHEDULES.named(name)
+        v = schedule.stages_per_rank or 2
+        short, long = (schedule.order(16, 3, v, m) for m in (128, 4096))
         assert parts(long) == parts(short) < 200
         assert sum(1 for _ in actions(long)) >= 2 * v * 4096
 

@@ -10,6 +10,10 @@ import memplan
 from memplan import plots
 from memplan.errors import MemplanError
 from memplan.memory import running_bytes
+from memplan.plots.measured import _pair
+from memplan.plots.memory import _ledger
+from memplan.plots.style import COLORS, LABELS, STACK, stage_of
+from memplan.plots.timeline import _drawn, _held
 from memplan.shapes import KINDS
 from memplan.units import GiB, MiB
 
@@ -75,7 +79,7 @@ def test_every_axis_has_a_unit_or_a_name(one, staged):
 def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
     figure = plots.stage_peaks(staged)
     bars = {container.get_label(): container for container in figure.axes[0].containers}
-    assert list(bars) == [plots.LABELS[kind] for kind in plots.STACK]
+    assert list(bars) == [LABELS[kind] for kind in STACK]
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown[: len(bars)] == list(bars)
     for i, stage in enumerate(staged.stages):
@@ -84,22 +88,22 @@ def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
 
 
 def test_every_kind_has_a_color_a_label_and_a_place():
-    assert set(plots.STACK) == set(plots.LABELS) == set(plots.COLORS) == set(KINDS)
-    assert len(set(plots.COLORS.values())) == len(KINDS)
+    assert set(STACK) == set(LABELS) == set(COLORS) == set(KINDS)
+    assert len(set(COLORS.values())) == len(KINDS)
 
 
 def test_neighbours_in_a_stack_differ_in_grey():
     luma = [
-        np.dot([int(plots.COLORS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
-        for kind in plots.STACK
+        np.dot([int(COLORS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
+        for kind in STACK
     ]
     assert min(abs(np.diff(luma))) > 0.15
 
 
 @pytest.mark.parametrize("stage", [None, 0, 3])
 def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
-    of = plots._stage_of(staged, stage)
-    held = plots._held(staged.timeline(of.stage), of.peak)
+    of = stage_of(staged, stage)
+    held = _held(staged.timeline(of.stage), of.peak)
     expected = [n_bytes for _, n_bytes in running_bytes(staged.timeline(of.stage), of.rest_bytes)]
     assert held.total.tolist() == expected
     assert (held.by_kind >= 0).all()
@@ -110,8 +114,8 @@ def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
 
 def test_drawing_a_long_step_keeps_every_maximum(staged):
     of = staged.worst
-    held = plots._held(staged.timeline(), of.peak)
-    starts, points = plots._drawn(held)
+    held = _held(staged.timeline(), of.peak)
+    starts, points = _drawn(held)
     assert len(starts) == len(points) + 1
     assert (np.diff(starts) > 0).all()
     assert len(points) < len(held.total)
@@ -124,7 +128,7 @@ def test_drawing_a_long_step_keeps_every_maximum(staged):
 
 
 def test_the_ledger_is_the_peak(one):
-    rows = plots._ledger(one, one.worst)
+    rows = _ledger(one, one.worst)
     assert sum(row.total_bytes for row in rows) == one.peak.total_bytes
     assert len(plots.ledger_at_peak(one, top=3).axes[0].patches) == 3
 
@@ -136,7 +140,7 @@ def test_the_budget_is_drawn_only_where_all_have_it(one):
 
 
 def test_the_error_shown_is_of_the_rank_farthest_off():
-    assert plots._pair(RECORD).error == pytest.approx(-0.005)
+    assert _pair(RECORD).error == pytest.approx(-0.005)
     assert "1 of 1" in plots.predicted_beside_measured([RECORD]).get_suptitle()
     assert "0 of 1" in plots.predicted_beside_measured([RECORD], tolerance=0.004).get_suptitle()
 

@@ -16,7 +16,6 @@ from memplan import Gpt, Llama, Model, Plan
 from memplan.engines.checks import check_plan
 from memplan.errors import PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.plan import SINGLE_STAGE_SCHEDULES
 from validate.cases import Case
 from validate.records import PEAK_TOLERANCE, Record, read_records
 
@@ -190,7 +189,7 @@ def test_every_axis_was_run_alone_and_in_mixes_of_two_and_three():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_families_ran_both_schedules_and_tensor_parallelism_with_and_without_sp(family):
     plans = [plan_of(record) for record in RECORDS if record.case["model"]["family"] == family]
-    assert {plan.schedule for plan in plans if plan.pp > 1} >= set(SINGLE_STAGE_SCHEDULES)
+    assert {plan.schedule for plan in plans if plan.pp > 1} >= {"gpipe", "1f1b"}
     assert {plan.sequence_parallel for plan in plans if plan.tp > 1} == {False, True}
     assert {plan.zero for plan in plans if plan.dp > 1} == {0, 1, 2, 3}
 

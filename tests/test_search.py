@@ -18,7 +18,8 @@ from memplan.engines.trace import traced
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import n_communicators, outside_allocator
-from memplan.plan import RECOMPUTES, SCHEDULES
+from memplan.plan import RECOMPUTES
+from memplan.schedules import SCHEDULES
 from memplan.search import judge, searched
 from memplan.search.bounds import bounds
 from memplan.search.plans import VARIED, number_of, value_of
@@ -170,7 +171,7 @@ def test_no_plan_is_left_out_or_there_twice():
         if pp * rep * dp * tp != n_gpus or (rep > 1 and dp == 1):
             continue
         for zero, sp, offload, mb, recompute, schedule, v in product(
-            range(4), (False, True), (False, True), divisors(batch), RECOMPUTES, SCHEDULES, (1, 2)
+            range(4), (False, True), (False, True), divisors(batch), RECOMPUTES, SCHEDULES.own, (1, 2)
         ):
             if pp == 1 and (schedule, v) != ("1f1b", 1):
                 continue
@@ -240,7 +241,7 @@ def test_what_is_found_is_what_estimating_every_plan_finds(
     global_batch=st.sampled_from((8, 12, 48)),
     precision=st.sampled_from(("bf16-mixed", "fp32", "bf16")),
     optimizer=st.sampled_from(("adamw", "sgd", "sgd-momentum")),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(tuple(SCHEDULES.own)),
     options=st.sampled_from(
         (
             {},
@@ -531,6 +532,6 @@ def test_options_of_ddp_and_fsdp_narrow_the_search():
 
 @pytest.mark.parametrize("name", VARIED)
 def test_columns_hold_every_value(name: str):
-    values = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "recompute_blocks": (None, 1, 5)}
+    values = {"schedule": tuple(SCHEDULES.own), "recompute": RECOMPUTES, "recompute_blocks": (None, 1, 5)}
     for value in values.get(name, (False, True) if name in ("offload", "sequence_parallel") else (1, 2)):
         assert value_of(name, number_of(name, value)) == value

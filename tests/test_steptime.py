@@ -19,16 +19,16 @@ from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.torch import RankStages
-from memplan.engines.torch.orders import actions, order_of
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.estimate import estimate_plan, rank_estimate
 from memplan.hardware import Link, cluster
-from memplan.plan import SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Rank
+from memplan.orders import actions
+from memplan.plan import Rank
+from memplan.schedules import SCHEDULES
 from memplan.search.plans import unchecked
 from memplan.steptime import (
     Roofline,
     added,
-    bubble_fraction,
     bubble_s,
     crosses_nodes,
     exposed_s,
@@ -36,7 +36,7 @@ from memplan.steptime import (
     ranks_in_a_node,
     ring_bytes_per_s,
 )
-from validate.modules import Transformer, token_loss
+from validate.systems.torch.modules import Transformer, token_loss
 
 FIELDS: dict[str, Any] = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 64}
 LLAMA = Llama(name="small", **FIELDS, n_kv_heads=2, max_seq_len=16, tied_head=False)
@@ -317,9 +317,10 @@ def test_formulas_take_arrays():
     n, stride = np.array([8, 64, 16, 2]), np.array([1, 1, 4, 8])
     assert np.asarray(ring_bytes_per_s(n, stride, 8, 450.0, 50.0)).tolist() == [450, 400, 100, 50]
     m = np.arange(1, 9)
-    for schedule in SCHEDULES:
-        fractions = np.asarray(bubble_fraction(schedule, 4, 2, m))
-        assert fractions.tolist() == [float(bubble_fraction(schedule, 4, 2, int(i))) for i in m]
+    for name in SCHEDULES.own:
+        schedule = SCHEDULES.named(name)
+        fractions = np.asarray(schedule.bubble_fraction(4, 2, m))
+        assert fractions.tolist() == [float(schedule.bubble_fraction(4, 2, int(i))) for i in m]
     assert np.asarray(exposed_s(np.array([3.0, 1.0]), 4.0, 2.0, 5.0)).tolist() == [2.0, 0.0]
 
 
@@ -352,7 +353,8 @@ def test_no_second_hides_two(reductions_s, gathers_s, computing_s, share):
 
 
 def plans(schedule):
-    stages = (1,) if schedule in SINGLE_STAGE_SCHEDULES else (2,) if schedule in V_SCHEDULES else (1, 2, 3, 4)
+    only = SCHEDULES.named(schedule).stages_per_rank
+    stages = (1, 2, 3, 4) if only is None else (only,)
     for pp in range(2, 8):
         for virtual_stages in stages:
             for m in (*range(1, 15), 16, 18, 24):
@@ -367,13 +369,7 @@ def plans(schedule):
 def passes(plan, rank):
     """A rank's passes in order: kind, stage, micro-batch."""
     seen: Counter[tuple[str, int]] = Counter()
-    order = order_of(
-        plan.schedule,
-        pp=plan.pp,
-        rank=rank,
-        virtual_stages=plan.virtual_stages,
-        n_micro_batches=plan.n_micro_batches,
-    )
+    order = plan.pipeline_schedule.order(plan.pp, rank, plan.virtual_stages, plan.n_micro_batches)
     for action in actions(order):
         kind = "backward-input" if action.kind == "backward" else action.kind
         i = seen[kind, action.local]
@@ -417,12 +413,12 @@ def simulated(plan, seconds):
     return max(now), busy
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES.own)
 def test_the_bubble_is_that_of_pytorchs_order(schedule):
     compared = 0
     for plan in plans(schedule):
         end, busy = simulated(plan, [1.0] * plan.n_stages)
-        fraction = bubble_fraction(schedule, plan.pp, plan.virtual_stages, plan.n_micro_batches)
+        fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, plan.virtual_stages, plan.n_micro_batches)
         assert end == pytest.approx(busy[0] * (1 + float(fraction)), rel=1e-12), plan
         compared += 1
     assert compared > 40
@@ -435,7 +431,7 @@ def test_where_one_stage_is_slower_the_others_make_the_bubble(schedule, rel, slo
     seconds = [2.0 if stage == slow else 1.5 for stage in range(4)]
     end, busy = simulated(plan, seconds)
     others_s = (sum(busy) - max(busy)) / 3
-    fraction = bubble_fraction(schedule, plan.pp, 1, plan.n_micro_batches)
+    fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, 1, plan.n_micro_batches)
     assert max(busy) < end
     assert max(busy) + bubble_s(fraction, others_s) == pytest.approx(end, rel=rel)
 
@@ -448,8 +444,8 @@ def jobs(draw):
     """A small model under a plan on a cluster whose nodes need not suit its mesh."""
     pp, tp, dp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 6))
     zero = draw(st.sampled_from([0, 1, 2, 3] if dp > 1 else [0]))
-    schedule = draw(st.sampled_from(SCHEDULES if pp > 1 else ("1f1b",)))
-    v = 2 if schedule in V_SCHEDULES else 1
+    schedule = draw(st.sampled_from(tuple(SCHEDULES.own) if pp > 1 else ("1f1b",)))
+    v = SCHEDULES.named(schedule).stages_per_rank or 1
     m = draw(st.integers(1, 12))
     n_gpus = pp * dp * tp
     nodes = draw(st.sampled_from([n for n in range(1, n_gpus + 1) if n_gpus % n == 0]))

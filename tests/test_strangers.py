@@ -102,6 +102,7 @@ def test_nothing_that_carries_information_is_cut():
 
 HARDWARE = [
     *((memplan.gpu("h100-sxm"), name) for name in ("memory_bytes", "memory_bytes_per_s", "bf16_flops_per_s")),
+    (memplan.gpu("h100-sxm"), "board_power_w"),
     (memplan.gpu("h100-sxm"), "multiprocessors"),
     (memplan.gpu("h100-sxm"), "capability"),
     (memplan.gpu("h100-sxm").link, "bytes_per_s"),

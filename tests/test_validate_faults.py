@@ -24,9 +24,9 @@ from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
 from validate.launch import ForkServers, Program, Seat, rank_program, run_case
 from validate.machine import Budget
-from validate.measure import prepared
 from validate.records import merged, open_records, read_records
 from validate.sweep import RETRIED, judging, swept
+from validate.systems import prepared
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def at_step(number, fault, case, rank, device):
         steps.append(None)
         return fault() if len(steps) == number else inner()
 
-    training.gradients = gradients
+    training.gradients = gradients  # type: ignore[method-assign]
     return training
 
 

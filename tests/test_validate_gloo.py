@@ -12,8 +12,8 @@ from validate.cases import Case
 from validate.gloo import WORKERS, threads_named
 from validate.launch import rank_program
 from validate.machine import Budget
-from validate.measure import prepared
 from validate.sweep import judging, swept
+from validate.systems import prepared
 
 pytestmark = pytest.mark.slow
 

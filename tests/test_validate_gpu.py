@@ -27,13 +27,14 @@ from validate.gpus import Gpus
 from validate.judge import References, judged
 from validate.launch import PRELOADED, device_for, run_case, take_gpu
 from validate.machine import Budget
-from validate.measure import GpuWatch, prepared
+from validate.measure import GpuWatch
 from validate.predict import estimated_rank
 from validate.records import Outcome, Record
 from validate.suites import suite
 from validate.suites.frontier import Question, frontier
 from validate.suites.gpu import GPU_SUITES, USABLE
 from validate.sweep import share_of
+from validate.systems import prepared
 
 ROOT = Path(__file__).parents[1]
 H100 = Gpus(

@@ -19,7 +19,7 @@ from validate.cases import Case
 from validate.collectives import Collective
 from validate.judge import References, judged, step_losses
 from validate.launch import Ended, rank_program, run_case
-from validate.measure import prepared
+from validate.systems import prepared
 
 TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=128, max_seq_len=32)
 
@@ -40,7 +40,7 @@ def without_reduction(case, rank, device):
 def scaled(case, rank, device):
     """Gradients summed over micro-batches where their mean belongs: Adam would not show it in the losses."""
     training = prepared(case, rank, device)
-    for weight in training.update.parameters:
+    for weight in training.weights():
         weight.register_hook(lambda grad: grad * case.plan.n_micro_batches)
     return training
 
@@ -186,3 +186,9 @@ def test_bad_input_is_refused_in_one_line(arguments, said):
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
+
+
+def test_an_engine_that_nothing_runs_is_refused():
+    ended = run_case(tiny(engine="textbook"))
+    assert ended.outcome == "refused"
+    assert ended.reason == "engine='textbook' cannot be run; use 'torch'."

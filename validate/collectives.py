@@ -1,7 +1,7 @@
 """Collectives counted at the dispatcher: kind, mesh axis, calls, operand bytes."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Collective:
 class CollectiveCounter(TorchDispatchMode):
     """Counts every collective issued while it is active; a coalesced call counts once, with all its bytes."""
 
-    def __init__(self, axis_of_group: dict[str, str]) -> None:
+    def __init__(self, axis_of_group: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = axis_of_group
         self._calls: Counter[tuple[str, str]] = Counter()

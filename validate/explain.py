@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from memplan.plots import MEASURED, MUTED, OUTSIDE, PHASES, SHADES
+from memplan.plots.style import MEASURED, MUTED, OUTSIDE
+from memplan.plots.timeline import PHASES, SHADES
 from memplan.shapes import Buffer
 from memplan.text_tables import WIDTH
 from memplan.units import MiB

@@ -14,9 +14,9 @@ from validate.cases import Case
 from validate.collectives import Collective
 from validate.launch import Ended, run_case
 from validate.measure import Memory, RankMeasurement, States
-from validate.parallelize import POWERSGD_FIRST_STEP
 from validate.predict import Prediction, prediction
 from validate.records import Record
+from validate.systems.torch.parallelize import POWERSGD_FIRST_STEP
 
 LOSS_TOLERANCES: Final = {"fp32": 1e-5, "fp16-mixed": 2.5e-3, "bf16-mixed": 1e-2, "bf16": 1e-2}
 """Relative, any step's loss.

@@ -31,11 +31,12 @@ from validate.attribution import comparison
 from validate.cases import Case, RunsOn
 from validate.fake import without_data
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
-from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank, prepared
+from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank
 from validate.memory import MemoryProfile
 from validate.nogpu import environment_for
 from validate.records import Outcome
 from validate.standin import stand_in, unanimous
+from validate.systems import prepared
 from validate.tracebacks import without_folders
 
 PRELOADED: Final = (
@@ -47,6 +48,7 @@ PRELOADED: Final = (
     "torch.optim",
     "torch.profiler",
     "validate.launch",
+    "validate.systems.torch",
 )
 """What the fork server imports once for all ranks."""
 
@@ -374,7 +376,7 @@ def rank_main(seat: Seat, program: Program) -> Answer:
     """One rank's process: what it answers."""
     started_at_s = time.monotonic()
     faulthandler.enable()
-    faulthandler.dump_traceback_later(seat.case.timeout_s)
+    faulthandler.dump_traceback_later(max(POLL_S, seat.case.timeout_s - _age_s()))
     try:
         if seat.memory_bytes is not None:
             _limit_memory(seat.memory_bytes)
@@ -390,6 +392,15 @@ def rank_main(seat: Seat, program: Program) -> Answer:
         cpu_s=used.ru_utime + used.ru_stime,
         rss_bytes=KiB * used.ru_maxrss,
     )
+
+
+def _age_s() -> float:
+    """Seconds since this process was forked, before it had imported what it runs.
+
+    Source: man 5 proc_pid_stat, field 22, counted behind the command's name, which ends in a parenthesis.
+    """
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _failure(rank: int, error: Exception) -> Failure:

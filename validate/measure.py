@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,14 +13,12 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from memplan.plan import Rank
 from validate.blocks import Block, alive_after
 from validate.cases import Case
-from validate.collectives import Collective, CollectiveCounter, axis_of_group
+from validate.collectives import Collective, CollectiveCounter
 from validate.gloo import let_ranks_go_first, nothing_held_after_waits
 from validate.memory import (
     STEP,
@@ -32,13 +30,7 @@ from validate.memory import (
     held_at,
     pointer_of,
 )
-from validate.parallelize import (
-    device_mesh,
-    parallel_module,
-    stage_module,
-)
-from validate.training import Gradients, gradients
-from validate.updates import Update, gradient, update_of
+from validate.systems import Training, prepared
 
 OBSERVED_STEPS = 3
 """Steps whose peak is taken on CPU. The least is true: gloo's threads may still free late what is waited for
@@ -129,58 +121,8 @@ class RankMeasurement:
     attributed_fraction: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Training:
-    """What one step of a rank's stages and their optimizer does; `after_step` is called when one is done."""
-
-    gradients: Gradients
-    update: Update
-    axis_of_group: dict[str, str]
-    after_step: Callable[[], None] | None = None
-
-    def step(self) -> float | None:
-        """One whole step."""
-        loss = self.gradients()
-        self.finish()
-        return loss
-
-    def finish(self) -> None:
-        """The end of a step, once there are gradients."""
-        self.update()
-        if self.after_step is not None:
-            self.after_step()
-
-
-def prepared(case: Case, rank: int, device: torch.device) -> Training:
-    """The case's stages and optimizer as they are on this rank."""
-    model, plan, at = case.model, case.plan, case.plan.place(rank)
-    mesh = device_mesh(plan, device)
-    cut_before_made = case.tensors == "real" and not case.computes
-    made_on = torch.device("meta") if cut_before_made else device
-    seed = case.seed if case.computes else None
-    modules = {
-        stage: parallel_module(
-            stage_module(model, plan, stage, seed=seed, device=made_on), plan, at, mesh, device
-        )
-        for stage in plan.stages_of(at.pp)
-    }
-    update = update_of(
-        modules.values(),
-        plan,
-        mesh,
-        device,
-        learning_rate=case.learning_rate,
-        runs_kernels=case.device != "nogpu",
-    )
-    return Training(
-        gradients=gradients(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed),
-        update=update,
-        axis_of_group=axis_of_group(mesh),
-    )
-
-
 Prepare = Callable[[Case, int, torch.device], Training]
-"""Builds the training of one rank."""
+"""Sets up the training of one rank."""
 
 NewProfile = Callable[[], Profile]
 """Makes a profile of what is allocated on CPU."""
@@ -221,7 +163,7 @@ def measured_rank(
         norm_squared = math.nan
         losses = [training.gradients()]
         if not case.unchecked:
-            norm_squared = gradient_norm_squared(training.update)
+            norm_squared = training.gradient_norm_squared()
         training.finish()
         losses += [training.step() for _ in range(1, n_warm_up(case))]
         counter = CollectiveCounter(training.axis_of_group)
@@ -273,17 +215,6 @@ def n_warm_up(case: Case) -> int:
     return WARM_UP_STEPS + case.plan.static_graph + (case.plan.ddp_comm_hook == "powersgd")
 
 
-def gradient_norm_squared(update: Update) -> float:
-    """The squared norm of this rank's whole gradient, cut or replicated tensors counted once."""
-    scaled = sum(float(_whole_gradient(weight).float().square().sum()) for weight in update.parameters)
-    return scaled / update.scaler.get_scale() ** 2
-
-
-def _whole_gradient(weight: Tensor) -> Tensor:
-    grad = gradient(weight)
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
 def _settled() -> None:
     """Nothing is under way, on this rank's device or on any other rank."""
     gc.collect()
@@ -318,9 +249,7 @@ def _observed_step(training: Training) -> tuple[float | None, _Seen]:
 
 
 def _seen(training: Training) -> _Seen:
-    weights = [_local(weight) for weight in training.update.parameters]
-    grads = [_local(weight.grad) for weight in training.update.parameters if weight.grad is not None]
-    states = [_local(tensor) for tensor in _optimizer_tensors(training.update.optimizer)]
+    weights, grads, states = training.weights(), training.grads(), training.optimizer_states()
     return _Seen(
         states=States(
             weights_bytes=sum(tensor.nbytes for tensor in weights),
@@ -333,19 +262,9 @@ def _seen(training: Training) -> _Seen:
     )
 
 
-def _storages(tensors: list[Tensor]) -> dict[int, int]:
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
     """The distinct storages of tensors: address to bytes."""
     return {pointer_of(storage): storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    for state in inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 _Sight = Callable[[], tuple[States, Memory]]

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from memplan import Plan
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
+from memplan.fields import Registered
 from memplan.tape import Backend
 from validate.cases import FAMILIES, Case, RunsOn, Tensors, family_of
 from validate.records import Record
@@ -53,6 +54,9 @@ def _fields_of(owner: type, *, after_run: bool = False) -> dict[str, Field]:
     for field in fields(owner):
         kind, choices = _kind_of(hints[field.name])
         if kind is not None and field.name != "name":
+            registered = field.metadata.get("field")
+            if isinstance(registered, Registered):
+                choices = registered.choices
             found[field.name] = Field(kind=kind, choices=choices, after_run=after_run)
     return found
 

@@ -1,53 +1,30 @@
 """What an engine is: a training framework that is played, found by its name in a registry.
 
-memplan's own engines are in `BUILT_IN`. Another package adds one by an entry point of the group
-`memplan.engines`, whose object is an `Engine`:
-
-```toml
-[project.entry-points."memplan.engines"]
-toy = "toy_engine:TOY"
-```
-
-An engine is imported when a plan first names it.
+`ENGINES` has memplan's own. Another package adds one by an entry point of the group `memplan.engines` (see
+`memplan.registry`), whose object is an `Engine`.
 """
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 from memplan.device import Device
-from memplan.errors import InvalidValue, MissingRule, unknown_name
+from memplan.errors import MissingRule
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
-from memplan.plan import Plan, Rank, Schedule
+from memplan.plan import Plan, Rank
 from memplan.record import CollectiveKind, Stretch
+from memplan.registry import Registry
 from memplan.replay import AllocatorProgram
 from memplan.tape import Backend
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 Rule = Callable[[Model, Plan], None]
 """Raises `PlanRefused` or `MissingRule` if no plan of a model can be as this one says."""
 
 Confirmation = Literal["measured", "unmeasured"]
 """Whether rules have been compared with runs of the framework, or are read from sources only."""
-
-GROUP: Final = "memplan.engines"
-"""The entry points' group."""
-
-StageCounts = tuple[int, ...]
-"""A number for each of a rank's stages."""
-
-BUILT_IN: Final = {
-    "torch": "memplan.engines.torch:TORCH",
-    "textbook": "memplan.engines.textbook:TEXTBOOK",
-}
-"""memplan's own engines: module and object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +110,7 @@ class Engine(ABC):
     refusals: ClassVar[tuple[Rule, ...]] = ()
     """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
     gives_bounds: ClassVar[bool] = False
-    """Whether `part_costs` and `first_under_way` are known, so that search need not estimate every plan."""
+    """Whether `part_costs` are known, so that search need not estimate every plan."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -157,16 +134,6 @@ class Engine(ABC):
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """What one micro-batch of a plan of one replica and one stage takes of the model's parts."""
-        raise MissingRule(f"engine={self.name!r} gives no bounds.")
-
-    def first_under_way(
-        self, schedule: Schedule, pp: int, virtual_stages: int, n_micro_batches: int
-    ) -> tuple[StageCounts, StageCounts | None]:
-        """Micro-batches of the first rank's stages that have saved what their backward passes will need.
-
-        Before the rank's first backward pass, and when all its stages have had one and another is to come;
-        None if there is no such instant.
-        """
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:
@@ -206,35 +173,12 @@ def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
             raise MissingRule(f"no rule states what the collective {kind!r} sends; add it to `ring_bytes`.")
 
 
-@cache
-def engine_named(name: str) -> Engine:
-    """The engine of a name.
-
-    Raises:
-        UnknownName: with the names that are known.
-        InvalidValue: another package's entry point is no engine.
-    """
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), attribute)
-    else:
-        others = _entry_points()
-        if name not in others:
-            raise unknown_name("engine", name, engine_names())
-        found = others[name].load()
-    if not isinstance(found, Engine):
-        raise InvalidValue(
-            f"engine {name!r} is {found!r}; its entry point must be a memplan.engines.base.Engine."
-        )
-    return found
-
-
-def engine_names() -> tuple[str, ...]:
-    """The names of all engines, memplan's own first."""
-    return (*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN)))
-
-
-def _entry_points() -> "dict[str, EntryPoint]":
-    from importlib.metadata import entry_points  # slow to import, and rarely needed
-
-    return {point.name: point for point in entry_points(group=GROUP)}
+ENGINES: Final = Registry(
+    what="engine",
+    kind=Engine,  # type: ignore[type-abstract]
+    own={
+        "torch": "memplan.engines.torch:TORCH",
+        "textbook": "memplan.engines.textbook:TEXTBOOK",
+    },
+)
+"""The engines by name; one is imported when a plan first names it."""

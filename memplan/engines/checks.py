@@ -1,7 +1,7 @@
 """Whether an engine can run a plan: `check_plan` asks the rules of the plan's engine, one after the other."""
 
 from memplan.device import Device
-from memplan.engines.base import engine_named
+from memplan.engines.base import ENGINES
 from memplan.models import Model
 from memplan.plan import Plan
 
@@ -14,7 +14,7 @@ def check_plan(model: Model, plan: Plan) -> None:
         PlanRefused: with value, rule and way out.
         MissingRule: an option that no rule of the engine covers yet.
     """
-    for rule in engine_named(plan.engine).refusals:
+    for rule in ENGINES.named(plan.engine).refusals:
         rule(model, plan)
 
 
@@ -24,4 +24,4 @@ def check_device(plan: Plan, device: Device) -> None:
     Raises:
         PlanRefused: with value, rule and way out.
     """
-    engine_named(plan.engine).check_device(plan, device)
+    ENGINES.named(plan.engine).check_device(plan, device)

@@ -22,6 +22,7 @@ from memplan.engines.refusals import (
 )
 from memplan.memory import Alive
 from memplan.models import Model, parameter_count
+from memplan.orders import in_flight
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
 from memplan.shapes import BF16, UINT8, Buffer, Kind
@@ -325,8 +326,8 @@ def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
         precision.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2.3 and 4.3, which give the first stage.
     """
-    m = plan.n_micro_batches
-    alive = m if plan.schedule == "gpipe" and plan.pp > 1 else min(m, plan.pp - pp_rank)
+    order = plan.pipeline_schedule.order(plan.pp, pp_rank, 1, plan.n_micro_batches)
+    alive = in_flight(order, 0) if plan.pp > 1 else 1
     layers = len(stage_layers(model.n_layers, plan, pp_rank))
     recomputed = layers if plan.recompute_blocks is None else min(layers, plan.recompute_blocks)
     sizes = {"seq_len": plan.seq_len, "micro_batch": plan.micro_batch, "d_model": model.d_model}

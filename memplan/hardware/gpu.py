@@ -45,7 +45,8 @@ class Gpu:
     `kind` is torch's device type: "cuda" (NVIDIA, and AMD under ROCm) or "cpu". `memory_bytes` is the
     nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. `capability` is CUDA's
     compute capability, None for other makers' GPUs. The `*_flops_per_s` are peak dense rates; None: the
-    format is not supported, or no rate is known. `link` joins a node's GPUs.
+    format is not supported, or no rate is known. `board_power_w` is the most that the board draws.
+    `link` joins a node's GPUs.
 
     Raises:
         InvalidValue, UnknownName: bytes that are no positive integers, rates that are no finite numbers above
@@ -65,6 +66,7 @@ class Gpu:
     fp16_flops_per_s: float | None = None
     bf16_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
+    board_power_w: float | None = None
     link: Link
     source: str = ""
 
@@ -74,7 +76,8 @@ class Gpu:
         for field in ("memory_bytes", "usable_bytes"):
             if (n_bytes := getattr(self, field)) is not None:
                 object.__setattr__(self, field, checked_count(field, n_bytes, most=LARGEST_BYTES))
-        for field in ("memory_bytes_per_s", *(f"{dtype}_flops_per_s" for dtype in DTYPES)):
+        dtype_rates = (f"{dtype}_flops_per_s" for dtype in DTYPES)
+        for field in ("memory_bytes_per_s", "board_power_w", *dtype_rates):
             if (rate := getattr(self, field)) is not None:
                 object.__setattr__(self, field, checked_positive(field, rate))
         check_link("link", self.link)
@@ -177,6 +180,7 @@ def gpu(name: str) -> Gpu:
         multiprocessors=entry.get("multiprocessors", 0),
         memory_bytes_per_s=_scaled(entry.get("memory_tb_per_s"), TB),
         **{f"{dtype}_flops_per_s": _scaled(entry.get(f"{dtype}_tflops"), TFLOP) for dtype in DTYPES},
+        board_power_w=entry.get("board_power_w"),
         link=Link(name=entry["link"], bytes_per_s=_scaled(entry.get("link_gb_per_s"), GB / 2)),
         source=entry["source"],
     )

@@ -21,16 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.device import Device
-from memplan.engines.base import engine_named
+from memplan.engines.base import ENGINES
 from memplan.hardware import Cluster
 from memplan.models import Model
-from memplan.plan import N_MOMENTS, RECOMPUTES, SINGLE_STAGE_SCHEDULES, Plan, Schedule, stage_layers
+from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
 from memplan.record import Axis, Overlap
+from memplan.schedules import SCHEDULES, first_under_way
 from memplan.search.plans import CELL, NO_LIMIT, Column, Grid, unchecked
 from memplan.steptime import (
     Roofline,
     Work,
-    bubble_fraction,
     bubble_s,
     busy_s,
     links_used,
@@ -109,7 +109,7 @@ def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> dict[s
     """What `PartsOfModel` names, for one micro-batch; the first of two blocks is recomputed."""
     batch = {"micro_batch": micro_batch, "global_batch": plan.n_replicas * micro_batch}
     some = unchecked(plan, recompute_blocks=1, **batch)
-    return asdict(engine_named(plan.engine).part_costs(model, some, device))
+    return asdict(ENGINES.named(plan.engine).part_costs(model, some, device))
 
 
 class _FirstRank(NamedTuple):
@@ -144,7 +144,7 @@ class _Schedule:
 
     engine: str
     n_layers: int
-    schedule: Schedule
+    schedule: str
     pp: int
     virtual_stages: int
     layers: tuple[int, ...] | None
@@ -191,8 +191,8 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_UnderWay, _UnderWa
     And whether there is such an instant [m].
     """
     plan, sizes = _sizes(key)
-    under_way = engine_named(key.engine).first_under_way
-    found = [under_way(key.schedule, key.pp, key.virtual_stages, m) for m in ms]
+    schedule = SCHEDULES.named(key.schedule)
+    found = [first_under_way(schedule, key.pp, key.virtual_stages, m) for m in ms]
     first = np.array([before for before, _ in found])
     later = np.array([after or (0,) * len(before) for before, after in found])
     own = plan.stages_of(0)
@@ -226,7 +226,7 @@ class _Plans:
         self.pp = each(grid.structure["pp"] for grid in grids)
         self.virtual_stages = each(grid.structure["virtual_stages"] for grid in grids)
         self.zero = each(grid.structure["zero"] for grid in grids)
-        self.single = each(grid.schedule in SINGLE_STAGE_SCHEDULES for grid in grids)
+        self.single = each(SCHEDULES.named(grid.schedule).single_stage for grid in grids)
         columns = {name: np.concatenate([g.cells[name] for g in grids])[:, None] for name in CELL}
         self.dp, self.replicas, self.micro_batch = (
             columns[name] for name in ("dp", "dp_replicate", "micro_batch")
@@ -287,7 +287,7 @@ def bounds(
     model: Model, grids: Sequence[Grid], cluster: Cluster, time_model: Roofline
 ) -> Iterator[tuple[Grid, Bounds]]:
     """Grids, in some order, with the bounds of their plans: 0 where an engine gives none."""
-    if grids and not engine_named(grids[0].base.engine).gives_bounds:
+    if grids and not ENGINES.named(grids[0].base.engine).gives_bounds:
         yield from ((grid, (np.zeros(grid.shape), np.zeros(grid.shape))) for grid in grids)
         return
     kinds: dict[Hashable, list[Grid]] = {}
@@ -323,7 +323,7 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     fraction = np.empty(m.shape)
     for i, key in enumerate(plans.schedules):
         own = slice(plans.starts[i], plans.starts[i + 1])
-        fraction[own] = bubble_fraction(key.schedule, pp[own], v[own], m[own])
+        fraction[own] = SCHEDULES.named(key.schedule).bubble_fraction(pp[own], v[own], m[own])
     total: Any = sum(found.values()) + bubble_s(fraction, busy_s(found))
     return np.where(known, total * (1 - ROUNDING), inf)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 from memplan.hardware import Link
-from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Precision, Recompute, Schedule
+from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Precision, Recompute
 from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
@@ -26,7 +26,7 @@ class PlanOptions(TypedDict, total=False):
     micro_batch: int | Iterable[int]
     recompute: Recompute | Iterable[Recompute]
     recompute_blocks: int | Iterable[int | None] | None
-    schedule: Schedule | Iterable[Schedule]
+    schedule: str | Iterable[str]
     offload: bool | Iterable[bool]
     precision: Precision
     optimizer: Optimizer

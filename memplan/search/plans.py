@@ -7,17 +7,10 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.fields import Choice, Flag
-from memplan.plan import FIELDS, SCHEDULES, Plan, Schedule
+from memplan.fields import Choice, Flag, Registered
+from memplan.plan import FIELDS, Plan
 
 Column = NDArray[np.int64]
-
-CHOICES: Final[dict[str, Sequence[Any]]] = {
-    name: field.choices if isinstance(field, Choice) else (False, True)
-    for name, field in FIELDS.items()
-    if isinstance(field, Choice | Flag)
-}
-"""Fields whose columns are indices into their values."""
 
 NO_LIMIT: Final = -1
 """Stands for None in the column of `recompute_blocks`."""
@@ -92,9 +85,9 @@ class Grid:
         return len(self.cells["dp"]), len(self.recompute_blocks)
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> str:
         """The schedule of the pipelines; a single rank has none, and it is no matter which."""
-        return SCHEDULES[self.structure["schedule"]] if self.structure["pp"] > 1 else "1f1b"
+        return str(value_of("schedule", self.structure["schedule"])) if self.structure["pp"] > 1 else "1f1b"
 
     @property
     def n_micro_batches(self) -> Column:
@@ -141,14 +134,25 @@ def unchecked(plan: Plan, **values: Any) -> Plan:
     return other
 
 
+def _choices(field: str) -> Sequence[Any]:
+    """The values that a column of this field has the indices of; none if it has the values themselves."""
+    match FIELDS[field]:
+        case Choice() | Registered() as known:
+            return known.choices
+        case Flag():
+            return False, True
+        case _:
+            return ()
+
+
 def value_of(field: str, number: int) -> Any:
     """What a number in a field's column stands for.
 
     >>> value_of("recompute", 2), value_of("offload", 0), value_of("tp", 8)
     ('full', False, 8)
     """
-    if field in CHOICES:
-        return CHOICES[field][number]
+    if choices := _choices(field):
+        return choices[number]
     return None if field == "recompute_blocks" and number == NO_LIMIT else number
 
 
@@ -158,6 +162,6 @@ def number_of(field: str, value: Any) -> int:
     >>> number_of("schedule", "1f1b"), number_of("recompute_blocks", None), number_of("zero", 3)
     (1, -1, 3)
     """
-    if field in CHOICES:
-        return CHOICES[field].index(value)
+    if choices := _choices(field):
+        return choices.index(value)
     return NO_LIMIT if value is None else int(value)

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 
-from memplan.engines.base import engine_named
+from memplan.engines.base import ENGINES
 from memplan.errors import MemplanError, kind_of
 from memplan.models import Model
 from memplan.plan import PLAN_RULES, Plan
@@ -45,7 +45,7 @@ class Rules:
     def __init__(self, model: Model, base: Plan, texts: dict[str, int]) -> None:
         self.base = {name: getattr(base, name) for name in Plan.__dataclass_fields__}
         rules: list[Callable[[Plan], None]] = [*PLAN_RULES]
-        rules += [partial(rule, model) for rule in engine_named(base.engine).refusals]
+        rules += [partial(rule, model) for rule in ENGINES.named(base.engine).refusals]
         self.rules = [_Rule(rule) for rule in rules]
         self.texts = texts
 

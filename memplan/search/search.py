@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 import numpy as np
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
-from memplan.engines.base import engine_named
+from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
@@ -488,7 +488,7 @@ def common(*, global_batch: int, **options: Any) -> Plan:
         if name not in Plan.__dataclass_fields__:
             raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
     engine = options.get("engine", Plan.__dataclass_fields__["engine"].default)
-    if engine_named(engine).is_accounting:
+    if ENGINES.named(engine).is_accounting:
         raise InvalidValue(
             f"engine={engine!r} is closed-form accounting, which gives no verdict and no step time to search "
             "by; use engine='torch'."

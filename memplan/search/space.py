@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.models import Model
-from memplan.plan import MESH_AXES, RECOMPUTES, SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Plan
+from memplan.plan import MESH_AXES, RECOMPUTES, Plan
+from memplan.schedules import SCHEDULES
 from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
 from memplan.search.rules import RUNS, Choices, Rules
 
@@ -76,7 +77,7 @@ class Space:
     A field takes the values of its range. One without a range takes every value that makes a difference:
     a single replica needs no ZeRO, a single tensor rank no sequence parallelism; of the numbers of virtual
     stages that cut the model into equally large stages the smallest counts, and so does of the numbers of
-    recomputed blocks that are all of every stage's the first.
+    recomputed blocks that are all of every stage's the first. Other packages' schedules are tried when named.
     """
 
     model: Model
@@ -190,16 +191,15 @@ class Space:
         if pp == 1:
             yield self.of("schedule", ("1f1b",))[0], 1
             return
-        for schedule in self.of("schedule", SCHEDULES):
+        for schedule in self.of("schedule", tuple(SCHEDULES.own)):
             for virtual_stages in self.of("virtual_stages", self._virtual_stages(schedule, pp)):
                 yield schedule, virtual_stages
 
     def _virtual_stages(self, schedule: str, pp: int) -> tuple[int, ...]:
-        if schedule in SINGLE_STAGE_SCHEDULES:
-            return (1,)
-        if schedule in V_SCHEDULES:
-            return (2,)
-        least = 1 if schedule == "zero-bubble" else 2
+        known = SCHEDULES.named(schedule)
+        if known.stages_per_rank is not None:
+            return (known.stages_per_rank,)
+        least = known.fewest_stages
         most = max(self.model.n_layers // pp, least)
         largest_stage = {-(-self.model.n_layers // (pp * v)): v for v in range(most, least - 1, -1)}
         return tuple(sorted(largest_stage.values()))

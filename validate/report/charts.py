@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from memplan.plots import MUTED, OUTSIDE, WITHIN
+from memplan.plots.style import MUTED, OUTSIDE, WITHIN
 from memplan.units import MiB
 from validate.records import PEAK_TOLERANCE, Record
 

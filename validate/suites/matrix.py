@@ -9,7 +9,8 @@ from memplan import Gpt, Llama, Model, Plan
 from memplan.device import CPU
 from memplan.engines.checks import check_device, check_plan
 from memplan.errors import MemplanError, MissingRule
-from memplan.plan import RECOMPUTES, SCHEDULES
+from memplan.plan import RECOMPUTES
+from memplan.schedules import SCHEDULES
 from validate.cases import Case, title
 
 MOST_RANKS: Final = 8
@@ -39,7 +40,7 @@ PAIRED: Final[dict[str, Sequence[Any]]] = {
     ),
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
-    "schedule": SCHEDULES,
+    "schedule": tuple(SCHEDULES.own),
     "recompute": RECOMPUTES,
     "recompute_blocks": (None, 1),
     "layers": ("even", "uneven", "no first"),
@@ -80,7 +81,7 @@ def _crossed() -> Iterator[tuple[Model, Plan]]:
         for zero, sp, schedule in product(
             range(4) if dp > 1 else (0,),
             (False, True) if tp > 1 else (False,),
-            SCHEDULES if pp > 1 else ("1f1b",),
+            SCHEDULES.own if pp > 1 else ("1f1b",),
         ):
             crossed = dp * tp * pp <= MOST_RANKS_FULLY_CROSSED
             for recompute in RECOMPUTES if crossed else RECOMPUTES[turn % 3 :][:1]:

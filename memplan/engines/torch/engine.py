@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from typing import final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, PartCosts, RankRecord, StageCounts
-from memplan.engines.torch.orders import first_under_way
+from memplan.engines.base import Confirmation, Engine, PartCosts, RankRecord
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import Segment
 from memplan.models import Model
-from memplan.plan import Plan, Rank, Schedule
+from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
 from memplan.shapes import Parameter
 from memplan.tape import Backend
@@ -51,11 +50,6 @@ class TorchEngine(Engine):
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         return part_costs(self, model, plan, device)
-
-    def first_under_way(
-        self, schedule: Schedule, pp: int, virtual_stages: int, n_micro_batches: int
-    ) -> tuple[StageCounts, StageCounts | None]:
-        return first_under_way(schedule, pp, virtual_stages, n_micro_batches)
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:

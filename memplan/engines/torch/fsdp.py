@@ -10,7 +10,6 @@ from memplan.engines.torch.module import StageModule, added_to_older, backward_o
 from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in, gradients
-from memplan.plan import SPLITTING_SCHEDULES
 from memplan.record import Event, Stretch, chain, events, frees, repeated
 from memplan.shapes import FP32, Role, buffer_of
 
@@ -93,7 +92,7 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward`,
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`.
         """
-        split = self.stage.plan.schedule in SPLITTING_SCHEDULES and not self.stage.first
+        split = self.stage.plan.splits_backward and not self.stage.first
         return self.accumulates_in_fp32 and split and self.n_recomputed > 0
 
     @property

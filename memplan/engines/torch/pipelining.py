@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.module import StageModule, repeat
-from memplan.engines.torch.orders import Action, ActionKind, Loop, plan_counts, plan_order
+from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
-from memplan.plan import SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES
+from memplan.orders import Action, ActionKind, Loop, counts
 from memplan.record import PassPart, Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
 from memplan.tape import HOLD_WHAT_IS_SENT
@@ -32,13 +32,13 @@ def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
     plan = stages.plan
     if plan.pp == 1:
         return _accumulation(modules[0], plan.n_micro_batches)
-    if plan.schedule not in SINGLE_STAGE_SCHEDULES:
-        return _Runtime(stages, modules).step()
-    return (
-        _gpipe(stages, modules[0])
-        if plan.schedule == "gpipe"
-        else _one_forward_one_backward(stages, modules[0])
-    )
+    match plan.schedule:
+        case "gpipe":
+            return _gpipe(stages, modules[0])
+        case "1f1b":
+            return _one_forward_one_backward(stages, modules[0])
+        case _:
+            return _Runtime(stages, modules).step()
 
 
 def _accumulation(module: Module, m: int) -> list[Stretch]:
@@ -152,11 +152,11 @@ def left_behind(stages: RankStages) -> Alive:
     `torch.distributed.pipelining.stage:_PipelineStageBase.clear_runtime_states`.
     """
     alive: Alive = Counter()
-    if stages.plan.pp > 1 and stages.plan.schedule in SPLITTING_SCHEDULES:
-        counts = plan_counts(stages.plan, stages.rank.pp)
+    if stages.plan.splits_backward:
+        times = counts(plan_order(stages.plan, stages.rank.pp))
         for local, stage in enumerate(stages):
             if not stage.first and stages.indices[local] - 1 not in stages.indices:
-                alive[stage.trace.boundary_grad] += counts.get(Action("backward-input", local), 0)
+                alive[stage.trace.boundary_grad] += times.get(Action("backward-input", local), 0)
     return alive
 
 
@@ -286,12 +286,12 @@ class _Runtime:
 
     def _end(self) -> Iterator[Stretch]:
         """What the schedule drops when it returns."""
-        m, counts = self.stages.plan.n_micro_batches, plan_counts(self.stages.plan, self.stages.rank.pp)
+        m, times = self.stages.plan.n_micro_batches, counts(self.order)
         for local, module in enumerate(self.modules):
             if self.keeps_sent and not (module.stage.last or self._next_is_here(local)):
                 yield repeated(module.release(), m)
             if self.keeps_sent and not (module.stage.first or self._previous_is_here(local)):
-                whole = m - counts.get(Action("backward-input", local), 0)
+                whole = m - times.get(Action("backward-input", local), 0)
                 yield repeated(module.release_input_grad(), whole)
             if module.stage.last:
                 yield repeated(module.release_loss(), m)

@@ -11,7 +11,6 @@ from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.plan import SPLITTING_SCHEDULES
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
@@ -190,10 +189,9 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
 def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
     """The products of either pass, of which the first one brings a workspace, and the workspace."""
     forward = frozenset().union(*[stage.trace.products for stage in stages])
-    splits = stages.plan.pp > 1 and stages.plan.schedule in SPLITTING_SCHEDULES
     backward = frozenset().union(
         *[stage.trace.products_backward for stage in stages],
-        *[stage.split.products for stage in stages if splits and not stage.first],
+        *[stage.split.products for stage in stages if stages.plan.splits_backward and not stage.first],
     )
     return [(products, workspace) for workspace in stages.workspaces for products in (forward, backward)]
 

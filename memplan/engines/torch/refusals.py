@@ -1,7 +1,6 @@
 """What PyTorch refuses, fails on or computes wrongly: rules of plans, each with PyTorch's own words."""
 
 from collections.abc import Callable
-from itertools import count
 from math import gcd
 from typing import Final
 
@@ -9,7 +8,7 @@ from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import PlanRefused
 from memplan.models import Model
-from memplan.plan import SINGLE_STAGE_SCHEDULES, SPLITTING_SCHEDULES, V_SCHEDULES, Plan
+from memplan.plan import Plan
 
 
 def _check_sizes(model: Model, plan: Plan) -> None:
@@ -37,13 +36,14 @@ def _check_ends(model: Model, plan: Plan) -> None:
 def _check_stages(model: Model, plan: Plan) -> None:
     if plan.pp == 1:
         return
-    if plan.schedule in SINGLE_STAGE_SCHEDULES and plan.virtual_stages > 1:
+    stages = plan.pipeline_schedule.stages_per_rank
+    if stages == 1 and plan.virtual_stages > 1:
         raise PlanRefused(
             f"schedule={plan.schedule!r} runs one stage on each rank, but virtual_stages="
             f"{plan.virtual_stages}; use schedule='interleaved-1f1b', or virtual_stages=1.",
             kind="gpipe or 1f1b with several stages on a rank",
         )
-    if plan.schedule in V_SCHEDULES and plan.virtual_stages != 2:
+    if stages == 2 and plan.virtual_stages != 2:
         raise PlanRefused(
             f"schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}: ZBV requires exactly 2 "
             f"stages per rank, but got {plan.virtual_stages} (PyTorch); use virtual_stages=2, or "
@@ -54,7 +54,7 @@ def _check_stages(model: Model, plan: Plan) -> None:
 
 def _check_split_backward(model: Model, plan: Plan) -> None:
     """Schedules that take a backward pass apart lose gradients unless the weights stay whole and plain."""
-    if plan.pp == 1 or plan.schedule not in SPLITTING_SCHEDULES:
+    if not plan.splits_backward:
         return
     if plan.recompute == "selective":
         raise PlanRefused(
@@ -82,39 +82,14 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
 def _check_micro_batches(model: Model, plan: Plan) -> None:
     if plan.pp == 1:
         return
-    m, n, least, reason = plan.n_micro_batches, plan.n_stages, 0, ""
-    match plan.schedule:
-        case "1f1b":
-            least = n
-            reason = (
-                f"Number of microbatches ({m}) must be greater than or equal to the number of stages ({n})"
-            )
-        case "dualpipe-v":
-            least = n
-            reason = (
-                "DualPipeV requires at least as many microbatches as stages, but got "
-                f"{m} microbatches and {n} stages"
-            )
-        case "interleaved-1f1b" | "zero-bubble" as kind:
-            least = next(i for i in count(m) if i % _rounds(i, plan) == 0)
-            reason = (
-                f"{'Zero bubble' if kind == 'zero-bubble' else 'Interleaved 1F1B'} requires the number of "
-                f"microbatches to be a multiple of the number of rounds ({_rounds(m, plan)}), but got {m}"
-            )
+    m = plan.n_micro_batches
+    least, reason = plan.pipeline_schedule.micro_batches(plan.pp, plan.virtual_stages, m)
     if m < least:
         raise PlanRefused(
             f"schedule={plan.schedule!r}: {reason}; use global_batch="
             f"{plan.n_replicas * plan.micro_batch * least}.",
             kind="too few micro-batches for the schedule, or not a multiple of its rounds",
         )
-
-
-def _rounds(n_micro_batches: int, plan: Plan) -> int:
-    """How often an interleaved schedule goes round a rank's stages.
-
-    Source: `torch.distributed.pipelining.schedules:ScheduleInterleaved1F1B` (`number_of_rounds`).
-    """
-    return max(1, n_micro_batches // plan.pp)
 
 
 def _check_update(model: Model, plan: Plan) -> None:

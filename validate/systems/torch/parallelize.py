@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memplan import Model, Plan
 from memplan.plan import MESH_AXES, Rank, stage_layers
 from memplan.units import MiB
-from validate.modules import GptEmbedding, Transformer
 from validate.standin import WithResult, materialised, with_results
+from validate.systems.torch.modules import GptEmbedding, Transformer
 
 COMPUTE_TYPES: Final = {
     "fp32": torch.float32,

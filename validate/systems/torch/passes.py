@@ -1,24 +1,15 @@
-"""One rank's training loop: the same tokens each step, one optimizer step at a time."""
+"""The forward and backward passes of one rank's step: accumulated, or run by a pipeline schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from inspect import signature
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -26,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Model, Plan
 from memplan.plan import Rank
-from validate.modules import token_loss
-from validate.parallelize import COMPUTE_TYPES
+from validate.systems.torch.modules import token_loss
+from validate.systems.torch.parallelize import COMPUTE_TYPES
 
-Gradients = Callable[[], float | None]
+Passes = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
 
 
@@ -44,7 +35,7 @@ def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device
     return mine[:, :-1].clone(), mine[:, 1:].clone()
 
 
-def gradients(
+def passes(
     modules: Mapping[int, nn.Module],
     model: Model,
     plan: Plan,
@@ -54,7 +45,7 @@ def gradients(
     scaler: GradScaler,
     *,
     seed: int,
-) -> Gradients:
+) -> Passes:
     """Forward and backward of one step over this rank's stages, accumulated or pipelined; a scaled loss."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
     if plan.pp > 1 and mesh is not None:
@@ -75,7 +66,7 @@ def _number(loss: Tensor) -> float:
 
 def _accumulated(
     module: nn.Module, plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
-) -> Gradients:
+) -> Passes:
     n = plan.n_micro_batches
     micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
 
@@ -93,16 +84,11 @@ def _accumulated(
     return run
 
 
-SCHEDULES: Final[dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "looped-bfs": ScheduleLoopedBFS,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipe-v": ScheduleDualPipeV,
-}
-"""What each schedule's name means."""
+def _schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
+    """The class that runs the plan's schedule."""
+    module, _, name = plan.pipeline_schedule.runs_as.partition(":")
+    found: type[PipelineScheduleSingle] | type[PipelineScheduleMulti] = getattr(import_module(module), name)
+    return found
 
 
 def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -149,8 +135,8 @@ def _stage(
 
 def _pipelined(
     stages: Sequence[PipelineStage], plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
-) -> Gradients:
-    kind, n = SCHEDULES[plan.schedule], plan.n_micro_batches
+) -> Passes:
+    kind, n = _schedule_class(plan), plan.n_micro_batches
 
     def scaled_loss(logits: Tensor, y: Tensor) -> Tensor:
         return scaler.scale(token_loss(logits, y, chunks=plan.loss_chunks) / n)

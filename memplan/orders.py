@@ -1,0 +1,177 @@
+"""The order in which a rank of a pipeline runs its passes: compressed, so that its length does not grow.
+
+Micro-batches are taken in turn, each pass of a stage the next one of its kind, so that an action need not
+name its micro-batch.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import repeat
+from operator import sub
+from typing import Final, Literal, NamedTuple
+
+ActionKind = Literal[
+    "forward",
+    "backward",
+    "last-backward",
+    "backward-input",
+    "backward-weight",
+    "unshard",
+    "reshard",
+    "reduce",
+]
+"""A backward pass is whole, or in parts: the input's gradient first, the gradients of the weights later.
+
+In a stage's last one DDP reduces. What comes after are FSDP2's: to gather a stage's weights, to free them, to
+reduce its gradients.
+"""
+
+Stages = tuple[int, ...]
+"""Numbers of a rank's stages, or a number of each."""
+
+
+class Action(NamedTuple):
+    """What is done to the `local`-th of the rank's stages, a pass of one micro-batch say."""
+
+    kind: ActionKind
+    local: int
+
+
+class Loop(NamedTuple):
+    """Actions and loops of actions in order, all of it `times` over."""
+
+    parts: "tuple[Action | Loop, ...]"
+    times: int = 1
+
+    @property
+    def once(self) -> bool:
+        """Whether it is there a single time."""
+        return self.times == 1
+
+
+def loop_of(parts: "Iterable[Action | Loop]") -> Loop:
+    """Parts in order; a loop that is there once is replaced by its own parts.
+
+    >>> twice = Loop(listed("F0"), 2)
+    >>> loop_of([Loop(listed("F0 B0")), twice]) == Loop((*listed("F0 B0"), twice))
+    True
+    """
+    found: list[Action | Loop] = []
+    for part in parts:
+        if isinstance(part, Loop) and part.once:
+            found += part.parts
+        else:
+            found.append(part)
+    return Loop(tuple(found))
+
+
+LETTERS: Final[dict[str, ActionKind]] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward-input",
+    "W": "backward-weight",
+}
+
+
+@lru_cache(maxsize=1024)
+def listed(text: str) -> tuple[Action, ...]:
+    """Actions by their letter and the rank's stage, as the papers draw them.
+
+    >>> listed("F0 B1")
+    (Action(kind='forward', local=0), Action(kind='backward', local=1))
+    """
+    return tuple([Action(LETTERS[word[0]], int(word[1:])) for word in text.split()])
+
+
+def actions(loop: Loop) -> Iterator[Action]:
+    """Every action of a loop, one by one.
+
+    >>> [action.kind for action in actions(Loop((*listed("F0"), Loop(listed("B0"), 2))))]
+    ['forward', 'backward', 'backward']
+    """
+    for action, n in in_rows(loop):
+        yield from repeat(action, n)
+
+
+def in_rows(loop: Loop) -> Iterator[tuple[Action, int]]:
+    """Every action of a loop in order, and how often in a row where that is known.
+
+    >>> [(action.kind, n) for action, n in in_rows(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 1))))]
+    [('forward', 3), ('backward', 1), ('forward', 1)]
+    """
+    if len(loop.parts) == 1 and isinstance(loop.parts[0], Action):
+        if loop.times:
+            yield loop.parts[0], loop.times
+        return
+    for _ in range(loop.times):
+        for part in loop.parts:
+            if isinstance(part, Action):
+                yield part, 1
+            else:
+                yield from in_rows(part)
+
+
+def counts(loop: Loop) -> dict[Action, int]:
+    """How often each action occurs."""
+    found: dict[Action, int] = {}
+    for part in loop.parts:
+        if isinstance(part, Action):
+            found[part] = found.get(part, 0) + 1
+        else:
+            for action, n in counts(part).items():
+                found[action] = found.get(action, 0) + n
+    if loop.once:
+        return found
+    return {action: n * loop.times for action, n in found.items()}
+
+
+def under_way(order: Loop, n_stages: int, m: int) -> tuple[Stages, Stages | None]:
+    """Micro-batches that are to have a backward pass: before the first one, and when all stages have had one.
+
+    By stage. The latter is just before the next one; None if one so far is in parts, or a stage's last of m.
+
+    >>> under_way(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 5), Loop(listed("B0"), 3))), 1, 8)
+    ((3,), (3,))
+    >>> under_way(Loop((Loop(listed("F0"), 8), Loop(listed("B0"), 8))), 1, 8)
+    ((8,), (7,))
+    """
+    forward, backward = [0] * n_stages, [0] * n_stages
+    first: Stages | None = None
+    for action, n in in_rows(order):
+        if action.kind == "forward":
+            forward[action.local] += n
+            continue
+        first = first or tuple(forward)
+        if action.kind != "backward":
+            return first, None
+        for times in (1, n - 1):
+            if times and all(backward):
+                return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
+            backward[action.local] += times
+    return first or tuple(forward), None
+
+
+def in_flight(loop: Loop, local: int) -> int:
+    """The most micro-batches whose forward pass through a stage is kept for a backward pass still to come.
+
+    A micro-batch is kept until the last part of its backward pass.
+
+    >>> in_flight(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 5), Loop(listed("B0"), 3))), 0)
+    3
+    """
+    return _held(loop, local)[1]
+
+
+def _held(loop: Loop | Action, local: int) -> tuple[int, int]:
+    """What a loop adds to the micro-batches kept, and the most it has kept."""
+    if isinstance(loop, Action):
+        if loop.local == local and loop.kind == "forward":
+            return 1, 1
+        return -(loop.local == local and loop.kind in ("backward", "backward-weight")), 0
+    net = most = 0
+    for part in loop.parts:
+        added, held = _held(part, local)
+        most, net = max(most, net + held), net + added
+    if not loop.times:
+        return 0, 0
+    return net * loop.times, max(most, net * (loop.times - 1) + most)

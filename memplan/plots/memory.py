@@ -1,0 +1,273 @@
+"""Peak bytes by kind: of stages, of plans, against a keyword; and the ledger at the peak."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue
+from memplan.estimate import Estimate, StageEstimate
+from memplan.hardware import Verdict
+from memplan.memory import Bytes
+from memplan.plots.style import (
+    COLORS,
+    DASHED,
+    INK,
+    LABELS,
+    MUTED,
+    PAPER,
+    STACK,
+    STACKED,
+    BudgetLine,
+    Unit,
+    below_kind,
+    budget_line,
+    byte_unit,
+    checked_some,
+    common_text,
+    legend_in_a_row,
+    legend_of_kinds,
+    legend_top_down,
+    new_axes,
+    of_kind,
+    stage_layers_text,
+    stage_of,
+    stage_text,
+    upright,
+)
+from memplan.shapes import DType, Kind, Shape
+from memplan.units import human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+AXIS_LABELS: Final = {
+    "seq_len": "seq_len (tokens per sequence)",
+    "micro_batch": "micro_batch (sequences per pass and replica)",
+    "global_batch": "global_batch (sequences per step)",
+    "dp": "dp (data-parallel ranks)",
+    "tp": "tp (tensor-parallel ranks)",
+    "pp": "pp (pipeline stages)",
+    "dp_replicate": "dp_replicate (replicas of the dp ranks)",
+}
+
+
+def stage_peaks(estimate: Estimate) -> "Figure":
+    """The worst instant of each pipeline stage by kind, the verdict at the worst; the cluster's budget."""
+    stages, worst = estimate.stages, estimate.worst
+    bars = [
+        _Bar(
+            f"stage {s.stage}\n{stage_layers_text(s.layers)}",
+            s.peak,
+            s.when,
+            estimate.verdict if s is worst else None,
+        )
+        for s in stages
+    ]
+    one = len(stages) == 1
+    title = "Peak bytes of one GPU" if one else "Peak bytes of one GPU in each pipeline stage"
+    return _stacked_bars(title, common_text([estimate]), bars, budget_line([estimate]))
+
+
+def compare(estimates: Mapping[str, Estimate]) -> "Figure":
+    """The worst GPU's worst instant by kind, one bar for each named plan.
+
+    The budget is drawn where all plans have the same one.
+    """
+    checked_some("estimates", estimates)
+    bars = [_Bar(name, e.peak, e.worst.when, e.verdict) for name, e in estimates.items()]
+    every = list(estimates.values())
+    return _stacked_bars("Peak bytes of the fullest GPU", common_text(every), bars, budget_line(every))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    label: str
+    peak: Bytes
+    when: str
+    verdict: Verdict | None
+
+
+def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "BudgetLine | None") -> "Figure":
+    reach = max([bar.peak.total_bytes for bar in bars] + ([budget.n_bytes] if budget else []))
+    unit = byte_unit(reach)
+    labels = [_folded(bar.label) for bar in bars]
+    n_lines = max(label.count("\n") for label in labels) + 1
+    height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
+    figure, axes = new_axes(title, subtitle, height_in=height_in, beside=labels)
+    for kind in STACK:
+        _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
+    for y, bar in enumerate(bars):
+        _label_total(axes, y, bar, _total_bytes(bar, budget, reach), unit)
+    axes.set_yticks(range(len(bars)), labels)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, BEYOND * reach / unit.n_bytes)
+    axes.set_xlabel(f"bytes held at the worst instant ({unit.name})")
+    axes.tick_params(axis="y", length=0)
+    if budget:
+        axes.axvline(budget.n_bytes / unit.n_bytes, label=budget.text, zorder=3, **DASHED)
+    legend_in_a_row(figure, axes)
+    return figure
+
+
+LABEL_LENGTH: Final = 32
+"""Characters of a bar's name in a line; a longer one goes on below."""
+
+BEYOND: Final = 1.45
+"""How far the axis of bars goes on beyond the longest, for what is written there."""
+
+CHARACTER: Final = 0.0105
+"""About how much of a chart's width a bold character takes."""
+
+
+def _folded(label: str) -> str:
+    return "\n".join(fill(line, LABEL_LENGTH) for line in label.splitlines())
+
+
+def _total_bytes(bar: _Bar, budget: "BudgetLine | None", reach: int) -> float:
+    """Where a bar's total is written: at its end, or behind the budget's line if that would cross it."""
+    end = bar.peak.total_bytes
+    width = CHARACTER * max(len(_total_text(bar)), len(bar.when)) * BEYOND * reach
+    return budget.n_bytes if budget and end <= budget.n_bytes < end + width else end
+
+
+def _total_text(bar: _Bar) -> str:
+    return human_bytes(bar.peak.total_bytes) + ("" if bar.verdict is None else f", {bar.verdict}")
+
+
+def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "Unit", *, room_bytes: float) -> None:
+    """One kind's part of every bar, with its value where there is room for it."""
+    values = [of_kind(bar.peak, kind) for bar in bars]
+    rectangles = axes.barh(
+        range(len(bars)),
+        [value / unit.n_bytes for value in values],
+        left=[below_kind(bar.peak, kind) / unit.n_bytes for bar in bars],
+        height=0.66,
+        color=COLORS[kind],
+        edgecolor="white",
+        linewidth=0.8,
+        label=LABELS[kind],
+    )
+    texts = [f"{value / unit.n_bytes:.3g}" if value > room_bytes else "" for value in values]
+    axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
+
+
+def _label_total(axes: "Axes", y: int, bar: _Bar, x_bytes: float, unit: "Unit") -> None:
+    end = x_bytes / unit.n_bytes
+    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": PAPER, "zorder": 4}
+    axes.annotate(_total_text(bar), (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
+    axes.annotate(bar.when, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
+
+
+def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) -> "Figure":
+    """The largest named tensors that one GPU of a stage (the worst one if None) holds at its peak.
+
+    The equal tensors of all blocks are one entry.
+    """
+    of = stage_of(estimate, stage)
+    rows = _ledger(estimate, of)
+    shown = rows[: checked_count("top", top)]
+    unit = byte_unit(shown[0].total_bytes)
+    part = sum(row.total_bytes for row in shown) / of.peak.total_bytes
+    title = f"The {len(shown)} largest of {len(rows)} entries alive at the peak hold {part:.0%} of it"
+    peak_text = f"peak of {stage_text(estimate, of)}: {human_bytes(of.peak.total_bytes)}, {of.when}"
+    figure, axes = new_axes(
+        title,
+        f"{peak_text}\n{common_text([estimate])}",
+        height_in=1.7 + 0.31 * len(shown),
+        beside=[row.name for row in shown],
+    )
+    values = [row.total_bytes / unit.n_bytes for row in shown]
+    bars = axes.barh(range(len(shown)), values, height=0.72, color=[COLORS[row.kind] for row in shown])
+    axes.bar_label(bars, [row.text for row in shown], padding=4, fontsize=8, color=MUTED)
+    axes.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8.5)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlim(0, 1.8 * values[0])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"bytes held at the peak ({unit.name})")
+    legend_of_kinds(figure, {row.kind for row in shown})
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    kind: Kind
+    shape: Shape
+    dtype: DType
+    count: int
+    total_bytes: int
+
+    @property
+    def text(self) -> str:
+        """What it is made of."""
+        times = f"{self.count} x " if self.count > 1 else ""
+        return f"{human_bytes(self.total_bytes)} = {times}{list(self.shape)} {self.dtype.name}"
+
+
+def _ledger(estimate: Estimate, of: StageEstimate) -> list[_Row]:
+    counts: Counter[tuple[str, Kind, Shape, DType, int]] = Counter()
+    for buffer, n in of.alive.items():
+        counts[buffer.name, buffer.kind, buffer.shape, buffer.dtype, buffer.n_bytes] += n
+    rows = [_Row(*key[:4], count=n, total_bytes=n * key[4]) for key, n in counts.items() if n]
+    return sorted(rows, key=lambda row: -row.total_bytes)
+
+
+def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
+    """Peak bytes by kind of plans that differ in one keyword of a Plan, against that keyword.
+
+    The kinds jump where the worst instant of the step becomes another one; a dotted line parts them.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    every = sorted(estimates, key=lambda e: _value(e, keyword))
+    checked_some("estimates", every)
+    values = [_value(e, keyword) for e in every]
+    budget = budget_line(every)
+    highest = max(e.peak.total_bytes for e in every)
+    unit = byte_unit(highest)
+    title = f"Peak bytes of the fullest GPU against {keyword}"
+    figure, axes = new_axes(title, common_text(every, keyword), height_in=4.6)
+    rows = np.array([[of_kind(e.peak, kind) / unit.n_bytes for e in every] for kind in STACK])
+    axes.stackplot(values, rows, **STACKED)
+    marker = "o" if len(values) <= 24 else ""
+    axes.plot(values, rows.sum(axis=0), "k-", marker=marker, markersize=4, clip_on=False, label="peak")
+    if budget and budget.n_bytes < 1.15 * highest:
+        axes.axhline(budget.n_bytes / unit.n_bytes, label=budget.text, **DASHED)
+    axes.set_xlim(values[0], values[-1])
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    axes.set_ylim(0, 1.25 * highest / unit.n_bytes)
+    _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
+    axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))
+    axes.set_ylabel(f"bytes held at the worst instant ({unit.name})")
+    legend_top_down(figure, axes)
+    return figure
+
+
+def _value(estimate: Estimate, keyword: str) -> int:
+    value = getattr(estimate.plan, keyword, None)
+    if isinstance(value, bool) or not isinstance(value, int):
+        names = ", ".join(AXIS_LABELS)
+        raise InvalidValue(f"keyword={keyword!r} is no number of a plan; use one of {names}.")
+    return value
+
+
+def _part_instants(axes: "Axes", values: Sequence[int], whens: Sequence[str]) -> None:
+    """Names the worst instants along the horizontal axis, with a line where one gives way to another."""
+    cuts = [i for i in range(1, len(whens)) if whens[i] != whens[i - 1]]
+    edges = [values[0], *((values[i - 1] + values[i]) / 2 for i in cuts), values[-1]]
+    for i, start, stop in zip((0, *cuts), edges, edges[1:], strict=False):
+        share = (stop - start) / max(1, values[-1] - values[0])
+        text = f"peak in {whens[i]}" if share > 0.3 else whens[i]
+        turned = upright(text, share)
+        if turned is not None:
+            axes.text((start + stop) / 2, 0.985, text, transform=axes.get_xaxis_transform(), ha="center",
+                      va="top", rotation=90 if turned else 0, fontsize=9, color=MUTED)  # fmt: skip
+    for edge in edges[1:-1]:
+        axes.axvline(edge, color="black", linewidth=0.8, linestyle=":")

@@ -1,0 +1,248 @@
+"""What all charts share: kinds, their colors and order; axes, units, legends, and the line below a title.
+
+Kinds are stacked in one order everywhere, what stays from step to step first; legends follow it. Colors are
+those of Okabe and Ito 2008, "Color Universal Design", ordered so that neighbours differ in lightness too
+and a print in grey stays readable.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from memplan.errors import InvalidValue
+from memplan.estimate import Estimate, StageEstimate
+from memplan.memory import Bytes
+from memplan.plan import Plan
+from memplan.shapes import Kind
+from memplan.tables import layers_text
+from memplan.units import GiB, KiB, MiB, human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+STACK: Final[tuple[Kind, ...]] = ("weights", "optimizer", "grads", "activations", "temporaries")
+"""The order of every stack, first at the bottom or at the left."""
+
+LABELS: Final[Mapping[Kind, str]] = {
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "grads": "gradients",
+    "activations": "activations",
+    "temporaries": "temporaries",
+}
+
+COLORS: Final[Mapping[Kind, str]] = {
+    "weights": "#0072B2",
+    "optimizer": "#56B4E9",
+    "grads": "#009E73",
+    "activations": "#F0E442",
+    "temporaries": "#E69F00",
+}
+"""Blue for what stays, green for gradients, warm for what comes and goes."""
+
+WITHIN, OUTSIDE, MEASURED = "#0072B2", "#D55E00", "#56B4E9"
+"""Errors within and outside the tolerance; what was measured."""
+
+INK: Final[Mapping[Kind, str]] = dict.fromkeys(STACK, "black") | {"weights": "white", "grads": "white"}
+"""What is legible on each color."""
+
+MUTED: Final = "0.35"
+WIDTH_IN: Final = 9.0
+LINE_LENGTH: Final = 118
+"""Characters of a subtitle that fit into the width, less what stands beside the axis."""
+
+NARROWEST: Final = 0.03
+"""The least share of the horizontal axis that gets a name."""
+
+PAPER: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+DASHED: Final[dict[str, Any]] = {"color": "black", "linestyle": (0, (4, 3)), "linewidth": 1.2}
+STACKED: Final[dict[str, Any]] = {
+    "colors": [COLORS[kind] for kind in STACK],
+    "labels": [LABELS[kind] for kind in STACK],
+    "linewidth": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of bytes."""
+
+    name: str
+    n_bytes: int
+
+
+def byte_unit(highest_bytes: int) -> Unit:
+    """The largest unit of which the highest value has at least one."""
+    for name, n_bytes in (("GiB", GiB), ("MiB", MiB)):
+        if highest_bytes >= n_bytes:
+            return Unit(name, n_bytes)
+    return Unit("KiB", KiB)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLine:
+    """Where a cluster's budget is drawn, and what is said of it."""
+
+    n_bytes: int
+    text: str
+
+
+def budget_line(estimates: Sequence[Estimate]) -> BudgetLine | None:
+    """The budget that all have in common; None if there is none, or no verdict hangs on it (accounting)."""
+    clusters = [e.cluster for e in estimates if e.cluster is not None and not e.engine.is_accounting]
+    budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
+    if len(clusters) < len(estimates) or len(budgets) != 1:
+        return None
+    name, n_bytes = budgets.pop()
+    return None if n_bytes is None else BudgetLine(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
+
+
+def of_kind(parts: Bytes, kind: Kind) -> int:
+    """The bytes of a kind."""
+    return cast(int, getattr(parts, f"{kind}_bytes"))
+
+
+def below_kind(parts: Bytes, kind: Kind) -> int:
+    """The bytes of the kinds that are stacked below."""
+    return sum(of_kind(parts, lower) for lower in STACK[: STACK.index(kind)])
+
+
+def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") -> None:
+    """Raise unless there is something to draw.
+
+    Raises:
+        InvalidValue: there is nothing.
+    """
+    if not found:
+        raise InvalidValue(f"there are no {what} to draw; give at least one.")
+
+
+def stage_of(estimate: Estimate, stage: int | None) -> StageEstimate:
+    """A stage of an estimate, the worst one if None."""
+    if stage is None:
+        return estimate.worst
+    estimate.timeline(stage)  # refuses a stage that is not there
+    return estimate.stages[stage]
+
+
+def stage_text(estimate: Estimate, of: StageEstimate) -> str:
+    """A GPU of that stage, for people."""
+    return (
+        "one GPU"
+        if len(estimate.stages) == 1
+        else f"one GPU of stage {of.stage} ({stage_layers_text(of.layers)})"
+    )
+
+
+def stage_layers_text(layers: Sequence[range]) -> str:
+    """The blocks of a rank, for people."""
+    return f"layer{'s' if sum(map(len, layers)) > 1 else ''} {layers_text(layers)}"
+
+
+FIELDS: Final = (
+    "dp",
+    "tp",
+    "pp",
+    "zero",
+    "sequence_parallel",
+    "schedule",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+    "precision",
+    "optimizer",
+    "recompute",
+    "engine",
+)
+"""What subtitles say of every plan, in the keywords of `memplan.estimate`; of other options they say what is
+not the default."""
+
+
+def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
+    """What all plans have in common, but for the `varied` keyword."""
+    models = {e.model.name for e in estimates}
+    parts = [models.pop()] if len(models) == 1 else []
+    for field in (*FIELDS, *(field for field in Plan.__dataclass_fields__ if field not in FIELDS)):
+        values = {getattr(e.plan, field) for e in estimates}
+        if len(values) == 1 and field != varied and _says_something(estimates, field):
+            parts.append(
+                f"{values.pop()}" if field in ("precision", "optimizer") else f"{field}={values.pop()}"
+            )
+    if any(e.confirmed == "unmeasured" for e in estimates):
+        parts.append("not confirmed by a run")
+    return ", ".join(parts)
+
+
+def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
+    """Whether a field is worth a word: degrees of 1, what only many ranks have, one pass a step are not."""
+    axis = {"zero": "dp", "schedule": "pp", "sequence_parallel": "tp"}.get(field, field)
+    if axis in ("dp", "tp", "pp"):
+        return any(getattr(e.plan, axis) > 1 for e in estimates)
+    if field == "global_batch":
+        return any(e.plan.n_micro_batches > 1 for e in estimates)
+    if field == "engine" or field not in FIELDS:
+        return any(getattr(e.plan, field) != Plan.__dataclass_fields__[field].default for e in estimates)
+    return True
+
+
+def new_axes(
+    title: str, subtitle: str, *, height_in: float, beside: Iterable[str] = ()
+) -> "tuple[Figure, Axes]":
+    """A chart with a title, a line below it, and room for the names that stand beside its axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    axes = figure.add_subplot()
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold")
+    longest = max((len(line) for text in beside for line in text.splitlines()), default=0)
+    room = max(40, round(LINE_LENGTH - 1.1 * longest))
+    lines = [fill(line, room) for line in subtitle.splitlines()]
+    axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED)
+    plain(axes)
+    return figure, axes
+
+
+def plain(axes: "Axes") -> None:
+    """Leave out the frame above and at the right."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+def legend_in_a_row(figure: "Figure", axes: "Axes") -> None:
+    """The kinds as they are stacked, then the lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: labels[i] not in LABELS.values())
+    figure.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="outside lower left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8.5,
+        columnspacing=1.2,
+        handlelength=1.6,
+    )
+
+
+def legend_top_down(figure: "Figure", axes: "Axes") -> None:
+    """A legend beside the axes, in the order of the stack."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
+
+
+def legend_of_kinds(figure: "Figure", kinds: set[Kind]) -> None:
+    """A legend below of kinds as they are stacked."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=COLORS[kind], label=LABELS[kind]) for kind in STACK if kind in kinds]
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=8.5)
+
+
+def upright(text: str, share: float) -> bool | None:
+    """Whether a text in a share of the horizontal axis must stand upright; None: it has no room at all."""
+    if share < NARROWEST:
+        return None
+    return bool(share < 0.011 * len(text))

@@ -1,0 +1,171 @@
+"""Bytes held in the course of a step."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+
+from memplan.estimate import Estimate, StageEstimate
+from memplan.memory import Bytes, alive_at_high, bytes_by_kind
+from memplan.plots.style import (
+    STACK,
+    STACKED,
+    Unit,
+    byte_unit,
+    common_text,
+    legend_top_down,
+    new_axes,
+    of_kind,
+    stage_of,
+    stage_text,
+    upright,
+)
+from memplan.record import Stretch, unrolled
+from memplan.units import human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+
+MOST_POINTS: Final = 900
+"""Points of a timeline that are drawn: about as many as the chart is wide in pixels."""
+
+
+def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
+    """Bytes held by one GPU of a stage (the worst one if None) over one step, by kind, the peak marked.
+
+    The horizontal axis is the order of allocations and frees, not time: it says what is held when, not for
+    how long. A phase of few events is widened to be seen. A long step is drawn by its upper envelope, which
+    keeps every maximum.
+    """
+    of = stage_of(estimate, stage)
+    held = _held(estimate.timeline(of.stage), of.peak)
+    unit = byte_unit(of.peak.total_bytes)
+    title = f"Bytes held over one training step, {stage_text(estimate, of)}"
+    figure, axes = new_axes(title, common_text([estimate]), height_in=4.6)
+    starts, points = _drawn(held)
+    drawn = held.by_kind[:, [*points, points[-1]]] / unit.n_bytes
+    axes.stackplot(starts, drawn, step="post", **STACKED)
+    axes.set_xlim(0, starts[-1])
+    axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit.n_bytes)
+    at = int(np.argmax(held.total[points]))
+    _mark_peak(axes, float(starts[at] + starts[at + 1]) / 2, of, unit)
+    axes.set_xlabel(_events_text(len(held.total), len(points)))
+    _shade_phases(axes, held)
+    axes.set_ylabel(f"bytes held ({unit.name})")
+    legend_top_down(figure, axes)
+    return figure
+
+
+def _events_text(n_events: int, n_points: int) -> str:
+    text = f"{n_events:,} allocations and frees in order (not to the scale of time)"
+    return text if n_points == n_events else f"{text}, upper envelope"
+
+
+def _mark_peak(axes: "Axes", x: float, of: StageEstimate, unit: "Unit") -> None:
+    y = of.peak.total_bytes / unit.n_bytes
+    left = x > 0.5 * axes.get_xlim()[1]
+    axes.plot([x], [y], marker="v", color="black", markersize=7, clip_on=False, zorder=5)
+    axes.annotate(
+        f"peak {human_bytes(of.peak.total_bytes)}\n{of.when}",
+        (x, y),
+        xytext=(-9 if left else 9, 3),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="bottom",
+        fontsize=9,
+        weight="bold",
+        zorder=5,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """After each event of a step: the bytes of each kind (rows as `STACK`) and in all; its phase."""
+
+    by_kind: "NDArray[np.int64]"
+    total: "NDArray[np.int64]"
+    phases: tuple[tuple[str, int], ...]
+    """Each phase in order: its name and its number of events."""
+
+    @property
+    def widths(self) -> "NDArray[np.float64]":
+        """How wide each phase is drawn: its events, but never too narrow to be seen."""
+        counts = np.array([n for _, n in self.phases], dtype=np.float64)
+        return cast("NDArray[np.float64]", np.maximum(counts, counts.sum() / (2 * max(len(counts), 4))))
+
+
+def _held(step: Stretch, peak: Bytes) -> _Held:
+    row = {kind: i for i, kind in enumerate(STACK)}
+    names, found = zip(*unrolled(step), strict=True)
+    deltas = np.zeros((len(STACK), len(found)), dtype=np.int64)
+    for i, event in enumerate(found):
+        deltas[row[event.buffer.kind], i] = event.sign * event.buffer.n_bytes
+    by_kind = deltas.cumsum(axis=1) + _at_rest(step, peak)[:, None]
+    phases = groupby(_phases(names))
+    return _Held(by_kind, by_kind.sum(axis=0), tuple((name, len(list(run))) for name, run in phases))
+
+
+def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
+    """What is held between steps, by kind: the peak less what the step has added by then."""
+    added: Counter[Any] = Counter()
+    alive_at_high(step, added)
+    rises = bytes_by_kind(added)
+    return np.array([of_kind(peak, kind) - of_kind(rises, kind) for kind in STACK], dtype=np.int64)
+
+
+PHASES: Final = {
+    "forward": "forward",
+    "loss": "forward",
+    "backward": "backward",
+    "gradient reduction": "backward",
+    "optimizer step": "optimizer",
+}
+"""The phase that a stretch belongs to, by the first words of its name."""
+
+SHADES: Final = {"forward": "white", "backward": "0.93", "optimizer": "0.84"}
+
+
+def _phases(names: Iterable[str]) -> Iterator[str]:
+    """Each event's phase; what belongs to none stays with the one before."""
+    phase = "forward"
+    for name in names:
+        phase = PHASES.get(name.partition(":")[0], phase)
+        yield phase
+
+
+def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":
+    """Where the drawn points start (and the last one ends), and which events they are.
+
+    Each phase is cut into cells of equal width; a cell shows its highest event.
+    """
+    starts: list[NDArray[np.float64]] = []
+    points: list[NDArray[np.int64]] = []
+    edge, first, widths = 0.0, 0, held.widths
+    for (_, n), width in zip(held.phases, widths, strict=True):
+        cells = min(n, max(2, round(MOST_POINTS * width / widths.sum())))
+        cuts = np.linspace(0, n, cells, endpoint=False).astype(np.int64)
+        parts = np.split(held.total[first : first + n], cuts[1:])
+        points.append(first + cuts + np.array([part.argmax() for part in parts]))
+        starts.append(edge + width * np.arange(cells) / cells)
+        edge, first = edge + width, first + n
+    return np.concatenate([*starts, [edge]]), np.concatenate(points)
+
+
+def _shade_phases(axes: "Axes", held: _Held) -> None:
+    """Each phase shaded, and named below where it is wide enough."""
+    stops = held.widths.cumsum()
+    starts = stops - held.widths
+    names = [name for name, _ in held.phases]
+    for name, start, stop in zip(names, starts, stops, strict=True):
+        axes.axvspan(start, stop, color=SHADES[name], linewidth=0, zorder=0)
+    named = [i for i, name in enumerate(names) if upright(name, held.widths[i] / stops[-1]) is False]
+    axes.set_xticks([(starts[i] + stops[i]) / 2 for i in named], [names[i] for i in named], fontsize=9)
+    axes.tick_params(axis="x", length=0)
+    if len(named) < len(names):
+        axes.set_xlabel("white: forward, grey: backward, dark grey: optimizer\n" + axes.get_xlabel())

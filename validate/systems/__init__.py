@@ -1,0 +1,86 @@
+"""The frameworks that can be run: each sets up, from a case, one rank's part of a training.
+
+A framework is a module of this package with a function `prepared`, found by the name of memplan's engine that
+plays it. All that the harness asks of it is a `Training`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Final, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from memplan.errors import PlanRefused
+from validate.cases import Case
+
+SYSTEMS: Final = {"torch": "validate.systems.torch"}
+"""memplan's engine to the module that runs what it plays."""
+
+
+class Training(ABC):
+    """One rank's part of a training, set up.
+
+    `axis_of_group` says of each process group, by its name, which mesh axis it is of.
+    """
+
+    def __init__(self, axis_of_group: Mapping[str, str]) -> None:
+        self.axis_of_group = axis_of_group
+        self.after_step: Callable[[], None] | None = None
+        """Called when a step is done."""
+
+    @abstractmethod
+    def gradients(self) -> float | None:
+        """Runs forward and backward of a step; the rank's mean loss, None where there is no last stage."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Runs the optimizer; the gradients are gone, or zero, after."""
+
+    @abstractmethod
+    def weights(self) -> Sequence[Tensor]:
+        """This rank's own tensors that the optimizer updates: of a weight that is divided, its part."""
+
+    @abstractmethod
+    def grads(self) -> Sequence[Tensor]:
+        """The gradients that this rank holds between backward and update."""
+
+    @abstractmethod
+    def optimizer_states(self) -> Sequence[Tensor]:
+        """The tensors of this rank's optimizer state."""
+
+    @abstractmethod
+    def gradient_norm_squared(self) -> float:
+        """The squared norm of the gradient of this rank's stages, each tensor counted once."""
+
+    def finish(self) -> None:
+        """The end of a step, once there are gradients."""
+        self.update()
+        if self.after_step is not None:
+            self.after_step()
+
+    def step(self) -> float | None:
+        """One whole step; its loss as `gradients` gives it."""
+        loss = self.gradients()
+        self.finish()
+        return loss
+
+
+class System(Protocol):
+    """What a framework's module has."""
+
+    def prepared(self, case: Case, rank: int, device: torch.device) -> Training:
+        """The case's training on one rank; if there are several, the process group of all exists."""
+
+
+def prepared(case: Case, rank: int, device: torch.device) -> Training:
+    """The case's training on one rank, by the framework that its plan's engine plays.
+
+    Raises:
+        PlanRefused: if that cannot be run.
+    """
+    engine = case.plan.engine
+    if engine not in SYSTEMS:
+        raise PlanRefused(f"engine={engine!r} cannot be run; use {' or '.join(map(repr, SYSTEMS))}.")
+    return cast(System, import_module(SYSTEMS[engine])).prepared(case, rank, device)

@@ -1,0 +1,87 @@
+"""PyTorch itself: modules, a plan applied to them (`parallelize`), the passes and the update of a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from validate.cases import Case
+from validate.collectives import axis_of_group
+from validate.systems import Training
+from validate.systems.torch.parallelize import device_mesh, parallel_module, stage_module
+from validate.systems.torch.passes import Passes, passes
+from validate.systems.torch.updates import Update, gradient, update_of
+
+
+class TorchTraining(Training):
+    """The passes of a rank's stages and their optimizer."""
+
+    def __init__(self, run: Passes, update: Update, axis_of_group: Mapping[str, str]) -> None:
+        super().__init__(axis_of_group)
+        self._run = run
+        self._update = update
+
+    def gradients(self) -> float | None:
+        return self._run()
+
+    def update(self) -> None:
+        self._update()
+
+    def weights(self) -> Sequence[Tensor]:
+        return [_local(weight) for weight in self._update.parameters]
+
+    def grads(self) -> Sequence[Tensor]:
+        return [_local(weight.grad) for weight in self._update.parameters if weight.grad is not None]
+
+    def optimizer_states(self) -> Sequence[Tensor]:
+        return [_local(tensor) for tensor in _states(self._update.optimizer)]
+
+    def gradient_norm_squared(self) -> float:
+        scaled = sum(
+            float(_whole(gradient(weight)).float().square().sum()) for weight in self._update.parameters
+        )
+        return scaled / self._update.scaler.get_scale() ** 2
+
+
+def prepared(case: Case, rank: int, device: torch.device) -> Training:
+    """The case's stages and optimizer as they are on this rank."""
+    model, plan, at = case.model, case.plan, case.plan.place(rank)
+    mesh = device_mesh(plan, device)
+    cut_before_made = case.tensors == "real" and not case.computes
+    made_on = torch.device("meta") if cut_before_made else device
+    seed = case.seed if case.computes else None
+    modules = {
+        stage: parallel_module(
+            stage_module(model, plan, stage, seed=seed, device=made_on), plan, at, mesh, device
+        )
+        for stage in plan.stages_of(at.pp)
+    }
+    update = update_of(
+        modules.values(),
+        plan,
+        mesh,
+        device,
+        learning_rate=case.learning_rate,
+        runs_kernels=case.device != "nogpu",
+    )
+    return TorchTraining(
+        passes(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed),
+        update,
+        axis_of_group(mesh),
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    for state in inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
