@@ -24,7 +24,7 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, parameter_count, resolve
+from memplan.models import Model, TracedModel, parameter_count, resolve
 from memplan.plan import (
     DdpCommHook,
     FsdpUnits,
@@ -541,8 +541,11 @@ def device_of(cluster: Cluster | None) -> Device:
 
 
 def estimate(
-    model: Model | str | os.PathLike[str],
+    model: Model | str | os.PathLike[str] | Any,
     *,
+    example_inputs: Any = None,
+    targets: Any = None,
+    loss: Callable[..., Any] | None = None,
     cluster: Cluster | str | None = None,
     dp: int | None = None,
     tp: int = 1,
@@ -580,7 +583,11 @@ def estimate(
     """What one plan asks of each GPU.
 
     Args:
-        model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        model: a preset's name, the path of a Hugging Face config.json or of a trace, a Model, or your own
+            `torch.nn.Module`, which is traced.
+        example_inputs: what a module is called with; see `memplan.trace`, also for `targets` and `loss`.
+        targets: what a module's loss compares with.
+        loss: from a module's output (and `targets`) to its loss.
         cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
         tp: tensor-parallel ranks.
@@ -620,6 +627,10 @@ def estimate(
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
+    if example_inputs is not None:
+        from memplan.tracing import trace  # imports torch, as the module's owner does
+
+        model = trace(cast(Any, model), example_inputs, targets=targets, loss=loss, precisions=(precision,))
     model = resolve(model)
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
@@ -678,6 +689,8 @@ def estimate_plan(
         MemplanError: if the plan cannot run on this model, its mesh is not the cluster, or the cluster is of
             another device.
     """
+    if device is None and cluster is None and isinstance(model, TracedModel):
+        device = model.device
     runs_on = _checked_device(device, cluster)
     check_plan(model, plan)
     check_device(plan, runs_on)

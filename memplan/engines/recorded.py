@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from memplan.engines.trace import Block, Segment, Trace, joined
-from memplan.errors import MissingRule, PlanRefused
+from memplan.errors import MissingRule
 from memplan.models.traced import DTYPES, TracedEvent, TracedModel, TracedTensor, buffer_at, shape_at, size_at
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, Alloc, Compute, Event, Free
@@ -13,36 +13,17 @@ from memplan.tape import OpContext
 
 
 @lru_cache(maxsize=256)
-def recorded(
-    model: TracedModel, context: OpContext, recomputes: tuple[Recompute, ...], *, n_stages: int
-) -> Trace:
+def recorded(model: TracedModel, context: OpContext, recomputes: tuple[Recompute, ...]) -> Trace:
     """One micro-batch of the whole module, and one block of each kind of recomputation.
 
     Raises:
-        PlanRefused: for what cannot be told from a trace of one rank.
-        MissingRule: for what was not traced.
+        MissingRule: for a precision, a size or a device that was not traced.
     """
-    if n_stages > 1:
-        raise MissingRule(
-            f"{model.name} was traced, and no rule divides it into pipeline stages yet; use pp=1.",
-            kind="a pipeline of a traced model",
-        )
-    if context.tp > 1:
-        raise PlanRefused(
-            f"{model.name} was traced on one rank, which does not say how tp={context.tp} would divide its "
-            "operations; use tp=1.",
-            kind="tensor parallelism of a traced model",
-        )
     if context.device.type != model.device:
         raise MissingRule(
             f"{model.name} was traced with the kernels of device={model.device!r}, and those of "
             f"{context.device.type!r} differ; use device={model.device!r}, or trace it there.",
             kind="a traced model on a device that it was not traced for",
-        )
-    if context.loss_chunks > 1:
-        raise PlanRefused(
-            f"loss_chunks={context.loss_chunks}: the loss of {model.name} was traced as it is; use loss_chunks=1.",
-            kind="a loss in pieces of a traced model",
         )
     return joined(_recorded(model, context, recompute) for recompute in recomputes)
 

@@ -20,8 +20,9 @@ from memplan.engines.refusals import (
     check_sequence,
     check_supported,
 )
+from memplan.errors import MissingRule
 from memplan.memory import Alive
-from memplan.models import Model, parameter_count
+from memplan.models import Model, TracedModel, parameter_count
 from memplan.orders import in_flight
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
@@ -464,6 +465,15 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
 """Values of a plan's options that the formulas cover; of other options all."""
 
 
+def _check_traced(model: Model, plan: Plan) -> None:
+    if isinstance(model, TracedModel):
+        raise MissingRule(
+            f"{model.name} was traced, and the papers' formulas are of transformers of a known width; use "
+            "engine='torch'.",
+            kind="a traced model in a formula",
+        )
+
+
 def _check_heads(model: Model, plan: Plan) -> None:
     check_divided(plan, {"n_heads": model.n_heads})
 
@@ -473,6 +483,7 @@ def _check_options(model: Model, plan: Plan) -> None:
 
 
 REFUSALS: Final[tuple[Rule, ...]] = (
+    _check_traced,
     _check_heads,
     check_sequence,
     check_layers,

@@ -7,16 +7,15 @@ only, and all of it is checked.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
 
 from memplan import shapes
-from memplan.checks import LARGEST, checked_count
+from memplan.checks import LARGEST, checked_choice, checked_count
 from memplan.device import DeviceType
-from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, shown_value
+from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, of_file
 from memplan.models.base import MOST_LAYERS, Model
 from memplan.record import Phase
@@ -25,6 +24,9 @@ from memplan.tape import Tensor
 
 FORMAT: Final = "memplan trace 1"
 """What a file says of itself."""
+
+BEGINS: Final = f'{{"format":"{FORMAT}"'.encode()
+"""How a file begins."""
 
 LARGEST_TRACE_BYTES: Final = 64 * 1024**2
 """A trace is some hundred KiB; a larger file is taken for a mistake."""
@@ -39,6 +41,9 @@ DTYPES: Final[Mapping[str, DType]] = {
     )
 }
 """The element types that a traced tensor may have."""
+
+RECOMPUTES: Final = ("none", "full")
+"""What of the blocks may be run again in a trace."""
 
 PARTS: Final = (
     "embed", "entry", "block", "head", "loss", "embed_casts", "block_casts", "head_casts",
@@ -108,7 +113,7 @@ class Variant(NamedTuple):
 
     weights: str
     autocast: str
-    recompute: Literal["none", "full"]
+    recompute: str
     alone: bool
 
 
@@ -131,6 +136,10 @@ class TracedTensor(NamedTuple):
     shape: tuple[Size, ...]
     dtype: str
 
+    def buffer(self, batch: int, seq_len: int) -> Buffer:
+        """Itself for these sizes of the input."""
+        return buffer_of(self.name, shape_at(self.shape, batch, seq_len), DTYPES[self.dtype])
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,7 +158,7 @@ class TracedModel(Model):
         limits: the batch and length that were traced, where sizes are known for nothing else.
     """
 
-    learned_positions: ClassVar[bool] = True
+    learned_positions: ClassVar[bool] = False
 
     d_model: int = 0
     n_heads: int = 0
@@ -179,17 +188,10 @@ class TracedModel(Model):
         return hash(self.digest)
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        return tuple(
-            [buffer_of(one.name, shape_at(one.shape, 1, seq_len), DTYPES[one.dtype]) for one in self.module_buffers]
-        )
+        return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
-        return tuple(
-            [
-                buffer_of(one.name, shape_at(one.shape, samples, seq_len), DTYPES[one.dtype])
-                for one in self.inputs_of_step
-            ]
-        )
+        return tuple([one.buffer(samples, seq_len) for one in self.inputs_of_step])
 
     @property
     def parameters(self) -> Iterable[tuple[TracedTensor, int]]:
@@ -221,14 +223,13 @@ class TracedModel(Model):
                 f"seq_len={seq_len}: the inputs of {self.name} have no sequence; use seq_len=1.",
                 kind="a traced model that has no sequence",
             )
-        for alone in (batch == 1, False):
-            found = self.recordings.get(Variant(weights, autocast, cast_recompute(recompute), alone))
-            if found is not None:
-                return found
+        asked = Variant(weights, autocast, recompute, batch == 1)
+        if asked in self.recordings:
+            return self.recordings[asked]
         known = sorted({_variant_text(variant) for variant in self.recordings})
-        asked = _variant_text(Variant(weights, autocast, cast_recompute(recompute), False))
         raise MissingRule(
-            f"{self.name} was not traced with {asked}, but with: {'; '.join(known)}; trace it again so.",
+            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(known)}; trace it "
+            "again so.",
             kind="a traced model in a way in which it was not traced",
         )
 
@@ -243,8 +244,8 @@ class TracedModel(Model):
 
     def _no_rules(self) -> MissingRule:
         return MissingRule(
-            f"{self.name} was traced, so that its operations are known as they ran and have no rules of their "
-            "own; use engine='torch' with tp=1."
+            f"{self.name} was traced: its operations are known as they ran, and have no rules; use "
+            "engine='torch' with tp=1."
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -252,25 +253,10 @@ class TracedModel(Model):
         Path(path).write_text(json.dumps(_plain(self), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
-def cast_recompute(recompute: str) -> Literal["none", "full"]:
-    """`recompute` as a trace knows it.
-
-    Raises:
-        PlanRefused: for selective recomputation, which is not traced.
-    """
-    if recompute == "none":
-        return "none"
-    if recompute == "full":
-        return "full"
-    raise PlanRefused(
-        f"recompute={recompute!r} is not traced; use 'none' or 'full'.",
-        kind="selective recomputation of a traced model",
-    )
-
-
 def _variant_text(variant: Variant) -> str:
     autocast = f", autocast to {variant.autocast}" if variant.autocast else ""
-    return f"weights in {variant.weights}{autocast}, recompute={variant.recompute!r}"
+    samples = "one sample" if variant.alone else "several samples"
+    return f"{samples}, weights in {variant.weights}{autocast}, recompute={variant.recompute!r}"
 
 
 # --- As JSON ---
@@ -278,6 +264,7 @@ def _variant_text(variant: Variant) -> str:
 
 def _plain(model: TracedModel) -> dict[str, Any]:
     """Plain values, as they are written."""
+    table: dict[str, int] = {}
     return {
         "format": FORMAT,
         "name": model.name,
@@ -291,15 +278,20 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "tied": model.tied_head,
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
         "recordings": [
-            {"run": list(variant), **_plain_recording(recording)}
+            {"run": list(variant), **_plain_recording(recording, table)}
             for variant, recording in model.recordings.items()
         ],
+        "buffers": list(map(json.loads, table)),
     }
 
 
-TENSORS: Final = ("embed_parameters", "block_parameters", "head_parameters", "module_buffers", "inputs_of_step")
-CODES: Final = {"alloc": "+", "free": "-", "grad": "g", "compute": "c"}
-KINDS_OF_EVENTS: Final = {code: kind for kind, code in CODES.items()}
+TENSORS: Final = (
+    "embed_parameters",
+    "block_parameters",
+    "head_parameters",
+    "module_buffers",
+    "inputs_of_step",
+)
 
 
 def _plain_size(size: Size) -> Any:
@@ -314,24 +306,31 @@ def _plain_tensor(tensor: TracedTensor) -> list[Any]:
     return [tensor.name, _plain_shape(tensor.shape), tensor.dtype]
 
 
-def _plain_recording(recording: Recording) -> dict[str, Any]:
+def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, Any]:
+    """Its buffers are places in the `table` of all, which grows."""
+    rows = [json.dumps(_plain_buffer(one)) for one in recording.buffers]
     return {
-        "buffers": [
-            [b.name, _plain_shape(b.shape), b.dtype.name, _plain_size(b.n_bytes), b.kind, int(b.rng_state)]
-            for b in recording.buffers
-        ],
-        "parts": {part: [_plain_event(event) for event in events] for part, events in recording.parts.items()},
+        "buffers": [table.setdefault(row, len(table)) for row in rows],
+        "parts": {part: list(map(_plain_event, events)) for part, events in recording.parts.items()},
         "boundary": [recording.boundary, recording.boundary_grad],
     }
 
 
-def _plain_event(event: TracedEvent) -> list[Any]:
+def _plain_buffer(one: TracedBuffer) -> list[Any]:
+    shape, n_bytes = _plain_shape(one.shape), _plain_size(one.n_bytes)
+    return [one.name, shape, one.dtype.name, n_bytes, one.kind, int(one.rng_state)]
+
+
+def _plain_event(event: TracedEvent) -> Any:
+    """A buffer that comes is its number, one that goes is -1 less its number."""
     match event.kind:
-        case "alloc" | "free":
-            return [CODES[event.kind], event.buffer]
+        case "alloc":
+            return event.buffer
+        case "free":
+            return -1 - event.buffer
         case "grad":
-            return ["g", event.buffer, event.parameter]
-    return ["c", event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
+            return [event.buffer, event.parameter]
+    return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
 
 
 def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
@@ -347,6 +346,10 @@ def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
         raise of_file(file, error) from None
 
 
+def _wrong(what: str) -> InvalidValue:
+    return InvalidValue(f"{what}; trace the module again.")
+
+
 def parsed(text: str) -> Any:
     """What a JSON text holds.
 
@@ -356,34 +359,43 @@ def parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise InvalidValue("is nested too deeply for a trace; trace the module again.") from None
+        raise _wrong("is nested too deeply for a trace") from None
     except json.JSONDecodeError as error:
-        raise InvalidValue(f"is not JSON ({error.msg}, line {error.lineno}); trace the module again.") from None
+        raise _wrong(f"is not JSON ({error.msg}, line {error.lineno})") from None
     except ValueError:
-        raise InvalidValue("holds a number of thousands of digits; trace the module again.") from None
+        raise _wrong("holds a number of thousands of digits") from None
 
 
-def is_trace(data: Any) -> bool:
-    """Whether a JSON object says that it is a trace."""
-    return isinstance(data, dict) and data.get("format") == FORMAT
+def is_trace(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as a trace does."""
+    try:
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(BEGINS)) == BEGINS
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _model(data: Any) -> TracedModel:
-    if not is_trace(data):
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InvalidValue(f"is no trace; a trace's format is {FORMAT!r}: write one with TracedModel.save.")
     of = _Reader(data)
     limits = of("limits", list | None)
-    tensors = {name: tuple([_tensor(one, name) for one in of(name, list)]) for name in TENSORS}
+    tensors: dict[str, Any] = {
+        name: tuple([_tensor(one, name) for one in of(name, list)]) for name in TENSORS
+    }
     names = {one.name for name in TENSORS[:3] for one in tensors[name]}
     device = of("device", str)
     if device not in get_args(DeviceType):
         raise InvalidValue(f"device={shown_value(device)} is not allowed; use one of {get_args(DeviceType)}.")
+    table = [_buffer(one) for one in of("buffers", list)]
     recordings = {}
     for one in of("recordings", list):
         within = _Reader(one)
-        recordings[_variant(within("run", list))] = _recording(within, names)
+        recordings[_variant(within("run", list))] = _recording(within, table, names)
     if not recordings:
-        raise InvalidValue("recordings is empty; trace the module again.")
+        raise _wrong("recordings is empty")
     return TracedModel(
         name=of("name", str) or "traced",
         device=device,
@@ -404,13 +416,13 @@ class _Reader:
 
     def __init__(self, data: Any) -> None:
         if not isinstance(data, dict):
-            raise InvalidValue(f"holds {shown_value(data)} where an object is needed; trace the module again.")
+            raise _wrong(f"holds {shown_value(data)} where an object is needed")
         self.data = data
 
     def __call__(self, key: str, kind: Any) -> Any:
         value = self.data.get(key)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise InvalidValue(f"{key}={shown_value(value)} is not allowed in a trace; trace the module again.")
+            raise _wrong(f"{key}={shown_value(value)} is not allowed in a trace")
         return value
 
 
@@ -418,7 +430,7 @@ def _items(value: Any, what: str, *kinds: Any) -> list[Any]:
     """A list of values of these kinds."""
     right = isinstance(value, list) and len(value) == len(kinds)
     if not right or not all(isinstance(one, kind) for one, kind in zip(value, kinds, strict=True)):
-        raise InvalidValue(f"{what} {shown_value(value)} is not allowed in a trace; trace the module again.")
+        raise _wrong(f"{what} {shown_value(value)} is not allowed in a trace")
     return list(value)
 
 
@@ -430,12 +442,12 @@ def _size(value: Any) -> Size:
     if isinstance(value, int):
         value = [[value]]
     if not isinstance(value, list) or len(value) > 8:
-        raise InvalidValue(f"size {shown_value(value)} is not allowed in a trace; trace the module again.")
+        raise _wrong(f"size {shown_value(value)} is not allowed in a trace")
     terms = []
     for term in value:
         whole = isinstance(term, list) and 1 <= len(term) <= 3 and all(type(n) is int for n in term)
         if not whole or abs(term[0]) > LARGEST**2 or not all(0 <= n <= 4 for n in term[1:]):
-            raise InvalidValue(f"size {shown_value(term)} is not allowed in a trace; trace the module again.")
+            raise _wrong(f"size {shown_value(term)} is not allowed in a trace")
         terms.append(Term(*term))
     return tuple(terms)
 
@@ -446,7 +458,9 @@ def _shape(value: list[Any]) -> tuple[Size, ...]:
 
 def _dtype(name: Any) -> DType:
     if not isinstance(name, str) or name not in DTYPES:
-        raise InvalidValue(f"type {shown_value(name)} is not allowed in a trace; use one of {', '.join(DTYPES)}.")
+        raise InvalidValue(
+            f"type {shown_value(name)} is not allowed in a trace; use one of {', '.join(DTYPES)}."
+        )
     return DTYPES[name]
 
 
@@ -460,11 +474,11 @@ def _variant(value: list[Any]) -> Variant:
     _dtype(weights)
     if autocast:
         _dtype(autocast)
-    return Variant(weights, autocast, cast_recompute(recompute), alone)
+    return Variant(weights, autocast, checked_choice("recompute", recompute, RECOMPUTES), alone)
 
 
-def _recording(within: _Reader, parameters: set[str]) -> Recording:
-    buffers = [_buffer(one) for one in within("buffers", list)]
+def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str]) -> Recording:
+    buffers = [table[_place(one, len(table))] for one in within("buffers", list)]
     parts = _Reader(within("parts", dict))
     boundary = _items(within("boundary", list), "boundary", int, int)
     for i in boundary:
@@ -476,33 +490,37 @@ def _recording(within: _Reader, parameters: set[str]) -> Recording:
     )
 
 
+def _place(value: Any, n: int) -> int:
+    return checked_count("buffer", value, least=0, most=n - 1)
+
+
 def _buffer(value: Any) -> TracedBuffer:
-    name, shape, dtype, n_bytes, kind, rng_state = _items(value, "buffer", str, list, str, int | list, str, int)
+    name, shape, dtype, n_bytes, kind, rng_state = _items(
+        value, "buffer", str, list, str, int | list, str, int
+    )
     if kind not in KINDS:
-        raise InvalidValue(f"kind {shown_value(kind)} is not allowed in a trace; use one of {', '.join(KINDS)}.")
+        raise InvalidValue(
+            f"kind {shown_value(kind)} is not allowed in a trace; use one of {', '.join(KINDS)}."
+        )
     return TracedBuffer(name, _shape(shape), _dtype(dtype), _size(n_bytes), kind, bool(rng_state))
 
 
 def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
-    kind = KINDS_OF_EVENTS.get(value[0]) if isinstance(value, list) and value else None
-    match kind:
-        case "alloc" | "free":
-            _, buffer = _items(value, "event", str, int)
-            return TracedEvent(kind, checked_count("buffer", buffer, least=0, most=n_buffers - 1))
-        case "grad":
-            _, buffer, parameter = _items(value, "event", str, int, str)
-            if parameter not in parameters:
-                raise InvalidValue(f"parameter {shown_value(parameter)} is none of the module's.")
-            number = checked_count("buffer", buffer, least=0, most=n_buffers - 1)
-            return TracedEvent("grad", number, parameter)
-        case "compute":
-            _, phase, flops, shape, dtype = _items(value, "event", str, str, int | list, list, str)
-            if phase not in get_args(Phase):
-                raise InvalidValue(f"phase {shown_value(phase)} is not allowed in a trace.")
-            return TracedEvent(
-                "compute", phase=phase, flops=_size(flops), shape=_shape(shape), dtype=_dtype(dtype).name
-            )
-    raise InvalidValue(f"event {shown_value(value)} is not allowed in a trace; trace the module again.")
+    if isinstance(value, int):
+        return TracedEvent(
+            "free" if value < 0 else "alloc", _place(-1 - value if value < 0 else value, n_buffers)
+        )
+    if isinstance(value, list) and len(value) == 2:
+        buffer, parameter = value
+        if not isinstance(parameter, str) or parameter not in parameters:
+            raise _wrong(f"parameter {shown_value(parameter)} is none of the module's")
+        return TracedEvent("grad", _place(buffer, n_buffers), parameter)
+    phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
+    if phase not in get_args(Phase):
+        raise unknown_name("phase", phase, get_args(Phase))
+    return TracedEvent(
+        "compute", phase=phase, flops=_size(flops), shape=_shape(shape), dtype=_dtype(dtype).name
+    )
 
 
 def shape_at(shape: Iterable[Size], batch: int, seq_len: int) -> Shape:

@@ -1,7 +1,7 @@
 """One forward and backward pass of a module on tensors without data: every storage that comes and goes.
 
-Operations run on shapes (`memplan.tracing.shapes`), integers and masks for real (`memplan.tracing.values`), so
-that Python code sees values where it looks at them. Autograd is PyTorch's own: a storage lives as long as
+Operations run on shapes (`memplan.tracing.shapes`), integers and masks for real (`memplan.tracing.values`),
+so that Python code sees values where it looks at them. Autograd is PyTorch's own: a storage lives as long as
 something refers to it.
 """
 
@@ -263,5 +263,5 @@ def _is_summed_in_place(older: Any, newer: Any, *more: Any) -> bool:
         return False
     if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
         return False
-    counts = older._use_count(), torch._C._storage_Use_Count(older.untyped_storage()._cdata)
+    counts = cast(Any, older)._use_count(), torch._C._storage_Use_Count(older.untyped_storage()._cdata)
     return counts == SOLE_OWNER and torch.ops.aten.is_non_overlapping_and_dense.default(older)

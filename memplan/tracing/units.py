@@ -1,7 +1,7 @@
 """From what a recorder has noted to a recording: equal blocks become one, sizes become rules.
 
 Two blocks are equal if the same happens in both, in the same order, to storages of equal sizes. What happens
-at one place in all of them happens to one buffer: so the output of one block, which the next one frees, is the
+at one place in all of them happens to one buffer: the output of one block, which the next one frees, is the
 buffer that each block makes and each block frees.
 """
 
@@ -81,7 +81,8 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
 def _ordered(events: Iterable[Event]) -> Iterator[Event]:
     """The events, frees in a row by their storages' age: autocast drops its copies in no order."""
     for kind, row in groupby(events, key=lambda event: event.kind):
-        yield from sorted(row, key=lambda event: event.storage) if kind == "free" else row
+        found = list(row)
+        yield from sorted(found, key=lambda event: event.storage) if kind == "free" else found
 
 
 class _Classes:
@@ -247,10 +248,13 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
             if [_skeleton(e) for e in mine] != [_skeleton(e) for e in its]:
                 raise Unlike(f"{part}: other things happen where sizes differ")
     buffers = [
-        _buffer(stored, kind, points) for stored, kind in zip(zip(*[r.storages for r in runs], strict=True), first.kinds, strict=True)
+        _buffer(stored, kind, points)
+        for stored, kind in zip(zip(*[r.storages for r in runs], strict=True), first.kinds, strict=True)
     ]
     parts = {
-        part: tuple([_event(events, points) for events in zip(*[run.parts[part] for run in runs], strict=True)])
+        part: tuple(
+            [_event(events, points) for events in zip(*[run.parts[part] for run in runs], strict=True)]
+        )
         for part in PARTS
     }
     return Recording(tuple(buffers), parts, first.boundary, first.boundary_grad)

@@ -104,9 +104,7 @@ class Stage:
     @cached_property
     def _with_blocks(self) -> Trace:
         if isinstance(self.model, TracedModel):
-            return recorded(
-                self.model, self.op_context, tuple([kind for kind, _ in self.kinds]), n_stages=self.plan.n_stages
-            )
+            return recorded(self.model, self.op_context, tuple([kind for kind, _ in self.kinds]))
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
             recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
