@@ -12,10 +12,10 @@ graphs.
 Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memplan.errors import InvalidValue, MemplanError
 from memplan.units import MiB
@@ -44,6 +44,16 @@ MOST_UNUSED_BYTES: Final = 20 * MiB
 
 MANY_PAGES: Final = 2**26
 """Pages that an expandable segment has addresses for where no limit of the GPU is known."""
+
+ADDRESS_BITS: Final = 60
+ADDRESS: Final = 2**ADDRESS_BITS - 1
+"""The bits of a `PackedBlock` that are its address."""
+
+PackedBlock = int
+"""A block as one number: its bytes above `ADDRESS_BITS` bits of its address.
+
+Sorted, blocks are in the order in which the allocator prefers them: the smallest, of equal ones the lowest.
+"""
 
 
 class OutOfMemory(MemplanError):
@@ -156,81 +166,97 @@ class AllocatorConfig:
 
 DEFAULTS: Final = AllocatorConfig()
 
-
-class Block:
-    """A stretch of a segment: in use or free, between its neighbours in the segment.
-
-    Of an expandable segment also addresses that no memory is `mapped` to. `since` is how many requests the
-    large pools had seen when it became free.
-    """
-
-    __slots__ = ("address", "free", "mapped", "n_bytes", "next", "pool", "previous", "since")
-
-    def __init__(self, pool: "Pool", address: int, n_bytes: int, *, mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.n_bytes = n_bytes
-        self.free = False
-        self.mapped = mapped
-        self.since = 0
-        self.previous: Block | None = None
-        self.next: Block | None = None
-
-    @property
-    def split(self) -> bool:
-        """Whether it is part of a segment."""
-        return self.previous is not None or self.next is not None
-
-    @property
-    def expandable_bytes(self) -> int:
-        """Its bytes with the addresses behind it that memory can be mapped to."""
-        behind = self.next
-        return self.n_bytes + (behind.n_bytes if behind is not None and not behind.mapped else 0)
+Places = Callable[[PackedBlock], PackedBlock]
+"""Where each block lies when addresses are counted otherwise."""
 
 
 class Pool:
-    """The free blocks of one stream that serve small requests, or large ones: smallest first.
+    """The free blocks of one stream that serve small requests, or large ones.
 
-    `unmapped` are the addresses of expandable segments that no memory is mapped to, lowest first.
+    Attributes:
+        blocks: all of them, sorted.
+        starts, ends: the same by the address of the first byte, and by the address behind the last.
+        segments: bytes of each segment by its address.
+        unmapped: of expandable segments, bytes to which no memory is mapped, by their address.
+        least_rest_bytes: what is left of a block stays for others if it has so many bytes.
+        page_bytes: expandable segments grow and shrink by so many.
     """
 
-    __slots__ = ("blocks", "page_bytes", "small", "unmapped")
+    __slots__ = (
+        "blocks",
+        "ends",
+        "least_rest_bytes",
+        "page_bytes",
+        "segments",
+        "small",
+        "starts",
+        "unmapped",
+    )
 
-    def __init__(self, *, small: bool) -> None:
+    def __init__(self, *, small: bool, expandable: bool) -> None:
         self.small = small
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
-        self.blocks: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+        self.least_rest_bytes = BLOCK_BYTES if small or expandable else SMALL_BYTES + BLOCK_BYTES
+        self.blocks: list[PackedBlock] = []
+        self.starts: dict[int, PackedBlock] = {}
+        self.ends: dict[int, PackedBlock] = {}
+        self.segments: dict[int, int] = {}
+        self.unmapped: dict[int, int] = {}
 
-    def put(self, block: Block) -> None:
-        """A block has become free."""
-        block.free = True
-        insort(self.blocks, (block.n_bytes, block.address, block))
+    def put(self, address: int, n_bytes: int) -> int:
+        """A block has become free, and one with its free neighbours; that one's address.
 
-    def take(self, block: Block) -> None:
-        """A free block is to be used, or merged with another."""
-        block.free = False
-        del self.blocks[bisect_left(self.blocks, (block.n_bytes, block.address, block))]
+        Source: `try_merge_blocks`.
+        """
+        blocks, starts, ends = self.blocks, self.starts, self.ends
+        end = address + n_bytes
+        if address in ends:
+            before = ends.pop(address)
+            del blocks[bisect_left(blocks, before)]
+            address = before & ADDRESS
+        if end in starts:
+            behind = starts.pop(end)
+            del blocks[bisect_left(blocks, behind)]
+            end += behind >> ADDRESS_BITS
+        block = end - address << ADDRESS_BITS | address
+        starts[address] = ends[end] = block
+        insort(blocks, block)
+        return address
 
-    def best(self, n_bytes: int) -> Block | None:
-        """The smallest free block that is large enough, of equal ones the first.
+    def take(self, block: PackedBlock) -> None:
+        """A free block is to be used, or its memory is given back."""
+        address = block & ADDRESS
+        del self.starts[address], self.ends[address + (block >> ADDRESS_BITS)]
+        del self.blocks[bisect_left(self.blocks, block)]
 
-        One that can be expanded counts with all that it can be expanded to.
+    def is_whole(self, block: PackedBlock) -> bool:
+        """Whether a block is all of its segment."""
+        return self.segments.get(block & ADDRESS) == block >> ADDRESS_BITS
+
+    def least_expandable(self, place: int) -> int:
+        """Of the blocks from a place on, that of the first with the fewest bytes it can be expanded to.
 
         Source: `get_free_block`.
         """
         blocks = self.blocks
-        i = bisect_left(blocks, (n_bytes,))
-        if i == len(blocks):
-            return None
-        found = blocks[i][2]
-        if self.unmapped:
-            while i + 1 < len(blocks):
-                i += 1
-                if blocks[i][2].expandable_bytes >= found.expandable_bytes:
-                    break
-                found = blocks[i][2]
-        return found
+        while place + 1 < len(blocks):
+            if self._expandable_bytes(blocks[place + 1]) >= self._expandable_bytes(blocks[place]):
+                break
+            place += 1
+        return place
+
+    def _expandable_bytes(self, block: PackedBlock) -> int:
+        """A block's bytes with the addresses behind it that memory can be mapped to."""
+        n_bytes = block >> ADDRESS_BITS
+        return n_bytes + self.unmapped.get((block & ADDRESS) + n_bytes, 0)
+
+
+class Block(NamedTuple):
+    """What a request has been given."""
+
+    pool: Pool
+    address: int
+    n_bytes: int
 
 
 class CachingAllocator:
@@ -258,110 +284,148 @@ class CachingAllocator:
         )
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.n_retries = 0
-        self._n_large_requests = 0
+        self.n_retries = self.n_given_back = 0
         self._pools: dict[tuple[str, bool], Pool] = {}
         self._end = 0
+        self._n_large_requests = 0
+        self._since: dict[int, int] = {}
+        """How many requests the large pools had seen when the block at an address became free."""
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
         """A block for so many bytes: cached, the smallest that is large enough, or new.
 
         Raises:
             OutOfMemory: beyond the limits.
+        """
+        n_bytes = rounded_bytes(n_bytes)
+        pool = self.pool_of(n_bytes, stream)
+        block = self.allocate(pool, n_bytes)
+        return Block(pool, block & ADDRESS, block >> ADDRESS_BITS)
+
+    def free(self, block: Block) -> None:
+        """A block is cached, joined with its neighbours where those are free."""
+        self.release(block.pool, block.n_bytes << ADDRESS_BITS | block.address)
+
+    def pool_of(self, n_bytes: int, stream: str) -> Pool:
+        """The pool that serves a stream's requests of so many bytes.
+
+        Source: `get_pool`.
+        """
+        key = stream, n_bytes <= SMALL_BYTES
+        if key not in self._pools:
+            self._pools[key] = Pool(small=key[1], expandable=self.expandable_segments)
+        return self._pools[key]
+
+    def allocate(self, pool: Pool, n_bytes: int) -> PackedBlock:
+        """`malloc` of rounded bytes from their pool.
 
         Source: `malloc`, `alloc_found_block`.
         """
-        n_bytes = rounded_bytes(n_bytes)
-        small = n_bytes <= SMALL_BYTES
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            pool = self._pools[stream, small] = Pool(small=small)
-        self._n_large_requests += not small
-        block = pool.best(n_bytes)
-        if block is not None and (self.oversize_bytes is None or self._serves(block, n_bytes)):
-            pool.take(block)
+        blocks = pool.blocks
+        i = bisect_left(blocks, n_bytes << ADDRESS_BITS)
+        if self.collects_above_bytes is not None:
+            self._n_large_requests += not pool.small
+        if pool.unmapped:
+            i = pool.least_expandable(i)
+        oversize = self.oversize_bytes
+        if i < len(blocks) and (oversize is None or self._serves(blocks[i] >> ADDRESS_BITS, n_bytes)):
+            block = blocks.pop(i)
+            address, found_bytes = block & ADDRESS, block >> ADDRESS_BITS
+            del pool.starts[address], pool.ends[address + found_bytes]
         else:
-            block = self._new(pool, n_bytes)
-        if self._splits(block, n_bytes):
-            self._split(block, n_bytes)
-        self.allocated_bytes += block.n_bytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+            address, found_bytes = self._new(pool, n_bytes)
+            block = found_bytes << ADDRESS_BITS | address
+        rest_bytes = found_bytes - n_bytes
+        if rest_bytes >= pool.least_rest_bytes and (oversize is None or self._splits(n_bytes)):
+            pool.put(address + n_bytes, rest_bytes)
+            if self.collects_above_bytes is not None:
+                self._since[address + n_bytes] = self._n_large_requests
+            found_bytes = n_bytes
+            block = n_bytes << ADDRESS_BITS | address
+        self.allocated_bytes = allocated_bytes = self.allocated_bytes + found_bytes
+        if allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated_bytes
         return block
 
-    def free(self, block: Block) -> None:
-        """A block is cached, joined with its neighbours where those are free.
+    def release(self, pool: Pool, block: PackedBlock) -> None:
+        """`free` of a block of a pool.
 
-        Source: `free_block`, `try_merge_blocks`.
+        Source: `free_block`.
         """
-        self.allocated_bytes -= block.n_bytes
-        self._put(block)
+        n_bytes = block >> ADDRESS_BITS
+        self.allocated_bytes -= n_bytes
+        address = pool.put(block & ADDRESS, n_bytes)
+        if self.collects_above_bytes is not None:
+            self._since[address] = self._n_large_requests
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
         """The size and the address of each free block, pool by pool."""
-        return tuple((n_bytes, at) for pool in self._pools.values() for n_bytes, at, _ in pool.blocks)
+        pools = self._pools.values()
+        return tuple((block >> ADDRESS_BITS, block & ADDRESS) for pool in pools for block in pool.blocks)
+
+    def layout(self, places: "Places | None") -> object:
+        """The free blocks of each pool; with `places` by these, and the sizes of the segments."""
+        pools = self._pools.values()
+        if places is None:
+            return tuple([tuple(pool.blocks) for pool in pools])
+        segments = tuple([tuple(pool.segments.values()) for pool in pools])
+        return segments, tuple([tuple(map(places, pool.blocks)) for pool in pools])
+
+    def places(self) -> "Places":
+        """Blocks as if no segment had ever been given back and left a gap between others."""
+        starts: list[int] = []
+        moved: list[int] = []
+        end = 0
+        segments = sorted(item for pool in self._pools.values() for item in pool.segments.items())
+        for address, n_bytes in segments:
+            starts.append(address)
+            moved.append(address - end)
+            end += n_bytes
+        return lambda block: block - moved[bisect_right(starts, block & ADDRESS) - 1]
 
     @property
     def ages(self) -> tuple[int, ...]:
         """How many requests ago each free block was last used, where garbage is collected by age."""
         if self.collects_above_bytes is None:
             return ()
-        return tuple(
-            self._n_large_requests - block.since
-            for pool in self._pools.values()
-            for _, _, block in pool.blocks
-        )
+        return tuple(self._age(block) for pool in self._pools.values() for block in pool.blocks)
 
-    def _put(self, block: Block) -> None:
-        """A block becomes free, and one with its free neighbours."""
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.free:
-                block.pool.take(neighbour)
-                _join(block, neighbour)
-        block.since = self._n_large_requests
-        block.pool.put(block)
+    def _age(self, block: PackedBlock) -> int:
+        return self._n_large_requests - self._since.get(block & ADDRESS, 0)
 
-    def _serves(self, block: Block, n_bytes: int) -> bool:
+    def _serves(self, block_bytes: int, n_bytes: int) -> bool:
         """Whether a block is not too large for a request: oversize ones serve none but those near their size.
 
         Source: `get_free_block`.
         """
         if self.oversize_bytes is None or n_bytes < self.oversize_bytes:
-            return self.oversize_bytes is None or block.n_bytes < self.oversize_bytes
-        return block.n_bytes < n_bytes + MOST_UNUSED_BYTES
+            return self.oversize_bytes is None or block_bytes < self.oversize_bytes
+        return block_bytes < n_bytes + MOST_UNUSED_BYTES
 
-    def _splits(self, block: Block, n_bytes: int) -> bool:
-        """Whether the rest of a block stays for others; of a large one only if it is no small request's size.
+    def _splits(self, n_bytes: int) -> bool:
+        """Whether what a request leaves of a block may stay for others: of an oversize one it does not.
 
         Source: `should_split`.
         """
-        left = block.n_bytes - n_bytes
-        if block.pool.small or self.expandable_segments:
-            return left >= BLOCK_BYTES
-        return left > SMALL_BYTES and (self.oversize_bytes is None or n_bytes < self.oversize_bytes)
+        return self.expandable_segments or self.oversize_bytes is None or n_bytes < self.oversize_bytes
 
-    def _split(self, block: Block, n_bytes: int) -> None:
-        rest = Block(block.pool, block.address + n_bytes, block.n_bytes - n_bytes)
-        _insert_behind(block, rest)
-        block.n_bytes = n_bytes
-        rest.since = self._n_large_requests
-        block.pool.put(rest)
+    def _new(self, pool: Pool, n_bytes: int) -> tuple[int, int]:
+        """The address and the bytes of a block that the driver's memory makes room for.
 
-    def _new(self, pool: Pool, n_bytes: int) -> Block:
-        """A block that the driver's memory makes room for, cached ones being given back if there is none.
+        Cached ones are given back if there is none.
 
         Source: `malloc`, `release_available_cached_blocks`, `release_cached_blocks`.
         """
         self._collect_garbage()
-        block = self._asked(pool, n_bytes)
-        if block is None and self._release_oversize(pool, n_bytes):
-            block = self._asked(pool, n_bytes)
-        if block is None:
+        found = self._asked(pool, n_bytes)
+        if found is None and self._release_oversize(pool, n_bytes):
+            found = self._asked(pool, n_bytes)
+        if found is None:
             self.n_retries += 1
             self.release_cached()
-            block = self._asked(pool, n_bytes)
-        if block is None:
+            found = self._asked(pool, n_bytes)
+        if found is None:
             limits = f"limit_bytes={self.limit_bytes}"
             if self.allowed_bytes is not None:
                 limits = f"allowed_bytes={self.allowed_bytes}"
@@ -369,9 +433,9 @@ class CachingAllocator:
                 f"{n_bytes} more bytes do not fit: {self.reserved_bytes} are reserved, "
                 f"{self.allocated_bytes} of them in use, {limits}; use a smaller plan."
             )
-        return block
+        return found
 
-    def _asked(self, pool: Pool, n_bytes: int) -> Block | None:
+    def _asked(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
         """What the driver gives for a request: a segment, or more pages of one; None if it has too little.
 
         Source: `alloc_block`, `get_allocation_size`.
@@ -383,9 +447,14 @@ class CachingAllocator:
             return self._expanded(pool, n_bytes)
         if not self._reserve(asked):
             return None
-        block = Block(pool, self._end, asked)
-        self._end += asked
-        return block
+        return self._segment(pool, asked), asked
+
+    def _segment(self, pool: Pool, n_bytes: int) -> int:
+        """Where a new segment lies: behind all others, and touching none."""
+        address = -(-self._end // pool.page_bytes) * pool.page_bytes
+        self._end = address + n_bytes + BLOCK_BYTES
+        pool.segments[address] = n_bytes
+        return address
 
     def _reserve(self, n_bytes: int) -> bool:
         """Whether the driver has so many more bytes, which are then reserved."""
@@ -395,61 +464,58 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _expanded(self, pool: Pool, n_bytes: int) -> Block | None:
+    def _expanded(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
         """Addresses of an expandable segment, as many free or unmapped ones in a row, with memory mapped.
 
         Source: `try_allocate_expandable_block`, `find_expandable_block`.
         """
-        block = next((found for found in self._rows(pool) if _has_room(found, n_bytes)), None)
-        if block is None:
-            block = self._addresses(pool)
-        if not block.mapped and not self._map(block, min(n_bytes, block.n_bytes)):
-            return None
-        while block.n_bytes < n_bytes:
-            behind = block.next
-            if behind is None or not self._map(behind, min(n_bytes - block.n_bytes, behind.n_bytes)):
+        rows = (self._row(pool, unmapped) for unmapped in sorted(pool.unmapped))
+        start = next((address for address, row_bytes in rows if row_bytes >= n_bytes), None)
+        if start is None:
+            start = self._addresses(pool)
+        while True:
+            mapped_bytes = pool.starts.get(start, 0) >> ADDRESS_BITS
+            if mapped_bytes >= n_bytes:
+                pool.take(pool.starts[start])
+                return start, mapped_bytes
+            behind = start + mapped_bytes
+            if not self._map(pool, behind, min(n_bytes - mapped_bytes, pool.unmapped[behind])):
                 return None
-            block = behind
-        pool.take(block)
-        return block
 
-    def _addresses(self, pool: Pool) -> Block:
+    @staticmethod
+    def _row(pool: Pool, unmapped: int) -> tuple[int, int]:
+        """The first address and the bytes of a row of free and unmapped addresses, one of them given."""
+        before = pool.ends.get(unmapped)
+        start = end = unmapped if before is None else before & ADDRESS
+        while True:
+            found_bytes = pool.starts.get(end, 0) >> ADDRESS_BITS or pool.unmapped.get(end, 0)
+            if not found_bytes:
+                return start, end - start
+            end += found_bytes
+
+    def _addresses(self, pool: Pool) -> int:
         """Those of a new expandable segment: 1 1/8 times the GPU's memory.
 
         Source: `ExpandableSegment`.
         """
         limit, page_bytes = self.limit_bytes, pool.page_bytes
         n_pages = MANY_PAGES if limit is None else -(-(limit + limit // 8) // page_bytes)
-        start = -(-self._end // page_bytes) * page_bytes
-        block = Block(pool, start, n_pages * page_bytes, mapped=False)
-        self._end = start + block.n_bytes
-        insort(pool.unmapped, (start, block))
-        return block
+        start = self._segment(pool, n_pages * page_bytes)
+        pool.unmapped[start] = n_pages * page_bytes
+        return start
 
-    @staticmethod
-    def _rows(pool: Pool) -> Iterator[Block]:
-        """Where a row of free or unmapped addresses starts, lowest first."""
-        for _, block in pool.unmapped:
-            before = block.previous
-            yield before if before is not None and before.free else block
-
-    def _map(self, block: Block, n_bytes: int) -> bool:
-        """Memory for the first addresses of a block, whole pages of it, one with what is free beside them.
+    def _map(self, pool: Pool, address: int, n_bytes: int) -> bool:
+        """Memory for the first of unmapped addresses, whole pages of it, one with what is free beside them.
 
         Source: `map_block`.
         """
-        pool = block.pool
         mapped = -(-n_bytes // pool.page_bytes) * pool.page_bytes
         if not self._reserve(mapped):
             return False
-        pool.unmapped.remove((block.address, block))
-        if mapped < block.n_bytes:
-            rest = Block(pool, block.address + mapped, block.n_bytes - mapped, mapped=False)
-            _insert_behind(block, rest)
-            block.n_bytes = mapped
-            insort(pool.unmapped, (rest.address, rest))
-        block.mapped = True
-        self._put(block)
+        unmapped = pool.unmapped.pop(address)
+        if mapped < unmapped:
+            pool.unmapped[address + mapped] = unmapped - mapped
+        pool.put(address, mapped)
         return True
 
     def release_cached(self) -> None:
@@ -458,44 +524,37 @@ class CachingAllocator:
         Source: `release_blocks`.
         """
         for pool in self._pools.values():
-            for _, _, block in list(pool.blocks):
+            for block in list(pool.blocks):
                 if self.expandable_segments:
-                    self._unmap(block)
-                elif not block.split:
-                    self._release(block)
+                    self._unmap(pool, block)
+                elif pool.is_whole(block):
+                    self._release(pool, block)
 
-    def _release(self, segment: Block) -> None:
-        segment.pool.take(segment)
-        self.reserved_bytes -= segment.n_bytes
+    def _release(self, pool: Pool, segment: PackedBlock) -> None:
+        pool.take(segment)
+        self.reserved_bytes -= pool.segments.pop(segment & ADDRESS)
+        self.n_given_back += 1
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, pool: Pool, block: PackedBlock) -> None:
         """The whole pages of a free block are memory no longer, what is left at either end stays free.
 
         Source: `unmap_block`.
         """
-        pool = block.pool
-        start = -(-block.address // pool.page_bytes) * pool.page_bytes
-        end = (block.address + block.n_bytes) // pool.page_bytes * pool.page_bytes
+        address, n_bytes = block & ADDRESS, block >> ADDRESS_BITS
+        start = -(-address // pool.page_bytes) * pool.page_bytes
+        end = (address + n_bytes) // pool.page_bytes * pool.page_bytes
         if start >= end:
             return
         pool.take(block)
         self.reserved_bytes -= end - start
-        if start > block.address:
-            before = Block(pool, block.address, start - block.address)
-            if block.previous is not None:
-                _insert_behind(block.previous, before)
-            before.next, block.previous = block, before
-            pool.put(before)
-        if block.address + block.n_bytes > end:
-            after = Block(pool, end, block.address + block.n_bytes - end)
-            _insert_behind(block, after)
-            pool.put(after)
-        block.address, block.n_bytes, block.mapped = start, end - start, False
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and not neighbour.mapped:
-                pool.unmapped.remove((neighbour.address, neighbour))
-                _join(block, neighbour)
-        insort(pool.unmapped, (block.address, block))
+        self.n_given_back += 1
+        if start > address:
+            pool.put(address, start - address)
+        if address + n_bytes > end:
+            pool.put(end, address + n_bytes - end)
+        end += pool.unmapped.pop(end, 0)
+        before = next((at for at, unmapped in pool.unmapped.items() if at + unmapped == start), start)
+        pool.unmapped[before] = end - before
 
     def _release_oversize(self, pool: Pool, n_bytes: int) -> bool:
         """Whether giving back oversize blocks of the stream, the largest first, has made enough room.
@@ -505,17 +564,18 @@ class CachingAllocator:
         if self.oversize_bytes is None:
             return False
         wanted = max(n_bytes, self.oversize_bytes)
-        at = bisect_left(pool.blocks, (wanted,))
+        at = bisect_left(pool.blocks, wanted << ADDRESS_BITS)
         if at < len(pool.blocks) and not self.expandable_segments:
-            self._release(pool.blocks[at][2])
+            self._release(pool, pool.blocks[at])
             return True
         released = 0
-        for _, _, block in reversed(pool.blocks[:at]):
-            if released >= wanted or block.n_bytes < self.oversize_bytes:
+        for block in reversed(pool.blocks[:at]):
+            block_bytes = block >> ADDRESS_BITS
+            if released >= wanted or block_bytes < self.oversize_bytes:
                 break
             if not self.expandable_segments:
-                self._release(block)
-                released += block.n_bytes
+                self._release(pool, block)
+                released += block_bytes
         return released >= wanted
 
     def _collect_garbage(self) -> None:
@@ -527,51 +587,15 @@ class CachingAllocator:
         if above is None or self.reserved_bytes <= above:
             return
         target = self.reserved_bytes - above
-        whole = [
-            block
-            for pool in self._pools.values()
-            if not pool.small
-            for _, _, block in pool.blocks
-            if not block.split
-        ]
+        pools = [pool for pool in self._pools.values() if not pool.small]
+        whole = [(pool, block) for pool in pools for block in pool.blocks if pool.is_whole(block)]
         collected, freed = 0, True
         while whole and freed and collected < target:
-            ages = [self._n_large_requests - block.since for block in whole]
+            ages = [self._age(block) for _, block in whole]
             average = sum(ages) / len(ages)
-            old = [block for block, age in zip(whole, ages, strict=True) if age >= average]
+            old = [found for found, age in zip(whole, ages, strict=True) if age >= average]
             freed = bool(old)
-            for block in old:
-                self._release(block)
-                collected += block.n_bytes
-                whole.remove(block)
-
-
-def _has_room(block: Block, n_bytes: int) -> bool:
-    """Whether a row of free or unmapped addresses is long enough."""
-    found = 0
-    behind: Block | None = block
-    while found < n_bytes and behind is not None and (behind.free or not behind.mapped):
-        found += behind.n_bytes
-        behind = behind.next
-    return found >= n_bytes
-
-
-def _insert_behind(block: Block, new: Block) -> None:
-    """A block's next neighbour is another one now."""
-    new.previous, new.next = block, block.next
-    if new.next is not None:
-        new.next.previous = new
-    block.next = new
-
-
-def _join(block: Block, neighbour: Block) -> None:
-    """A free neighbour's bytes become the block's."""
-    if block.previous is neighbour:
-        block.address, block.previous = neighbour.address, neighbour.previous
-        if block.previous is not None:
-            block.previous.next = block
-    else:
-        block.next = neighbour.next
-        if block.next is not None:
-            block.next.previous = block
-    block.n_bytes += neighbour.n_bytes
+            for pool, block in old:
+                self._release(pool, block)
+                collected += block >> ADDRESS_BITS
+                whole.remove((pool, block))

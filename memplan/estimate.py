@@ -31,7 +31,6 @@ from memplan.plan import (
     Optimizer,
     OptimizerImpl,
     Plan,
-    Precision,
     Rank,
     Recompute,
 )
@@ -556,7 +555,7 @@ def estimate(
     micro_batch: int = 1,
     global_batch: int | None = None,
     seq_len: int | None = None,
-    precision: Precision = "bf16-mixed",
+    precision: str = "bf16-mixed",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "none",
     recompute_blocks: int | None = None,

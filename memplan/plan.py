@@ -7,11 +7,10 @@ from typing import Final, Literal
 from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
 from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, Registered, described
+from memplan.precisions import PRECISIONS, Precision
 from memplan.record import Axis
 from memplan.schedules import SCHEDULES, Schedule
-from memplan.shapes import BF16, FP16, FP32, DType
 
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
 OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
 Recompute = Literal["none", "selective", "full"]
@@ -19,33 +18,6 @@ FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Formats:
-    """The number formats of a precision.
-
-    Attributes:
-        stored: of weights between steps, of gradients as they accumulate, and of the optimizer's state.
-        compute: of matrix products and what they return, and of weights as FSDP2 gathers them.
-        matmul: whose peak rate matrix products have, as in the names of a GPU's rates; torch leaves TF32 off
-            by default.
-        loss_scaled: whether the loss is scaled, so that small gradients do not become 0.
-    """
-
-    stored: DType
-    compute: DType
-    matmul: Literal["fp32", "bf16", "fp16"]
-    loss_scaled: bool = False
-
-
-FORMATS: Final[dict[str, Formats]] = {
-    "fp32": Formats(stored=FP32, compute=FP32, matmul="fp32"),
-    "bf16": Formats(stored=BF16, compute=BF16, matmul="bf16"),
-    "bf16-mixed": Formats(stored=FP32, compute=BF16, matmul="bf16"),
-    "fp16-mixed": Formats(stored=FP32, compute=FP16, matmul="fp16", loss_scaled=True),
-}
-"""One row for each precision."""
-
-PRECISIONS: Final = tuple(FORMATS)
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
 N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 """What each optimizer keeps for every weight."""
@@ -146,7 +118,7 @@ class Plan:
         ),
     )
     seq_len: int = described(1024, Count(text="Tokens per sequence", left_out="the model's context"))
-    precision: Precision = described("bf16-mixed", Choice(text="Number formats", choices=PRECISIONS))
+    precision: str = described("bf16-mixed", Registered(text="Number formats", registry=PRECISIONS))
     optimizer: Optimizer = described("adamw", Choice(text="Optimizer", choices=OPTIMIZERS))
     recompute: Recompute = described(
         "none",
@@ -255,13 +227,13 @@ class Plan:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are float32 and computed with in a narrower type."""
+        """Whether weights are computed with in another type than they are stored in."""
         return self.formats.stored != self.formats.compute
 
     @property
-    def formats(self) -> Formats:
+    def formats(self) -> Precision:
         """The number formats of its precision."""
-        return FORMATS[self.precision]
+        return PRECISIONS.named(self.precision)
 
     @property
     def pipeline_schedule(self) -> Schedule:

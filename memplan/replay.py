@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
-from memplan.allocator import DEFAULTS, AllocatorConfig, Block, CachingAllocator, OutOfMemory, rounded_bytes
+from memplan.allocator import (
+    DEFAULTS,
+    AllocatorConfig,
+    CachingAllocator,
+    OutOfMemory,
+    PackedBlock,
+    Places,
+    Pool,
+    rounded_bytes,
+)
 from memplan.memory import Alive, add_net
 from memplan.record import Alloc, Event, Stretch, chain, changes, repeated
 from memplan.shapes import Buffer
@@ -186,10 +195,13 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
     before: object = None
     settled = False
     while len(peaks) < MOST_STEPS and not settled:
-        replay.step()
+        settled = not replay.step()
         peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
-        after = replay.state()
-        settled, before = after == before, after
+        if not settled:
+            if len(peaks) == 1:
+                replay.second()
+            after = replay.state()
+            settled, before = after == before, after
     return Replayed(
         allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.peak_reserved_bytes,
@@ -304,6 +316,13 @@ OUTSIDE: Final[MicroBatch] = (-1, 0, False)
 """What no pass has made."""
 
 
+_Operation = tuple[Pool, int, int, Buffer | None]
+"""An allocation of so many bytes from a pool, or a free if 0.
+
+Of a block that lives within its stretch: the place where its address is kept. Of others: the buffer.
+"""
+
+
 class _Replay:
     """The blocks of what is alive, by buffer and by the micro-batch that they were made for."""
 
@@ -311,9 +330,8 @@ class _Replay:
         self, program: AllocatorProgram, allocator: CachingAllocator, patience: int | None = None
     ) -> None:
         self.program, self.patience = program, patience
-        self.streams, self.oldest_first = program.streams, program.oldest_first
         self.allocator = allocator
-        self.held: dict[Buffer, dict[MicroBatch, list[Block]]] = {}
+        self.held: dict[Buffer, dict[MicroBatch, list[PackedBlock]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
         self.current = OUTSIDE
         self.beside = {buffer: group for group in program.beside for buffer in group[0]}
@@ -322,25 +340,33 @@ class _Replay:
         self.parts: dict[int, set[str]] = {}
         for stage, part in _parts(program.step):
             self.parts.setdefault(stage, set()).add(part)
-        self._events(program.setup)
+        self.requests: dict[Buffer, tuple[Pool, int]] = {}
+        self.compiled: dict[Stretch, list[_Operation]] = {}
+        self._play(self._operations(program.setup))
         allocator.release_cached()
-        self._events(program.start)
+        self.n_given_back = allocator.n_given_back
+        self._play(self._operations(program.start))
         self.n_steps = 0
+        self.loops: dict[int, int] = {}
+        """Of each loop of a step the state in which the last step began it."""
         self.at_rest = self._all_held()
         self.at_rest.update(program.states)
         self.at_rest.update(brought for _, brought in program.beside)
         self.at_rest.update(program.kept)
 
-    def step(self) -> None:
-        """One step, and the freeing of what it leaves."""
+    def step(self) -> bool:
+        """One step, and the freeing of what it leaves; False: it recurs, and was not played to its end."""
         program = self.program
         self.passes.clear()
-        if self.n_steps == 1:
-            self._events(program.second)
-            for event in changes(program.second):
-                self.at_rest[event.buffer] += event.sign
         first = self.n_steps == 0
-        self._run(program.first_step if first and program.first_step is not None else program.step)
+        step = program.first_step if first and program.first_step is not None else program.step
+        for place, part in enumerate(step.parts):
+            if not first and part.repeats > 2 and part.net_bytes == 0:
+                state = hash(self.state())
+                if self.loops.get(place) == state:
+                    return False
+                self.loops[place] = state
+            self._run(part)
         self.n_steps += 1
         left = self._all_held()
         if first and program.first_step is not None:
@@ -354,26 +380,31 @@ class _Replay:
         for buffer, n in (at_rest - left).items():
             for _ in range(n):
                 self._allocate(buffer)
+        return True
+
+    def second(self) -> None:
+        """What happens once, between the first step and the second."""
+        self._play(self._operations(self.program.second))
+        for event in changes(self.program.second):
+            self.at_rest[event.buffer] += event.sign
 
     def state(self) -> object:
         """Everything that the rest of the replay depends on; of micro-batches only how old they are."""
-        passes = self.passes
+        passes, allocator = self.passes, self.allocator
         over = {stage: min([passes[stage, part] for part in parts]) for stage, parts in self.parts.items()}
-        return (
-            self.allocator.cached,
-            self.allocator.ages,
-            frozenset((buffer, tuple(self._ages(found, over))) for buffer, found in self.held.items()),
-        )
+        same = allocator.n_given_back == self.n_given_back
+        names = None if same else allocator.places()
+        held = frozenset(self._held_blocks(over, names))
+        return allocator.layout(names), allocator.ages, held
 
-    def _ages(
-        self, found: dict[MicroBatch, list[Block]], over: Mapping[int, int]
-    ) -> Iterator[tuple[int, int | None, bool, tuple[int, ...]]]:
-        """The blocks of each micro-batch; of those whose passes are `over`, how old they are is no matter."""
-        for key, blocks in found.items():
-            stage, n, second = key
-            past = n <= over.get(stage, 0) and key != self.current
-            age = None if past else n - self.passes[stage, "forward"]
-            yield stage, age, second, tuple([block.address for block in blocks])
+    def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
+        """The blocks of each buffer and micro-batch; the age of one whose passes are `over` is no matter."""
+        for buffer, found in self.held.items():
+            for i, (key, blocks) in enumerate(found.items()):
+                stage, n, second = key
+                past = n <= over.get(stage, 0) and key != self.current
+                age = None if past else n - self.passes[stage, "forward"]
+                yield buffer, i, stage, age, second, *(blocks if names is None else map(names, blocks))
 
     def _all_held(self) -> Alive:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
@@ -406,22 +437,62 @@ class _Replay:
             stage, part = stretch.micro_batch
             self.passes[stage, part] += 1
             self.current = stage, self.passes[stage, part], part == "backward-weight"
-        self._events(stretch.events)
+        if stretch.events:
+            if stretch not in self.compiled:
+                self.compiled[stretch] = self._operations(stretch.events)
+            self._play(self.compiled[stretch])
         for part_ in stretch.parts:
             self._run(part_)
         self.current = before
 
-    def _events(self, events: tuple[Event, ...]) -> None:
+    def _operations(self, events: Sequence[Event]) -> list[_Operation]:
+        """The events as operations; what they free of what they have allocated themselves stays with them."""
+        found: list[_Operation] = []
+        own: dict[Buffer, list[int]] = {}
         for event in changes(events):
+            buffer = event.buffer
+            if not buffer.n_bytes:
+                continue
+            pool, n_bytes = self._request(buffer)
             if isinstance(event, Alloc):
-                self._allocate(event.buffer)
+                own.setdefault(buffer, []).append(len(found))
+                found.append((pool, n_bytes, 0, buffer))
+            elif own.get(buffer) and buffer not in self.program.oldest_first and buffer not in self.beside:
+                place = own[buffer].pop()
+                found[place] = pool, n_bytes, place, None
+                found.append((pool, 0, place, None))
             else:
-                self._free(event.buffer)
+                found.append((pool, 0, 0, buffer))
+        return found
+
+    def _request(self, buffer: Buffer) -> tuple[Pool, int]:
+        """The pool and the rounded bytes that a buffer asks for."""
+        if buffer not in self.requests:
+            n_bytes = rounded_bytes(buffer.n_bytes)
+            pool = self.allocator.pool_of(n_bytes, self.program.streams.get(buffer, ""))
+            self.requests[buffer] = pool, n_bytes
+        return self.requests[buffer]
+
+    def _play(self, operations: Sequence[_Operation]) -> None:
+        allocate, release = self.allocator.allocate, self.allocator.release
+        blocks: list[PackedBlock] = [0] * len(operations)
+        for pool, n_bytes, place, buffer in operations:
+            if buffer is not None:
+                if n_bytes:
+                    self._hold(buffer, allocate(pool, n_bytes))
+                else:
+                    self._free(buffer)
+            elif n_bytes:
+                blocks[place] = allocate(pool, n_bytes)
+            else:
+                release(pool, blocks[place])
 
     def _allocate(self, buffer: Buffer) -> None:
-        if not buffer.n_bytes:
-            return
-        block = self.allocator.malloc(buffer.n_bytes, self.streams.get(buffer, ""))
+        if buffer.n_bytes:
+            self._hold(buffer, self.allocator.allocate(*self._request(buffer)))
+
+    def _hold(self, buffer: Buffer, block: PackedBlock) -> None:
+        """A block is the current micro-batch's; if it is the first of its group, it brings another."""
         held = self.held.get(buffer)
         if held is None:
             self.held[buffer] = {self.current: [block]}
@@ -433,6 +504,7 @@ class _Replay:
             buffers, brought = self.beside[buffer]
             for other in buffers:
                 del self.beside[other]
+            self.compiled.clear()
             self._allocate(brought)
 
     def _free(self, buffer: Buffer) -> None:
@@ -443,7 +515,7 @@ class _Replay:
             self.not_yet[buffer] -= 1
             return
         held, current, newest = self.held[buffer], self.current, -1
-        if buffer in self.oldest_first:
+        if buffer in self.program.oldest_first:
             current, newest = next(iter(held)), 0
         elif current not in held:
             if current[2] and (*current[:2], False) in held:
@@ -451,7 +523,7 @@ class _Replay:
             else:
                 current = next(reversed(held))
         blocks = held[current]
-        self.allocator.free(blocks.pop(newest))
+        self.allocator.release(self.requests[buffer][0], blocks.pop(newest))
         if not blocks:
             del held[current]
             if not held:

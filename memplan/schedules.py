@@ -46,6 +46,7 @@ class Schedule:
             that of its weights later.
         single_stage: whether it is PyTorch's `PipelineScheduleSingle`, which has a loop of its own instead of
             a list of actions: one stage on each rank.
+        backward_reversed: whether backward passes take the last micro-batch first.
         fewest_stages: the stages on each rank from which on a search tries it.
         micro_batches: how many micro-batches it can run.
     """
@@ -56,6 +57,7 @@ class Schedule:
     placement: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
     single_stage: bool = False
+    backward_reversed: bool = False
     fewest_stages: int = 1
     micro_batches: MicroBatches = lambda pp, v, m: (m, "")
 
@@ -379,6 +381,7 @@ SCHEDULES: Final = Registry(
             order=_looped_bfs,
             bubble=_interleaved_bubble,
             runs_as=f"{MODULE}:ScheduleLoopedBFS",
+            backward_reversed=True,
             fewest_stages=2,
         ),
         "zero-bubble": Schedule(

@@ -1,7 +1,11 @@
 """What another package can add, and where it then appears: here all of it is in this one file."""
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +21,20 @@ from memplan.memory import Alive
 from memplan.models import Model, parameter_count
 from memplan.orders import Loop, listed
 from memplan.plan import Plan, Rank, stage_layers
+from memplan.precisions import Precision
 from memplan.record import Alloc, Collective, Compute, Free, Stretch, chain, events, passed, repeated
 from memplan.replay import AllocatorProgram
 from memplan.schedules import Schedule
-from memplan.shapes import BF16, buffer_of
+from memplan.shapes import BF16, FP32, buffer_of
 from memplan.tape import Backend
 
 POINTS = """[memplan.engines]
 toy = test_extensions:TOY
 broken = test_extensions:POINTS
+
+[memplan.precisions]
+bf16-reduce-fp32 = test_extensions:WIDE_REDUCTION
+fp32-master = test_extensions:WIDE_GRADIENTS
 
 [memplan.schedules]
 flood = test_extensions:FLOOD
@@ -104,14 +113,25 @@ FLOOD = Schedule(
 )
 
 
+WIDE_REDUCTION = Precision(
+    stored=BF16, compute=BF16, gather=BF16, reduce=FP32, accumulate=BF16, matmul="bf16"
+)
+"""All in bfloat16, but for the reduction: `MixedPrecisionPolicy(reduce_dtype=torch.float32)`."""
+
+WIDE_GRADIENTS = Precision(
+    stored=BF16, compute=BF16, gather=BF16, reduce=FP32, accumulate=FP32, matmul="bf16"
+)
+"""Gradients kept in float32 beside bfloat16 weights, as Megatron keeps them and PyTorch does not."""
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch) -> Iterator[None]:
     """This file as if it were an installed package that registers its entry points."""
-    info = tmp_path / "toy-1.0.dist-info"
-    info.mkdir()
+    info = tmp_path / "site" / "toy-1.0.dist-info"
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(POINTS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setitem(sys.modules, "test_extensions", sys.modules[__name__])
     forget()
     yield
@@ -180,6 +200,62 @@ def test_an_engine_is_on_the_command_line(installed):
     unknown = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "tourch"])
     assert unknown.exit_code == 2
     assert "did you mean 'torch'" in unknown.output
+
+
+def test_a_precisions_row_is_gathered_and_reduced_as_it_says(installed):
+    asked: dict[str, Any] = {"zero": 3, **ASKED}
+    e = memplan.estimate("gpt2", precision="bf16-reduce-fp32", **asked)
+    narrow = memplan.estimate("gpt2", precision="bf16", **asked)
+    assert e.peak.weights_bytes == narrow.peak.weights_bytes
+    assert e.peak.optimizer_bytes == narrow.peak.optimizer_bytes
+    sent = [{c.kind: c.payload_bytes for c in one.collectives} for one in (e, narrow)]
+    assert sent[0]["all_gather"] == sent[1]["all_gather"]
+    assert sent[0]["reduce_scatter"] == 2 * sent[1]["reduce_scatter"]
+    assert "bf16-reduce-fp32" in str(e)
+
+
+def test_a_precision_is_searched_and_on_the_command_line(installed):
+    found = memplan.search("gpt2", precision="bf16-reduce-fp32", zero=(0, 3), tp=1, pp=1, keep=None, **ASKED)
+    assert set(found["zero"][found["verdict"] == "fits"]) == {3}
+    assert set(found["zero"][found["verdict"] == "refused"]) >= {0}
+    run = CliRunner().invoke(
+        commands, ["estimate", "gpt2", "--dp", "2", "--zero", "3", "--precision", "bf16-reduce-fp32"]
+    )
+    assert run.exit_code == 0, run.output
+    assert "bf16-reduce-fp32" in run.output
+
+
+@pytest.mark.parametrize(
+    "asked,reason",
+    [
+        (
+            {"precision": "bf16-reduce-fp32", "zero": 0},
+            r"buckets have the weights. type, bfloat16",
+        ),
+        ({"precision": "fp32-master", "zero": 3}, r"gradient in PyTorch has its weight's type"),
+    ],
+)
+def test_a_precision_that_pytorch_cannot_run_is_refused(installed, asked, reason):
+    with pytest.raises(PlanRefused, match=reason):
+        memplan.estimate("gpt2", **asked, **ASKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--dp", "2"], ["--dp", "2", "--pp", "2", "--global-batch", "8"]])
+def test_a_precision_runs_as_it_is_predicted(installed, options):
+    """PyTorch itself, on CPU ranks, which know the precision by the same entry points."""
+    tests, packages = Path(__file__).parent, [p for p in sys.path if p.endswith("site")]
+    path = os.pathsep.join([str(tests.parent), str(tests), *packages])
+    asked = ["--model", "llama-small", "--zero", "2", "--precision", "bf16-reduce-fp32", *options, "--json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "validate", "run", *asked],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["outcome"] == "ok"
+    assert found["states_off_bytes"] == found["collectives_off"] == 0
+    assert abs(found["peak_error"]) < 1e-5
 
 
 DEEP = "llama-3-8b"

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 import memplan
@@ -12,7 +14,8 @@ from memplan.errors import MemplanError
 from memplan.memory import running_bytes
 from memplan.plots.measured import _pair
 from memplan.plots.memory import _ledger
-from memplan.plots.style import COLORS, LABELS, STACK, stage_of
+from memplan.plots.style import KINDS as PARTS
+from memplan.plots.style import stage_of
 from memplan.plots.timeline import _drawn, _held
 from memplan.shapes import KINDS
 from memplan.units import GiB, MiB
@@ -27,6 +30,33 @@ def one():
 def staged():
     return memplan.estimate("llama-3-8b", cluster="8xh100-sxm", pp=4, zero=1, seq_len=2048)
 
+
+def row(n, verdict, speed, high_gib, **plan):
+    values: dict[str, Any] = {
+        "pp": 1,
+        "dp_replicate": 1,
+        "dp": 8,
+        "tp": 1,
+        "zero": 3,
+        "sequence_parallel": False,
+    }
+    values |= {"micro_batch": n, "recompute": "none", "recompute_blocks": None, "offload": False}
+    held = {"device_low_bytes": 0.9 * high_gib * GiB, "device_high_bytes": high_gib * GiB}
+    return values | held | {"verdict": verdict, "tokens_per_s_per_gpu": speed} | plan
+
+
+FRONT = pandas.DataFrame(
+    [
+        row(4, "fits", 900.0, 70),
+        row(2, "fits", 800.0, 60),
+        row(3, "fits", 700.0, 65),
+        row(1, "fits", 300.0, 30, recompute="full", recompute_blocks=8, dp_replicate=2),
+        row(8, "cannot say", 950.0, 78),
+        row(9, "does not fit", 960.0, 99),
+        row(9, "does not fit", None, np.nan),
+    ]
+)
+FRONT.attrs |= {"budget_bytes": 75 * GiB, "model": "gpt2", "cluster": "8xh100-sxm"}
 
 RECORD = {
     "case": {"name": "dp2"},
@@ -52,6 +82,11 @@ def every_chart(one, staged):
         ),
         "ledger_at_peak": plots.ledger_at_peak(staged),
         "sweep": plots.sweep("micro_batch", sweep),
+        "schedule": plots.schedule(staged),
+        "schedule of many micro-batches": plots.schedule(long),
+        "step_time": plots.step_time({"one GPU": one, "four stages of a pipeline": staged, "eight": long}),
+        "front": plots.front(FRONT),
+        "frontier": plots.frontier({"one GPU, no strategy": sweep[:1], "stages": [staged, long]}),
         "predicted_beside_measured": plots.predicted_beside_measured(
             [RECORD, {**RECORD, "outcome": "crashed"}]
         ),
@@ -79,7 +114,7 @@ def test_every_axis_has_a_unit_or_a_name(one, staged):
 def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
     figure = plots.stage_peaks(staged)
     bars = {container.get_label(): container for container in figure.axes[0].containers}
-    assert list(bars) == [LABELS[kind] for kind in STACK]
+    assert list(bars) == [part.label for part in PARTS.values()]
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown[: len(bars)] == list(bars)
     for i, stage in enumerate(staged.stages):
@@ -88,14 +123,14 @@ def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
 
 
 def test_every_kind_has_a_color_a_label_and_a_place():
-    assert set(STACK) == set(LABELS) == set(COLORS) == set(KINDS)
-    assert len(set(COLORS.values())) == len(KINDS)
+    assert set(PARTS) == set(KINDS)
+    assert len({part.color for part in PARTS.values()}) == len(KINDS)
 
 
 def test_neighbours_in_a_stack_differ_in_grey():
     luma = [
-        np.dot([int(COLORS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
-        for kind in STACK
+        np.dot([int(part.color[i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
+        for part in PARTS.values()
     ]
     assert min(abs(np.diff(luma))) > 0.15
 
@@ -145,8 +180,29 @@ def test_the_error_shown_is_of_the_rank_farthest_off():
     assert "0 of 1" in plots.predicted_beside_measured([RECORD], tolerance=0.004).get_suptitle()
 
 
+def test_the_front_is_of_plans_that_none_beats():
+    figure = plots.front(FRONT)
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "none beats in both"]
+    assert np.asarray(line.get_xdata()).tolist() == [30, 60, 70]
+    assert np.asarray(line.get_ydata()).tolist() == [300, 800, 900]
+    named = [text.get_text() for text in figure.legends[0].get_texts()][-3:]
+    assert named == ["1  dp8 zero3 mb4", "2  dp8 zero3 mb2", "3  dp8 rep2 zero3 full of 8"]
+
+
+def test_a_bar_of_seconds_is_the_step(staged):
+    (axes,) = plots.step_time({"a": staged}).axes
+    widths = [container[0].get_width() for container in axes.containers]
+    assert sum(widths) / 1000 == pytest.approx(staged.step_s, rel=1e-9)
+
+
 def test_nothing_to_draw_is_refused_by_name(one):
     for draw in (
+        lambda: plots.step_time({}),
+        lambda: plots.step_time({"a": memplan.estimate("gpt2")}),
+        lambda: plots.schedule(memplan.estimate("gpt2")),
+        lambda: plots.front(FRONT[:0]),
+        lambda: plots.frontier({}),
+        lambda: plots.frontier({"a": [memplan.estimate("gpt2")]}),
         lambda: plots.compare({}),
         lambda: plots.sweep("seq_len", []),
         lambda: plots.sweep("precision", [one]),

@@ -376,7 +376,7 @@ def passes(plan, rank):
         seen[kind, action.local] += 1
         if action.kind == "backward":
             seen["backward-weight", action.local] += 1
-            i = plan.n_micro_batches - 1 - i if plan.schedule == "looped-bfs" else i
+            i = plan.n_micro_batches - 1 - i if SCHEDULES.named(plan.schedule).backward_reversed else i
         yield action.kind, plan.stages_of(rank)[action.local], i
 
 

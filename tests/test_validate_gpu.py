@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from memplan import Llama, Plan
 from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, PlanRefused
-from memplan.plan import PRECISIONS
+from memplan.precisions import PRECISIONS
 from memplan.units import GiB, MiB
 from validate import environment, gpus, launch
 from validate.__main__ import main
@@ -73,7 +73,7 @@ def test_every_case_can_run_and_has_its_own_name(name, found):
 
 def test_a_single_gpu_is_asked_for_both_families_every_precision_and_512_to_32k_tokens():
     cases = suite("gpu-single", H100)
-    assert {case.plan.precision for case in cases} == set(PRECISIONS)
+    assert {case.plan.precision for case in cases} == set(PRECISIONS.own)
     assert {type(case.model).__name__ for case in cases} == {"Llama", "Gpt"}
     assert {512, 4096, 16_384, 32_768} <= {case.plan.seq_len for case in cases}
     assert all(case.plan.world_size == 1 for case in cases)

@@ -56,12 +56,15 @@ def _errors(case: Case, rank: Mapping[str, Any]) -> AllocatorErrors:
 
 
 def after(replay: Replayed, step: int) -> tuple[int, int]:
-    """Bytes allocated and reserved at most until after a step; those beyond the replayed ones add nothing."""
+    """The highest allocated and reserved bytes up to the end of a step.
+
+    Steps after the replayed ones add nothing.
+    """
     return replay.after_step[min(step, replay.n_steps) - 1]
 
 
 def allocator_summary(errors: Iterable[AllocatorErrors]) -> list[str]:
-    """In how many ranks each figure is equal to the byte, and how far off it is at worst; a line each."""
+    """A line for each figure: in how many ranks it is equal to the byte, and the largest error."""
     every = list(errors)
     lines = []
     for figure in FIGURES if every else ():
@@ -73,7 +76,7 @@ def allocator_summary(errors: Iterable[AllocatorErrors]) -> list[str]:
 
 
 def twins_summary(records: Sequence[Record]) -> list[str]:
-    """Of ranks that ran on a GPU and without it, how many have the same bytes of each figure; a line each."""
+    """A line for each figure: how many ranks have the same bytes on a GPU and without it."""
     both = [
         sides
         for on_gpu, without in pairs(records)
@@ -88,7 +91,7 @@ def twins_summary(records: Sequence[Record]) -> list[str]:
 
 
 def _measured_bytes(record: Record) -> Iterator[tuple[int, int, int]]:
-    """Of each rank the figures, in their order."""
+    """The measured figures of each rank, in the order of `AllocatorErrors`."""
     for rank in record.measured["ranks"] if record.measured else []:
         last = rank["allocator"][-1]
         yield rank["peak_bytes"], last["allocated_bytes"], last["reserved_bytes"]

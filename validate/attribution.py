@@ -1,4 +1,4 @@
-"""Which predicted tensor each block is that is alive at the measured peak.
+"""Which predicted tensor is in each block that the allocator holds at the measured peak.
 
 Two lists are laid beside each other: the blocks that the allocator held at the measured peak, and the tensors
 that the prediction holds at its own peak, each in the order of allocation. A block is a tensor only if it has
@@ -36,7 +36,7 @@ STATES: Final[tuple[str, ...]] = ("weights", "optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Measured blocks and the predicted tensors that they are: one of each, but for buckets and padding."""
+    """Measured blocks and the predicted tensors in them: one to one, except for buckets and padding."""
 
     blocks: tuple[Block, ...]
     tensors: tuple[Buffer, ...]
@@ -44,7 +44,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """What was found of two lists, and what is left of either."""
+    """The matches of two lists, and what is left of each."""
 
     known: tuple[Known, ...]
     blocks: tuple[Block, ...]
@@ -111,7 +111,7 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """Places of predicted and measured allocations of the same tensor: their longest common order."""
+        """Indices of predicted and measured allocations: their longest common subsequence."""
         if not self.one_step:
             return []
         from rapidfuzz.distance import Indel
@@ -171,7 +171,7 @@ class Comparison:
         return _both(base, made, blocks=base.blocks)
 
     def _made(self, blocks: Sequence[Block], added: Sequence[tuple[str, Buffer]]) -> Matched:
-        """Blocks of the step and tensors with their stretches: those in order, then those of one stretch."""
+        """Matches of blocks and tensors that the step made: first in order, then within a stretch."""
         pairs = _in_order([block.n_bytes for block in blocks], [tensor.n_bytes for _, tensor in added])
         waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for j in sorted({*range(len(added))} - {j for _, j in pairs}, reverse=True):
@@ -204,13 +204,13 @@ class Comparison:
         return [self.events[j].time_ns for _, j in self.pairs]
 
     def _beside(self, seen: int) -> int:
-        """The predicted event at a measured one: the highest between the allocations known on either side."""
+        """The predicted event beside a measured one: the highest between the nearest matched allocations."""
         before = max((i for i, j in self.pairs if j <= seen), default=0)
         beyond = min((i for i, j in self.pairs if j > seen), default=len(self.predicted))
         return before + int(self.predicted_bytes[before:beyond].argmax())
 
     def _alive(self, place: int) -> tuple[list[Buffer], list[tuple[str, Buffer]]]:
-        """The tensors alive after a predicted event: held since before; made in a stretch, oldest first.
+        """The tensors alive after a predicted event: those held since before the step, and those made in it.
 
         Equal tensors, as each block's, have one name: which of them is freed next is the one whose measured
         block is, or one held since before where none is.
@@ -256,14 +256,14 @@ def comparison(case: Case, measured: RankMeasurement) -> Comparison:
 
 
 def _both(base: Matched, made: Matched, *, blocks: tuple[Block, ...]) -> Matched:
-    """What was found before the step and in it, `blocks` being what is left of those before it."""
+    """The matches before the step and in it; `blocks` are those made before it that have no match yet."""
     return Matched(
         known=base.known + made.known, blocks=blocks + made.blocks, tensors=base.tensors + made.tensors
     )
 
 
 MOST_CELLS: Final = 50_000_000
-"""Of a table of blocks and tensors, 8 bytes each: beyond it they are not set side by side in order."""
+"""Cells of the table that aligns blocks with tensors, 8 bytes each; longer lists are not aligned."""
 
 
 def _in_order(blocks: Sequence[int], tensors: Sequence[int]) -> list[tuple[int, int]]:
@@ -295,9 +295,9 @@ def _in_order(blocks: Sequence[int], tensors: Sequence[int]) -> list[tuple[int, 
 
 
 def _held_between_steps(blocks: Sequence[Block], tensors: Sequence[Buffer]) -> Matched:
-    """One to one by kind and bytes, but for parts of one thing, "... (DDP bucket)": those all together first.
+    """Matches by kind and bytes; the parts of one thing, "... (DDP bucket)", first as one block.
 
-    Only if their blocks are not there they are looked for one to one too.
+    If no block has their sum, they are matched one to one too.
     """
     families: defaultdict[str, list[Buffer]] = defaultdict(list)
     for tensor in tensors:
@@ -339,7 +339,7 @@ def _one_to_one(blocks: Sequence[Block], tensors: Sequence[Buffer]) -> Matched:
 
 
 def _with_padding(tensors: Iterable[Buffer]) -> Iterator[tuple[Buffer, ...]]:
-    """Each tensor, a shard with the padding that its block ends with."""
+    """The tensors, each shard joined with the padding at the end of its block."""
     padding: defaultdict[str, list[Buffer]] = defaultdict(list)
     whole = []
     for tensor in tensors:
@@ -352,14 +352,14 @@ def _with_padding(tensors: Iterable[Buffer]) -> Iterator[tuple[Buffer, ...]]:
 
 
 MOST_SUMS: Final = 20_000
-"""How many sums of blocks are kept."""
+"""Sums of blocks that are remembered at most."""
 
 MOST_TRIES: Final = 20 * MOST_SUMS
-"""How often a block is added to a sum: a snapshot may have hundreds of thousands of equal blocks."""
+"""Additions tried at most: a snapshot may have hundreds of thousands of equal blocks."""
 
 
 def _holding(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
-    """Blocks that have exactly so many bytes together, of one origin if there are such; else none."""
+    """Blocks that add up to exactly `n_bytes`, preferably of one origin; empty if there are none."""
     origins: defaultdict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         origins[block.path].append(block)
@@ -373,7 +373,7 @@ def _holding(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
 
 
 def _adding_up_to(n_bytes: int, blocks: Sequence[Block], tries: Iterator[int]) -> tuple[Block, ...]:
-    """The first blocks found, large ones first, that have so many bytes; none if tries run out before."""
+    """Blocks that add up to `n_bytes`, large ones tried first; empty if the tries run out."""
     last: dict[int, Block | None] = {0: None}
     for block in sorted(blocks, key=lambda block: -block.n_bytes):
         for total in list(last):

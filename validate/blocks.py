@@ -8,7 +8,7 @@ from typing import Final
 from validate.memory import MemoryEvent
 
 MOST_SUMS: Final = 2000
-"""How many sums of blocks are tried for what other threads have freed at once."""
+"""Sums of blocks tried at most, to find what other threads have freed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ def alive_after(
     held: Sequence[Block] = (),
     kept: Container[int] = (),
 ) -> list[Block]:
-    """The blocks alive after the first so many events, which began with `held` ones; oldest first.
+    """The blocks alive after the first `n_events`, oldest first; `held` were alive before them.
 
-    What other threads free shows in the running total only. It is one block or several that no event frees
-    later, with as many bytes: those first whose address is given out again before the like happens again,
-    then those whose address is given out again at all; then one of just that size, made for a collective,
-    not `held`, the oldest; but none that stays at an address that is `kept`. If there is none, the blocks
-    are more than the total.
+    What other threads free shows in the allocator's running total only. The freed block (or blocks) has as
+    many bytes as the total fell by, and no later event frees it. Candidates, in this order: blocks whose
+    address is given out again before the total falls so again; blocks whose address is given out again at
+    all; the oldest block of exactly that size that was made for a collective and is not `held`. Blocks at
+    addresses that are `kept` are no candidates. Without a candidate the blocks are more than the total.
     """
     walk = _Walk(events, held, kept)
     for i in range(n_events):
@@ -106,7 +106,7 @@ class _Walk:
 
 
 def _adding_up(blocks: Sequence[Block], n_bytes: int) -> tuple[Block, ...]:
-    """The first blocks with so many bytes in all; none if there are none."""
+    """The first blocks that add up to `n_bytes`; empty if there are none."""
     sums: dict[int, tuple[Block, ...]] = {0: ()}
     for block in blocks:
         if n_bytes in sums or len(sums) > MOST_SUMS:

@@ -49,13 +49,13 @@ class Probe:
 
     @property
     def key(self) -> str:
-        """What tells it from other probes."""
+        """The probe's identity: its kind, sizes and type."""
         return json.dumps([self.kind, self.dtype, dict(self.sizes)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A probe's result: seconds of one run, the median and the least of so many; and rates at the median."""
+    """A probe's result: the median and the least seconds of `runs` runs, and the rates at the median."""
 
     kind: Kind
     dtype: str
@@ -68,7 +68,7 @@ class Timing:
 
     @property
     def key(self) -> str:
-        """Its probe's."""
+        """The identity of its probe."""
         return json.dumps([self.kind, self.dtype, dict(self.sizes)])
 
     def to_json(self) -> str:

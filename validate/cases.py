@@ -71,12 +71,12 @@ class Case:
 
     @property
     def torch_device(self) -> DeviceType:
-        """The device's type in PyTorch's words: for PyTorch a GPU that is not there is one."""
+        """The `torch.device` type: "cuda" also for a GPU that is not there."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property
     def kernels(self) -> Device:
-        """What its kernels run on.
+        """The device whose kernels run.
 
         Raises:
             UnknownName: for a GPU that is not in memplan's table.
@@ -105,12 +105,12 @@ class Case:
 
     @property
     def computes(self) -> bool:
-        """Whether what it computes means anything: not without a GPU, data or other ranks."""
+        """Whether its values mean anything: kernels run on real data, and all ranks are real."""
         return self.is_timed and self.backend != "fake"
 
     @property
     def is_timed(self) -> bool:
-        """Whether its kernels run, so that its steps take the time they take."""
+        """Whether its kernels really run, so that step times mean something."""
         return self.device != "nogpu" and self.tensors == "real"
 
     @property

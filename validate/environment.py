@@ -1,4 +1,4 @@
-"""With what a case ran: versions, processor, GPUs, backend."""
+"""The environment of a run: versions, processor, GPUs, backend."""
 
 import platform
 import subprocess
@@ -34,7 +34,7 @@ def gpus_of(case: Case) -> Gpus | None:
 
 
 def surroundings(gpus: Gpus | None) -> dict[str, Any]:
-    """`environment` without what is a case's: on these GPUs, or on CPU."""
+    """The part of `environment` that all cases share: on these GPUs, or on CPU."""
     if gpus is None:
         return _software() | {"device": "cpu"}
     if gpus.device == "nogpu":

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 MOST_TENSORS: Final = 20
 MOST_BLOCKS: Final = 8
-"""How many rows the text shows of what is known, and of what is not."""
+"""Rows that the text shows at most, of attributed and of unattributed blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StretchPeak:
-    """The most that is held in a named stretch of the step, at whichever of its `times` it is most."""
+    """The highest bytes held in a named stretch of the step, over all its `times` repetitions."""
 
     when: str
     times: int
@@ -38,7 +38,7 @@ class StretchPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A named tensor of the ledger at the peak: how many are predicted, how many of them were measured."""
+    """A named tensor of the ledger at the peak: how many there should be, and how many were measured."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class Tensor:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all that are predicted."""
+        """Bytes of all predicted tensors of this name."""
         return self.predicted * self.each_bytes
 
 
@@ -69,7 +69,7 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """How much is explained, never rounded up."""
+        """The explained fraction as text, never rounded up."""
         peak_bytes = self.attribution.peak_bytes
         return f"{floored(self.fraction)} of the {peak_bytes:,} bytes at the peak are tensors of the ledger"
 
@@ -217,7 +217,7 @@ def shortened(path: str, most: int = 100) -> str:
 
 
 def _measured_places(comparison: Comparison) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    """Where each predicted event is in the measured step, between the allocations known on either side."""
+    """The index in the measured step of each predicted event, interpolated between matched allocations."""
     known = comparison.pairs
     last = len(comparison.events) - 1
     mine = [-1, *(i for i, _ in known), len(comparison.predicted)]

@@ -40,7 +40,7 @@ PATIENCE_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """This process among those that a launcher started; `hosts`: whether rank 0 opens the store itself."""
+    """This process's place among those that a launcher started; `hosts`: rank 0 opens the store itself."""
 
     rank: int
     world_size: int
@@ -79,7 +79,7 @@ def given_ranks(environment: Mapping[str, str]) -> Given | None:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """The port that is given, or one that no other job of the same machine has."""
+    """The launcher's port, or else one derived from the job's number, so that jobs of a machine differ."""
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return int(environment.get("MASTER_PORT", 20_000 + (job + 101 * step) % 20_000))
 

@@ -35,7 +35,8 @@ def _name_of(thread: Path) -> str:
 def let_ranks_go_first() -> None:
     """Keeps gloo's socket threads from preempting ranks: they spin while a peer is ahead.
 
-    They poll level-triggered events, also of what nobody asks for yet. On 2 cores 8 ranks take half as long.
+    They poll level-triggered events, also of data that nobody waits for yet. On 2 cores 8 ranks take half as
+    long with this.
     """
     if hasattr(os, "SCHED_BATCH"):
         for thread in threads_named(SOCKETS):

@@ -24,7 +24,7 @@ PATIENCE_S: Final = 120.0
 """How long a first look at the GPUs may take."""
 
 PLAYED_GPUS: Final = 8
-"""How many GPUs a machine without one plays, one to a process: those of a usual node."""
+"""GPUs that a machine without one plays, one for each process: as many as a usual node has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

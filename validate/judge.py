@@ -18,15 +18,15 @@ from validate.predict import Prediction, prediction
 from validate.records import Record
 from validate.systems.torch.parallelize import POWERSGD_FIRST_STEP
 
-LOSS_TOLERANCES: Final = {"fp32": 1e-5, "fp16-mixed": 2.5e-3, "bf16-mixed": 1e-2, "bf16": 1e-2}
-"""Relative, any step's loss.
+LOSS_TOLERANCES: Final = {"float32": 1e-5, "float16": 2.5e-3, "bfloat16": 1e-2}
+"""Relative, any step's loss, by the type that is computed in.
 
-fp32: sums in another order differ by some 1e-7, which a few large steps amplify. bfloat16: one rounding
+float32: sums in another order differ by some 1e-7, which a few large steps amplify. bfloat16: one rounding
 is up to 2^-9 = 2e-3; where they fall differs between autocast and FSDP2's mixed precision, and gradients
 summed over micro-batches are rounded each time. float16: ten roundings of up to 2^-12.
 """
 
-GRADIENT_TOLERANCES: Final = {"fp32": 1e-6, "fp16-mixed": 5e-4, "bf16-mixed": 4e-3, "bf16": 4e-3}
+GRADIENT_TOLERANCES: Final = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}
 """Relative, the norm of the first step's whole gradient: one backward pass, whose roundings average out.
 
 bfloat16: one unit in the last place, 2^-8. Nine micro-batches over three ranks were seen 1.4e-3 off, since
@@ -76,7 +76,7 @@ def judged(
     run: Runner = run_case,
     anyway: bool = False,
 ) -> Record:
-    """The comparison of a case that ended so; it is run first if it has not been.
+    """The record of a case: its run, given or made now, compared with prediction and single-process run.
 
     A plan that is refused is not run, unless `anyway`.
     """
@@ -149,7 +149,7 @@ def _compared(
 
 
 def rejudged(record: Record) -> Record:
-    """What was measured then, beside what memplan predicts now; nothing is run.
+    """The record with its measurement compared with what memplan predicts now; nothing is run.
 
     Raises:
         MemplanError: a plan that ran and that memplan refuses now.
@@ -233,10 +233,10 @@ def _training_errors(
 
 def _complaint(case: Case, loss_error: float, gradient_error: float) -> str:
     precision, hook = case.plan.precision, case.plan.ddp_comm_hook
-    compressed = COMPRESSION_TOLERANCES[hook]
+    compressed, compute = COMPRESSION_TOLERANCES[hook], case.plan.formats.compute.name
     for what, error, tolerance in (
-        ("a step's loss", loss_error, LOSS_TOLERANCES[precision] + compressed),
-        ("the first gradient's norm", gradient_error, GRADIENT_TOLERANCES[precision] + compressed),
+        ("a step's loss", loss_error, LOSS_TOLERANCES[compute] + compressed),
+        ("the first gradient's norm", gradient_error, GRADIENT_TOLERANCES[compute] + compressed),
     ):
         if not error <= tolerance:
             allowed_by = precision if hook == "none" else f"{precision} with ddp_comm_hook={hook!r}"
@@ -272,7 +272,7 @@ def _plain(rank: RankMeasurement) -> dict[str, Any]:
 
 
 def _measurement(case: Case, plain: Mapping[str, Any]) -> RankMeasurement:
-    """What `_plain` keeps of a measurement."""
+    """The measurement that `_plain` wrote; what it does not keep is empty or no number."""
     return RankMeasurement(
         rank=plain["rank"],
         at=case.plan.place(plain["rank"]),

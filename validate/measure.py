@@ -54,11 +54,11 @@ class States:
 
 
 ALLOCATOR_STEPS: Final = frozenset({1, 2, 10})
-"""After which steps, and the last, CUDA's allocator is asked what it has held so far: it settles early."""
+"""Steps after which CUDA's allocator is asked for its peaks so far, besides the last: it settles early."""
 
 
 WATCHDOG_S: Final = 0.15
-"""NCCL's watchdog looks ten times a second."""
+"""Longer than the tenth of a second between two looks of NCCL's watchdog."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ def n_warm_up(case: Case) -> int:
 
 
 def _settled() -> None:
-    """Nothing is under way, on this rank's device or on any other rank."""
+    """Waits until nothing is under way, on this rank's device or on any other rank."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -268,7 +268,7 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 _Sight = Callable[[], tuple[States, Memory]]
-"""What was observed, worked out when the training is over."""
+"""Gives what was observed; called when the training is over, since it takes time."""
 
 
 def _observed_on_cpu(

@@ -292,7 +292,7 @@ def input_output_activations_bytes(
 def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
     """The convention for a plan's precision and optimizer.
 
-    fp32: 4 + 4 + 4 a moment; bf16-mixed: 2 + 2, an fp32 copy of the weights and 4 a moment; bf16: 2 + 2 + 2
+    fp32: 4 + 4 + 4 a moment; mixed: 2 + 2, an fp32 copy of the weights and 4 a moment; bf16: 2 + 2 + 2
     a moment. With Adam's two moments these are `FP32_ADAM`, `MIXED_ADAM` and 2 + 2 + 4.
 
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1, for Adam; others keep fewer moments.
@@ -300,11 +300,10 @@ def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
     >>> [bytes_per_parameter(Plan(precision=p)).total for p in ("fp32", "bf16-mixed", "bf16")]
     [16, 16, 8]
     """
-    weights = 4 if plan.precision == "fp32" else 2
-    moment = 2 if plan.precision == "bf16" else 4
-    copy = 4 if plan.precision == "bf16-mixed" else 0
+    weights, stored = plan.formats.compute.itemsize, plan.formats.stored.itemsize
+    copy = stored if plan.mixed else 0
     return BytesPerParameter(
-        weights=weights, grads=weights, optimizer=copy + moment * N_MOMENTS[plan.optimizer]
+        weights=weights, grads=weights, optimizer=copy + stored * N_MOMENTS[plan.optimizer]
     )
 
 
@@ -459,7 +458,6 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "static_graph": (False,),
     "bucket_cap_bytes": (None,),
     "ddp_comm_hook": ("none",),
-    "precision": ("fp32", "bf16", "bf16-mixed"),
     "loss_chunks": (1,),
 }
 """Values of a plan's options that the formulas cover; of other options all."""

@@ -5,13 +5,19 @@ In a notebook `%matplotlib inline` shows a returned Figure.
 
 from memplan.plots.measured import predicted_beside_measured
 from memplan.plots.memory import compare, ledger_at_peak, stage_peaks, sweep
+from memplan.plots.search import front, frontier
+from memplan.plots.time import schedule, step_time
 from memplan.plots.timeline import step_timeline
 
 __all__ = [
     "compare",
+    "front",
+    "frontier",
     "ledger_at_peak",
     "predicted_beside_measured",
+    "schedule",
     "stage_peaks",
+    "step_time",
     "step_timeline",
     "sweep",
 ]

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -13,23 +12,16 @@ from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Verdict
 from memplan.memory import Bytes
+from memplan.plots.bars import Bar, Line, stacked_bars
 from memplan.plots.style import (
-    COLORS,
     DASHED,
-    INK,
-    LABELS,
+    KINDS,
     MUTED,
-    PAPER,
-    STACK,
     STACKED,
-    BudgetLine,
-    Unit,
-    below_kind,
     budget_line,
     byte_unit,
     checked_some,
     common_text,
-    legend_in_a_row,
     legend_of_kinds,
     legend_top_down,
     new_axes,
@@ -61,8 +53,8 @@ AXIS_LABELS: Final = {
 def stage_peaks(estimate: Estimate) -> "Figure":
     """The worst instant of each pipeline stage by kind, the verdict at the worst; the cluster's budget."""
     stages, worst = estimate.stages, estimate.worst
-    bars = [
-        _Bar(
+    peaks = [
+        _Peak(
             f"stage {s.stage}\n{stage_layers_text(s.layers)}",
             s.peak,
             s.when,
@@ -72,7 +64,7 @@ def stage_peaks(estimate: Estimate) -> "Figure":
     ]
     one = len(stages) == 1
     title = "Peak bytes of one GPU" if one else "Peak bytes of one GPU in each pipeline stage"
-    return _stacked_bars(title, common_text([estimate]), bars, budget_line([estimate]))
+    return _peaks(title, [estimate], peaks)
 
 
 def compare(estimates: Mapping[str, Estimate]) -> "Figure":
@@ -81,88 +73,38 @@ def compare(estimates: Mapping[str, Estimate]) -> "Figure":
     The budget is drawn where all plans have the same one.
     """
     checked_some("estimates", estimates)
-    bars = [_Bar(name, e.peak, e.worst.when, e.verdict) for name, e in estimates.items()]
-    every = list(estimates.values())
-    return _stacked_bars("Peak bytes of the fullest GPU", common_text(every), bars, budget_line(every))
+    peaks = [_Peak(name, e.peak, e.worst.when, e.verdict) for name, e in estimates.items()]
+    return _peaks("Peak bytes of the fullest GPU", list(estimates.values()), peaks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Bar:
+class _Peak:
     label: str
     peak: Bytes
     when: str
     verdict: Verdict | None
 
 
-def _stacked_bars(title: str, subtitle: str, bars: Sequence[_Bar], budget: "BudgetLine | None") -> "Figure":
-    reach = max([bar.peak.total_bytes for bar in bars] + ([budget.n_bytes] if budget else []))
-    unit = byte_unit(reach)
-    labels = [_folded(bar.label) for bar in bars]
-    n_lines = max(label.count("\n") for label in labels) + 1
-    height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
-    figure, axes = new_axes(title, subtitle, height_in=height_in, beside=labels)
-    for kind in STACK:
-        _draw_kind(axes, kind, bars, unit, room_bytes=0.045 * reach)
-    for y, bar in enumerate(bars):
-        _label_total(axes, y, bar, _total_bytes(bar, budget, reach), unit)
-    axes.set_yticks(range(len(bars)), labels)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, BEYOND * reach / unit.n_bytes)
-    axes.set_xlabel(f"bytes held at the worst instant ({unit.name})")
-    axes.tick_params(axis="y", length=0)
-    if budget:
-        axes.axvline(budget.n_bytes / unit.n_bytes, label=budget.text, zorder=3, **DASHED)
-    legend_in_a_row(figure, axes)
-    return figure
-
-
-LABEL_LENGTH: Final = 32
-"""Characters of a bar's name in a line; a longer one goes on below."""
-
-BEYOND: Final = 1.45
-"""How far the axis of bars goes on beyond the longest, for what is written there."""
-
-CHARACTER: Final = 0.0105
-"""About how much of a chart's width a bold character takes."""
-
-
-def _folded(label: str) -> str:
-    return "\n".join(fill(line, LABEL_LENGTH) for line in label.splitlines())
-
-
-def _total_bytes(bar: _Bar, budget: "BudgetLine | None", reach: int) -> float:
-    """Where a bar's total is written: at its end, or behind the budget's line if that would cross it."""
-    end = bar.peak.total_bytes
-    width = CHARACTER * max(len(_total_text(bar)), len(bar.when)) * BEYOND * reach
-    return budget.n_bytes if budget and end <= budget.n_bytes < end + width else end
-
-
-def _total_text(bar: _Bar) -> str:
-    return human_bytes(bar.peak.total_bytes) + ("" if bar.verdict is None else f", {bar.verdict}")
-
-
-def _draw_kind(axes: "Axes", kind: Kind, bars: Sequence[_Bar], unit: "Unit", *, room_bytes: float) -> None:
-    """One kind's part of every bar, with its value where there is room for it."""
-    values = [of_kind(bar.peak, kind) for bar in bars]
-    rectangles = axes.barh(
-        range(len(bars)),
-        [value / unit.n_bytes for value in values],
-        left=[below_kind(bar.peak, kind) / unit.n_bytes for bar in bars],
-        height=0.66,
-        color=COLORS[kind],
-        edgecolor="white",
-        linewidth=0.8,
-        label=LABELS[kind],
+def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) -> "Figure":
+    budget = budget_line(estimates)
+    unit = byte_unit(max([each.peak.total_bytes for each in peaks] + ([budget.n_bytes] if budget else [])))
+    bars = [
+        Bar(
+            each.label,
+            {kind: of_kind(each.peak, kind) / unit.n_bytes for kind in KINDS},
+            human_bytes(each.peak.total_bytes) + ("" if each.verdict is None else f", {each.verdict}"),
+            each.when,
+        )
+        for each in peaks
+    ]
+    return stacked_bars(
+        bars,
+        KINDS,
+        title=title,
+        subtitle=common_text(estimates),
+        xlabel=f"bytes held at the worst instant ({unit.name})",
+        line=None if budget is None else Line(budget.n_bytes / unit.n_bytes, budget.text),
     )
-    texts = [f"{value / unit.n_bytes:.3g}" if value > room_bytes else "" for value in values]
-    axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=INK[kind])
-
-
-def _label_total(axes: "Axes", y: int, bar: _Bar, x_bytes: float, unit: "Unit") -> None:
-    end = x_bytes / unit.n_bytes
-    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": PAPER, "zorder": 4}
-    axes.annotate(_total_text(bar), (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
-    axes.annotate(bar.when, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
 
 
 def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) -> "Figure":
@@ -184,7 +126,7 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
         beside=[row.name for row in shown],
     )
     values = [row.total_bytes / unit.n_bytes for row in shown]
-    bars = axes.barh(range(len(shown)), values, height=0.72, color=[COLORS[row.kind] for row in shown])
+    bars = axes.barh(range(len(shown)), values, height=0.72, color=[KINDS[row.kind].color for row in shown])
     axes.bar_label(bars, [row.text for row in shown], padding=4, fontsize=8, color=MUTED)
     axes.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8.5)
     axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -234,7 +176,7 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     unit = byte_unit(highest)
     title = f"Peak bytes of the fullest GPU against {keyword}"
     figure, axes = new_axes(title, common_text(every, keyword), height_in=4.6)
-    rows = np.array([[of_kind(e.peak, kind) / unit.n_bytes for e in every] for kind in STACK])
+    rows = np.array([[of_kind(e.peak, kind) / unit.n_bytes for e in every] for kind in KINDS])
     axes.stackplot(values, rows, **STACKED)
     marker = "o" if len(values) <= 24 else ""
     axes.plot(values, rows.sum(axis=0), "k-", marker=marker, markersize=4, clip_on=False, label="peak")

@@ -23,31 +23,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-STACK: Final[tuple[Kind, ...]] = ("weights", "optimizer", "grads", "activations", "temporaries")
-"""The order of every stack, first at the bottom or at the left."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a stack: its name in legends, its color, and the color of what is written on it."""
 
-LABELS: Final[Mapping[Kind, str]] = {
-    "weights": "weights",
-    "optimizer": "optimizer state",
-    "grads": "gradients",
-    "activations": "activations",
-    "temporaries": "temporaries",
-}
+    label: str
+    color: str
+    ink: str = "black"
+    edge: str = "white"
+    hatch: str = ""
 
-COLORS: Final[Mapping[Kind, str]] = {
-    "weights": "#0072B2",
-    "optimizer": "#56B4E9",
-    "grads": "#009E73",
-    "activations": "#F0E442",
-    "temporaries": "#E69F00",
+
+KINDS: Final[Mapping[str, Part]] = {
+    "weights": Part("weights", "#0072B2", ink="white"),
+    "optimizer": Part("optimizer state", "#56B4E9"),
+    "grads": Part("gradients", "#009E73", ink="white"),
+    "activations": Part("activations", "#F0E442"),
+    "temporaries": Part("temporaries", "#E69F00"),
 }
-"""Blue for what stays, green for gradients, warm for what comes and goes."""
+"""Kinds of bytes, first at the bottom or at the left: blue for what stays, green for gradients, warm for what
+comes and goes."""
 
 WITHIN, OUTSIDE, MEASURED = "#0072B2", "#D55E00", "#56B4E9"
 """Errors within and outside the tolerance; what was measured."""
-
-INK: Final[Mapping[Kind, str]] = dict.fromkeys(STACK, "black") | {"weights": "white", "grads": "white"}
-"""What is legible on each color."""
 
 MUTED: Final = "0.35"
 WIDTH_IN: Final = 9.0
@@ -60,8 +58,8 @@ NARROWEST: Final = 0.03
 PAPER: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 DASHED: Final[dict[str, Any]] = {"color": "black", "linestyle": (0, (4, 3)), "linewidth": 1.2}
 STACKED: Final[dict[str, Any]] = {
-    "colors": [COLORS[kind] for kind in STACK],
-    "labels": [LABELS[kind] for kind in STACK],
+    "colors": [part.color for part in KINDS.values()],
+    "labels": [part.label for part in KINDS.values()],
     "linewidth": 0,
 }
 
@@ -100,14 +98,9 @@ def budget_line(estimates: Sequence[Estimate]) -> BudgetLine | None:
     return None if n_bytes is None else BudgetLine(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
 
 
-def of_kind(parts: Bytes, kind: Kind) -> int:
+def of_kind(parts: Bytes, kind: str) -> int:
     """The bytes of a kind."""
     return cast(int, getattr(parts, f"{kind}_bytes"))
-
-
-def below_kind(parts: Bytes, kind: Kind) -> int:
-    """The bytes of the kinds that are stacked below."""
-    return sum(of_kind(parts, lower) for lower in STACK[: STACK.index(kind)])
 
 
 def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") -> None:
@@ -211,10 +204,12 @@ def plain(axes: "Axes") -> None:
     axes.set_axisbelow(True)
 
 
-def legend_in_a_row(figure: "Figure", axes: "Axes") -> None:
-    """The kinds as they are stacked, then the lines."""
+def legend_below(figure: "Figure", axes: "Axes") -> None:
+    """A legend in a row below the axes: the parts as they are stacked, then the lines."""
+    from matplotlib.lines import Line2D
+
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: labels[i] not in LABELS.values())
+    order = sorted(range(len(labels)), key=lambda i: isinstance(handles[i], Line2D))
     figure.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
@@ -237,7 +232,7 @@ def legend_of_kinds(figure: "Figure", kinds: set[Kind]) -> None:
     """A legend below of kinds as they are stacked."""
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=COLORS[kind], label=LABELS[kind]) for kind in STACK if kind in kinds]
+    patches = [Patch(color=part.color, label=part.label) for kind, part in KINDS.items() if kind in kinds]
     figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=8.5)
 
 

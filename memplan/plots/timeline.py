@@ -11,7 +11,7 @@ import numpy as np
 from memplan.estimate import Estimate, StageEstimate
 from memplan.memory import Bytes, alive_at_high, bytes_by_kind
 from memplan.plots.style import (
-    STACK,
+    KINDS,
     STACKED,
     Unit,
     byte_unit,
@@ -86,7 +86,7 @@ def _mark_peak(axes: "Axes", x: float, of: StageEstimate, unit: "Unit") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """After each event of a step: the bytes of each kind (rows as `STACK`) and in all; its phase."""
+    """After each event of a step: the bytes of each kind (rows as `KINDS`) and in all; its phase."""
 
     by_kind: "NDArray[np.int64]"
     total: "NDArray[np.int64]"
@@ -101,9 +101,9 @@ class _Held:
 
 
 def _held(step: Stretch, peak: Bytes) -> _Held:
-    row = {kind: i for i, kind in enumerate(STACK)}
+    row = {kind: i for i, kind in enumerate(KINDS)}
     names, found = zip(*unrolled(step), strict=True)
-    deltas = np.zeros((len(STACK), len(found)), dtype=np.int64)
+    deltas = np.zeros((len(KINDS), len(found)), dtype=np.int64)
     for i, event in enumerate(found):
         deltas[row[event.buffer.kind], i] = event.sign * event.buffer.n_bytes
     by_kind = deltas.cumsum(axis=1) + _at_rest(step, peak)[:, None]
@@ -116,7 +116,7 @@ def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
     added: Counter[Any] = Counter()
     alive_at_high(step, added)
     rises = bytes_by_kind(added)
-    return np.array([of_kind(peak, kind) - of_kind(rises, kind) for kind in STACK], dtype=np.int64)
+    return np.array([of_kind(peak, kind) - of_kind(rises, kind) for kind in KINDS], dtype=np.int64)
 
 
 PHASES: Final = {

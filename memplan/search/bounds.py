@@ -345,7 +345,7 @@ def _sent(plans: _Plans) -> dict[Overlap, Any]:
             reductions["dp"] = 2 * every * plans.itemsize * part
         waits["dp"] = (plans.zero == 1) * every * plans.itemsize * part
     if plans.fsdp:
-        narrow, wide = base.formats.compute.itemsize, plans.itemsize
+        narrow, wide = base.formats.gather.itemsize, base.formats.reduce.itemsize
         reshards = (plans.zero == 3) & (base.fsdp_units != "model")
         once, again = np.where(pp == 1, m, 1), np.where((pp == 1) | (plans.single > 0), m, 0)
         gathers["dp"] = (once * every + reshards * again * blocks) * narrow * part
@@ -426,7 +426,9 @@ def _grads_bytes(plans: _Plans, elements: Any) -> Any:
     """Gradients that the device has once all stages have some, and does not keep from step to step."""
     if not plans.base.set_to_none or (plans.ddp and plans.base.gradient_as_bucket_view):
         return 0.0
-    whole = elements * plans.itemsize
+    formats = plans.base.formats
+    kept = elements * formats.accumulate.itemsize
     if not plans.fsdp:
-        return whole
-    return np.where(plans.pp > 1, whole, 0.0 if plans.offload else whole / plans.dp)
+        return kept
+    summed = elements * formats.reduce.itemsize
+    return np.where(plans.pp > 1, summed, 0.0 if plans.offload else kept / plans.dp)

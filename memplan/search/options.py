@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 from memplan.hardware import Link
-from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Precision, Recompute
+from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Recompute
 from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
@@ -28,7 +28,7 @@ class PlanOptions(TypedDict, total=False):
     recompute_blocks: int | Iterable[int | None] | None
     schedule: str | Iterable[str]
     offload: bool | Iterable[bool]
-    precision: Precision
+    precision: str
     optimizer: Optimizer
     layers_per_stage: Sequence[int] | None
     fsdp_units: FsdpUnits

@@ -53,6 +53,7 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
     """
     result = frame(list(search_rows(found)), COLUMNS)
     result.attrs |= counts(found)
+    result.attrs |= {"model": found.model.name, "budget_bytes": found.cluster.budget_bytes}
     return result
 
 
@@ -98,17 +99,20 @@ def shown(found: "Found") -> list[Estimate]:
     """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
 
     Where faster plans than those that fit may fit too, half of the places at least are left to those that do.
+    No more verdicts are asked for than it takes to tell.
     """
     surer = found.fitting
     roomier = () if surer is None else surer.within
     judged = {one.plan: one for one in (*roomier, *found.within, *found.beyond)}
+    keep = len(judged) if found.keep is None else found.keep
+    n_sure, sure, others = -(-keep // 2), list[int](), list[int]()
     estimates = [found.estimate(one) for one in sorted(judged.values(), key=found.keys)]
-    possible = [each for each in estimates if each.verdict != "does not fit"]
-    if found.keep is not None:
-        sure = [each for each in possible if each.verdict != "cannot say"][: -(-found.keep // 2)]
-        others = [each for each in possible if all(each is not one for one in sure)]
-        chosen = {id(each) for each in (*sure, *others[: found.keep - len(sure)])}
-        possible = [each for each in possible if id(each) in chosen]
+    for i, each in enumerate(estimates):
+        if len(sure) >= n_sure and len(sure) + len(others) >= keep:
+            break
+        if each.verdict != "does not fit":
+            (sure if each.verdict != "cannot say" and len(sure) < n_sure else others).append(i)
+    possible = [estimates[i] for i in sorted([*sure, *others[: keep - len(sure)]])]
     nearest = [found.estimate(one) for one in found.beyond]
     return [*possible, *(each for each in nearest if each.verdict == "does not fit")]
 

@@ -12,7 +12,7 @@ from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.hardware import gpu
 from memplan.models import preset
-from memplan.plan import PRECISIONS
+from memplan.precisions import PRECISIONS
 from memplan.tape import Backend
 from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, title
 from validate.gpus import Gpus
@@ -37,7 +37,7 @@ SINGLE: Final[tuple[Row, ...]] = (
     *(
         (model, {"precision": precision, "micro_batch": 4})
         for model in (GPT2, LLAMA_100M)
-        for precision in PRECISIONS
+        for precision in PRECISIONS.own
     ),
     *(
         (model, {"seq_len": seq_len})

@@ -11,7 +11,7 @@ from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamG
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in, gradients
 from memplan.record import Event, Stretch, chain, events, frees, repeated
-from memplan.shapes import FP32, Role, buffer_of
+from memplan.shapes import Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """What FSDP2 has of a stage's weights: after a forward pass it frees those of the groups that reshard."""
@@ -23,8 +23,8 @@ class FsdpState(NamedTuple):
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
         has_unsummed_grads: there are unsharded gradients in the type in which they came.
-        has_sums: there are unsharded gradients in the wider type that the micro-batches of a schedule are
-            added up in.
+        has_sums: there are unsharded gradients in the type that the micro-batches of a schedule are added up
+            in.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed ones.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
         deferring: of each micro-batch under way, whether they were before its forward pass.
@@ -66,8 +66,9 @@ class FSDPModule(StageModule[FsdpState]):
         self.pipelined = stage.plan.pp > 1
         trace = stage.trace
         self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        summed = stage.plan.formats.reduce
         self.wide = {
-            parameter: buffer_of(f"{grad.name} (float32 sum)", grad.shape, FP32)
+            parameter: buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed)
             for parameter, grad in self.grads.items()
         }
 
@@ -76,9 +77,10 @@ class FSDPModule(StageModule[FsdpState]):
         return self.state.has_unsummed_grads
 
     @property
-    def accumulates_in_fp32(self) -> bool:
-        """Whether the micro-batches of a schedule are added up in a wider type than they come in."""
-        return self.pipelined and self.stage.op_context.weight_dtype != self.stage.weight_dtype
+    def sums_in_reduce_dtype(self) -> bool:
+        """Whether the micro-batches of a schedule are added up in another type than they come in."""
+        formats = self.stage.plan.formats
+        return self.pipelined and formats.gather != formats.reduce
 
     @property
     def defers(self) -> bool:
@@ -93,7 +95,7 @@ class FSDPModule(StageModule[FsdpState]):
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`.
         """
         split = self.stage.plan.splits_backward and not self.stage.first
-        return self.accumulates_in_fp32 and split and self.n_recomputed > 0
+        return self.sums_in_reduce_dtype and split and self.n_recomputed > 0
 
     @property
     def n_recomputed(self) -> int:
@@ -156,7 +158,7 @@ class FSDPModule(StageModule[FsdpState]):
             return
         if not self.pipelined:
             yield from group.post_backward(self.grads, comms, has_sharded_grads=self.state.has_sharded_grads)
-        elif self.accumulates_in_fp32:
+        elif self.sums_in_reduce_dtype:
             yield from self._accumulated(group)
 
     def _accumulated(self, group: "ParamGroup") -> Iterator[CountedEvents]:
@@ -226,7 +228,7 @@ class FSDPModule(StageModule[FsdpState]):
         state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
         if not self.pipelined:
             self.state = state._replace(weights="sharded", has_sharded_grads=True)
-        elif self.accumulates_in_fp32:
+        elif self.sums_in_reduce_dtype:
             self.state = state._replace(weights="whole", has_unsummed_grads=False, has_sums=True)
         else:
             self.state = state._replace(weights="whole", has_unsummed_grads=True)
@@ -254,7 +256,7 @@ class FSDPModule(StageModule[FsdpState]):
         sums = self._late() if has_unsummed and late else ()
         parts.append(in_order("backward: end", (*closed(units.root), *sums, *end)))
         state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
-        if has_unsummed and self.accumulates_in_fp32:
+        if has_unsummed and self.sums_in_reduce_dtype:
             state = state._replace(has_unsummed_grads=False, has_sums=True)
         self.state = state
         return chain("backward", *parts)

@@ -37,6 +37,7 @@ def with_weights(order: Loop, n_stages: int) -> Loop:
 
     A stage's gradients are reduced as soon as its last backward pass is over.
 
+    >>> from memplan.orders import actions, listed
     >>> [action.kind for action in actions(with_weights(Loop(listed("F0 B0"), 2), 1))]
     ['unshard', 'forward', 'backward', 'forward', 'backward', 'reduce', 'reshard']
 
@@ -95,6 +96,7 @@ def _next(part: Action | Loop, ahead: Stages) -> Stages:
 def with_last(order: Loop, n_stages: int) -> Loop:
     """The order with each stage's last backward pass named so.
 
+    >>> from memplan.orders import actions, listed
     >>> [action.kind for action in actions(with_last(Loop(listed("F0 B0"), 2), 1))]
     ['forward', 'backward', 'forward', 'last-backward']
     """

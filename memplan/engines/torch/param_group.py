@@ -34,26 +34,28 @@ class ParamGroup:
     def __init__(
         self, stage: Stage, dp_rank: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
     ) -> None:
-        n, compute = stage.plan.dp, stage.op_context.weight_dtype
+        n, formats = stage.plan.dp, stage.plan.formats
         self.stage = stage
         self.dp_rank = dp_rank
         self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
         self.reshards = reshards
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
-        self.dtype = FP32 if stage.plan.mixed else stage.weight_dtype
+        self.dtype = formats.reduce
         shards = sum([part.n * sum(map(self.shard, part.parameters)) for part in self.parts])
-        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), compute)
-        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), compute)
+        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), formats.gather)
+        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), formats.gather)
         self.inputs, self.uploads = self._inputs(name, shards)
         self.unsharded = [
-            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), compute) for p in parameters], times)
-            for parameters, times in self.parts
+            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), formats.gather) for p in part], times)
+            for part, times in self.parts
         ]
         self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * shards,), self.dtype)
         self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), self.dtype)
-        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), self.dtype, "grads")
-        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), self.dtype)
+        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), formats.accumulate, "grads")
+        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), formats.accumulate)
+        self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (shards,), self.dtype)
+        self.casts_reduced = self.dtype != formats.accumulate
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of every rank's padded shard of a parameter."""
@@ -63,7 +65,7 @@ class ParamGroup:
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
-        stored, compute = self.stage.weight_dtype, self.stage.op_context.weight_dtype
+        stored, compute = self.stage.weight_dtype, self.stage.plan.formats.gather
         if not self.stage.offloads:
             cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
             return ([([cast], 1)] if compute != stored else []), {}
@@ -176,7 +178,7 @@ class ParamGroup:
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
         divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
         where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
-        is reduced becomes the gradient or goes to it (`passes_on`).
+        is reduced becomes the gradient or goes to it (`passes_on`), by way of a copy if its type is another.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
@@ -184,7 +186,8 @@ class ParamGroup:
         own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
         padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.parts]
         (*_, last), times = own[-1]
-        output = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        output = self.reduce_output if self.casts_reduced else kept
         stale, comms.reduce_scatter = comms.reduce_scatter, self
         yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
@@ -201,12 +204,14 @@ class ParamGroup:
         yield (*frees(*own[-1][0][:-1]), *allocs(output), self._reduce_scatter), 1
         if self.stage.backend == "gloo":
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
-        yield frees(last), 1
         yield (self._all_reduce,), self.replicates
+        if self.casts_reduced:
+            yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
+        yield frees(last), 1
         if self.stage.offloads:
             yield from self._downloads(has_sharded_grads)
-        if output is self.passing:
-            yield frees(output), 1 - self.replicates
+        if kept is self.passing:
+            yield frees(kept), int(self.casts_reduced or not self.replicates)
 
     @cached_property
     def _reduce_scatter(self) -> Collective:
@@ -225,7 +230,7 @@ class ParamGroup:
             kind="all_reduce",
             axis="dp_replicate",
             what="all-reduce gradients",
-            payload_bytes=self.reduced.n_bytes,
+            payload_bytes=self.reduce_output.n_bytes,
             overlap="backward",
         )
 
@@ -236,7 +241,7 @@ class ParamGroup:
         plan = self.stage.plan
         for parameters, times in self.parts:
             for p in parameters:
-                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * self.dtype.itemsize
+                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
                 copied = Collective(
                     kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap
                 )
@@ -251,18 +256,21 @@ class ParamGroup:
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
         """
-        if self.passes_on(has_sharded_grads):
+        if self.casts_reduced:
+            yield frees(self.reduce_output), self.replicates
+        elif self.passes_on(has_sharded_grads):
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
         """Whether gradients of a type are padded as they are copied, as CUDA's kernel does.
 
-        There is one for what is reduced as it is, and one for bfloat16 that is widened.
+        There is one for what is reduced as it is, and one for bfloat16 that is widened to float32.
 
         Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
         """
         device = self.stage.device
-        return not device.runs_kernels or (not device.on_cpu and dtype in (self.dtype, BF16))
+        has_kernel = dtype == self.dtype or (dtype, self.dtype) == (BF16, FP32)
+        return not device.runs_kernels or (not device.on_cpu and has_kernel)
 
     def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
         for p in parameters:
@@ -281,7 +289,7 @@ class ParamGroup:
     def accumulate_unsharded_grads(
         self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool
     ) -> Iterator[CountedEvents]:
-        """Each gradient is copied into its float32 sum the first time, added to it after, and freed.
+        """Each gradient is copied into its sum (in `reduce_dtype`) the first time, added after, and freed.
 
         CPU adds a narrower tensor by way of a widened copy.
 

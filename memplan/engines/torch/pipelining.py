@@ -177,6 +177,7 @@ class _Runtime:
         self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
         self.order = plan_order(plan, stages.rank.pp)
         self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
+        self.own: dict[tuple[Stretch, int], Stretch] = {}
         self.alike: list[Module | int] = [
             local if self._next_is_here(local) or self._previous_is_here(local) else module.original
             for local, module in enumerate(modules)
@@ -208,7 +209,15 @@ class _Runtime:
             made = self._acted(action, module)
             self.done[key] = made, module.state
         made, module.state = self.done[key]
-        return made
+        return self._own(made, action.local)
+
+    def _own(self, made: Stretch, local: int) -> Stretch:
+        """What was played for a stage or for one that is equal to it, as this stage's own pass."""
+        if made.micro_batch is None or made.micro_batch[0] == local:
+            return made
+        if (made, local) not in self.own:
+            self.own[made, local] = passed(local, made.micro_batch[1], *made.parts)
+        return self.own[made, local]
 
     def _acted(self, action: Action, module: Module) -> Stretch:
         match action.kind:

@@ -88,7 +88,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
         if plan.ddp:
             yield from _broadcast(stages, stage)
             yield from allocs(*first_buckets[stage])
-    if plan.precision == "fp16-mixed":
+    if plan.formats.loss_scaled:
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))
     batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
@@ -227,7 +227,7 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
     for local, one in enumerate(modules):
         if isinstance(one, FSDPModule):
             for unit, _ in one.units:
-                for buffer in (unit.reduced, unit.passing):
+                for buffer in (unit.reduced, unit.passing, unit.reduce_output):
                     yield buffer, f"{REDUCES} {local}"
                 for buffer in unit.gathered:
                     yield buffer, f"{GATHERS} {local}"

@@ -9,6 +9,7 @@ from memplan.engines.refusals import check_divided, check_layers, check_position
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel
 from memplan.plan import Plan
+from memplan.shapes import BF16, FP32
 
 
 def _check_sizes(model: Model, plan: Plan) -> None:
@@ -120,7 +121,7 @@ def _check_update(model: Model, plan: Plan) -> None:
         return
     if tensors_alone and not plan.sequence_parallel:
         raise PlanRefused(
-            f"precision='fp16-mixed' unscales all gradients at once, which fails beside tp={plan.tp} "
+            f"precision={plan.precision!r} unscales all gradients at once, which fails beside tp={plan.tp} "
             "(aten._amp_foreach_non_finite_check_and_unscale_.default: got mixed torch.Tensor and DTensor); "
             "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'.",
             kind="fp16-mixed beside tensor parallelism alone, which fails in PyTorch",
@@ -128,8 +129,8 @@ def _check_update(model: Model, plan: Plan) -> None:
     if plan.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the overflow flag that "
-            "precision='fp16-mixed' shares over all ranks (_foreach_sub_: output with shape [] doesn't match "
-            "the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'.",
+            f"precision={plan.precision!r} shares over all ranks (_foreach_sub_: output with shape [] "
+            "doesn't match the broadcast shape [1]); use optimizer_impl='foreach' or 'for-loop'.",
             kind="fused Adam with fp16-mixed over several ranks, which fails in PyTorch",
         )
 
@@ -182,6 +183,42 @@ def _check_traced(model: Model, plan: Plan) -> None:
             )
 
 
+def _check_precision(model: Model, plan: Plan) -> None:
+    """A gradient has its weight's type; FSDP2 computes in the type that it gathers, and reduces in any.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_api:MixedPrecisionPolicy`,
+    torch/csrc/distributed/c10d/reducer.cpp (`initialize_buckets`).
+    """
+    row, named = plan.formats, f"precision={plan.precision!r}"
+    if plan.ddp and row.reduce != row.stored:
+        raise PlanRefused(
+            f"{named} reduces gradients in {row.reduce.name}, but DistributedDataParallel's buckets have the "
+            f"weights' type, {row.stored.name}; use zero=2 or 3, or another precision.",
+            kind="DDP with gradients reduced in another type than the weights'",
+        )
+    broken = ""
+    if row.accumulate != row.stored:
+        broken = (
+            f"keeps gradients in {row.accumulate.name} beside weights in {row.stored.name}, but a "
+            "gradient in PyTorch has its weight's type"
+        )
+    elif plan.fsdp and row.gather != row.compute:
+        broken = (
+            f"gathers weights in {row.gather.name} to compute in {row.compute.name}, but FSDP2 computes in "
+            "what it gathers (param_dtype)"
+        )
+    if broken:
+        raise PlanRefused(
+            f"{named} {broken}; use another precision.", kind="number formats that PyTorch does not have"
+        )
+    if plan.fsdp and row.reduce not in (row.gather, FP32):
+        raise MissingRule(
+            f"{named} reduces gradients that come in {row.gather.name} in {row.reduce.name}, which has no "
+            "rule yet; use a precision that reduces in float32 or as they come.",
+            kind="gradients that are narrowed for their reduction, which has no rule",
+        )
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_traced,
     _check_sizes,
@@ -192,6 +229,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_micro_batches,
     _check_split_backward,
     _check_data_axis,
+    _check_precision,
     _check_update,
     check_positions,
 )
@@ -207,7 +245,7 @@ def check_device(plan: Plan, device: Device) -> None:
         PlanRefused: with value, rule and way out.
     """
     sgd = plan.optimizer in ("sgd", "sgd-momentum")
-    if device.on_cpu and plan.precision == "bf16" and sgd and plan.optimizer_impl == "fused":
+    if device.on_cpu and plan.formats.stored == BF16 and sgd and plan.optimizer_impl == "fused":
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
             "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'.",

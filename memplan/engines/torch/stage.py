@@ -78,12 +78,12 @@ class Stage:
     def op_context(self) -> OpContext:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
         plan = self.plan
-        compute = plan.formats.compute
+        formats = plan.formats
         return OpContext(
             device=self.device,
             backend=self.backend,
-            weight_dtype=compute if plan.fsdp else self.weight_dtype,
-            autocast=compute if plan.mixed and not plan.fsdp else None,
+            weight_dtype=formats.gather if plan.fsdp else formats.stored,
+            autocast=formats.compute if plan.mixed and not plan.fsdp else None,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
             local_grads=self.plan.ddp,
@@ -419,5 +419,5 @@ class RankStages:
         found: Alive = Counter()
         for parameter, n in self.counted_parameters():
             shape: Shape = (self.weight_elements(parameter),) if self.plan.fsdp else parameter.grad_shape
-            found[buffer_of(f"{parameter.name}.grad", shape, self.weight_dtype, "grads")] += n
+            found[buffer_of(f"{parameter.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n
         return found

@@ -30,17 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Model, Plan
 from memplan.plan import MESH_AXES, Rank, stage_layers
+from memplan.shapes import DType
 from memplan.units import MiB
 from validate.standin import WithResult, materialised, with_results
 from validate.systems.torch.modules import GptEmbedding, Transformer
-
-COMPUTE_TYPES: Final = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-    "fp16-mixed": torch.float16,
-}
-"""What matrix products run in."""
 
 POWERSGD_FIRST_STEP: Final = 2
 """Gradients are compressed from the third step on: the least DDP allows, whose buckets the second rebuilds.
@@ -58,6 +51,12 @@ def axes(plan: Plan) -> dict[str, int]:
     """
     sizes = {axis: getattr(plan, axis) for axis in MESH_AXES}
     return {axis: n for axis, n in sizes.items() if n > 1}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """PyTorch's element type of the same name."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -83,9 +82,8 @@ def stage_module(
         module = Transformer(model, layers, seq_len=plan.seq_len, first=first, last=last)
     if weights:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})
-    if plan.precision == "bf16":
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch_dtype(plan.formats.stored))
     return module
 
 
@@ -107,7 +105,7 @@ def parallel_module(
     """
     stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
     if plan.mixed and not plan.fsdp:
-        stage.autocast_dtype = COMPUTE_TYPES[plan.precision]
+        stage.autocast_dtype = torch_dtype(plan.formats.compute)
     if mesh is None:
         return materialised(stage, device)
     if plan.tp > 1:
@@ -178,10 +176,9 @@ def shard_weights(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
         "mesh": mesh["dp_replicate", "dp"] if plan.dp_replicate > 1 else mesh["dp"],
         "reshard_after_forward": None if plan.zero == 3 else False,
     }
-    if plan.mixed:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=COMPUTE_TYPES[plan.precision], reduce_dtype=torch.float32
-        )
+    gather, reduce = torch_dtype(plan.formats.gather), torch_dtype(plan.formats.reduce)
+    if not gather == reduce == torch_dtype(plan.formats.stored):
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce)
     if plan.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in (*_units(stage, plan), stage):

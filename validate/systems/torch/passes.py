@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memplan import Model, Plan
 from memplan.plan import Rank
 from validate.systems.torch.modules import token_loss
-from validate.systems.torch.parallelize import COMPUTE_TYPES
+from validate.systems.torch.parallelize import torch_dtype
 
 Passes = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
@@ -98,8 +98,8 @@ def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tu
     The residual stream is in the type of the weights that made it: narrow in bf16 and in FSDP2's mixed
     precision, float32 under autocast.
     """
-    compute = COMPUTE_TYPES[plan.precision]
-    dtype = torch.float32 if plan.mixed and not plan.fsdp else compute
+    compute = torch_dtype(plan.formats.compute)
+    dtype = torch_dtype(plan.formats.stored) if plan.mixed and not plan.fsdp else compute
     between = plan.seq_len // plan.tp if plan.sequence_parallel else plan.seq_len
     hidden = torch.empty(
         plan.micro_batch, between, model.d_model, dtype=dtype, device="meta", requires_grad=True

@@ -146,7 +146,7 @@ def scaler_of(plan: Plan, device: torch.device, *, runs_kernels: bool = True) ->
     """
     asks = plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)
     kinds = (GradScaler, ShardedGradScaler) if runs_kernels else (_NeverSkips, _ShardedNeverSkips)
-    scaler = kinds[asks](device.type, init_scale=INITIAL_SCALE, enabled=plan.precision == "fp16-mixed")
+    scaler = kinds[asks](device.type, init_scale=INITIAL_SCALE, enabled=plan.formats.loss_scaled)
     if scaler.is_enabled():
         scaler.scale(torch.ones((), device=device))
     return scaler

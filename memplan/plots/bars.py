@@ -1,0 +1,114 @@
+"""Bars of stacked parts, one below the other: bytes by kind, seconds by cause."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Final
+
+from memplan.plots.style import DASHED, MUTED, PAPER, Part, legend_below, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LABEL_LENGTH: Final = 32
+"""Characters of a bar's name in a line; a longer one goes on below."""
+
+BEYOND: Final = 1.45
+"""How far the axis of bars goes on beyond the longest, for what is written there."""
+
+CHARACTER: Final = 0.0105
+"""About how much of a chart's width a bold character takes."""
+
+ROOM: Final = 0.045
+"""The least share of the longest bar that has room for its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar: its name, the values of its parts, and the two lines that are written at its end."""
+
+    label: str
+    values: Mapping[str, float]
+    total_text: str
+    small_text: str
+
+    @property
+    def total(self) -> float:
+        """Where it ends."""
+        return sum(self.values.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A dashed line across all bars, and what is said of it."""
+
+    value: float
+    text: str
+
+
+def stacked_bars(
+    bars: Sequence[Bar],
+    parts: Mapping[str, Part],
+    *,
+    title: str,
+    subtitle: str,
+    xlabel: str,
+    line: Line | None = None,
+) -> "Figure":
+    """Bars of parts in the order of `parts`, those that no bar has left out of the legend."""
+    reach = max([bar.total for bar in bars] + ([line.value] if line else []))
+    labels = ["\n".join(fill(text, LABEL_LENGTH) for text in bar.label.splitlines()) for bar in bars]
+    n_lines = max(label.count("\n") for label in labels) + 1
+    height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
+    figure, axes = new_axes(title, subtitle, height_in=height_in, beside=labels)
+    below = [0.0] * len(bars)
+    for name, part in parts.items():
+        _draw_part(axes, part, [bar.values.get(name, 0.0) for bar in bars], below, room=ROOM * reach)
+    for y, bar in enumerate(bars):
+        _label_end(axes, y, bar, _end(bar, line, reach))
+    axes.set_yticks(range(len(bars)), labels)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, BEYOND * reach)
+    axes.set_xlabel(xlabel)
+    axes.tick_params(axis="y", length=0)
+    if line:
+        axes.axvline(line.value, label=line.text, zorder=3, **DASHED)
+    legend_below(figure, axes)
+    return figure
+
+
+def _end(bar: Bar, line: Line | None, reach: float) -> float:
+    """Where a bar's total is written: at its end, or behind the line if that would cross it."""
+    end = bar.total
+    width = CHARACTER * max(len(bar.total_text), len(bar.small_text)) * BEYOND * reach
+    return line.value if line and end <= line.value < end + width else end
+
+
+def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[float], *, room: float) -> None:
+    """One part of every bar upon those below, with its value where there is room for it."""
+    if not any(values):
+        return
+    rectangles = axes.barh(
+        range(len(values)),
+        values,
+        left=below,
+        height=0.66,
+        color=part.color,
+        edgecolor=part.edge,
+        hatch=part.hatch,
+        linewidth=0.8,
+        label=part.label,
+    )
+    texts = [f"{value:.3g}" if value > room else "" for value in values]
+    written = axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=part.ink)
+    if part.hatch:
+        for text in written:
+            text.set_bbox(PAPER if text.get_text() else None)
+    below[:] = [start + value for start, value in zip(below, values, strict=True)]
+
+
+def _label_end(axes: "Axes", y: int, bar: Bar, end: float) -> None:
+    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": PAPER, "zorder": 4}
+    axes.annotate(bar.total_text, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
+    axes.annotate(bar.small_text, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)

@@ -1,0 +1,163 @@
+"""What a search found: speed against memory, and the largest model against the number of GPUs."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from memplan.errors import InvalidValue
+from memplan.estimate import Estimate
+from memplan.plots.style import DASHED, MUTED, checked_some, new_axes
+from memplan.units import GiB, human_bytes
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+VERDICTS: Final = {"fits": ("#0072B2", "o"), "cannot say": ("#E69F00", "s"), "does not fit": ("#D55E00", "X")}
+"""The color and the marker of each verdict."""
+
+LINES: Final = (
+    ("#0072B2", "o"),
+    ("#E69F00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#56B4E9", "v"),
+    ("#D55E00", "P"),
+)
+"""The color and the marker of each line."""
+
+APART: Final = 0.035
+"""How far apart, as a part of both axes, plans on the front are of which both get a name."""
+
+
+def front(found: "pandas.DataFrame") -> "Figure":
+    """Tokens per second and GPU against what a GPU holds, of the plans that a search kept.
+
+    The line joins the plans that fit and that no other of them beats in both; the bar of each is the interval
+    of bytes that its verdict hangs on.
+
+    Raises:
+        InvalidValue: no plan with a step time that fits or may fit.
+    """
+    known = found[found["verdict"].isin(VERDICTS) & found["tokens_per_s_per_gpu"].notna()]
+    known = known[known["device_high_bytes"].notna()]
+    checked_some("plans with a step time that fit or may fit", list(known.index))
+    figure, axes = new_axes("Speed against memory", _subtitle(found), height_in=5.0)
+    for verdict, (color, marker) in VERDICTS.items():
+        rows = known[known["verdict"] == verdict]
+        if len(rows):
+            low, high = (rows[f"device_{end}_bytes"].to_numpy(float) / GiB for end in ("low", "high"))
+            speed = rows["tokens_per_s_per_gpu"].to_numpy(float)
+            axes.hlines(speed, low, high, color=color, alpha=0.35, linewidth=2.5, zorder=2)
+            axes.scatter(high, speed, color=color, marker=marker, s=34, zorder=3, label=verdict)
+    best = _unbeaten(known[known["verdict"] == "fits"])
+    axes.plot(best["device_high_bytes"] / GiB, best["tokens_per_s_per_gpu"], color="black", linewidth=1,
+              drawstyle="steps-post", zorder=2.5, label="none beats in both")  # fmt: skip
+    named = _apart(best)
+    place: dict[str, Any] = {"xytext": (-7, 5), "textcoords": "offset points", "ha": "center"}
+    for i, row in enumerate(named):
+        at = row["device_high_bytes"] / GiB, row["tokens_per_s_per_gpu"]
+        axes.annotate(f"{i + 1}", at, fontsize=9, weight="bold", **place)
+    if (budget := found.attrs.get("budget_bytes")) is not None:
+        axes.axvline(budget / GiB, label=f"budget {human_bytes(budget)}", **DASHED)
+    axes.set_xlabel("bytes that a GPU holds at the worst instant, up to (GiB)")
+    axes.set_ylabel("tokens per second and GPU (roofline)")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(y=0.12)
+    axes.set_xlim(left=0)
+    names = [f"{i + 1}  {_plan_name(row)}" for i, row in enumerate(named)]
+    _legend_beside(figure, axes, names)
+    return figure
+
+
+def _subtitle(found: "pandas.DataFrame") -> str:
+    asked = found.attrs
+    jobs = ", ".join(f"{job['global_batch']:,} x {job['seq_len']:,}" for job in asked.get("jobs", []))
+    return (
+        f"{asked.get('model', '')} on {asked.get('cluster', '')}, {jobs} tokens a step; the best kept of "
+        f"{asked.get('n_plans', len(found)):,} plans\nnot confirmed by a run; times are a roofline"
+    )
+
+
+def _unbeaten(rows: "pandas.DataFrame") -> "pandas.DataFrame":
+    """Plans that no other one beats in both speed and memory, the smallest first."""
+    ordered = rows.sort_values(["device_high_bytes", "tokens_per_s_per_gpu"], ascending=[True, False])
+    fastest = ordered["tokens_per_s_per_gpu"].cummax()
+    return ordered[(ordered["tokens_per_s_per_gpu"] == fastest) & ~fastest.duplicated()]
+
+
+def _apart(best: "pandas.DataFrame") -> list[Any]:
+    """The plans of a front that get a name: not those right beside one that has one; the fastest first."""
+    held, speed = (best[name].to_numpy(float) for name in ("device_high_bytes", "tokens_per_s_per_gpu"))
+    named: list[int] = []
+    for i in range(len(best) - 1, -1, -1):
+        near = [
+            abs(held[i] - held[j]) < APART * held.max() and abs(speed[i] - speed[j]) < APART * np.ptp(speed)
+            for j in named
+        ]
+        if not any(near):
+            named.append(i)
+    return [best.iloc[i] for i in named]
+
+
+def _plan_name(row: Any) -> str:
+    """A row of a search in a few words, as pp4 dp2 tp8 sp zero1 full."""
+    from pandas import isna
+
+    words = [f"{axis}{row[axis]}" for axis in ("pp", "dp", "tp") if row[axis] > 1]
+    words += [f"rep{row['dp_replicate']}"] if row["dp_replicate"] > 1 else []
+    words += ["sp"] if row["sequence_parallel"] else []
+    words += [f"zero{row['zero']}"] if row["dp"] > 1 else []
+    words += [f"mb{row['micro_batch']}"] if row["micro_batch"] > 1 else []
+    if row["recompute"] != "none":
+        blocks = row["recompute_blocks"]
+        words.append(row["recompute"] + ("" if isna(blocks) else f" of {int(blocks)}"))
+    return " ".join(words + ["offload"] * bool(row["offload"])) or "one GPU"
+
+
+def _legend_beside(figure: "Figure", axes: Any, names: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles, labels = axes.get_legend_handles_labels()
+    handles += [Line2D([], [], linestyle="")] * len(names)
+    figure.legend(handles, [*labels, *names], loc="outside right center", frameon=False, fontsize=8.5,
+                  handlelength=1.4)  # fmt: skip
+
+
+def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
+    """The parameters of estimated models against the number of GPUs, one line per strategy.
+
+    Meant for the largest model that fits: `memplan.largest_model(...).best` of each cluster.
+
+    Raises:
+        InvalidValue: no estimate, or one without a cluster.
+    """
+    checked_some("estimates", [each for line in lines.values() for each in line])
+    for name, line in lines.items():
+        if any(each.cluster is None for each in line):
+            raise InvalidValue(f"{name!r} has an estimate without a cluster; use cluster='<n>x<gpu>'.")
+    every = [each for line in lines.values() for each in line]
+    gpus = sorted({each.cluster.gpu.name for each in every if each.cluster is not None})
+    seq_lens = sorted({each.plan.seq_len for each in every})
+    subtitle = f"{', '.join(gpus)}; sequences of {', '.join(f'{n:,}' for n in seq_lens)} tokens"
+    figure, axes = new_axes(
+        "The largest model that fits", f"{subtitle}; not confirmed by a run", height_in=4.8
+    )
+    for (name, line), (color, marker) in zip(lines.items(), cycle(LINES), strict=False):
+        points = sorted((each.plan.world_size, each.n_parameters / 1e9) for each in line)
+        axes.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=6, label=name)
+        n_gpus, parameters = points[-1]
+        axes.annotate(f"{parameters:,.3g}B", (n_gpus, parameters), xytext=(6, 0), va="center",
+                      textcoords="offset points", fontsize=8.5, color=MUTED)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="parameters (billions)")
+    counts = sorted({each.plan.world_size for each in every})
+    axes.set_xticks(counts, [f"{n:,}" for n in counts])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.margins(x=0.1)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    return figure

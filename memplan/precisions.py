@@ -1,0 +1,67 @@
+"""Precisions as values: the number formats of a training run, one row for each.
+
+`PRECISIONS` has memplan's own. Another package adds one by an entry point of the group `memplan.precisions`
+(see `memplan.registry`), whose object is a `Precision`.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal, final
+
+from memplan.registry import Registry
+from memplan.shapes import BF16, FP16, FP32, DType
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The number formats of a training run.
+
+    Attributes:
+        stored: of weights between steps, and of the optimizer's state.
+        compute: of matrix products and what they return.
+        gather: of weights as ranks that shard them gather them (FSDP2's `param_dtype`).
+        reduce: of gradients as ranks that shard them reduce them, and sum them before that (`reduce_dtype`).
+        accumulate: of gradients as they are kept from micro-batch to micro-batch, and given to the optimizer.
+        matmul: whose peak rate matrix products have, as in the names of a GPU's rates; torch leaves TF32 off
+            by default.
+        loss_scaled: whether the loss is scaled, so that small gradients do not become 0.
+    """
+
+    stored: DType
+    compute: DType
+    gather: DType
+    reduce: DType
+    accumulate: DType
+    matmul: Literal["fp32", "bf16", "fp16"]
+    loss_scaled: bool = False
+
+
+def _of_one(dtype: DType, matmul: Literal["fp32", "bf16"]) -> Precision:
+    """Everything in one format."""
+    return Precision(stored=dtype, compute=dtype, gather=dtype, reduce=dtype, accumulate=dtype, matmul=matmul)
+
+
+def _mixed(narrow: DType, matmul: Literal["bf16", "fp16"], *, loss_scaled: bool = False) -> Precision:
+    """Products and gathered weights in a narrow format, the rest in float32."""
+    return Precision(
+        stored=FP32,
+        compute=narrow,
+        gather=narrow,
+        reduce=FP32,
+        accumulate=FP32,
+        matmul=matmul,
+        loss_scaled=loss_scaled,
+    )
+
+
+PRECISIONS: Final = Registry(
+    what="precision",
+    kind=Precision,
+    own={
+        "fp32": _of_one(FP32, "fp32"),
+        "bf16": _of_one(BF16, "bf16"),
+        "bf16-mixed": _mixed(BF16, "bf16"),
+        "fp16-mixed": _mixed(FP16, "fp16", loss_scaled=True),
+    },
+)
+"""The precisions by name."""
