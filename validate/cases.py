@@ -1,16 +1,19 @@
 """A configuration to be run and compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import Any, Final, Literal
 
-from memplan import Gpt, Llama, Model, Plan
+from memplan import Gpt, Llama, Model, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.hardware import gpu
+from memplan.models.traced import model_from_trace
 from memplan.plan import FIELDS, MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
+from validate.shipped import data_folder
 
 LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
 """Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
@@ -69,6 +72,10 @@ class Case:
     alloc_conf: str = ""
     tensors: Tensors = "real"
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """As its plain values: of a traced model the name, which is short."""
+        return Case.from_dict, (self.to_compact_dict(),)
+
     @property
     def torch_device(self) -> DeviceType:
         """The `torch.device` type: "cuda" also for a GPU that is not there."""
@@ -101,7 +108,7 @@ class Case:
 
         Source: Yang et al. 2022, arXiv:2203.03466 (1 / width).
         """
-        return LEARNING_RATES[self.plan.optimizer] * min(1.0, WIDTH / self.model.d_model)
+        return LEARNING_RATES[self.plan.optimizer] * WIDTH / max(WIDTH, self.model.d_model)
 
     @property
     def computes(self) -> bool:
@@ -122,6 +129,8 @@ class Case:
             return "not checked at all: its tensors have shapes and no data, so there is no loss"
         if self.backend == "fake":
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
+        if isinstance(self.model, TracedModel):
+            return "only that the loss falls: other people's modules may normalise over the batch"
         if self.model.dropout:
             return "only that the loss falls: one process would drop other elements"
         if self.device == "cuda" and self.plan.world_size == 1:
@@ -147,13 +156,13 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """The case as plain values; beside the plan's, how many micro-batches each replica accumulates."""
-        model = {"family": family_of(self.model), **asdict(self.model)}
+        model = model_dict(self.model)
         plan = asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
         return {**asdict(self), "model": model, "plan": plan, "learning_rate": self.learning_rate}
 
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
-        model = {"family": family_of(self.model), **_not_default(self.model)}
+        model = model_dict(self.model, _not_default)
         return {**_not_default(self), "model": model, "plan": _not_default(self.plan)}
 
     @staticmethod
@@ -166,10 +175,11 @@ class Case:
         known = dict(values)
         model = dict(known.pop("model"))
         known.pop("learning_rate", None)
-        family = FAMILIES[model.pop("family")]
+        family = model.pop("family")
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
-        return Case(model=family(**model), plan=Plan(**plan), **known)
+        found = shipped_trace(model["name"]) if family == TRACED else FAMILIES[family](**model)
+        return Case(model=found, plan=Plan(**plan), **known)
 
 
 def placed(case: Case, gpus: Gpus | None) -> Case:
@@ -210,9 +220,31 @@ def check_case(case: Case) -> None:
 FAMILIES: Final[Mapping[str, type[Model]]] = {"gpt": Gpt, "llama": Llama}
 
 
+TRACED: Final = "traced"
+"""What is said in the place of a family of a model that was traced."""
+
+
 def family_of(model: Model) -> str:
     """The name of a model's family."""
+    if isinstance(model, TracedModel):
+        return TRACED
     return next(name for name, family in FAMILIES.items() if type(model) is family)
+
+
+@cache
+def shipped_trace(name: str) -> TracedModel:
+    """The trace of one of other people's modules, which comes with the project.
+
+    Raises:
+        InvalidValue: there is none of this name.
+    """
+    return model_from_trace(data_folder() / "traces" / f"{name}.json")
+
+
+def model_dict(model: Model, values: Callable[[Any], dict[str, Any]] = asdict) -> dict[str, Any]:
+    """A model as plain values; of a traced one its name."""
+    family = family_of(model)
+    return {"family": family, **({"name": model.name} if family == TRACED else values(model))}
 
 
 def _not_default(value: Any) -> dict[str, Any]:

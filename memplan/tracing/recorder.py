@@ -194,6 +194,7 @@ class Recorder(TorchDispatchMode):
         for tensor in results:
             if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta":
                 self.seen(tensor, func)
+        self._workspace(func, args, results)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
@@ -201,6 +202,23 @@ class Recorder(TorchDispatchMode):
             done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out
+
+    def _workspace(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """What a kernel allocates for itself beside its results, and frees."""
+        n_elements = columns(func, args, results)
+        if n_elements:
+            dtype = results[0].dtype
+            made = Stored(
+                "columns of a convolution",
+                (n_elements,),
+                _name(dtype),
+                dtype.itemsize,
+                n_elements * dtype.itemsize,
+            )
+            self.storages.append(made)
+            self._made_in.append(self.segment.unit)
+            number = len(self.storages) - 1
+            self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
 
     def _locate(self) -> None:
         """Where the step is: after a unit has returned, or at a node of autograd's that a unit has made."""
@@ -248,6 +266,33 @@ class Recorder(TorchDispatchMode):
             if segment.phase == "casts":
                 segment = Segment("casts", self._made_in[watch.number])
             self.events.append(Event("free", segment, watch.number))
+
+
+def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Elements of the columns that CPU's convolution of images, without oneDNN, unfolds its input into.
+
+    None for windows of one element in their place. Neglects: groups, which are computed one by one.
+
+    Source: aten/src/ATen/native/ConvolutionMM2d.cpp (`compute_columns2d`, `slow_conv2d_backward_out_cpu`).
+    """
+    backward = func is CONVOLUTION_BACKWARD
+    if not backward and func is not CONVOLUTION:
+        return 0
+    output, image, weight = args[:3] if backward else (results[0], *args[:2])
+    *_, stride, padding, _dilation, _transposed, _padding, groups = args[:10] if backward else args[:9]
+    if weight.dim() != IMAGE_DIMS or groups != 1:
+        return 0
+    if list(weight.shape[2:]) == [1, 1] and set(stride) == {1} and set(padding) == {0}:
+        return 0
+    rows, columns = output.shape[2:]
+    return int(image.shape[0] * image.shape[1] * weight.shape[2] * weight.shape[3] * rows * columns)
+
+
+CONVOLUTION: Final = torch.ops.aten.convolution.default
+CONVOLUTION_BACKWARD: Final = torch.ops.aten.convolution_backward.default
+
+IMAGE_DIMS: Final = 4
+"""Sample, channel, row, column."""
 
 
 def _name(dtype: torch.dtype) -> str:

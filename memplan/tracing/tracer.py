@@ -323,7 +323,7 @@ def _without_data(
 
 
 def _passing_by(recorder: Recorder) -> Iterator[Any]:
-    """What passes the dispatcher by, or asks whether tensors have data.
+    """What passes the dispatcher by, or asks whether tensors have data; and oneDNN is off.
 
     Source: torch/utils/checkpoint.py (`fwd_cpu_state`); transformers.utils.import_utils (`is_fake_tensor`).
     """
@@ -337,11 +337,23 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     def listed(tensor: FakeTensor) -> Any:
         return known_value(tensor).tolist()
 
+    yield _without_onednn()
     yield patch.object(torch, "get_rng_state", random_state_seen)
     yield patch.object(FakeTensor, "tolist", listed)
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """PyTorch's own kernels: what oneDNN's allocate depends on the model of the CPU."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 # --- Recordings ---
