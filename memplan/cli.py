@@ -1,6 +1,7 @@
 """The command line: `memplan estimate|budget|search|advise|compare|models|gpus`, each with `--json`."""
 
 import errno
+import gc
 import json
 import os
 import re
@@ -17,7 +18,15 @@ from memplan.estimate import estimate
 from memplan.fields import Choice, Counts, Flag, Number, Registered, count_or_text, number_or_text
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.models import Model, TracedModel, parameter_count, preset, preset_names, preset_source
+from memplan.models import (
+    Model,
+    TracedModel,
+    model_dict,
+    parameter_count,
+    preset,
+    preset_names,
+    preset_source,
+)
 from memplan.plan import FIELDS, Plan
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
@@ -151,6 +160,15 @@ def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") 
     )
 
 
+def implementation_option() -> Callable[[F], F]:
+    """The flag that says whose code trains a model."""
+    return click.option(
+        "--implementation",
+        metavar="NAME",
+        help="Whose code trains the model: reference, torchtitan, ...; left out: its family's default.",
+    )
+
+
 ESTIMATED: Final = tuple(name for name in FIELDS if name != "engine")
 """The fields of a plan that have a flag wherever a plan is asked for."""
 
@@ -267,6 +285,7 @@ def _module_traced(name: str, **options: Any) -> str | Model:
 
 @commands.command("estimate")
 @click.argument("model")
+@implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option(
@@ -319,6 +338,7 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
 
 @commands.command("search")
 @click.argument("model")
+@implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
 @click.option("--global-batch", type=_counts, required=True, metavar="N,N,...", help="Sequences per step.")
 @click.option(
@@ -363,6 +383,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
 @commands.command("advise")
 @click.argument("model")
+@implementation_option()
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -386,6 +407,7 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 @click.argument("model")
 @click.argument("plan_a")
 @click.argument("plan_b")
+@implementation_option()
 @cluster_options()
 @_count("--global-batch", "Sequences per step.", required=True)
 @_count("--seq-len", "Tokens per sequence; left out: the model's context.")
@@ -469,14 +491,15 @@ def gpus_command(as_json: bool) -> None:
 
 
 def _model_dict(model: Model) -> dict[str, Any]:
-    family = type(model).__name__.lower()
-    source = preset_source(model.name)
-    return {"family": family, **asdict(model), "n_parameters": parameter_count(model), "source": source}
+    n_parameters, source = parameter_count(model), preset_source(model.name)
+    return {**model_dict(model), "n_parameters": n_parameters, "source": source}
 
 
 def _model_row(model: Model) -> tuple[str, ...]:
-    sizes = (model.n_layers, model.d_model, model.n_heads, model.n_kv_heads, model.vocab_size)
-    return (model.name, f"{parameter_count(model):,}", *map(str, sizes), str(model.max_seq_len))
+    """A model's sizes; one that its family does not have is a dash."""
+    sizes = asdict(model) | {"n_layers": model.n_blocks}
+    names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
+    return (model.name, f"{parameter_count(model):,}", *[str(sizes.get(name, "-")) for name in names])
 
 
 def _gpu_row(each: Gpu) -> tuple[str, ...]:
@@ -500,7 +523,12 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """The entry point of `memplan`."""
+    """The entry point of `memplan`.
+
+    Python looks for no cycles of objects: a command ends before they matter, and to look is a tenth of a
+    search.
+    """
+    gc.disable()
     command_line(commands, "memplan")
 
 

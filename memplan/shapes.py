@@ -1,9 +1,11 @@
 """Shapes, element types, tensors as the ledger shows them, and parameters."""
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple
 
 from memplan.errors import InvalidValue
+from memplan.placements import Partial, Placements, Shard, local_shape
 
 Kind = Literal["weights", "grads", "optimizer", "activations", "temporaries"]
 KINDS: Final[tuple[Kind, ...]] = ("weights", "grads", "optimizer", "activations", "temporaries")
@@ -58,6 +60,7 @@ class Role(Enum):
 
     TENSOR = "tensor"
     RNG_STATE = "state of the random number generator"
+    BIASED_PRODUCT = "result of a matrix product with a bias"
 
 
 class Buffer:
@@ -83,43 +86,58 @@ def buffer_of(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries")
 
 
 class Parameter:
-    """A weight as one tensor rank holds it.
+    """A weight as one rank holds it, before any data-parallel sharding.
 
-    `shape` is already divided over the tensor axis along `tp_dim` (None: whole on every rank); `grad_shape`
-    is its gradient's, which PyTorch does not always divide. `n_elements` and `n_bytes` are of `shape`, before
-    any data-parallel sharding. `summed_over_tp` marks a whole weight whose gradients must be summed over the
-    tensor ranks, each of which has a part of the sequence. `distributed`: it is a DTensor, as all divided and
-    all summed weights are, and a few others.
+    `placements` say for each mesh axis how it is laid out: a weight that has some is a DTensor;
+    `grad_placements` say it of its gradient as the backward pass makes it. `shape`, `n_elements` and
+    `n_bytes` are of what the rank holds, `grad_shape` is of what it has of the gradient.
     """
 
     __slots__ = (
-        "distributed",
         "dtype",
+        "grad_placements",
         "grad_shape",
         "n_bytes",
         "n_elements",
         "name",
+        "placements",
         "shape",
-        "summed_over_tp",
-        "tp_dim",
     )
 
     def __init__(
         self,
         name: str,
-        shape: Shape,
+        whole_shape: Shape,
         dtype: DType,
         *,
-        tp_dim: int | None = None,
-        summed_over_tp: bool = False,
-        distributed: bool = False,
+        placements: Placements | None = None,
+        grad_placements: Placements | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         self.name = name
-        self.shape = shape
-        self.grad_shape = shape
         self.dtype = dtype
-        self.n_elements = n_elements(shape)
+        self.placements = placements or {}
+        self.grad_placements = grad_placements or self.placements
+        self.shape = local_shape(whole_shape, self.placements, mesh or {})
+        self.grad_shape = local_shape(whole_shape, self.grad_placements, mesh or {})
+        self.n_elements = n_elements(self.shape)
         self.n_bytes = self.n_elements * dtype.itemsize
-        self.tp_dim = tp_dim
-        self.summed_over_tp = summed_over_tp
-        self.distributed = distributed or summed_over_tp or tp_dim is not None
+
+    def lay_out_grad_like_weight(self) -> None:
+        """Cut what the rank has of the gradient to what it holds of the weight."""
+        self.grad_placements, self.grad_shape = self.placements, self.shape
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether PyTorch knows how it is laid out."""
+        return bool(self.placements)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks have different parts of it."""
+        return any(isinstance(placement, Shard) for placement in self.placements.values())
+
+    @property
+    def has_partial_grad(self) -> bool:
+        """Whether ranks have parts of its gradient's sum."""
+        return Partial() in self.grad_placements.values()

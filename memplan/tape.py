@@ -17,7 +17,14 @@ from typing import Final, Literal, NamedTuple, cast
 
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import InvalidValue, MissingRule
-from memplan.kernels import reduction_scratch
+from memplan.kernels import (
+    FREES_WORKSPACES,
+    LT_WORKSPACE_BYTES,
+    Release,
+    product_workspace_bytes,
+    reduction_scratch,
+)
+from memplan.placements import Partial, Placement, Placements, Replicate, Shard
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
@@ -46,6 +53,9 @@ from memplan.shapes import (
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
 """What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
+
+NCCL: Final = frozenset({"nccl", "nccl-at-once"})
+"""NCCL's process group."""
 
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
 """Backends whose handles hold a collective's operand until they are waited for.
@@ -79,8 +89,9 @@ class OpContext:
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
-    `local_grads`: a divided weight's gradient is divided as soon as it is made. `loss_chunks`: pieces of the
-    sequence whose cross-entropy is computed one after the other.
+    `remakes_dtensors`: weights are plain tensors of which DTensors are made for each pass, as DDP does: their
+    gradients are laid out like them as soon as they are made. `loss_chunks`: pieces of the
+    sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     """
 
     device: Device = H100
@@ -89,10 +100,21 @@ class OpContext:
     autocast: DType | None = None
     tp: int = 1
     sequence_parallel: bool = False
-    local_grads: bool = False
+    remakes_dtensors: bool = False
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
+    torch_release: Release = (2, 13)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh axes that operations divide tensors over."""
+        return {"tp": self.tp} if self.tp > 1 else {}
+
+    @property
+    def stream(self) -> Placement:
+        """How the residual stream (batch, seq, d) is laid out over the tensor axis."""
+        return Shard(1) if self.sequence_parallel else Replicate()
 
     @property
     def scales_loss(self) -> bool:
@@ -128,11 +150,11 @@ class Storage:
 class Node:
     """One step of the backward pass: maps the output's gradient to the inputs' gradients.
 
-    `backward` reads tensors from `saved` only, so that recomputation can supply them again. `distributed`:
-    the output's gradients are DTensors, which are never summed in place. `released`: what it saved is freed.
+    `backward` reads tensors from `saved` only, so that recomputation can supply them again. The output's
+    gradients are never summed in place if it `has_dtensor_grad`. `released`: what it saved is freed.
     """
 
-    __slots__ = ("backward", "distributed", "grad", "inputs", "region", "released", "saved")
+    __slots__ = ("backward", "grad", "has_dtensor_grad", "inputs", "region", "released", "saved")
 
     def __init__(
         self,
@@ -145,7 +167,7 @@ class Node:
         self.saved = saved
         self.backward = backward
         self.region = region
-        self.distributed = self.released = False
+        self.has_dtensor_grad = self.released = False
         self.grad: Tensor | None = None
 
     def unpacked(self) -> "tuple[Tensor, ...]":
@@ -165,10 +187,13 @@ class Region:
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "selective", "x")
+    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "scope", "selective", "x")
 
-    def __init__(self, function: "Callable[[Tensor], Tensor]", x: "Tensor", *, selective: bool) -> None:
+    def __init__(
+        self, function: "Callable[[Tensor], Tensor]", x: "Tensor", scope: str, *, selective: bool
+    ) -> None:
         self.function = function
+        self.scope = scope
         self.x = x
         self.selective = selective
         self.nodes: list[Node] = []
@@ -429,24 +454,28 @@ class Tape:
         name: str,
         shape: Shape,
         *,
-        tp_dim: int | None = None,
-        summed: bool = False,
-        distributed: bool = False,
+        placements: Placements | None = None,
+        grad_placements: Placements | None = None,
     ) -> Parameter:
-        """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight."""
-        key = f"{self.scope}{name}"
-        if key in self.parameters:
-            check_equal(f"two uses of {key}", self.parameters[key].shape, shape)
-        else:
-            self.parameters[key] = Parameter(
-                key,
-                shape,
-                self.context.weight_dtype,
-                tp_dim=tp_dim,
-                summed_over_tp=summed,
-                distributed=distributed,
-            )
-        return self.parameters[key]
+        """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight.
+
+        `shape` is of the whole weight; placements over axes of a single rank are left out. A gradient is laid
+        out like its weight where DTensors are made anew, unless it is partial; so is the sum of a tied
+        weight's gradients that are laid out in different ways (`_sum`).
+        """
+        key, mesh = f"{self.scope}{name}", self.context.mesh
+        own = {axis: each for axis, each in (placements or {}).items() if axis in mesh}
+        grads = {axis: each for axis, each in (grad_placements or own).items() if axis in mesh}
+        if self.context.remakes_dtensors and Partial() not in grads.values():
+            grads = own
+        made = Parameter(
+            key, shape, self.context.weight_dtype, placements=own, grad_placements=grads, mesh=mesh
+        )
+        known = self.parameters.setdefault(key, made)
+        check_equal(f"two uses of {key}", known.shape, made.shape)
+        if known.grad_placements != made.grad_placements:
+            known.lay_out_grad_like_weight()
+        return known
 
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
         """A parameter as a tensor without bytes: these the engine records.
@@ -460,7 +489,7 @@ class Tape:
         own = Tensor(self, parameter.shape, parameter.dtype, None, parameter)
         if dtype is None or dtype == parameter.dtype:
             return own
-        if parameter.distributed and self.context.local_grads:
+        if parameter.is_dtensor and self.context.remakes_dtensors:
             return self.cast(own, dtype)
         if parameter not in self._casts:
             self._casts[parameter] = self.cast(own, dtype)
@@ -499,12 +528,22 @@ class Tape:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
-    def product(self) -> None:
-        """Keep the result of a matrix product, which was allocated last, among those of its pass."""
-        direction: Phase = "forward" if self.phase == "forward" else "backward"
-        newest = self.events[-1]
-        if isinstance(newest, Alloc):
-            self.products[direction].add(newest.buffer)
+    def product(self, result: Tensor | None, *, biased: bool = False, may_be_first: bool = True) -> None:
+        """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
+
+        From torch 2.15 on the workspace is freed with each product. Before, the first product of a pass
+        brings one that stays: what products that `may_be_first` allocate is kept, and where a split backward
+        pass does without the result (None), what was allocated before.
+        """
+        device, release, newest = self.context.device, self.context.torch_release, self.events[-1]
+        if release < FREES_WORKSPACES and may_be_first and isinstance(newest, Alloc):
+            if biased:
+                newest.buffer.role = Role.BIASED_PRODUCT
+            self.products["forward" if self.phase == "forward" else "backward"].add(newest.buffer)
+        if release >= FREES_WORKSPACES and result is not None and not device.on_cpu:
+            n_bytes = LT_WORKSPACE_BYTES if biased else product_workspace_bytes(device, release)
+            with self.workspace() as held:
+                held.new("cuBLAS workspace", (n_bytes,), UINT8)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
@@ -553,7 +592,7 @@ class Tape:
 
         Source: torch.utils.checkpoint:checkpoint.
         """
-        self._region = region = Region(function, x, selective=selective)
+        self._region = region = Region(function, x, self.scope, selective=selective)
         _mark_saved((x,))
         if self.context.device.on_cpu:
             region.rng_state = self._rng_state()
@@ -568,7 +607,7 @@ class Tape:
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
         """
-        if not older.is_view and parameter.tp_dim is None:
+        if not older.is_view and not parameter.is_divided:
             return older
         with self.workspace() as own:
             if grad.shape != parameter.shape:
@@ -678,7 +717,7 @@ class Tape:
     def _recompute(self, region: Region) -> None:
         phase = self.phase
         self.phase = "recompute"
-        scope, casts, self._casts = self.scope, self._casts, {}
+        scope, casts, self.scope, self._casts = self.scope, self._casts, region.scope, {}
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
         x = region.x
         with self.workspace() as current:
@@ -699,7 +738,7 @@ class Tape:
             target.grad = grad
         elif target.grad.storage is None:
             target.grad = self._taken_over(grad)
-        elif target.grad.is_view or target.distributed or id(target.grad.storage) in self._retained:
+        elif target.grad.is_view or target.has_dtensor_grad or id(target.grad.storage) in self._retained:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
     def _mark_ready(self, parameter: Parameter) -> None:

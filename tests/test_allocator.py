@@ -16,6 +16,7 @@ from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, Buffer
 from memplan.units import GiB, KiB, MiB
+from validate.cases import runnable
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
 
@@ -152,11 +153,11 @@ def test_oversize_blocks_serve_no_small_request_and_are_given_back_for_large_one
 
 def test_garbage_is_collected_only_where_the_process_is_limited():
     config = AllocatorConfig(garbage_collection_threshold=0.5)
-    for limits, reserved_bytes in (
-        ({"limit_bytes": 100 * MiB}, 90 * MiB),
-        ({"allowed_bytes": 100 * MiB}, 30 * MiB),
+    limit_bytes = 100 * MiB
+    for allocator, reserved_bytes in (
+        (CachingAllocator(config, limit_bytes=limit_bytes), 90 * MiB),
+        (CachingAllocator(config, allowed_bytes=limit_bytes), 30 * MiB),
     ):
-        allocator = CachingAllocator(config, **limits)
         allocator.free(allocator.malloc(60 * MiB))
         allocator.malloc(30 * MiB, "other")
         assert allocator.reserved_bytes == reserved_bytes
@@ -245,7 +246,7 @@ def test_the_optimizer_state_comes_with_the_first_update():
     assert replayed(there).reserved_bytes == 160 * MiB
 
 
-SMALL = dataclasses.replace(memplan.preset("llama-3-8b"), n_layers=12, d_model=1024, d_ff=3584, d_head=32)
+SMALL = dataclasses.replace(runnable("llama-3-8b"), n_layers=12, d_model=1024, d_ff=3584, d_head=32)
 
 PLANS = [
     {"dp": 8, "zero": 3},

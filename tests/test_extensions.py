@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, final
 
 import pytest
 from click.testing import CliRunner
@@ -16,9 +17,12 @@ from memplan import registry
 from memplan.cli import commands
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
-from memplan.errors import InvalidValue, PlanRefused, UnknownName
+from memplan.errors import InvalidValue, MissingRule, PlanRefused, UnknownName
 from memplan.memory import Alive
-from memplan.models import Model, parameter_count
+from memplan.models import Family, Layers, Model, parameter_count, resolve
+from memplan.models.config import Config
+from memplan.models.families import Reader
+from memplan.ops import embedding, gather_sequence, gelu, linear, rms_norm
 from memplan.orders import Loop, listed
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.precisions import Precision
@@ -26,11 +30,14 @@ from memplan.record import Alloc, Collective, Compute, Free, Stretch, chain, eve
 from memplan.replay import AllocatorProgram
 from memplan.schedules import Schedule
 from memplan.shapes import BF16, FP32, buffer_of
-from memplan.tape import Backend
+from memplan.tape import Backend, Tensor
 
 POINTS = """[memplan.engines]
 toy = test_extensions:TOY
 broken = test_extensions:POINTS
+
+[memplan.models]
+mixed = test_extensions:MIXED
 
 [memplan.precisions]
 bf16-reduce-fp32 = test_extensions:WIDE_REDUCTION
@@ -70,13 +77,13 @@ class ToyEngine(Engine):
         grads = buffer_of("all gradients", weights.shape, BF16, "grads")
         shape = plan.micro_batch, plan.seq_len, model.d_model
         output = buffer_of("output of a block", shape, BF16, "activations")
-        flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_layers
+        flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_blocks
         forward = events(
             "block", [Alloc(output), Compute(phase="forward", flops=flops, shape=shape, dtype=BF16)]
         )
         steps: list[Stretch] = [
-            passed(0, "forward", repeated(forward, model.n_layers)),
-            passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_layers)),
+            passed(0, "forward", repeated(forward, model.n_blocks)),
+            passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_blocks)),
         ]
         reduced = Collective(kind="all_reduce", axis="dp", what="all gradients", payload_bytes=grads.n_bytes)
         step = chain(
@@ -87,7 +94,7 @@ class ToyEngine(Engine):
         )
         return RankRecord(
             rank=rank,
-            layers=(stage_layers(model.n_layers, plan, 0),),
+            layers=(stage_layers(model.n_blocks, plan, 0),),
             rest=Alive({weights: 1}),
             step=step,
             grads=Alive({grads: 1}),
@@ -96,6 +103,60 @@ class ToyEngine(Engine):
 
 
 TOY = ToyEngine()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed(Model):
+    """Every `every`-th block has a feed-forward layer `widening` times as wide, and none of its own norm."""
+
+    family: ClassVar[str] = "mixed"
+    code: ClassVar[str] = "a toy"
+
+    n_layers: int
+    every: int
+    widening: int
+
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        whole, left = divmod(self.n_layers, self.every)
+        found = [Layers("narrow", self.every - 1), Layers("wide", 1)] * whole + [Layers("narrow", left)]
+        return tuple(run for run in found if run.n)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, "table", 320, self.d_model)
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        h = gather_sequence(x if kind == "wide" else rms_norm(x, "norm"))
+        d_ff = self.d_model * (self.widening if kind == "wide" else 1)
+        h = gelu(linear(h, "up", d_ff, bias=False, split="columns"))
+        return x + linear(h, "down", self.d_model, bias=False, split="rows")
+
+    def head(self, x: Tensor) -> Tensor:
+        return linear(gather_sequence(rms_norm(x, "norm")), "output", 320, bias=False, split="columns")
+
+
+def _read_mixed(config: Config, name: str) -> Mixed:
+    return Mixed(
+        name=name,
+        d_model=config.count("width", 64),
+        max_seq_len=128,
+        n_layers=config.count("depth", 7),
+        every=3,
+        widening=config.count("widening", 4),
+    )
+
+
+MIXED = Family(
+    implementations={"reference": Mixed},
+    readers={"mixed": Reader("MixedForCausalLM", _read_mixed)},
+    presets={
+        "mixed-tiny": {
+            "d_model": 64, "max_seq_len": 128, "n_layers": 7, "every": 3, "widening": 4,
+            "source": "made up", "retrieved": "today",
+        }
+    },
+)  # fmt: skip
 
 
 def _flood(pp: int, rank: int, v: int, m: int) -> Loop:
@@ -167,7 +228,7 @@ def test_an_engines_plan_is_estimated_by_folds_over_its_record(installed):
     n_bytes = 2 * e.n_parameters
     output_bytes = 2 * 512 * e.model.d_model
     assert e.peak.weights_bytes == e.peak.grads_bytes == n_bytes
-    assert e.peak.activations_bytes == e.model.n_layers * output_bytes
+    assert e.peak.activations_bytes == e.model.n_blocks * output_bytes
     assert [(c.kind, c.calls, c.payload_bytes) for c in e.collectives] == [("all_reduce", 1, n_bytes)]
     assert e.collectives[0].wire_bytes == 2 * n_bytes * 7 // 8
     assert e.worst.flops == pytest.approx(2 * e.n_parameters * 512 * 2, rel=1e-6)
@@ -301,3 +362,70 @@ def test_what_is_no_schedule_is_refused(installed):
 def test_closed_forms_are_not_searched():
     with pytest.raises(InvalidValue, match="engine='textbook' is closed-form accounting"):
         memplan.search("gpt2", engine="textbook", **ASKED)
+
+
+ENDS, NARROW, WIDE = 2 * 320 * 64 + 64, 64 + 2 * 64 * 64, 2 * 64 * 256
+"""Elements of a mixed-tiny's ends and of a block of each kind: two are narrow, one wide, and so on."""
+
+
+def test_a_familys_model_is_named_and_counted(installed):
+    model = resolve("mixed-tiny")
+    assert isinstance(model, Mixed)
+    assert (model.kinds, model.n_blocks) == (("narrow", "wide"), 7)
+    assert model.layers_in(range(1, 6)) == (("narrow", 1), ("wide", 1), ("narrow", 2), ("wide", 1))
+    assert parameter_count(model) == ENDS + 5 * NARROW + 2 * WIDE
+    with pytest.raises(UnknownName, match=r"'mixed-tinny'; did you mean 'mixed-tiny'\?"):
+        resolve("mixed-tinny")
+
+
+def test_a_familys_config_is_read(installed, tmp_path):
+    file = tmp_path / "mine" / "config.json"
+    file.parent.mkdir()
+    file.write_text('{"model_type": "mixed", "depth": 5, "widening": 2}')
+    expected = Mixed(name="mine", d_model=64, max_seq_len=128, n_layers=5, every=3, widening=2)
+    assert resolve(file) == expected
+
+
+def test_a_stage_holds_its_own_blocks(installed):
+    e = memplan.estimate("mixed-tiny", pp=3, layers_per_stage=(1, 4, 2), precision="fp32", seq_len=128)
+    held = [stage.states.weights_bytes // 4 for stage in e.stages]
+    assert held == [320 * 64 + NARROW, 3 * NARROW + WIDE, 321 * 64 + WIDE + NARROW]
+
+
+def test_units_of_several_kinds_are_gathered_block_by_block(installed):
+    plan: dict[str, Any] = {"dp": 4, "zero": 3, "precision": "bf16", "seq_len": 128}
+    for size, calls in ((1, 7), (2, 4), (3, 3)):
+        found = memplan.estimate("mixed-tiny", **plan, fsdp_blocks=size).collectives
+        gathered = next(c for c in found if c.kind == "all_gather")
+        n_blocks = 5 * NARROW + 2 * WIDE
+        assert (gathered.calls, gathered.payload_bytes) == (2 * calls + 1, 2 * (2 * n_blocks + ENDS))
+
+
+def test_a_familys_plans_are_searched_and_printed(installed):
+    found = memplan.search("mixed-tiny", **ASKED | {"seq_len": 128})
+    best = found.iloc[0]
+    assert best["verdict"] == "fits"
+    every = memplan.search("mixed-tiny", **ASKED | {"seq_len": 128}, keep=None)
+    assert every.iloc[0]["step_s"] == best["step_s"]
+    assert "tp does not divide the model's operations" in found.attrs["refused_by"] or 8 in set(every["tp"])
+    run = CliRunner().invoke(commands, ["estimate", "mixed-tiny", "--zero", "3", "--dp", "2", "--ledger"])
+    assert run.exit_code == 0, run.output
+    assert "7 layers" in run.output
+    assert "code     reference: a toy" in run.output
+    assert "narrow.*.up" in run.output
+    assert "mixed-tiny" in CliRunner().invoke(commands, ["models"]).output
+
+
+def test_what_tensor_ranks_cannot_divide_is_refused_in_the_operations_words(installed):
+    with pytest.raises(PlanRefused, match=r"tp=3 does not divide n_rows of table=320; use .* 1, 2, 4, 5, 8"):
+        memplan.estimate("mixed-tiny", tp=3)
+
+
+def test_closed_forms_are_not_about_several_kinds(installed):
+    with pytest.raises(MissingRule, match=r"mixed-tiny is of the family mixed; use engine='torch'\."):
+        memplan.estimate("mixed-tiny", engine="textbook")
+
+
+def test_another_implementation_is_refused_by_name(installed):
+    with pytest.raises(UnknownName, match=r"unknown implementation of mixed: 'torchtitan'"):
+        memplan.estimate("mixed-tiny", implementation="torchtitan")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.errors import InvalidValue, UnknownName
-from memplan.models import Gpt, Llama, Model, preset, preset_names, resolve
+from memplan.models import Decoder, Gpt, Llama, preset, preset_names, resolve
 from memplan.models.presets import model_of_entry, preset_source, preset_table
+from validate.cases import runnable
 from validate.systems.torch.modules import Transformer
 
 # The real checkpoints' counts (sums over the tensors of the published weights, tied tensors once).
@@ -28,7 +29,7 @@ PUBLISHED = {
 }
 
 
-def torch_parameter_count(model: Model) -> int:
+def torch_parameter_count(model: Decoder) -> int:
     with torch.device("meta"):
         module = Transformer(model, range(model.n_layers), seq_len=8)
     return sum(p.numel() for p in module.parameters())
@@ -41,7 +42,7 @@ def test_parameters_equal_the_published_checkpoint(name):
 
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_equal_the_torch_module(name):
-    assert memplan.parameter_count(preset(name)) == torch_parameter_count(preset(name))
+    assert memplan.parameter_count(preset(name)) == torch_parameter_count(runnable(name))
 
 
 def test_gpt3_has_the_papers_175_billion_within_its_rounding():
@@ -50,7 +51,7 @@ def test_gpt3_has_the_papers_175_billion_within_its_rounding():
 
 
 def test_670b_is_670_billion_and_divides_well():
-    model = preset("llama-670b")
+    model = runnable("llama-670b")
     assert memplan.parameter_count(model) == pytest.approx(670e9, rel=0.005)
     assert all(size % 16 == 0 for size in (model.n_heads, model.n_kv_heads, model.d_ff, model.n_layers))
 
@@ -117,7 +118,7 @@ def test_resolve_takes_a_model_a_name_or_a_path(tmp_path):
     file.parent.mkdir()
     file.write_text('{"model_type": "gpt2", "n_layer": 3}')
     for path in (file, str(file), file.parent, str(file.parent)):
-        assert (resolve(path).n_layers, resolve(path).name) == (3, "tiny")
+        assert (resolve(path).n_blocks, resolve(path).name) == (3, "tiny")
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "\0", "x" * 10_000])

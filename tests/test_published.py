@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from memplan import parameter_count, preset
 from memplan.errors import MemplanError
+from memplan.models import resolve
 from memplan.text_tables import WIDTH
 from validate.__main__ import main
-from validate.meta_llama import MetaLlama
 from validate.published import DIFFERENCES, INEXPRESSIBLE, LLAMA_3_2_3B, ROWS, compared, read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -127,8 +127,8 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-70b"])
-def test_metas_llama_has_the_same_weights(name):
-    assert parameter_count(MetaLlama.like(preset(name))) == parameter_count(preset(name))
+def test_torchtitans_llama_has_the_same_weights(name):
+    assert parameter_count(resolve(name, "torchtitan")) == parameter_count(preset(name))
 
 
 def test_llama_3_2_3b_has_its_published_parameters():

@@ -5,6 +5,7 @@ import pytest
 from memplan.device import A100, CPU, CPU_OF_SHAPES, H100, Device
 from memplan.errors import MissingRule
 from memplan.ops import attention, embedding, heads, linear, merged_heads
+from memplan.placements import Shard
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Free, changes
 from memplan.shapes import BF16, FP32, INT64, DType
 from memplan.tape import CPU_RNG_STATE_BYTES, OpContext, Tape, Tensor
@@ -206,8 +207,8 @@ def test_a_kernels_workspace_is_there_where_kernels_run(device, made):
 
 @pytest.mark.parametrize("anew, freed", [(False, []), (True, ["-copy as bfloat16"])])
 def test_autocast_keeps_copies_of_weights_unless_ddp_makes_them_anew(anew, freed):
-    tape = a_tape(tp=2, local_grads=anew)
-    weight = tape.parameter("weight", (4,), tp_dim=0)
+    tape = a_tape(tp=2, remakes_dtensors=anew)
+    weight = tape.parameter("weight", (8,), placements={"tp": Shard(0)})
     tape.weight(weight, BF16)
     assert record(tape) == ["+copy as bfloat16", *freed]
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ SIZES: Any = {
     "vocab_size": 499,
     "max_seq_len": 96,
 }
+EIGHT_BILLION = cast(Llama, memplan.preset("llama-3-8b"))
 FAMILIES = {"gpt": Gpt(name="gpt", **SIZES), "llama": Llama(name="llama", n_kv_heads=2, **SIZES)}
 
 PLANS: tuple[dict[str, Any], ...] = (
@@ -119,7 +120,7 @@ def test_the_ledger_has_the_modules_own_names():
 
 def test_a_module_on_meta_of_any_size_is_traced():
     with torch.device("meta"):
-        module = Transformer(memplan.preset("llama-3-8b"), range(3), seq_len=64)
+        module = Transformer(EIGHT_BILLION, range(3), seq_len=64)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     traced = memplan.trace(module, tokens, loss=lambda logits: logits.sum(), precisions=["fp32"])
     assert traced.n_layers == 3
@@ -135,7 +136,7 @@ def test_a_module_on_meta_of_any_size_is_traced():
         ({"precision": "fp16-mixed"}, "fp16-mixed"),
         ({"dp": 2, "zero": 3, "fsdp_units": "block+ends"}, "block\\+ends"),
         ({"device": "cuda"}, "traced with the kernels of device='cpu'"),
-        ({"engine": "textbook"}, "formulas"),
+        ({"engine": "textbook"}, "closed forms"),
     ],
 )
 def test_what_a_trace_cannot_tell_is_refused(pair, plan, words):

@@ -10,13 +10,12 @@ from click.testing import CliRunner
 
 from memplan import Plan
 from memplan.errors import InvalidValue
-from memplan.models import preset
 from memplan.units import GiB
 from tests.test_validate_gpu import H100
 from tests.tiny import TINY
 from validate import fake
 from validate.__main__ import main
-from validate.cases import FAKE_STEPS, Case, placed
+from validate.cases import FAKE_STEPS, Case, placed, runnable
 from validate.environment import environment
 from validate.fake import without_data
 from validate.judge import References, judged
@@ -96,7 +95,7 @@ def test_where_gloo_has_scratch_the_peak_is_that_of_a_real_stand_in(plan, server
 
 def test_a_large_model_runs_at_its_true_size():
     plan = Plan(dp=512, tp=8, zero=1, sequence_parallel=True, seq_len=8192, recompute="full")
-    record = judged(faked(Case(name="8b", model=preset("llama-3-8b"), plan=plan), rank=4095), References())
+    record = judged(faked(Case(name="8b", model=runnable("llama-3-8b"), plan=plan), rank=4095), References())
     assert record.confirmed, record.reason
     assert record.fullest_peaks is not None
     predicted, measured = record.fullest_peaks
@@ -153,7 +152,7 @@ def test_the_suite_is_of_true_sizes():
     cases = fullsize()
     assert len({case.name for case in cases}) == len(cases) >= 60
     assert {case.tensors for case in cases} == {"fake"}
-    assert {preset(name) for name in ("llama-3-8b", "llama-3-70b", "llama-3.1-405b")} <= {
+    assert {runnable(name) for name in ("llama-3-8b", "llama-3-70b", "llama-3.1-405b")} <= {
         case.model for case in cases
     }
     assert max(case.plan.world_size for case in cases) == 2048

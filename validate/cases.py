@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
-from memplan import Gpt, Llama, Model, Plan, TracedModel
+from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
-from memplan.errors import InvalidValue, PlanRefused
+from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
+from memplan.models import Decoder, Model, resolve
 from memplan.models.traced import model_from_trace
 from memplan.plan import FIELDS, MESH_AXES
 from memplan.tape import Backend
@@ -52,14 +53,14 @@ class Case:
     `steps` are optimizer steps in all; those after the first six (on a GPU four) are timed. The ranks are
     ended after `timeout_s` seconds. Equal seeds mean equal weights and tokens.
 
-    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. PyTorch's
-    "fake" plays all ranks but `rank`, the only one that runs. A rank whose allocator would hold more than
-    `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings of `alloc_conf`, a
-    value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
+    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. Only
+    `rank` runs, and stands in for all (`validate.standin`); None: all of them run. A rank whose allocator
+    would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings
+    of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
     """
 
     name: str
-    model: Model
+    model: Decoder | TracedModel
     plan: Plan
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
@@ -67,7 +68,7 @@ class Case:
     device: RunsOn = "cpu"
     gpu: str = ""
     backend: Backend = "gloo"
-    rank: int = 0
+    rank: int | None = None
     limit_bytes: int | None = None
     alloc_conf: str = ""
     tensors: Tensors = "real"
@@ -100,7 +101,7 @@ class Case:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that run."""
-        return (self.rank,) if self.backend == "fake" else range(self.plan.world_size)
+        return range(self.plan.world_size) if self.rank is None else (self.rank,)
 
     @property
     def learning_rate(self) -> float:
@@ -113,7 +114,7 @@ class Case:
     @property
     def computes(self) -> bool:
         """Whether its values mean anything: kernels run on real data, and all ranks are real."""
-        return self.is_timed and self.backend != "fake"
+        return self.is_timed and self.rank is None
 
     @property
     def is_timed(self) -> bool:
@@ -127,7 +128,7 @@ class Case:
             return "not checked at all: without a GPU nothing is computed, so losses mean nothing"
         if self.tensors == "fake":
             return "not checked at all: its tensors have shapes and no data, so there is no loss"
-        if self.backend == "fake":
+        if self.rank is not None:
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
         if isinstance(self.model, TracedModel):
             return "only that the loss falls: other people's modules may normalise over the batch"
@@ -146,6 +147,7 @@ class Case:
             precision=self.plan.precision,
             optimizer=self.plan.optimizer,
             clip_grad_norm=self.plan.clip_grad_norm,
+            torch_version=self.plan.torch_version,
         )
         return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
 
@@ -156,13 +158,14 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """The case as plain values; beside the plan's, how many micro-batches each replica accumulates."""
-        model = model_dict(self.model)
+        model = _model_dict(self.model, asdict)
         plan = asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
-        return {**asdict(self), "model": model, "plan": plan, "learning_rate": self.learning_rate}
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**known, "model": model, "plan": plan, "learning_rate": self.learning_rate}
 
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
-        model = model_dict(self.model, _not_default)
+        model = _model_dict(self.model, _not_default)
         return {**_not_default(self), "model": model, "plan": _not_default(self.plan)}
 
     @staticmethod
@@ -178,7 +181,7 @@ class Case:
         family = model.pop("family")
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
-        found = shipped_trace(model["name"]) if family == TRACED else FAMILIES[family](**model)
+        found = shipped_trace(model["name"]) if family == TracedModel.family else FAMILIES[family](**model)
         return Case(model=found, plan=Plan(**plan), **known)
 
 
@@ -210,24 +213,43 @@ def check_case(case: Case) -> None:
 
     Raises:
         PlanRefused: for a pipeline of GPU ranks over gloo.
+        InvalidValue: for a rank that runs alone over a backend that needs the others, or the reverse.
     """
+    stands_in = case.backend == "fake" or (case.rank is not None and case.talks_by == "nccl-at-once")
+    if stands_in != (case.rank is not None):
+        raise InvalidValue(
+            f"rank={case.rank}: one rank alone runs over backend 'fake', or 'nccl' on nogpu, and 'fake' runs "
+            f"no others; backend={case.backend!r} on {case.device!r} takes "
+            f"{'a rank' if case.rank is None else 'rank=None'}."
+        )
     if case.torch_device == "cuda" and case.backend == "gloo" and case.plan.pp > 1:
         raise PlanRefused(
             f"pp={case.plan.pp}: gloo sends no tensor of a GPU; use a GPU for each rank (NCCL), or CPU ranks."
         )
 
 
-FAMILIES: Final[Mapping[str, type[Model]]] = {"gpt": Gpt, "llama": Llama}
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama}
+"""The models that can be run (`validate.modules`), by their family."""
 
 
-TRACED: Final = "traced"
-"""What is said in the place of a family of a model that was traced."""
+def runnable(named: object) -> Decoder:
+    """The model of a name, a path or a Model, if it can be run.
+
+    Raises:
+        UnknownName: a model that there is not; a family, or an implementation, that cannot be run.
+    """
+    model = named if isinstance(named, Model) else resolve(cast(Any, named), "reference")
+    for cls in FAMILIES.values():
+        if isinstance(model, cls):
+            return model
+    what = f"{model.family} ({model.implementation})"
+    raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
 
 
-def family_of(model: Model) -> str:
+def family_of(model: Decoder | TracedModel) -> str:
     """The name of a model's family."""
     if isinstance(model, TracedModel):
-        return TRACED
+        return model.family
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
 
@@ -241,10 +263,10 @@ def shipped_trace(name: str) -> TracedModel:
     return model_from_trace(data_folder() / "traces" / f"{name}.json")
 
 
-def model_dict(model: Model, values: Callable[[Any], dict[str, Any]] = asdict) -> dict[str, Any]:
+def _model_dict(model: Decoder | TracedModel, values: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     """A model as plain values; of a traced one its name."""
-    family = family_of(model)
-    return {"family": family, **({"name": model.name} if family == TRACED else values(model))}
+    sizes = {"name": model.name} if isinstance(model, TracedModel) else values(model)
+    return {"family": family_of(model), **sizes}
 
 
 def _not_default(value: Any) -> dict[str, Any]:
@@ -252,7 +274,7 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
-def title(model: Model, plan: Plan) -> str:
+def title(model: Decoder | TracedModel, plan: Plan) -> str:
     """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
 
     >>> from memplan.models import preset
@@ -269,8 +291,9 @@ def title(model: Model, plan: Plan) -> str:
         value = getattr(plan, option)
         if field.word and value != Plan.__dataclass_fields__[option].default:
             words.append(_option_words(field.word, value))
-    kind = ["tied"] if model.tied_head else []
-    kind += ["dropout"] if model.dropout else []
+    kind = []
+    if isinstance(model, Decoder):
+        kind = [word for word, yes in (("tied", model.tied_head), ("dropout", model.dropout)) if yes]
     return f"{' '.join([model.name, *kind])}, {' '.join(words)}"
 
 

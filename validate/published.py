@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from memplan import Cluster, Model, cluster, preset
+from memplan import Cluster, Llama, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, shown_value
@@ -21,7 +21,6 @@ from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
 from memplan.text_tables import printable, text_table
 from memplan.units import GiB
-from validate.meta_llama import MetaLlama
 from validate.shipped import data_folder
 
 ROWS: Final = data_folder() / "published" / "memory.csv"
@@ -33,13 +32,16 @@ TOLERANCE: Final = 0.1
 Row = Mapping[str, str]
 """A line of the file, by column; what is not known is empty."""
 
-LLAMA_3_2_3B: Final = replace(
-    preset("llama-3-8b"),
+LLAMA_3_2_3B: Final = Llama(
     name="llama-3.2-3b",
     n_layers=28,
     d_model=3072,
     n_heads=24,
+    n_kv_heads=8,
     d_ff=8192,
+    vocab_size=128_256,
+    max_seq_len=8192,
+    rope_theta=500_000.0,
     tied_head=True,
 )
 """Source: config.json of meta-llama/Llama-3.2-3B."""
@@ -54,6 +56,9 @@ MODELS: Final[Mapping[str, Model]] = {
     },
     "Llama-3.2-3B": LLAMA_3_2_3B,
 }
+
+IMPLEMENTATION: Final = "torchtitan"
+"""Whose code ran: torchtitan's, and torchtune's, which is the same to memory."""
 
 USABLE_BYTES: Final = {"H100-SXM 96GB HBM2e (500W)": int(95.04 * GiB)}
 """What torch sees of a GPU that is not in memplan's table, as torchtitan's logs print it."""
@@ -218,7 +223,8 @@ def _compared(row: Row) -> Compared:
     reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
     if reason:
         return Compared(row=row, reason=reason)
-    e = estimate(_model(row), cluster=_cluster(row), **_plan(row))
+    model = MODELS[row["model"]]
+    e = estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
     peak_gib = row["peak_mem_gib"]
     return Compared(
         row=row,
@@ -228,10 +234,6 @@ def _compared(row: Row) -> Compared:
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
     )
-
-
-def _model(row: Row) -> Model:
-    return MetaLlama.like(MODELS[row["model"]])
 
 
 def _cluster(row: Row) -> Cluster | None:
@@ -265,7 +267,7 @@ def _plan(row: Row) -> dict[str, Any]:
 def _recompute(row: Row) -> dict[str, Any]:
     """Every second block as a whole is as much as the first half of them."""
     if row["recompute"] == "selective" and ("layer" in row["notes"].lower()):
-        return {"recompute": "full", "recompute_blocks": MODELS[row["model"]].n_layers // 2}
+        return {"recompute": "full", "recompute_blocks": MODELS[row["model"]].n_blocks // 2}
     return {"recompute": row["recompute"]}
 
 

@@ -6,16 +6,16 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.device import Device
 from memplan.errors import MissingRule
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
 from memplan.plan import Plan, Rank
-from memplan.record import CollectiveKind, Stretch
+from memplan.record import Axis, CollectiveKind, Stretch
 from memplan.registry import Registry
 from memplan.replay import AllocatorProgram
 from memplan.tape import Backend
@@ -74,29 +74,55 @@ class RankRecord:
         return self.rest_bytes + self.step.high_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartCosts:
-    """What one micro-batch takes of one tensor rank: of the embedding, of one block, of the head.
+class Costs(NamedTuple):
+    """What one micro-batch takes of one tensor rank for a part of the model.
 
-    Elements of weights; FLOPs of a forward pass and, of a block that is recomputed, of those done `again`;
-    bytes sent over the tensor axis by the whole model, and what each recomputed block adds; bytes that a
-    forward pass leaves for the backward pass, of a block `again` if it is recomputed; bytes that go from
-    stage to stage.
+    Elements of its weights; FLOPs of its forward pass, of a recomputed block those that are done again; bytes
+    that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the backward
+    pass.
     """
 
-    embedding_elements: int
-    block_elements: int
-    head_elements: int
-    block_flops: int
-    head_flops: int
-    again_flops: int
+    elements: int
+    flops: int
     sent_bytes: int
-    sent_again_bytes: int
-    embedding_saved: int
-    block_saved: int
-    again_saved: int
-    head_saved: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """The costs of a model's parts: its ends, a block of each kind, and one of each that is recomputed.
+
+    `boundary_bytes` go from stage to stage.
+    """
+
+    embedding: Costs
+    head: Costs
+    blocks: Mapping[str, Costs]
+    recomputed: Mapping[str, Costs]
     boundary_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelism:
+    """Lower bounds of what data parallelism takes of one rank; numbers, or arrays over plans.
+
+    Attributes:
+        waits: bytes sent in a step over each axis while nothing is computed.
+        reductions: bytes sent beside backward passes.
+        gathers: bytes sent beside any computation.
+        reducing: the share of backward passes that reduce gradients.
+        states_bytes: weights, what is kept beside them, and optimizer state.
+        grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
+        updated_bytes: the weights that the rank's optimizer updates.
+    """
+
+    waits: Mapping[Axis, Any]
+    reductions: Mapping[Axis, Any]
+    gathers: Mapping[Axis, Any]
+    reducing: Any
+    states_bytes: Any
+    grads_bytes: Any
+    updated_bytes: Any
 
 
 class Engine(ABC):
@@ -110,7 +136,7 @@ class Engine(ABC):
     refusals: ClassVar[tuple[Rule, ...]] = ()
     """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
     gives_bounds: ClassVar[bool] = False
-    """Whether `part_costs` are known, so that search need not estimate every plan."""
+    """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -134,6 +160,16 @@ class Engine(ABC):
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """What one micro-batch of a plan of one replica and one stage takes of the model's parts."""
+        raise MissingRule(f"engine={self.name!r} gives no bounds.")
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
+    ) -> DataParallelism:
+        """What data parallelism takes of a rank with so many elements of weights, and of its blocks' weights.
+
+        The plan's fields may be arrays over plans that all have one data-parallel rank, or all several, and
+        all ZeRO 0 or 1, or all 2 or 3; `single_stage`: whether their schedules have one stage per rank.
+        """
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:

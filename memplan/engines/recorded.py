@@ -3,17 +3,16 @@
 from collections.abc import Iterable
 from functools import lru_cache
 
-from memplan.engines.trace import Block, Segment, Trace, joined
+from memplan.engines.trace import Block, BlockKind, Segment, Trace, joined
 from memplan.errors import MissingRule
 from memplan.models.traced import DTYPES, TracedEvent, TracedModel, TracedTensor, buffer_at, shape_at, size_at
-from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, Alloc, Compute, Event, Free
 from memplan.shapes import Buffer, DType, Parameter
 from memplan.tape import OpContext
 
 
 @lru_cache(maxsize=256)
-def recorded(model: TracedModel, context: OpContext, recomputes: tuple[Recompute, ...]) -> Trace:
+def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...]) -> Trace:
     """One micro-batch of the whole module, and one block of each kind of recomputation.
 
     Raises:
@@ -25,15 +24,15 @@ def recorded(model: TracedModel, context: OpContext, recomputes: tuple[Recompute
             f"{context.device.type!r} differ; use device={model.device!r}, or trace it there.",
             kind="a traced model on a device that it was not traced for",
         )
-    return joined(_recorded(model, context, recompute) for recompute in recomputes)
+    return joined([_recorded(model, context, kind) for kind in kinds], kinds)
 
 
-def _recorded(model: TracedModel, context: OpContext, recompute: Recompute) -> Trace:
+def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
     batch, seq_len = context.micro_batch, context.seq_len
     recording = model.recording(
         weights=context.weight_dtype.name,
         autocast="" if context.autocast is None else context.autocast.name,
-        recompute=recompute,
+        recompute=kind.recompute if model.n_layers else "none",
         batch=batch,
         seq_len=seq_len,
     )
@@ -73,19 +72,19 @@ def _recorded(model: TracedModel, context: OpContext, recompute: Recompute) -> T
         head_casts=part["head_casts"],
         head_backward=Segment((*loss.events, *part["head_backward"].events)),
         n_loss_backward=len(loss.events),
-        blocks=(
-            Block(
+        blocks={
+            kind: Block(
                 forward=part["block"],
                 backward=part["block_backward"],
                 entry=part["entry"],
                 entry_backward=part["entry_backward"],
                 casts=part["block_casts"],
-            ),
-        ),
+                parameters=own(model.block_parameters),
+            )
+        },
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
         embed_parameters=own(model.embed_parameters),
-        block_parameters=own(model.block_parameters),
         head_parameters=own(model.head_parameters),
         products=frozenset(),
         products_backward=frozenset(),

@@ -15,10 +15,11 @@ from memplan.plan import Plan
 
 def check_positions(model: Model, plan: Plan) -> None:
     """Raise if the sequence is longer than the table of learned positions."""
-    if model.learned_positions and plan.seq_len > model.max_seq_len:
+    longest = model.longest_seq_len
+    if longest is not None and plan.seq_len > longest:
         raise PlanRefused(
-            f"seq_len={plan.seq_len} is longer than max_seq_len={model.max_seq_len}, the table of learned "
-            f"positions of {model.name}; use {model.max_seq_len} or less.",
+            f"seq_len={plan.seq_len} is longer than max_seq_len={longest}, the table of learned "
+            f"positions of {model.name}; use {longest} or less.",
             kind="sequences longer than the table of learned positions",
         )
 
@@ -54,8 +55,8 @@ def check_sequence(model: Model, plan: Plan) -> None:
     """Raise if the tensor axis does not divide the sequence under sequence parallelism."""
     if plan.sequence_parallel and plan.seq_len % plan.tp:
         divisible = -(-plan.seq_len // plan.tp) * plan.tp
-        if model.learned_positions:
-            divisible = min(divisible, model.max_seq_len // plan.tp * plan.tp)
+        if model.longest_seq_len is not None:
+            divisible = min(divisible, model.longest_seq_len // plan.tp * plan.tp)
         raise PlanRefused(
             f"sequence_parallel=True needs tp={plan.tp} to divide seq_len={plan.seq_len}; use "
             f"{f'seq_len={divisible}' if divisible else 'sequence_parallel=False'}.",
@@ -75,7 +76,7 @@ def check_layers(model: Model, plan: Plan) -> None:
     if plan.virtual_stages > 1:
         stages = f"pp x virtual_stages = {plan.pp} x {plan.virtual_stages} = {plan.n_stages}"
     if plan.layers_per_stage is None:
-        most = model.n_layers
+        most = model.n_blocks
         if plan.pp > max(most, 1):
             raise PlanRefused(
                 f"pp={plan.pp} is more than n_layers={most}; use at most {most}.",
@@ -94,10 +95,10 @@ def check_layers(model: Model, plan: Plan) -> None:
             f"{given} names {len(plan.layers_per_stage)} stages, but {stages}; name {plan.n_stages}.",
             kind="layers_per_stage for another number of stages",
         )
-    if sum(plan.layers_per_stage) != model.n_layers:
+    if sum(plan.layers_per_stage) != model.n_blocks:
         raise PlanRefused(
-            f"{given} adds up to {sum(plan.layers_per_stage)} blocks, but n_layers={model.n_layers}; "
-            f"make it add up to {model.n_layers}.",
+            f"{given} adds up to {sum(plan.layers_per_stage)} blocks, but n_layers={model.n_blocks}; "
+            f"make it add up to {model.n_blocks}.",
             kind="layers_per_stage for another number of layers",
         )
     _check_empty_stages(plan, plan.layers_per_stage)

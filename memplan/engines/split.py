@@ -7,23 +7,21 @@ whole backward pass it cannot be put together from the trace of a single block.
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import index
-from typing import Final
+from itertools import repeat
+from typing import Any, Final
 
 from memplan.engines.trace import (
     EMPTY,
-    Block,
+    BlockKind,
     Marks,
     Segment,
     Trace,
     buffer_in,
     entry_of,
-    gradients,
     run_block,
 )
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
-from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor
@@ -31,8 +29,8 @@ from memplan.tape import OpContext, SplitBackward, Tape, Tensor
 CountedSegments = tuple[tuple[Segment, int], ...]
 """Segments in order, and how often each."""
 
-BlockRuns = tuple[tuple[Recompute, int], ...]
-"""A stage's runs of blocks: how each is recomputed, and how long it is."""
+BlockRuns = tuple[tuple[BlockKind, int], ...]
+"""A stage's runs of equal blocks, and how long each is."""
 
 MOST_ALIKE: Final = 2
 """A run's first and last block are themselves; what is between them recurs."""
@@ -59,7 +57,7 @@ class SplitTrace:
 
 @lru_cache(maxsize=256)
 def split_traced(
-    trace: Trace, model: Model, context: OpContext, *, last: bool, kinds: BlockRuns
+    trace: Trace, model: Model, context: OpContext, *, last: bool, runs: BlockRuns
 ) -> SplitTrace:
     """One micro-batch back through a stage of runs of blocks; its buffers and weights are the `trace`'s.
 
@@ -67,17 +65,15 @@ def split_traced(
     """
     tape = Tape(context)
     names = _Names(trace, tape.products["backward"])
-    for parameter in (*trace.block_parameters, *trace.head_parameters):
-        tape.parameters[parameter.name] = parameter
+    own = [parameter for block in trace.blocks.values() for parameter in block.parameters]
+    tape.parameters.update({parameter.name: parameter for parameter in (*own, *trace.head_parameters)})
     cut = Marks(tape)
     x = entry_of(model, tape, first=False)
     names.leave_out(cut.segment())
-    ends, times = [1], list(_times(kinds))
-    for (recompute, block), n in zip(_blocks(trace, kinds), times, strict=True):
-        with tape.named("blocks.*"):
-            x = run_block(model, tape, x, recompute)
-        made = block.entry if len(ends) == 1 else block.forward
-        names.give(cut.segment(), made, repeats=n)
+    ends, times = [1], list(_times(runs))
+    for kind, n in zip(_kinds(runs), times, strict=True):
+        x, block = run_block(model, tape, x, kind), trace.blocks[kind]
+        names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
         tape.leave_autocast()
         ends.append(len(tape.nodes))
     held = Tensor(tape, x.shape, x.dtype, x.storage)
@@ -118,37 +114,37 @@ def split_traced(
     grad = None
     split.end_input()
     end_input = names.by_repeats(cut.segment())
+    second = _second_part(split, names, cut, list(zip(ends[1:], times, strict=True)))
+    del held, held_loss, input_grad
+    products = frozenset(names.called(tape.products["backward"]))
+    return SplitTrace(loss=loss, head=head, blocks=tuple(blocks), end=end_input, products=products, **second)
+
+
+def _second_part(
+    split: SplitBackward, names: "_Names", cut: Marks, blocks: Iterable[tuple[int, int]]
+) -> dict[str, Any]:
+    """The second part of the backward pass; `blocks`: the last node and the repetitions of each one."""
     weights: list[tuple[Segment, int]] = []
-    for i, n in enumerate(times):
-        split.weights(up_to=ends[i + 1])
+    for end, n in blocks:
+        split.weights(up_to=end)
         weights.append((names(cut.segment(), repeats=n), n))
     split.weights(up_to=split.n_nodes)
     weights_head = names(cut.segment())
     split.end_weights()
     weights_end = names.by_repeats(cut.segment())
-    del held, held_loss, input_grad
-    return SplitTrace(
-        loss=loss,
-        head=head,
-        blocks=tuple(blocks),
-        end=end_input,
-        weights=tuple(weights),
-        weights_head=weights_head,
-        weights_end=weights_end,
-        products=frozenset(names.called(tape.products["backward"])),
-    )
+    return {"weights": tuple(weights), "weights_head": weights_head, "weights_end": weights_end}
 
 
-def _times(kinds: BlockRuns) -> Iterator[int]:
+def _times(runs: BlockRuns) -> Iterator[int]:
     """How often each traced block recurs: of three in a row the one between the others does."""
-    for _, n in kinds:
-        yield from (1, n - 2, 1) if n > MOST_ALIKE else [1] * index(n)
+    for _, n in runs:
+        yield from (1, n - 2, 1) if n > MOST_ALIKE else [1] * n
 
 
-def _blocks(trace: Trace, kinds: BlockRuns) -> Iterator[tuple[Recompute, Block]]:
-    for block, (recompute, n) in zip(trace.blocks, kinds, strict=True):
-        for _ in range(MOST_ALIKE + 1 if n > MOST_ALIKE else index(n)):
-            yield recompute, block
+def _kinds(runs: BlockRuns) -> Iterator[BlockKind]:
+    """The kind of each traced block."""
+    for kind, n in runs:
+        yield from repeat(kind, min(n, MOST_ALIKE + 1))
 
 
 class _Names:
@@ -161,7 +157,7 @@ class _Names:
 
     def __init__(self, trace: Trace, products: Set[Buffer]) -> None:
         self.products = products
-        self.grads = gradients(trace.head_backward, trace.blocks[0].backward)
+        self.grads = trace.gradients()
         self.known: dict[Buffer, Buffer | None] = {}
         self.repeats: dict[Buffer, int] = {}
         self.alike: dict[tuple[str, Shape, DType, Kind, bool], Buffer] = {}

@@ -22,7 +22,7 @@ from memplan.engines.refusals import (
 )
 from memplan.errors import MissingRule
 from memplan.memory import Alive
-from memplan.models import Model, TracedModel, parameter_count
+from memplan.models import Decoder, Model, parameter_count
 from memplan.orders import in_flight
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
@@ -315,7 +315,7 @@ def stage_parameters(model: Model, plan: Plan) -> float:
     return parameter_count(model) / (plan.pp * plan.tp)
 
 
-def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
+def stage_activations_bytes(model: Decoder, plan: Plan, pp_rank: int) -> float:
     """Activations of a pipeline stage: its layers' times the micro-batches alive, and the ends it owns.
 
     1F1B keeps p - i micro-batches on stage i (of m, if that is fewer), GPipe all m. The first
@@ -341,7 +341,7 @@ def stage_activations_bytes(model: Model, plan: Plan, pp_rank: int) -> float:
     return kept + (alive * inputs if pp_rank == 0 else 0) + (outputs if pp_rank == plan.pp - 1 else 0)
 
 
-def _layer_bytes(model: Model, plan: Plan, sizes: dict[str, int], *, recompute: Recompute) -> float:
+def _layer_bytes(model: Decoder, plan: Plan, sizes: dict[str, int], *, recompute: Recompute) -> float:
     """One layer's activations; what is selectively recomputed is attention's core, as in the paper."""
     if recompute == "full":
         kept = layer_activations_full_recompute_bytes(**sizes)
@@ -358,7 +358,7 @@ def _layer_bytes(model: Model, plan: Plan, sizes: dict[str, int], *, recompute: 
     return layer_activations_tp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
 
 
-def traffic(model: Model, plan: Plan, pp_rank: int) -> Iterator[Collective]:
+def traffic(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Collective]:
     """The collectives that the papers count.
 
     Data axis: gradients all-reduced (zero 0); reduced and the weights gathered (1, 2); weights gathered twice
@@ -404,7 +404,7 @@ def forward_flops(model: Model, plan: Plan) -> float:
     return 2 * stage_parameters(model, plan) * plan.n_micro_batches * plan.micro_batch * plan.seq_len
 
 
-def recomputed_flops(model: Model, plan: Plan, pp_rank: int) -> float:
+def recomputed_flops(model: Decoder, plan: Plan, pp_rank: int) -> float:
     """What of a GPU's `forward_flops` is computed again: all of its recomputed layers' share.
 
     Neglects: attention's core, which "selective" computes again, as `forward_flops` does.
@@ -417,7 +417,7 @@ def recomputed_flops(model: Model, plan: Plan, pp_rank: int) -> float:
     return forward_flops(model, plan) * recomputed / layers
 
 
-def step(model: Model, plan: Plan, pp_rank: int) -> Iterator[Event]:
+def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
     """The formulas' step: one instant at which everything is alive, what is computed, what is sent.
 
     Each number of bytes is rounded to a whole one.
@@ -459,21 +459,28 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "bucket_cap_bytes": (None,),
     "ddp_comm_hook": ("none",),
     "loss_chunks": (1,),
+    "torch_version": ("2.13",),
 }
 """Values of a plan's options that the formulas cover; of other options all."""
 
 
-def _check_traced(model: Model, plan: Plan) -> None:
-    if isinstance(model, TracedModel):
+def _decoder(model: Model) -> Decoder:
+    """The model, if the papers' formulas are about it.
+
+    Raises:
+        MissingRule: blocks of several kinds, or sizes of another kind than the formulas have.
+    """
+    if not isinstance(model, Decoder):
         raise MissingRule(
-            f"{model.name} was traced, and the papers' formulas are of transformers of a known width; use "
-            "engine='torch'.",
-            kind="a traced model in a formula",
+            f"the closed forms are for decoders of equal blocks, and {model.name} is of the family "
+            f"{model.family}; use engine='torch'.",
+            kind="a model that the closed forms are not about",
         )
+    return model
 
 
 def _check_heads(model: Model, plan: Plan) -> None:
-    check_divided(plan, {"n_heads": model.n_heads})
+    check_divided(plan, {"n_heads": _decoder(model).n_heads})
 
 
 def _check_options(model: Model, plan: Plan) -> None:
@@ -481,7 +488,6 @@ def _check_options(model: Model, plan: Plan) -> None:
 
 
 REFUSALS: Final[tuple[Rule, ...]] = (
-    _check_traced,
     _check_heads,
     check_sequence,
     check_layers,
@@ -514,6 +520,7 @@ class TextbookEngine(Engine):
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
     ) -> RankRecord:
+        model = _decoder(model)
         kept = _states(model, plan)
         weights, optimizer = _bytes("weights", kept.weights_bytes), _bytes("optimizer", kept.optimizer_bytes)
         played = list(step(model, plan, rank.pp))

@@ -1,15 +1,15 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
-from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
 from memplan.shapes import INT64, Buffer, Parameter
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -37,13 +37,20 @@ class Segment:
 EMPTY = Segment()
 
 
+class BlockKind(NamedTuple):
+    """A kind of the model's blocks, and how it is recomputed."""
+
+    kind: str
+    recompute: Recompute
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One kind of block in both directions.
+    """One kind of block in both directions, and its parameters in the order of the module.
 
-    `entry`, `entry_backward`: as a stage's first block. Where its input came from another stage, that tensor
-    is the schedule's and not freed here. `casts` frees what autocast kept of the block's weights, when the
-    forward pass ends.
+    `entry`, `entry_backward`: as a stage's first block, which waits for the embedding's collective. Where its
+    input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
+    autocast kept of the block's weights, when the forward pass ends.
     """
 
     forward: Segment
@@ -51,17 +58,16 @@ class Block:
     entry: Segment
     entry_backward: Segment
     casts: Segment
+    parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """Forward and backward of the ends a stage owns and of its kinds of blocks; it equals only itself.
 
-    Parameters are in the order of the module.
-
     Attributes whose meaning their name does not tell:
-        blocks: one for each kind that was asked for. They share parameters, the buffers of their gradients,
-            the boundary and its gradient.
+        blocks: one for each kind that was asked for. They share the boundary and its gradient; those that
+            differ in their recomputation only, parameters and the buffers of their gradients too.
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
         end_of_backward: frees what the backward pass has begun with, and the loss unless a schedule holds it.
@@ -71,6 +77,7 @@ class Trace:
         products, products_backward: the results of the matrix products of either pass.
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
+        in_flight: what the embedding's collective holds until the first block reads its result.
     """
 
     embed: Segment = EMPTY
@@ -80,20 +87,25 @@ class Trace:
     loss: Segment = EMPTY
     head_backward: Segment = EMPTY
     n_loss_backward: int = 0
-    blocks: tuple[Block, ...]
+    blocks: Mapping[BlockKind, Block]
     embed_backward: Segment = EMPTY
     end_of_backward: Segment = EMPTY
     release: Segment = EMPTY
     release_loss: Segment = EMPTY
     release_input_grad: Segment = EMPTY
     embed_parameters: tuple[Parameter, ...] = ()
-    block_parameters: tuple[Parameter, ...]
     head_parameters: tuple[Parameter, ...] = ()
     products: frozenset[Buffer]
     products_backward: frozenset[Buffer]
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
+    in_flight: tuple[Buffer, ...] = ()
+
+    def gradients(self) -> dict[Parameter, Buffer]:
+        """The gradients that a backward pass leaves."""
+        blocks = [block.backward for block in self.blocks.values()]
+        return gradients(self.head_backward, *blocks, self.embed_backward)
 
     def sending(self, forward: Segment) -> Segment:
         """A block's forward pass whose output is `sent`."""
@@ -132,23 +144,27 @@ def traced(
     *,
     first: bool,
     last: bool,
-    recomputes: tuple[Recompute, ...],
+    kinds: tuple[BlockKind, ...],
     keep_logits: bool,
 ) -> Trace:
     """One micro-batch through a stage's ends and one block of each kind, forward and backward.
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
-    return joined(
-        _traced(model, context, first=first, last=last, recompute=recompute, keep_logits=keep_logits)
-        for recompute in recomputes
-    )
+    each = [
+        _traced(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits) for kind in kinds
+    ]
+    return joined(each, kinds)
 
 
-def joined(traces: Iterable[Trace]) -> Trace:
-    """The first of these traces, with the blocks of all."""
+def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
+    """The first of these traces, each of a block of one kind, with the blocks of all."""
     one, *others = traces
-    return replace(one, blocks=(*one.blocks, *(_as_in(one, other) for other in others)))
+    blocks = dict(one.blocks)
+    for kind, other in zip(kinds[1:], others, strict=True):
+        like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
+        blocks[kind] = _as_in(one, other, like)
+    return replace(one, blocks=blocks)
 
 
 def without_blocks(trace: Trace) -> Trace:
@@ -159,138 +175,218 @@ def without_blocks(trace: Trace) -> Trace:
     received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
     return replace(
         trace,
-        embed=trace.sending(trace.embed),
+        embed=trace.sending(Segment((*trace.embed.events, *frees(*trace.in_flight)))),
         head=received(trace.head),
         head_backward=received(trace.head_backward),
         embed_backward=without_grad(trace.embed_backward),
     )
 
 
-def _as_in(one: Trace, other: Trace) -> Block:
-    """The block of another trace, in one trace's parameters, gradients and boundary."""
-    parameters = dict(zip(other.block_parameters, one.block_parameters, strict=True))
-    grads = gradients(one.blocks[0].backward)
+def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
+    """The block of another trace: its boundary is one trace's, its parameters those of a block `like` it."""
+    (block,) = other.blocks.values()
+    if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
+        raise MissingRule(
+            f"blocks of one stage that hand on {one.boundary} and {other.boundary} have no rule; make both "
+            "equal."
+        )
+    if other.boundary.kind == "activations":
+        one.boundary.kind = one.sent.kind = "activations"
+    parameters = dict(zip(block.parameters, (like or block).parameters, strict=True))
+    grads = gradients((like or block).backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
-    for parameter, grad in gradients(other.blocks[0].backward).items():
+    for parameter, grad in gradients(block.backward).items():
         renamed[grad] = grads[parameters[parameter]]
     same = _Renamed(renamed, parameters)
-    block = other.blocks[0]
-    return Block(**{field.name: same(getattr(block, field.name)) for field in fields(Block)})
-
-
-def _traced(
-    model: Model, context: OpContext, *, first: bool, last: bool, recompute: Recompute, keep_logits: bool
-) -> Trace:
-    tape = Tape(context)
-    cut = Marks(tape)
-    x = entry_of(model, tape, first=first)
-    entry = _buffer(x)
-    embed, embed_parameters = cut.segment(), cut.parameters()
-    n_embed = len(tape.nodes)
-    tape.leave_autocast()
-    embed_casts = cut.segment()
-    with tape.named("blocks.*"):
-        x = run_block(model, tape, x, recompute)
-    boundary = _buffer(x)
-    block, block_parameters = cut.segment(), cut.parameters()
-    n_block = len(tape.nodes)
-    tape.leave_autocast()
-    block_casts = cut.segment()
-    head = head_casts = loss = head_backward = end_of_backward = release_loss = EMPTY
-    ends: list[Tensor] = []
-    head_parameters: tuple[Parameter, ...] = ()
-    n_loss_backward = 0
-    held: Tensor | None = None
-    if last:
-        logits = model.head(x)
-        del x
-        head, head_parameters = cut.segment(), cut.parameters()
-        tape.leave_autocast()
-        head_casts = cut.segment()
-        n_head = len(tape.nodes)
-        end = cross_entropy(logits)
-        held = logits if keep_logits else None
-        del logits
-        end = share_of_loss(end)
-        scaled = scaled_loss(end)
-        ends = [Tensor(tape, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
-        del end
-        loss = cut.segment()
-        start = gradient_of_loss(tape)
-        tape.start_backward(scaled, start)
-        del scaled
-        tape.backward(down_to=n_head)
-        n_loss_backward = len(tape.events) - cut.n_events
-        tape.backward(down_to=n_block)
-        head_backward = cut.segment()
-    else:
-        held = Tensor(tape, x.shape, x.dtype, x.storage)
-        tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
-        del x
-    tape.backward(down_to=n_embed)
-    block_backward = cut.segment()
-    input_grad = tape.nodes[-1].grad
-    boundary_grad = _buffer(input_grad)
-    if first:
-        input_grad = None
-    tape.backward()
-    embed_backward = cut.segment()
-    if last:
-        del start
-    if not keep_logits:
-        ends.clear()
-    end_of_backward = cut.segment()
-    ends.clear()
-    release_loss = cut.segment()
-    del held
-    release = cut.segment()
-    del input_grad
-    release_input_grad = cut.segment()
-    if entry.n_bytes != boundary.n_bytes:
-        raise MissingRule(f"a block's input ({entry}) and output ({boundary}) must be alike.")
-    if "activations" in (entry.kind, boundary.kind):
-        boundary.kind = "activations"
-    same = _Renamed({entry: boundary})
-    sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
-    inside = (lambda segment: segment) if first else Without(entry)
-    return Trace(
-        embed=same(inside(embed)),
-        embed_casts=embed_casts,
-        head=same(head),
-        head_casts=head_casts,
-        loss=loss,
-        head_backward=same(head_backward),
-        n_loss_backward=n_loss_backward,
-        blocks=(
-            Block(
-                forward=same(block),
-                backward=same(block_backward),
-                entry=same(inside(block)),
-                entry_backward=same(inside(block_backward)),
-                casts=block_casts,
-            ),
-        ),
-        embed_backward=same(embed_backward),
-        end_of_backward=end_of_backward,
-        release=release if last else _Renamed({boundary: sent})(release),
-        release_loss=release_loss,
-        release_input_grad=release_input_grad,
-        embed_parameters=embed_parameters,
-        block_parameters=block_parameters,
-        head_parameters=head_parameters,
-        products=frozenset(tape.products["forward"]),
-        products_backward=frozenset(tape.products["backward"]),
-        boundary=boundary,
-        sent=sent,
-        boundary_grad=boundary_grad,
+    segments = [field.name for field in fields(Block) if field.name != "parameters"]
+    return Block(
+        **{name: same(getattr(block, name)) for name in segments}, parameters=tuple(parameters.values())
     )
 
 
-def run_block(model: Model, tape: Tape, x: Tensor, recompute: Recompute) -> Tensor:
-    """The model's block, recomputed or not."""
-    if recompute == "none":
-        return model.block(x)
-    return tape.recomputed(model.block, x, selective=recompute == "selective")
+def _traced(
+    model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
+) -> Trace:
+    stage = _TracedStage(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits)
+    stage.forward()
+    if last:
+        stage.loss()
+    else:
+        stage.send()
+    stage.backward()
+    stage.release()
+    return stage.trace()
+
+
+class _TracedStage:
+    """A stage of one block as one micro-batch passes through it: the tensors it holds, the segments so far.
+
+    A tensor dies when its last reference goes, so that each is referred to from here for as long as PyTorch
+    refers to it, and from no local variable any longer.
+    """
+
+    def __init__(
+        self, model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
+    ) -> None:
+        self.model, self.kind = model, kind
+        self.first, self.last, self.keep_logits = first, last, keep_logits
+        self.tape = Tape(context)
+        self.cut = Marks(self.tape)
+        self.segments: dict[str, Segment] = {}
+        self.parameters: dict[str, tuple[Parameter, ...]] = {"head": ()}
+        self.n_loss_backward = 0
+        self.held = {"x": entry_of(model, self.tape, first=first)}
+        self.input_grad: Tensor | None = None
+        self.entry = _buffer(self.held["x"])
+        self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
+
+    def _end(self, name: str) -> None:
+        """What was done since the last segment is the segment of this name."""
+        self.segments[name] = self.cut.segment()
+
+    def _end_forward(self, name: str) -> int:
+        """A part's forward pass is over, and so is its autocast; the number of nodes so far."""
+        self._end(name)
+        self.parameters[name] = self.cut.parameters()
+        n_nodes = len(self.tape.nodes)
+        self.tape.leave_autocast()
+        self._end(f"{name}_casts")
+        return n_nodes
+
+    def forward(self) -> None:
+        """The embedding and the block."""
+        self.n_embed = self._end_forward("embed")
+        self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
+        self.boundary = _buffer(self.held["x"])
+        self.n_block = self._end_forward("block")
+
+    def loss(self) -> None:
+        """The last stage's head and loss, and the way back through both."""
+        tape = self.tape
+        logits = self.model.head(self.held["x"])
+        del self.held["x"]
+        n_head = self._end_forward("head")
+        end = cross_entropy(logits)
+        if self.keep_logits:
+            self.held["output"] = logits
+        del logits
+        end = share_of_loss(end)
+        scaled = scaled_loss(end)
+        if not self.keep_logits:
+            self.held["loss"] = Tensor(tape, end.shape, end.dtype, end.storage)
+        self.held["scaled loss"] = Tensor(tape, scaled.shape, scaled.dtype, scaled.storage)
+        del end
+        self._end("loss")
+        self.held["start"] = gradient_of_loss(tape)
+        tape.start_backward(scaled, self.held["start"])
+        del scaled
+        tape.backward(down_to=n_head)
+        self.n_loss_backward = len(tape.events) - self.cut.n_events
+        tape.backward(down_to=self.n_block)
+        self._end("head_backward")
+
+    def send(self) -> None:
+        """What another stage than the last does with its output: the gradient that comes back starts it."""
+        tape, x = self.tape, self.held.pop("x")
+        self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
+        tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
+
+    def backward(self) -> None:
+        """The way back through the block and the embedding."""
+        tape = self.tape
+        incoming = tape.nodes[-1].grad
+        tape.backward(down_to=self.n_embed)
+        self._end("block_backward")
+        self.input_grad = tape.nodes[-1].grad
+        self.boundary_grad = _buffer(self.input_grad)
+        _check_handed_on(incoming, self.boundary_grad, self.segments["block_backward"])
+        del incoming
+        if self.first:
+            self.input_grad = None
+        tape.backward()
+        self._end("embed_backward")
+
+    def release(self) -> None:
+        """What goes at the end of the backward pass, and what a schedule holds beyond it."""
+        losses = "scaled loss", "loss"
+        for name in ("start", *(() if self.keep_logits else losses)):
+            self.held.pop(name, None)
+        self._end("end_of_backward")
+        for name in losses:
+            self.held.pop(name, None)
+        self._end("release_loss")
+        self.held.pop("output", None)
+        self._end("release")
+        self.input_grad = None
+        self._end("release_input_grad")
+
+    def trace(self) -> Trace:
+        """All segments, with one buffer for what is handed from block to block."""
+        entry, boundary, found = self.entry, self.boundary, self.segments
+        if entry.n_bytes != boundary.n_bytes:
+            raise MissingRule(
+                f"a block whose input ({entry}) and output ({boundary}) differ in size has no rule."
+            )
+        if "activations" in (entry.kind, boundary.kind):
+            boundary.kind = "activations"
+        same = _Renamed({entry: boundary})
+        sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
+        inside = (lambda segment: segment) if self.first else Without(entry)
+        block, backward = found["block"], found["block_backward"]
+        return Trace(
+            embed=same(inside(found["embed"])),
+            embed_casts=found["embed_casts"],
+            head=same(found.get("head", EMPTY)),
+            head_casts=found.get("head_casts", EMPTY),
+            loss=found.get("loss", EMPTY),
+            head_backward=same(found.get("head_backward", EMPTY)),
+            n_loss_backward=self.n_loss_backward,
+            blocks={
+                self.kind: Block(
+                    forward=same(Without(*self.in_flight)(block)),
+                    backward=same(backward),
+                    entry=same(inside(block)),
+                    entry_backward=same(inside(backward)),
+                    casts=found["block_casts"],
+                    parameters=self.parameters["block"],
+                )
+            },
+            embed_backward=same(found["embed_backward"]),
+            end_of_backward=found["end_of_backward"],
+            release=found["release"] if self.last else _Renamed({boundary: sent})(found["release"]),
+            release_loss=found["release_loss"],
+            release_input_grad=found["release_input_grad"],
+            embed_parameters=self.parameters["embed"],
+            head_parameters=self.parameters["head"],
+            products=frozenset(self.tape.products["forward"]),
+            products_backward=frozenset(self.tape.products["backward"]),
+            boundary=boundary,
+            sent=sent,
+            boundary_grad=self.boundary_grad,
+            in_flight=self.in_flight,
+        )
+
+
+def _check_handed_on(incoming: Tensor | None, boundary_grad: Buffer, backward: Segment) -> None:
+    """A block must add to the gradient that it gets and hand it on, as one with a residual sum does."""
+    if incoming is not None and incoming.storage is not None:
+        handed_on = incoming.storage.buffer is boundary_grad
+    else:
+        handed_on = AddToIncoming(boundary_grad) in backward.events
+    if not handed_on:
+        raise MissingRule(
+            "a block that does not add to its output's gradient in place and hand it on has no rule; end the "
+            "block with a residual sum, and begin the head with a norm."
+        )
+
+
+def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
+    """A block of the model, recomputed or not."""
+    name, recompute = kind
+    with tape.named(f"{name}.*"):
+        if recompute == "none":
+            return model.block(x, name)
+        return tape.recomputed(lambda y: model.block(y, name), x, selective=recompute == "selective")
 
 
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
@@ -314,13 +410,13 @@ def _buffer(x: Tensor | None) -> Buffer:
 
 
 class Without:
-    """Leaves out what happens to a buffer."""
+    """Leaves out what happens to some buffers."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, *buffers: Buffer) -> None:
+        self.buffers = buffers
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(e for e in segment.events if buffer_in(e) is not self.buffer))
+        return Segment(tuple(e for e in segment.events if buffer_in(e) not in self.buffers))
 
 
 class _Renamed:

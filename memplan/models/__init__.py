@@ -1,20 +1,27 @@
 """Models: forward passes over shapes."""
 
-from memplan.models.base import Model
+from memplan.models.base import Decoder, Layers, Model, model_dict
+from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
-from memplan.models.huggingface import model_from_config
 from memplan.models.llama import Llama
-from memplan.models.lookup import resolve
-from memplan.models.parameters import parameter_count
+from memplan.models.lookup import model_from_config, resolve
+from memplan.models.parameters import ends_are_tied, not_divided, parameter_count
 from memplan.models.presets import preset, preset_names, preset_source
 from memplan.models.traced import TracedModel
 
 __all__ = [
+    "Decoder",
+    "Family",
     "Gpt",
+    "Layers",
     "Llama",
     "Model",
     "TracedModel",
+    "ends_are_tied",
+    "implemented",
+    "model_dict",
     "model_from_config",
+    "not_divided",
     "parameter_count",
     "preset",
     "preset_names",

@@ -1,51 +1,148 @@
-"""The base of all models: sizes, and a forward pass over shapes in three parts."""
+"""What a model is to the engines, and the decoder-only transformer that most families are."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, ClassVar, Final, NamedTuple
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, divisors_text, shown_value
-from memplan.shapes import COMPLEX64, INT64, Buffer, buffer_of
+from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tensor
 
 MOST_LAYERS: Final = 10_000
 """More are taken for a mistake: the deepest trained model has 1,000 (Wang et al. 2022, arXiv:2203.00555)."""
 
+BLOCKS: Final = "blocks"
+"""The kind of a model's blocks if all are equal."""
+
+
+class Layers(NamedTuple):
+    """Consecutive blocks of one kind. The names of their tensors begin with the kind's."""
+
+    kind: str
+    n: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(ABC):
+    """A language model as engines see it: an embedding, blocks of one or several kinds, a head.
+
+    `d_model` is the width of what is handed from block to block, `max_seq_len` the trained context. Frozen:
+    change a field with `dataclasses.replace`. A subclass adds sizes of its own and writes the forward pass:
+    `embed`, a `block` of each kind, `head`. A tied head names the embedding's table as its weight.
+
+    Raises:
+        InvalidValue: a size that is no positive integer.
+    """
+
+    family: ClassVar[str] = "custom"
+    """Its name in the registry (`memplan.models.families`), if it is there."""
+    implementation: ClassVar[str] = "reference"
+    """Whose code the forward pass is written after, in a word."""
+    code: ClassVar[str] = "memplan's own modules (validate/modules.py)"
+    """That code, with its version, for people."""
+
+    name: str
+    d_model: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidValue(f"name={shown_value(self.name)} is not allowed; use a text that is not empty.")
+        for field in ("d_model", "max_seq_len"):
+            object.__setattr__(self, field, checked_count(field, getattr(self, field)))
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[Layers, ...]:
+        """The blocks in order."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of blocks, each once."""
+        return tuple(dict.fromkeys([kind for kind, _ in self.layers]))
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks there are."""
+        return sum([n for _, n in self.layers])
+
+    def layers_in(self, blocks: range) -> tuple[Layers, ...]:
+        """The kinds of some of the blocks, in order."""
+        kinds = [kind for kind, n in self.layers for _ in range(n)]
+        return tuple(
+            Layers(kind, len(list(same))) for kind, same in groupby(kinds[blocks.start : blocks.stop])
+        )
+
+    @property
+    def longest_seq_len(self) -> int | None:
+        """The longest sequence that the model takes: its table of learned positions; None: any."""
+        return None
+
+    @property
+    def sizes_over_tp(self) -> Mapping[str, int]:
+        """Sizes that the tensor axis must divide, by name, for the text of a refusal.
+
+        What is not here is refused by the operations, in their words.
+        """
+        return {}
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        """What a module keeps beside its weights: each pipeline stage has its own."""
+        return ()
+
+    def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
+        """What a step is given for so many samples; the first is the pipeline's first stage's only."""
+        return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
+
+    def sizes(self) -> dict[str, Any]:
+        """Its fields as plain values."""
+        return asdict(self)
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (batch, seq) to the first block's input (batch, seq, d_model)."""
+
+    @abstractmethod
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        """One block of a kind, (batch, seq, d_model) to the same."""
+
+    @abstractmethod
+    def head(self, x: Tensor) -> Tensor:
+        """The last block's output to logits (batch, seq, vocabulary)."""
+
+
+def model_dict(model: Model) -> dict[str, Any]:
+    """A model as plain values."""
+    return {"family": model.family, "implementation": model.implementation, **model.sizes()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder(Model):
     """A decoder-only transformer of `n_layers` equal blocks.
 
-    Sizes are counts: `d_model` is the width of the residual stream, `d_ff` of the feed-forward layer,
-    `d_head` of one attention head (0: d_model / n_heads), `n_kv_heads` the key and value heads (0: n_heads).
-    Subclasses write the forward pass: `embed`, one `block`, `head`. Frozen: change a field with
-    `dataclasses.replace`.
+    Sizes are counts: `d_ff` is the width of the feed-forward layer, `d_head` of one attention head (0:
+    d_model / n_heads), `n_kv_heads` the key and value heads (0: n_heads).
 
     Raises:
         InvalidValue: a size that is no positive integer, or sizes that contradict each other.
     """
 
-    learned_positions: ClassVar[bool]
-    """Whether there is a table of learned positions, whose length `max_seq_len` no sequence can exceed."""
-
-    name: str
     n_layers: int
-    d_model: int
     n_heads: int
     n_kv_heads: int = 0
     d_head: int = 0
     d_ff: int
     vocab_size: int
-    max_seq_len: int
     tied_head: bool = False
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise InvalidValue(f"name={shown_value(self.name)} is not allowed; use a text that is not empty.")
+        Model.__post_init__(self)
         object.__setattr__(self, "n_layers", checked_count("n_layers", self.n_layers, most=MOST_LAYERS))
-        for field in ("d_model", "n_heads", "d_ff", "vocab_size", "max_seq_len"):
+        for field in ("n_heads", "d_ff", "vocab_size"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field)))
         for field in ("n_kv_heads", "d_head"):
             object.__setattr__(self, field, checked_count(field, getattr(self, field), least=0))
@@ -59,31 +156,20 @@ class Model(ABC):
         checked_fraction("dropout", self.dropout)
 
     @property
+    def layers(self) -> tuple[Layers, ...]:
+        return (Layers(BLOCKS, self.n_layers),)
+
+    def layers_in(self, blocks: range) -> tuple[Layers, ...]:
+        return (Layers(BLOCKS, len(blocks)),) if blocks else ()
+
+    @property
+    def sizes_over_tp(self) -> Mapping[str, int]:
+        return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size")}
+
+    @property
     def output_name(self) -> str:
         """The projection to the vocabulary: the token table itself if the head is tied."""
         return "embedding.tokens" if self.tied_head else "head.output"
-
-    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        """What a module keeps beside its weights: the angles of rotary positions."""
-        if self.learned_positions:
-            return ()
-        return (buffer_of("rotation", (seq_len, self.d_head // 2), COMPLEX64),)
-
-    def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
-        """What a step is given for so many samples; the first is the pipeline's first stage's only."""
-        return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
-
-    @abstractmethod
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids (batch, seq) to the first block's input (batch, seq, d_model)."""
-
-    @abstractmethod
-    def block(self, x: Tensor) -> Tensor:
-        """One block, (batch, seq, d_model) to the same."""
-
-    @abstractmethod
-    def head(self, x: Tensor) -> Tensor:
-        """The last block's output to logits (batch, seq, vocab_size)."""
 
 
 def _check_divides(name: str, value: int, of: str, total: int) -> None:

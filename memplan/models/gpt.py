@@ -1,10 +1,12 @@
 """GPT-2 and GPT-3: learned positions, LayerNorm, biases, GELU, dropout, tied or untied head."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 from memplan.errors import InvalidValue
-from memplan.models.base import Model
+from memplan.models.base import Decoder
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
 from memplan.ops import (
     add_positions,
     attention,
@@ -24,22 +26,26 @@ from memplan.tape import Tensor
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpt(Model):
+class Gpt(Decoder):
     """The GPT family.
 
     Source: Radford et al. 2019 (GPT-2), Brown et al. 2020 (GPT-3); parameters as in Hugging Face's
     `GPT2LMHeadModel`. `dropout` is the probability of embeddings, of attention weights and of residuals.
     """
 
-    learned_positions: ClassVar[bool] = True
+    family: ClassVar[str] = "gpt"
 
     def __post_init__(self) -> None:
-        Model.__post_init__(self)
+        Decoder.__post_init__(self)
         if self.n_kv_heads != self.n_heads or self.n_heads * self.d_head != self.d_model:
             raise InvalidValue(
                 f"n_kv_heads={self.n_kv_heads}, d_head={self.d_head}: a GPT has n_kv_heads = n_heads = "
                 f"{self.n_heads} and n_heads x d_head = d_model = {self.d_model}; leave both out."
             )
+
+    @property
+    def longest_seq_len(self) -> int:
+        return self.max_seq_len
 
     def embed(self, tokens: Tensor) -> Tensor:
         ids = position_ids(tokens)
@@ -49,7 +55,7 @@ class Gpt(Model):
         )
         return dropout(x, self.dropout)
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + dropout(self._attention(layer_norm(x, "attention_norm")), self.dropout)
         return x + dropout(self._feed_forward(layer_norm(x, "ffn_norm")), self.dropout)
 
@@ -73,3 +79,32 @@ class Gpt(Model):
         h = layer_norm(x, "head.norm")
         whole = gather_sequence(h, waits=False)
         return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
+
+
+def _read(config: Config, name: str) -> Gpt:
+    """Source: transformers, GPT2Config (defaults) and GPT2LMHeadModel."""
+    config.refuse("add_cross_attention", "reorder_and_upcast_attn", "quantization_config")
+    config.one_of("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh", "gelu"))
+    d_model = config.count("n_embd", 768)
+    return Gpt(
+        name=name,
+        n_layers=config.count("n_layer", 12),
+        d_model=d_model,
+        n_heads=config.count("n_head", 12),
+        d_ff=config.count("n_inner", 4 * d_model),
+        vocab_size=config.count("vocab_size", 50257),
+        max_seq_len=config.count("n_positions", 1024),
+        tied_head=config.flag("tie_word_embeddings", default=True),
+        dropout=_single_dropout(config),
+    )
+
+
+def _single_dropout(config: Config) -> float:
+    rates = {key: config.fraction(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    if len(set(rates.values())) > 1:
+        shown = ", ".join(f"{key}={rate}" for key, rate in rates.items())
+        raise InvalidValue(f"{shown} differ, but a memplan Gpt has one dropout; set all three equal.")
+    return rates["resid_pdrop"]
+
+
+GPT: Final = Family(implementations={"reference": Gpt}, readers={"gpt2": Reader("GPT2LMHeadModel", _read)})

@@ -1,10 +1,14 @@
 """Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 from memplan.checks import checked_flag, checked_positive
-from memplan.models.base import Model
+from memplan.errors import InvalidValue
+from memplan.models.base import Decoder
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.torchtitan import TorchtitanLlama
 from memplan.ops import (
     attention,
     embedding,
@@ -14,36 +18,41 @@ from memplan.ops import (
     merged_heads,
     rms_norm,
     rope,
+    rotation,
     silu,
 )
+from memplan.shapes import Buffer
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama(Model):
+class Llama(Decoder):
     """The Llama family.
 
     Source: Touvron et al. 2023, Grattafiori et al. 2024; parameters as in Hugging Face's `LlamaForCausalLM`.
     `max_seq_len` is the trained context, not a limit: rotary positions have no table of weights.
     """
 
-    learned_positions: ClassVar[bool] = False
+    family: ClassVar[str] = "llama"
 
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        Model.__post_init__(self)
+        Decoder.__post_init__(self)
         checked_flag("attention_bias", self.attention_bias)
         checked_flag("mlp_bias", self.mlp_bias)
         object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
 
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        return (rotation(seq_len, self.d_head),)
+
     def embed(self, tokens: Tensor) -> Tensor:
         return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self._attention(rms_norm(x, "attention_norm"))
         return x + self._feed_forward(rms_norm(x, "ffn_norm"))
 
@@ -73,3 +82,35 @@ class Llama(Model):
         h = rms_norm(x, "head.norm")
         whole = gather_sequence(h, waits=False)
         return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
+
+
+def _read(config: Config, name: str) -> Llama:
+    """Source: transformers, LlamaConfig (defaults) and LlamaForCausalLM."""
+    config.refuse("quantization_config")
+    config.one_of("hidden_act", "silu", ("silu", "swish"))
+    if (rate := config.fraction("attention_dropout", 0.0)) > 0:
+        raise InvalidValue(
+            f"attention_dropout={rate} is not allowed: memplan's Llama has no dropout; set it to 0.0."
+        )
+    n_heads = config.count("num_attention_heads", 32)
+    return Llama(
+        name=name,
+        n_layers=config.count("num_hidden_layers", 32),
+        d_model=config.count("hidden_size", 4096),
+        n_heads=n_heads,
+        n_kv_heads=config.count("num_key_value_heads", n_heads),
+        d_head=config.count("head_dim", 0),
+        d_ff=config.count("intermediate_size", 11008),
+        vocab_size=config.count("vocab_size", 32000),
+        max_seq_len=config.count("max_position_embeddings", 2048),
+        tied_head=config.flag("tie_word_embeddings", default=False),
+        attention_bias=config.flag("attention_bias", default=False),
+        mlp_bias=config.flag("mlp_bias", default=False),
+        rope_theta=config.rope_theta,
+    )
+
+
+LLAMA: Final = Family(
+    implementations={"reference": Llama, "torchtitan": TorchtitanLlama},
+    readers={"llama": Reader("LlamaForCausalLM", _read)},
+)

@@ -2,25 +2,33 @@
 
 import os
 
-from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value
+from memplan.files import of_file
 from memplan.models.base import Model
-from memplan.models.huggingface import model_from_config
-from memplan.models.presets import preset, preset_names
+from memplan.models.config import config_file, model_name, read_config
+from memplan.models.families import FAMILIES, implemented
+from memplan.models.presets import preset
 from memplan.models.traced import is_trace, model_from_trace
 
 
-def resolve(model: Model | str | os.PathLike[str]) -> Model:
+def resolve(model: Model | str | os.PathLike[str], implementation: str | None = None) -> Model:
     """The model that is meant: a Model itself, a preset's name, or the path of a trace or a config.json.
 
-    A preset's name goes before a folder of the same name: write ./gpt2 for the folder.
+    `implementation`: whose code trains it; None: the model's own, the preset's or the file's default. A
+    preset's name goes before a folder of the same name: write ./gpt2 for the folder.
 
-    >>> resolve("gpt2").n_layers
+    >>> resolve("gpt2").n_blocks
     12
 
     Raises:
-        UnknownName: a name that is no preset and no path.
+        UnknownName: a name that is no preset and no path; an implementation that there is not.
         InvalidValue: a path whose file is no model's configuration, or a value of another type.
     """
+    found = _resolved(model)
+    return found if implementation is None else implemented(found, implementation)
+
+
+def _resolved(model: Model | str | os.PathLike[str]) -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, os.PathLike):
@@ -35,16 +43,39 @@ def resolve(model: Model | str | os.PathLike[str]) -> Model:
             f"model={shown_value(model)} is not a model; use a preset's name, the path of a config.json, "
             "or a memplan.Model."
         )
-    if model in preset_names():
+    try:
         return preset(model)
-    if _looks_like_a_path(model):
-        return _of_file(model)
-    raise unknown_name("model", model, preset_names())
+    except UnknownName:
+        if _looks_like_a_path(model):
+            return _of_file(model)
+        raise
 
 
 def _of_file(path: str | os.PathLike[str]) -> Model:
     """The model of a trace or of a config.json."""
     return model_from_trace(path) if is_trace(path) else model_from_config(path)
+
+
+def model_from_config(path: str | os.PathLike[str]) -> Model:
+    """The Model that a `config.json` describes; `path` is the file or its folder.
+
+    Keys that are absent or null take transformers' defaults; keys that change no size are ignored.
+
+    Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
+
+    Raises:
+        UnknownName: an architecture that memplan does not know, by name.
+        InvalidValue: a file that cannot be read as a model's configuration, and why.
+    """
+    file = config_file(path)
+    try:
+        config = read_config(file)
+        families = map(FAMILIES.named, FAMILIES.names())
+        readers = {kind: reader for family in families for kind, reader in family.readers.items()}
+        kind = config.model_type({kind: reader.architecture for kind, reader in readers.items()})
+        return readers[kind].read(config, model_name(file))
+    except MemplanError as error:
+        raise of_file(file, error) from None
 
 
 def _looks_like_a_path(text: str) -> bool:

@@ -1,12 +1,17 @@
-"""The number of a model's parameters, counted by running its forward pass."""
+"""The weights of a model, as its forward pass uses them."""
 
+from collections import deque
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
 from memplan.models.traced import TracedModel
-from memplan.shapes import INT64, n_elements
+from memplan.shapes import INT64, Shape, n_elements
 from memplan.tape import OpContext, Tape, Tensor
+
+Weights = Mapping[str, Shape]
+"""Shapes by name."""
 
 
 def parameter_count(model: Model) -> int:
@@ -27,16 +32,54 @@ def parameter_count(model: Model) -> int:
     return _counted(model)
 
 
+def ends_are_tied(model: Model) -> bool:
+    """Whether the head uses a weight of the embedding."""
+    if isinstance(model, TracedModel):
+        return model.tied
+    embed, _, head = _used(model)
+    return not embed.keys().isdisjoint(head)
+
+
+@cache
+def not_divided(model: Model, tp: int) -> str:
+    """What an operation says that `tp` tensor ranks cannot divide; empty if all of them can."""
+    if isinstance(model, TracedModel):
+        return ""
+    try:
+        deque(_passes(model, Tape(OpContext(tp=tp, micro_batch=1, seq_len=1))), maxlen=0)
+    except InvalidValue as error:
+        return str(error)
+    return ""
+
+
 @cache
 def _counted(model: Model) -> int:
     if isinstance(model, TracedModel):
         return model.n_parameters
+    embed, blocks, head = _used(model)
+    ends = sum([n_elements(shape) for shape in {**embed, **head}.values()])
+    return ends + sum([n * sum(map(n_elements, blocks[kind].values())) for kind, n in model.layers])
+
+
+@cache
+def _used(model: Model) -> tuple[Weights, Mapping[str, Weights], Weights]:
+    """The weights of the embedding, of a block of each kind, and those that the head uses."""
     tape = Tape(OpContext(micro_batch=1, seq_len=1))
+    found = []
+    for _ in _passes(model, tape):
+        found.append({name: parameter.shape for name, parameter in tape.parameters.items()})
+        tape.parameters.clear()
+    embed, *blocks, head = found
+    return embed, dict(zip(model.kinds, blocks, strict=True)), head
+
+
+def _passes(model: Model, tape: Tape) -> Iterator[None]:
+    """Runs the embedding, a block of each kind and the head, one after the other."""
     x = model.embed(Tensor(tape, (1, 1), INT64))
-    ends = dict(tape.parameters)
-    tape.parameters.clear()
-    x = model.block(x)
-    block = sum(n_elements(p.shape) for p in tape.parameters.values())
-    tape.parameters = ends
+    yield
+    for kind in model.kinds:
+        with tape.named(kind):
+            x = model.block(x, kind)
+        yield
     model.head(x)
-    return sum(n_elements(p.shape) for p in tape.parameters.values()) + model.n_layers * block
+    yield

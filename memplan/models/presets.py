@@ -1,4 +1,4 @@
-"""Published models by name: the table `presets.toml`, each entry with its source."""
+"""Published models by name: the table `presets.toml`, and those of other packages' families."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -6,11 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from memplan.errors import unknown_name
+from memplan.errors import UnknownName, unknown_name
 from memplan.files import toml_table
 from memplan.models.base import Model
-from memplan.models.gpt import Gpt
-from memplan.models.llama import Llama
+from memplan.models.families import FAMILIES
 
 
 @cache
@@ -20,12 +19,12 @@ def preset_table() -> MappingProxyType[str, dict[str, Any]]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names of all presets, in the table's order.
+    """The names of all presets, in the table's order, those of other packages last.
 
     >>> preset_names()[:2]
     ('gpt2', 'gpt2-medium')
     """
-    return tuple(preset_table())
+    return (*preset_table(), *_others())
 
 
 def preset(name: str) -> Model:
@@ -37,10 +36,7 @@ def preset(name: str) -> Model:
     Raises:
         UnknownName: a name that is not in the table, with the nearest one; an entry of an unknown family.
     """
-    table = preset_table()
-    if not isinstance(name, str) or name not in table:
-        raise unknown_name("model", name, table)
-    return model_of_entry(name, table[name])
+    return model_of_entry(name, _entry(name))
 
 
 def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
@@ -49,12 +45,12 @@ def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
     Raises:
         UnknownName: an unknown family, with the nearest one.
     """
-    families: dict[str, type[Gpt | Llama]] = {"gpt": Gpt, "llama": Llama}
-    sizes = dict(entry)
-    family, _source, _retrieved = (sizes.pop(key) for key in ("family", "source", "retrieved"))
-    if family not in families:
-        raise unknown_name(f"family of the model {name}:", family, families)
-    return families[family](name=name, **sizes)
+    sizes = {key: value for key, value in entry.items() if key not in ("family", "source", "retrieved")}
+    try:
+        family = FAMILIES.named(entry["family"])
+    except UnknownName:
+        raise unknown_name(f"family of the model {name}:", entry["family"], FAMILIES.names()) from None
+    return family.model(name=name, **sizes)
 
 
 def preset_source(name: str) -> str:
@@ -66,7 +62,23 @@ def preset_source(name: str) -> str:
     Raises:
         UnknownName: with the nearest name.
     """
+    return str(_entry(name)["source"])
+
+
+def _entry(name: str) -> Mapping[str, Any]:
     table = preset_table()
-    if name not in table:
-        raise unknown_name("model", name, table)
-    return str(table[name]["source"])
+    if isinstance(name, str) and name in table:
+        return table[name]
+    others = _others()
+    if not isinstance(name, str) or name not in others:
+        raise unknown_name("model", name, (*table, *others))
+    return others[name]
+
+
+def _others() -> dict[str, Mapping[str, Any]]:
+    """The presets of other packages' families."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for family in FAMILIES.names()[len(FAMILIES.own) :]:
+        entries = FAMILIES.named(family).presets.items()
+        found |= {name: {**entry, "family": family} for name, entry in entries}
+    return found

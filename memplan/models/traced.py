@@ -17,7 +17,7 @@ from memplan.checks import LARGEST, checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, of_file
-from memplan.models.base import MOST_LAYERS, Model
+from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
 from memplan.record import Phase
 from memplan.shapes import KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
@@ -147,7 +147,9 @@ class TracedModel(Model):
     """Someone's module, traced; two are equal if they were traced alike.
 
     Attributes whose meaning their name does not tell:
+        d_model: nothing; what is handed from block to block is recorded.
         n_layers: its equal blocks; 0 where it has none, and is one unit.
+        tied: whether one parameter has several names.
         blocks: the path of the blocks in the module, with a * for their number.
         embed_parameters, head_parameters: those before and after the blocks, in the module's order;
             `block_parameters` are of one block, named with a *.
@@ -158,13 +160,14 @@ class TracedModel(Model):
         limits: the batch and length that were traced, where sizes are known for nothing else.
     """
 
-    learned_positions: ClassVar[bool] = False
+    family: ClassVar[str] = "traced"
+    implementation: ClassVar[str] = "traced"
+    code: ClassVar[str] = "the module itself, traced"
 
     d_model: int = 0
-    n_heads: int = 0
-    d_ff: int = 0
-    vocab_size: int = 0
+    n_layers: int
     blocks: str
+    tied: bool
     embed_parameters: tuple[TracedTensor, ...]
     block_parameters: tuple[TracedTensor, ...]
     head_parameters: tuple[TracedTensor, ...]
@@ -233,10 +236,18 @@ class TracedModel(Model):
             kind="a traced model in a way in which it was not traced",
         )
 
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        return (Layers(BLOCKS, self.n_layers),)
+
+    def sizes(self) -> dict[str, Any]:
+        names = ("name", "n_layers", "max_seq_len", "blocks", "device", "made_with", "digest")
+        return {name: getattr(self, name) for name in names}
+
     def embed(self, tokens: Tensor) -> Tensor:
         raise self._no_rules()
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x: Tensor, kind: str) -> Tensor:
         raise self._no_rules()
 
     def head(self, x: Tensor) -> Tensor:
@@ -275,7 +286,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "max_seq_len": model.max_seq_len,
         "has_sequence": model.has_sequence,
         "limits": model.limits,
-        "tied": model.tied_head,
+        "tied": model.tied,
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
         "recordings": [
             {"run": list(variant), **_plain_recording(recording, table)}
@@ -405,7 +416,7 @@ def _model(data: Any) -> TracedModel:
         max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
         has_sequence=of("has_sequence", bool),
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
-        tied_head=of("tied", bool),
+        tied=of("tied", bool),
         recordings=recordings,
         **tensors,
     )

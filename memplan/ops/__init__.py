@@ -36,7 +36,7 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 from memplan.ops.attention import AttentionKernel, attention, attention_kernel
 from memplan.ops.elementwise import dropout, gelu, silu
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
-from memplan.ops.heads import heads, merged_heads, repeated_heads, rope
+from memplan.ops.heads import heads, merged_heads, repeated_heads, rope, rotation
 from memplan.ops.linear import Split, linear
 from memplan.ops.loss import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
 from memplan.ops.norm import layer_norm, rms_norm, rms_norm_by_parts
@@ -64,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_by_parts",
     "rope",
+    "rotation",
     "scaled_loss",
     "share_of_loss",
     "silu",

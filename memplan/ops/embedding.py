@@ -2,7 +2,8 @@
 
 from memplan.kernels import ROWS_PER_THREAD, SORTED_IDS, sort_scratch
 from memplan.ops.dims import dims, divided
-from memplan.ops.tensor_axis import reduced_over_tp
+from memplan.ops.tensor_axis import reduced_over_tp, replicated_parameter
+from memplan.placements import Replicate, Shard
 from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Parameter, Shape, check_equal, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 
@@ -11,7 +12,8 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the vocabulary's table; saves the token ids. The table's gradient is dense.
 
     Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
-    outputs are summed. PyTorch makes that table's gradient whole on every rank; DDP cuts it back.
+    outputs are summed, and FSDP2 gathers the first block's weights before that reads the sum. PyTorch makes
+    that table's gradient whole on every rank; DDP cuts it back.
 
     Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
     aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
@@ -19,17 +21,20 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """
     tape, tp = tokens.tape, tokens.tape.context.tp
     dims(tokens, f"embedding {name}", "batch", "seq")
-    own_rows = divided(n_rows, tp, f"n_rows of {name}")
-    table = tape.parameter(f"{name}.weight", (own_rows, d_model), tp_dim=0 if tp > 1 else None)
+    divided(n_rows, tp, f"n_rows of {name}")
+    table = tape.parameter(
+        f"{name}.weight",
+        (n_rows, d_model),
+        placements={"tp": Shard(0)},
+        grad_placements={"tp": Replicate()},
+    )
     if tp == 1:
         return _looked_up(tokens, table, n_rows, name)
-    if not tape.context.local_grads:
-        table.grad_shape = (n_rows, d_model)
     with tape.workspace() as masked:
         masked.new("rows of other ranks", tokens.shape, BOOL)
         masked.new("ids of own rows", tokens.shape, INT64)
         partial = _looked_up(tokens, table, n_rows, name)
-    return reduced_over_tp(partial)
+    return reduced_over_tp(partial, waits=False)
 
 
 def position_ids(tokens: Tensor) -> Tensor:
@@ -39,7 +44,7 @@ def position_ids(tokens: Tensor) -> Tensor:
     """
     context = tokens.tape.context
     _, seq = dims(tokens, "positions", "batch", "seq")
-    n_parts = context.tp if context.sequence_parallel else 1
+    n_parts = context.tp if isinstance(context.stream, Shard) else 1
     return tokens.tape.new("position ids", (divided(seq, n_parts, "seq_len"),), INT64)
 
 
@@ -48,7 +53,7 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 
     Source: torch.nn:Embedding.forward, as `embedding`.
     """
-    table = ids.tape.parameter(f"{name}.weight", (n_rows, d_model), summed=ids.tape.context.sequence_parallel)
+    table = replicated_parameter(ids.tape, f"{name}.weight", (n_rows, d_model))
     return _looked_up(ids, table, n_rows, name)
 
 
@@ -60,6 +65,7 @@ def add_positions(x: Tensor, p: Tensor) -> Tensor:
     tape, p_shape, dtype = x.tape, p.shape, p.dtype
     _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
     check_equal("a sum with positions", tuple(row), p_shape)
+    x.in_flight = ()
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad, Expanded(grad, p_shape, dtype)
@@ -93,7 +99,7 @@ def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tens
     aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`).
     """
     n_rows, d_model = shape
-    scratch = sort_scratch(tape.context.device, n_ids, n_rows)
+    scratch = sort_scratch(tape.context.device, tape.context.torch_release, n_ids, n_rows)
     most = min(n_ids, n_rows)
     most_parts = n_ids // ROWS_PER_THREAD + most
     with tape.workspace() as kept:

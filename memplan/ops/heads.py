@@ -5,7 +5,7 @@ other (`Tensor.head_major`); the operations after them copy them back to one tok
 """
 
 from memplan.ops.dims import dims, divided
-from memplan.shapes import COMPLEX64, FP32
+from memplan.shapes import COMPLEX64, FP32, Buffer, buffer_of
 from memplan.tape import Grads, Saved, Tensor
 
 DIMS = ("batch", "seq", "heads", "d_head")
@@ -49,6 +49,11 @@ def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tens
     repeated = tape.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
     repeated.head_major = head_major
     return repeated
+
+
+def rotation(seq_len: int, d_head: int) -> Buffer:
+    """The angles of rotary positions as unit complex numbers."""
+    return buffer_of("rotation", (seq_len, d_head // 2), COMPLEX64)
 
 
 def rope(x: Tensor) -> Tensor:

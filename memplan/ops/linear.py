@@ -4,6 +4,7 @@ from typing import Literal
 
 from memplan.ops.dims import dims, divided
 from memplan.ops.tensor_axis import reduced_over_tp
+from memplan.placements import Replicate, Shard
 from memplan.shapes import DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tensor
 
@@ -31,13 +32,12 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     _, _, n_in = dims(x, f"linear {name}", "batch", "seq", "n_in")
     columns = split == "columns"
     if columns:
-        n_out = divided(n_out, tp, f"n_out of {name}")
-    weight = tape.parameter(f"{name}.weight", (n_out, n_in), tp_dim=(0 if columns else 1) if tp > 1 else None)
-    weight.grad_shape = weight.shape
+        divided(n_out, tp, f"n_out of {name}")
+    whole = (n_out, n_in) if columns else (n_out, n_in * tp)
+    weight = tape.parameter(f"{name}.weight", whole, placements={"tp": Shard(0 if columns else 1)})
     b = None
     if bias:
-        tp_dim = 0 if tp > 1 and columns else None
-        b = tape.parameter(f"{name}.bias", (n_out,), tp_dim=tp_dim, distributed=tp > 1)
+        b = tape.parameter(f"{name}.bias", (n_out,), placements={"tp": Shard(0) if columns else Replicate()})
     y = _product(x, weight, b, name, divides_bias=bias and tp > 1 and not columns, again=again)
     return y if columns else reduced_over_tp(y)
 
@@ -55,7 +55,7 @@ def _product(
             if divides_bias:
                 part.new("part of bias", (n_out,), dtype)
             y = tape.new(name, (batch, seq, n_out), dtype)
-            tape.product()
+            tape.product(y, biased=bias is not None)
         return (y,)
 
     (y,) = tape.save_if_selective(compute, 2 * batch * seq * n_in * n_out, again=again)
@@ -74,13 +74,16 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
-        grad.tape.product()
-        return grad.tape.grad_of(0, x_shape, dtype, is_view=True), grad_w
+        grad.tape.product(grad_w)
+        grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad.tape.product(grad_x, may_be_first=False)
+        return grad_x, grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
-        grad.tape.product()
+        grad.tape.product(grad_x)
         grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
+        grad.tape.product(grad_w, may_be_first=False)
         rows = grad.view(n_rows, n_out)
         grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(1) else None
         return grad_x, grad_b, grad_w

@@ -2,7 +2,7 @@
 
 from memplan.kernels import partial_rows
 from memplan.ops.dims import dims
-from memplan.ops.tensor_axis import divided_sequence
+from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
 
@@ -17,10 +17,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
     *_, d = dims(x, f"layer_norm {name}", "batch", "seq", "d")
-    w, b = (
-        tape.parameter(f"{name}.{part}", (d,), summed=tape.context.sequence_parallel)
-        for part in ("weight", "bias")
-    )
+    w, b = (replicated_parameter(tape, f"{name}.{part}", (d,)) for part in ("weight", "bias"))
     x = divided_sequence(x)
     statistics = FP32 if not tape.context.device.on_cpu or w.dtype == FP32 else dtype
 
@@ -73,7 +70,7 @@ def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
 
 def _weight(x: Tensor, name: str) -> Parameter:
     *_, d = dims(x, f"rms_norm {name}", "batch", "seq", "d")
-    return x.tape.parameter(f"{name}.weight", (d,), summed=x.tape.context.sequence_parallel)
+    return replicated_parameter(x.tape, f"{name}.weight", (d,))
 
 
 def _composite_rms_norm(x: Tensor, w: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -4,29 +4,32 @@ They are functional: the result is a new tensor.
 """
 
 from memplan.ops.dims import dims, divided
-from memplan.tape import Grads, Saved, Tensor
+from memplan.placements import Partial, Placement, Replicate, Shard, collective_of
+from memplan.shapes import Parameter, Shape
+from memplan.tape import NCCL, Grads, Saved, Tape, Tensor
 
 
 def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
     """Enter a tensor-parallel region, in which every tensor rank sees the whole sequence.
 
-    With sequence parallelism the sequence is all-gathered, and its gradient reduce-scattered in backward;
-    without, x is whole already and its gradient is all-reduced. `waits`: the gathered sequence is waited for
-    at once, as `PrepareModuleInput` does for a region of several modules; `ColwiseParallel`, for a single
-    product, waits when that reads it.
+    The stream is made whole; its gradient, of which each rank has a part of the sum, is laid out like it.
+    `waits`: a gathered sequence is waited for at once, as `PrepareModuleInput` does for a region of several
+    modules; `ColwiseParallel`, for a single product, waits when that reads it.
 
     Source: torch.distributed.tensor.parallel.style:PrepareModuleInput, Korthikanti et al. 2022 (g, f).
     """
-    tape = x.tape
+    tape, stream = x.tape, x.tape.context.stream
     if tape.context.tp == 1:
         return x
-    sequence_parallel = tape.context.sequence_parallel
-    reduced = reduce_scattered if sequence_parallel else all_reduced
-    node = tape.node((x.node,), (), lambda grad, saved: (reduced(grad, "activation gradients"),))
-    node.distributed = True
-    if not sequence_parallel:
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (redistributed(grad, Partial(), stream, "activation gradients"),)
+
+    node = tape.node((x.node,), (), backward)
+    node.has_dtensor_grad = True
+    whole = redistributed(x, stream, Replicate(), "activations", waits=waits)
+    if whole is x:
         return x.alias(node)
-    whole = gathered(x, "activations", waits=waits)
     whole.node = node
     return whole
 
@@ -36,29 +39,68 @@ def divided_sequence(x: Tensor) -> Tensor:
 
     Source: torch.distributed.tensor.parallel.style:SequenceParallel.
     """
-    if not x.tape.context.sequence_parallel:
+    if not isinstance(x.tape.context.stream, Shard):
         return x
+    x.in_flight = ()
     node = x.tape.node((x.node,), (), lambda grad, saved: (grad,))
-    node.distributed = True
+    node.has_dtensor_grad = True
     return x.alias(node)
 
 
-def reduced_over_tp(y: Tensor) -> Tensor:
-    """Leave a tensor-parallel region: the sum of the tensor ranks' partial outputs.
+def replicated_parameter(tape: Tape, name: str, shape: Shape) -> Parameter:
+    """A weight that every tensor rank applies to its part of the stream: where that is divided, a DTensor.
 
-    Each rank keeps all of it, or its part of the sequence under sequence parallelism.
+    Then each rank has a part of its gradient's sum.
+
+    Source: torch.distributed.tensor.parallel.style:SequenceParallel.
     """
-    tape = y.tape
+    if not isinstance(tape.context.stream, Shard):
+        return tape.parameter(name, shape)
+    return tape.parameter(name, shape, placements={"tp": Replicate()}, grad_placements={"tp": Partial()})
+
+
+def reduced_over_tp(y: Tensor, *, waits: bool = True) -> Tensor:
+    """Leave a tensor-parallel region: the tensor ranks' partial outputs are laid out like the stream.
+
+    `waits`: the next thing that happens is that it is read. Of a gathered gradient, but for `fake`, the own
+    part is held until everything has arrived.
+
+    Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeWork`),
+    torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`),
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
+    """
+    tape, stream = y.tape, y.tape.context.stream
     if tape.context.tp == 1:
         return y
-    if tape.context.sequence_parallel:
-        node = tape.node((y.node,), (), _gathered_backward)
-        total = reduce_scattered(y, "activations")
-    else:
-        node = tape.node((y.node,), (), lambda grad, saved: (grad,))
-        total = all_reduced(y, "activations")
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        whole = redistributed(grad, stream, Replicate(), "activation gradients")
+        if whole is not grad and whole.shape[0] == 1 and grad.tape.context.backend != "fake":
+            whole.in_flight = (grad,)
+        return (whole,)
+
+    node = tape.node((y.node,), (), backward)
+    total = redistributed(y, Partial(), stream, "activations", waits=waits)
     total.node = node
     return total
+
+
+def redistributed(
+    x: Tensor, source: Placement, target: Placement, what: str, *, waits: bool = True
+) -> Tensor:
+    """x laid out over the tensor axis like `target`; x itself where nothing is sent.
+
+    Source: torch.distributed.tensor._redistribute:redistribute_local_tensor.
+    """
+    match collective_of(source, target):
+        case "all_reduce":
+            return all_reduced(x, what)
+        case "reduce_scatter":
+            return reduce_scattered(x, what, waits=waits)
+        case "all_gather":
+            return gathered(x, what, waits=waits)
+        case None:
+            return x
 
 
 def all_reduced(x: Tensor, what: str) -> Tensor:
@@ -98,23 +140,13 @@ def gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     return arrived if batch == 1 else tape.new("gathered sequence", shape, x.dtype)
 
 
-def _gathered_backward(grad: Tensor, saved: Saved) -> Grads:
-    """The whole sequence's gradient; but for `fake`, the own part is held until everything has arrived.
-
-    Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeWork`),
-    torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`),
-    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
-    """
-    whole = gathered(grad, "activation gradients")
-    if whole.shape[0] == 1 and grad.tape.context.backend != "fake":
-        whole.in_flight = (grad,)
-    return (whole,)
-
-
-def reduce_scattered(x: Tensor, what: str) -> Tensor:
+def reduce_scattered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     """This rank's part of the summed sequence; the operand is first put in the order of the ranks.
 
-    Source: torch.distributed._functional_collectives:reduce_scatter_tensor.
+    It need not be waited for: then NCCL's handle holds the operand until the part is read.
+
+    Source: torch.distributed._functional_collectives:reduce_scatter_tensor,
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
     """
     tape, tp = x.tape, x.tape.context.tp
     batch, seq, d = dims(x, "a reduce-scatter of the sequence", "batch", "seq", "d")
@@ -129,4 +161,6 @@ def reduce_scattered(x: Tensor, what: str) -> Tensor:
         return (part,)
 
     (part,) = tape.save_if_selective(compute)
+    if not waits and tape.context.backend in NCCL:
+        part.in_flight = (ordered,)
     return part

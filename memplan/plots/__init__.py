@@ -5,6 +5,7 @@ In a notebook `%matplotlib inline` shows a returned Figure.
 
 from memplan.plots.measured import predicted_beside_measured
 from memplan.plots.memory import compare, ledger_at_peak, stage_peaks, sweep
+from memplan.plots.ring import ring_all_reduce
 from memplan.plots.search import front, frontier
 from memplan.plots.time import schedule, step_time
 from memplan.plots.timeline import step_timeline
@@ -15,6 +16,7 @@ __all__ = [
     "frontier",
     "ledger_at_peak",
     "predicted_beside_measured",
+    "ring_all_reduce",
     "schedule",
     "stage_peaks",
     "step_time",

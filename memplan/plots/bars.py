@@ -20,7 +20,7 @@ BEYOND: Final = 1.45
 CHARACTER: Final = 0.0105
 """About how much of a chart's width a bold character takes."""
 
-ROOM: Final = 0.045
+ROOM: Final = 0.055
 """The least share of the longest bar that has room for its value."""
 
 

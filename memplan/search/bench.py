@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from memplan.estimate import estimate_plan
-from memplan.models import Model, resolve
+from memplan.models import Gpt, Model, resolve
 from memplan.search.plans import VARIED
 from memplan.search.search import cluster_of, common, searched, values_of
 from memplan.search.space import Space
@@ -70,7 +70,7 @@ class Measured(NamedTuple):
 def model_of(name: str) -> Model:
     """A preset; tensor parallelism wants GPT-3's head untied and its vocabulary a round number."""
     found = resolve(name)
-    return replace(found, tied_head=False, vocab_size=51_200) if name.startswith("gpt3") else found
+    return replace(found, tied_head=False, vocab_size=51_200) if isinstance(found, Gpt) else found
 
 
 def space_of(job: Job) -> Space:

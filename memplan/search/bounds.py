@@ -11,19 +11,19 @@ and once all its stages have had a backward pass, gradients too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memplan.device import Device
-from memplan.engines.base import ENGINES
+from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
-from memplan.models import Model
+from memplan.models import Layers, Model
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
 from memplan.record import Axis, Overlap
 from memplan.schedules import SCHEDULES, first_under_way
@@ -50,6 +50,13 @@ ROUNDING: Final = 1e-9
 """Much more than a sum of floats is off by rounding, as a part of it."""
 
 
+class BlockKind(NamedTuple):
+    """A kind of blocks, and whether they are recomputed."""
+
+    kind: str
+    again: bool
+
+
 class Affine(NamedTuple):
     """What goes with a micro-batch of n sequences: `one` for a single one, else `each` n times, and `once`.
 
@@ -70,72 +77,70 @@ class Affine(NamedTuple):
         return cls(one, three - two, 3 * two - 2 * three)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartsOfModel:
-    """What a model takes of one tensor rank: its embedding, one block, its head.
+Part = str | BlockKind
+"""A part of a model: "embedding", "head", or a block of a kind, which is recomputed or not."""
 
-    Elements of weights; FLOPs of a forward pass and, of a block, of those that recomputing does again; bytes
-    sent over the tensor axis; bytes that a forward pass leaves for the backward pass, of a block `again` if
-    it is recomputed; bytes of what passes from stage to stage.
-    """
 
-    embedding_elements: int
-    block_elements: int
-    head_elements: int
-    block_flops: Affine
-    head_flops: Affine
-    again_flops: Affine
+class AffineCosts(NamedTuple):
+    """The `Costs` of a part of a model with a micro-batch, and its weights' elements."""
+
+    elements: int
+    flops: Affine
     sent_bytes: Affine
-    sent_again_bytes: Affine
-    embedding_saved: Affine
-    block_saved: Affine
-    again_saved: Affine
-    head_saved: Affine
+    saved_bytes: Affine
+
+
+class PartsOfModel(NamedTuple):
+    """What a model's parts take of one tensor rank, and the bytes of what passes from stage to stage."""
+
+    costs: Mapping[Part, AffineCosts]
     boundary_bytes: Affine
 
 
 @lru_cache(maxsize=4096)
 def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
     """The parts of a model under a plan of one replica and one stage, whatever its micro-batch."""
-    one, two, three = (_costs(model, plan, device, n) for n in (1, 2, 3))
-    found: dict[str, Any] = {
-        name: value if name.endswith("elements") else Affine.through(value, two[name], three[name])
-        for name, value in one.items()
-    }
-    return PartsOfModel(**found)
+    each = [_costs(model, plan, device, n) for n in (1, 2, 3)]
+    parts = [_parts(costs) for costs in each]
+    return PartsOfModel(
+        {
+            part: AffineCosts(
+                costs.elements,
+                *[Affine.through(*of_batch) for of_batch in zip(*[p[part][1:] for p in parts], strict=True)],
+            )
+            for part, costs in parts[0].items()
+        },
+        Affine.through(*[costs.boundary_bytes for costs in each]),
+    )
 
 
-def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> dict[str, int]:
-    """What `PartsOfModel` names, for one micro-batch; the first of two blocks is recomputed."""
+def _parts(costs: PartCosts) -> dict[Part, Costs]:
+    found: dict[Part, Costs] = {"embedding": costs.embedding, "head": costs.head}
+    found |= {BlockKind(kind, again=False): of for kind, of in costs.blocks.items()}
+    return found | {BlockKind(kind, again=True): of for kind, of in costs.recomputed.items()}
+
+
+def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> PartCosts:
+    """Of one micro-batch; the first of two blocks is recomputed."""
     batch = {"micro_batch": micro_batch, "global_batch": plan.n_replicas * micro_batch}
     some = unchecked(plan, recompute_blocks=1, **batch)
-    return asdict(ENGINES.named(plan.engine).part_costs(model, some, device))
+    return ENGINES.named(plan.engine).part_costs(model, some, device)
 
 
 class _FirstRank(NamedTuple):
-    """How many embeddings, blocks and heads the first rank of a pipeline holds.
+    """How many of each part the first rank of a pipeline holds.
 
-    `n_recomputed`: recomputed blocks of the whole pipeline, for each limit per stage [blocks]; `n_crossing`:
-    boundaries between stages that are on different ranks.
+    `recomputed`: recomputed blocks of each kind of the whole pipeline, for each limit per stage [blocks];
+    `n_crossing`: boundaries between stages that are on different ranks.
     """
 
-    embeddings: int
-    blocks: int
-    heads: int
-    n_recomputed: Column
+    parts: Mapping[Part, int]
+    recomputed: Mapping[str, Column]
     n_crossing: int
 
 
-class _UnderWay(NamedTuple):
-    """How many forward passes of each part of the model the first rank has saved at an instant.
-
-    For each number of micro-batches [m]: of an embedding, a block [m, blocks], a recomputed block, a head.
-    """
-
-    embeddings: Column
-    blocks: Column
-    again: Column
-    heads: Column
+_UnderWay = Mapping[Part, Column]
+"""How many forward passes of each part the first rank has saved at an instant: [m, 1], or [m, blocks]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class _Schedule:
     """A pipeline's schedule; of a single rank, where it does not matter, 1F1B."""
 
     engine: str
-    n_layers: int
+    model: Model
     schedule: str
     pp: int
     virtual_stages: int
@@ -152,7 +157,7 @@ class _Schedule:
     """The numbers of blocks of each stage that are recomputed at most: [blocks]."""
 
 
-def _sizes(key: _Schedule) -> tuple[Plan, list[int]]:
+def _stages(key: _Schedule) -> tuple[Plan, list[tuple[Layers, ...]]]:
     """A plan with the pipeline, and the blocks of each of its stages."""
     plan = unchecked(
         Plan(),
@@ -161,25 +166,42 @@ def _sizes(key: _Schedule) -> tuple[Plan, list[int]]:
         schedule=key.schedule,
         layers_per_stage=key.layers,
     )
-    return plan, [len(stage_layers(key.n_layers, plan, i)) for i in range(plan.n_stages)]
+    blocks = (stage_layers(key.model.n_blocks, plan, i) for i in range(plan.n_stages))
+    return plan, [key.model.layers_in(some) for some in blocks]
 
 
-def _recomputed(n: int, limits: Sequence[int]) -> Column:
-    """How many of a stage's n blocks are recomputed: [blocks]."""
-    return np.array([n if limit == NO_LIMIT else min(n, limit) for limit in limits])
+def _n_of(kind: str, layers: Iterable[Layers]) -> int:
+    """How many of a stage's blocks are of a kind."""
+    return sum([n for each, n in layers if each == kind])
+
+
+def _recomputed(kind: str, layers: Sequence[Layers], limits: Sequence[int]) -> Column:
+    """How many of a stage's blocks of a kind are recomputed, the first ones: [blocks]."""
+    most = np.array([sum([n for _, n in layers]) if limit == NO_LIMIT else limit for limit in limits])
+    found, start = np.zeros(len(limits), np.int64), 0
+    for each, n in layers:
+        if each == kind:
+            found += np.clip(most - start, 0, n)
+        start += n
+    return found
 
 
 @lru_cache(maxsize=4096)
 def _pipeline(key: _Schedule) -> _FirstRank:
-    plan, sizes = _sizes(key)
+    plan, stages = _stages(key)
     owner = {stage: rank for rank in range(key.pp) for stage in plan.stages_of(rank)}
-    own, last = plan.stages_of(0), plan.n_stages - 1
-    recomputed = [times * _recomputed(n, key.limits) for n, times in Counter(sizes).items()]
+    own, last, kinds = plan.stages_of(0), plan.n_stages - 1, key.model.kinds
+    parts: dict[Part, int] = {"embedding": int(0 in own), "head": int(last in own)}
+    different = Counter(stages).items()
     return _FirstRank(
-        embeddings=int(0 in own),
-        blocks=sum(sizes[i] for i in own),
-        heads=int(last in own),
-        n_recomputed=np.sum(recomputed, axis=0),
+        parts=parts
+        | {BlockKind(kind, again=False): sum([_n_of(kind, stages[i]) for i in own]) for kind in kinds},
+        recomputed={
+            kind: np.sum(
+                [times * _recomputed(kind, layers, key.limits) for layers, times in different], axis=0
+            )
+            for kind in kinds
+        },
         n_crossing=sum(owner[i] != owner[i + 1] for i in range(last)),
     )
 
@@ -190,22 +212,35 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_UnderWay, _UnderWa
 
     And whether there is such an instant [m].
     """
-    plan, sizes = _sizes(key)
+    plan, stages = _stages(key)
     schedule = SCHEDULES.named(key.schedule)
     found = [first_under_way(schedule, key.pp, key.virtual_stages, m) for m in ms]
     first = np.array([before for before, _ in found])
     later = np.array([after or (0,) * len(before) for before, after in found])
     own = plan.stages_of(0)
-    blocks = np.array([sizes[i] for i in own])
-    again = np.stack([_recomputed(sizes[i], key.limits) for i in own])
-    embeddings, heads = (np.array([i == end for i in own]) for end in (0, plan.n_stages - 1))
+    ends = {"embedding": 0, "head": plan.n_stages - 1}
 
     def held(times: Column) -> _UnderWay:
-        return _UnderWay(
-            times @ embeddings, (times @ blocks)[:, None] - times @ again, times @ again, times @ heads
-        )
+        parts: dict[Part, Column] = {
+            name: (times @ np.array([i == end for i in own]))[:, None] for name, end in ends.items()
+        }
+        for kind in key.model.kinds:
+            again = np.stack([_recomputed(kind, stages[i], key.limits) for i in own])
+            blocks = np.array([_n_of(kind, stages[i]) for i in own])
+            parts[BlockKind(kind, again=True)] = times @ again
+            parts[BlockKind(kind, again=False)] = (times @ blocks)[:, None] - times @ again
+        return parts
 
     return held(first), held(later), np.array([after is not None for _, after in found])
+
+
+class _PartOfPlans(NamedTuple):
+    """The costs of a part of the model by degree of tensor parallelism: elements [tp], others [tp, 3]."""
+
+    elements: Any
+    flops: Any
+    sent_bytes: Any
+    saved_bytes: Any
 
 
 class _Plans:
@@ -216,8 +251,6 @@ class _Plans:
         base, structure = one.base, one.structure
         self.model, self.base = model, base
         self.offload, self.several = bool(structure["offload"]), bool(one.cells["dp"][0] > 1)
-        self.fsdp = structure["zero"] >= 2
-        self.ddp = self.several and not self.fsdp
         n_cells = [grid.shape[0] for grid in grids]
 
         def each(numbers: Iterable[int]) -> Column:
@@ -232,12 +265,18 @@ class _Plans:
             columns[name] for name in ("dp", "dp_replicate", "micro_batch")
         )
         self.m = base.global_batch // (self.dp * self.replicas * self.micro_batch)
-        self.plan = unchecked(base, pp=self.pp, virtual_stages=self.virtual_stages, zero=self.zero, **columns)
+        own = {
+            "pp": self.pp,
+            "virtual_stages": self.virtual_stages,
+            "zero": self.zero,
+            "offload": self.offload,
+        }
+        self.plan = unchecked(base, **own, **columns)
         recompute = RECOMPUTES[structure["recompute"]]
         limits = tuple(one.recompute_blocks.tolist()) if recompute != "none" else (0,)
         self.schedules = [
             _Schedule(
-                base.engine, model.n_layers, grid.schedule, grid.structure["pp"],
+                base.engine, model, grid.schedule, grid.structure["pp"],
                 grid.structure["virtual_stages"], base.layers_per_stage, limits,
             )
             for grid in grids
@@ -245,38 +284,67 @@ class _Plans:
         self.starts = np.concatenate([[0], np.cumsum(n_cells)])
         traced = unchecked(
             base, dp=2 if self.several else 1, dp_replicate=1, pp=1, virtual_stages=1, schedule="1f1b",
-            zero=3 if self.fsdp else 0, sequence_parallel=bool(structure["sequence_parallel"]),
+            zero=3 if structure["zero"] >= 2 else 0, sequence_parallel=bool(structure["sequence_parallel"]),
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
         tps, place = np.unique(columns["tp"], return_inverse=True)
         found = [parts_of_model(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
-        names = PartsOfModel.__dataclass_fields__
-        self._parts = {name: np.array([getattr(each, name) for each in found]) for name in names}
         self._place = place.ravel()
+        self.parts: dict[Part, _PartOfPlans] = {
+            part: _PartOfPlans(
+                *[np.array(figures) for figures in zip(*[each.costs[part] for each in found], strict=True)]
+            )
+            for part in found[0].costs
+        }
+        self.boundary_bytes = self._with_micro_batch(np.array([each.boundary_bytes for each in found]))
 
-    def elements(self, name: str) -> Any:
+    def elements(self, part: Part) -> Any:
         """Elements of the weights of a part, as a tensor rank has them."""
-        return self._parts[f"{name}_elements"][self._place, None]
+        return self.parts[part].elements[self._place, None]
 
-    def of(self, name: str) -> Any:
-        """What goes with a cell's micro-batch."""
-        one, each, once = self._parts[name][self._place].T[..., None]
+    def of(self, figure: str, part: Part) -> Any:
+        """A figure of a part, with a cell's micro-batch."""
+        return self._with_micro_batch(getattr(self.parts[part], figure))
+
+    def _with_micro_batch(self, affine: Any) -> Any:
+        one, each, once = affine[self._place].T[..., None]
         return Affine(one, each, once)(self.micro_batch)
+
+    @property
+    def runs(self) -> list[tuple[int, BlockKind, BlockKind]]:
+        """Of each kind how many blocks the model has, one that is not recomputed, one that is."""
+        return [
+            (_n_of(kind, self.model.layers), BlockKind(kind, again=False), BlockKind(kind, again=True))
+            for kind in self.model.kinds
+        ]
+
+    @property
+    def all_elements(self) -> Any:
+        """Elements of all weights, as a tensor rank of a single stage has them."""
+        return self.elements("embedding") + self.elements("head") + self.all_block_elements
+
+    @property
+    def all_block_elements(self) -> Any:
+        """Elements of all blocks' weights."""
+        return sum([n * self.elements(block) for n, block, _ in self.runs])
+
+    def n_on_first_rank(self, part: Part) -> Any:
+        """How many of a part the first rank of each cell's pipeline holds [cell, 1]."""
+        return self.of_pipelines(lambda pipeline: pipeline.parts[part])
+
+    def recomputed(self, kind: str) -> Any:
+        """How many blocks of a kind each cell's pipeline recomputes [cell, blocks]."""
+        return self.of_pipelines(lambda pipeline: pipeline.recomputed[kind])
 
     def of_pipelines(self, of: Callable[[_FirstRank], Any]) -> Any:
         """A number of each cell's pipeline [cell, 1], or one for each number of recomputed blocks."""
         found = np.stack([np.atleast_1d(of(_pipeline(key))) for key in self.schedules])
         return np.repeat(found, np.diff(self.starts), axis=0)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of a weight as it is kept."""
-        return self.base.formats.stored.itemsize
-
-    @property
-    def n_moments(self) -> int:
-        """What the optimizer keeps for each weight."""
-        return N_MOMENTS[self.base.optimizer]
+    def data_parallelism(self, elements: Any) -> DataParallelism:
+        """What data parallelism takes of a rank with so many elements of weights."""
+        engine, blocks = ENGINES.named(self.base.engine), self.all_block_elements / self.pp
+        return engine.data_parallelism(self.plan, elements, blocks, self.single)
 
 
 Bounds = tuple[Bytes, Seconds]
@@ -310,14 +378,16 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     if not known.any():
         return np.full((len(known), 1), inf)
     m, pp, v = plans.m, plans.pp, plans.virtual_stages
-    flops = plans.model.n_layers * plans.of("block_flops") + plans.of("head_flops")
-    again = plans.of_pipelines(lambda pipeline: pipeline.n_recomputed) * plans.of("again_flops")
+    flops = sum([n * plans.of("flops", block) for n, block, _ in plans.runs]) + plans.of("flops", "head")
+    again: Any = sum([plans.recomputed(block.kind) * plans.of("flops", block) for _, _, block in plans.runs])
+    data = plans.data_parallelism(plans.all_elements / pp)
+    updated = data.updated_bytes
     work = Work(
         forward_flops=m * flops / pp,
         recomputed_flops=m * again / pp,
-        sent=_sent(plans),
-        reducing=1 / m if plans.ddp else np.where(pp == 1, 1.0, 0.0),
-        moved_bytes=_moved_bytes(plans),
+        sent=_sent(plans, data),
+        reducing=data.reducing,
+        moved_bytes=update_bytes(updated, updated, N_MOMENTS[plans.base.optimizer] * updated),
     )
     found = parts_s(work, rates_of(plans.plan, cluster), time_model.efficiency)
     fraction = np.empty(m.shape)
@@ -328,44 +398,25 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     return np.where(known, total * (1 - ROUNDING), inf)
 
 
-def _sent(plans: _Plans) -> dict[Overlap, Any]:
+def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
     """Bytes that the average rank sends, as `Work.sent`."""
     axes: list[Axis] = ["pp", "dp_replicate", "dp", "tp", "world", "host"]
-    waits, reductions, gathers = ({axis: cast(Any, 0.0) for axis in axes} for _ in range(3))
-    pp, m, base, dp = plans.pp, plans.m, plans.base, plans.dp
-    again = plans.of_pipelines(lambda pipeline: pipeline.n_recomputed)
-    waits["tp"] = m * (plans.of("sent_bytes") + again * plans.of("sent_again_bytes")) / pp
+    over_tp = plans.of("sent_bytes", "embedding") + plans.of("sent_bytes", "head")
+    for n, block, recomputed in plans.runs:
+        plain, again = plans.of("sent_bytes", block), plans.of("sent_bytes", recomputed)
+        over_tp = over_tp + n * plain + plans.recomputed(block.kind) * (again - plain)
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing)
-    waits["pp"] = 2 * m * crossing * plans.of("boundary_bytes") / pp
-    blocks = plans.model.n_layers * plans.elements("block") / pp
-    every = blocks + (plans.elements("embedding") + plans.elements("head")) / pp
-    part = (dp - 1) / dp
-    if plans.ddp:
-        if base.ddp_comm_hook == "none":
-            reductions["dp"] = 2 * every * plans.itemsize * part
-        waits["dp"] = (plans.zero == 1) * every * plans.itemsize * part
-    if plans.fsdp:
-        narrow, wide = base.formats.gather.itemsize, base.formats.reduce.itemsize
-        reshards = (plans.zero == 3) & (base.fsdp_units != "model")
-        once, again = np.where(pp == 1, m, 1), np.where((pp == 1) | (plans.single > 0), m, 0)
-        gathers["dp"] = (once * every + reshards * again * blocks) * narrow * part
-        reduced = once * every * wide
-        reductions["dp"] = reduced * part
-        reductions["dp_replicate"] = 2 * reduced / dp * (plans.replicas - 1) / plans.replicas
-    every_kind: dict[Overlap, Any] = {"nothing": waits, "backward": reductions, "compute": gathers}
+    passes: dict[Axis, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * plans.boundary_bytes}
+    waits = {axis: n_bytes / plans.pp for axis, n_bytes in passes.items()}
+    every_kind: dict[Overlap, Mapping[Axis, Any]] = {
+        "nothing": {**waits, **data.waits},
+        "backward": data.reductions,
+        "compute": data.gathers,
+    }
     return {
-        overlap: {axis: np.maximum(0, n_bytes - ROUNDED_BYTES) for axis, n_bytes in sent.items()}
+        overlap: {axis: np.maximum(0, sent.get(axis, 0.0) - ROUNDED_BYTES) for axis in axes}
         for overlap, sent in every_kind.items()
     }
-
-
-def _moved_bytes(plans: _Plans) -> Any:
-    """Bytes that the average rank's optimizer moves."""
-    every = plans.elements("embedding") + plans.elements("head")
-    every = every + plans.model.n_layers * plans.elements("block")
-    kept = every * plans.itemsize / plans.pp / (plans.dp if plans.fsdp else 1)
-    share = np.where(plans.zero == 1, 1 / plans.dp, 1)
-    return update_bytes(share * kept, share * kept, share * plans.n_moments * kept)
 
 
 def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
@@ -385,50 +436,23 @@ def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
 def _least_bytes(plans: _Plans) -> Bytes:
     """Bytes that no plan holds less than on its first rank, at the worst of two instants."""
     at_first, later, there = (np.concatenate(found) for found in zip(*_saved(plans), strict=True))
-    elements = (
-        plans.of_pipelines(lambda pipeline: pipeline.embeddings) * plans.elements("embedding")
-        + plans.of_pipelines(lambda pipeline: pipeline.blocks) * plans.elements("block")
-        + plans.of_pipelines(lambda pipeline: pipeline.heads) * plans.elements("head")
-    )
-    held = np.maximum(at_first, np.where(there, later + _grads_bytes(plans, elements), 0))
-    found: Bytes = np.floor((_states_bytes(plans, elements) + held) * (1 - ROUNDING))
+    own = _pipeline(plans.schedules[0]).parts
+    elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
+    data = plans.data_parallelism(elements)
+    held = np.maximum(at_first, np.where(there, later + data.grads_bytes, 0))
+    found: Bytes = np.floor((data.states_bytes + held) * (1 - ROUNDING))
     return found
 
 
 def _saved(plans: _Plans) -> Iterator[tuple[Any, Any, Any]]:
     """Of each grid's cells what is saved at both instants, and whether there is the later one."""
-    names = "embedding_saved", "block_saved", "again_saved", "head_saved"
-    each = [plans.of(name) for name in names]
+    each = {part: plans.of("saved_bytes", part) for part in plans.parts}
     for i, key in enumerate(plans.schedules):
         own = slice(plans.starts[i], plans.starts[i + 1])
         ms, place = np.unique(plans.m[own], return_inverse=True)
         *instants, there = _under_way(key, tuple(ms.tolist()))
         place = place.ravel()
         first, later = (
-            sum(n.reshape(len(ms), -1)[place] * saved[own] for n, saved in zip(instant, each, strict=True))
-            for instant in instants
+            sum([n[place] * each[part][own] for part, n in instant.items()]) for instant in instants
         )
         yield first, later, there[place, None]
-
-
-def _states_bytes(plans: _Plans, elements: Any) -> Any:
-    """Weights, what DDP keeps beside them, and optimizer state; offloaded ones are the host's."""
-    if plans.offload:
-        return 0.0
-    kept = elements * plans.itemsize
-    if plans.fsdp:
-        return (1 + plans.n_moments) * kept / plans.dp
-    moments = plans.n_moments * kept / np.where(plans.zero == 1, plans.dp, 1)
-    return (2 if plans.ddp else 1) * kept + moments
-
-
-def _grads_bytes(plans: _Plans, elements: Any) -> Any:
-    """Gradients that the device has once all stages have some, and does not keep from step to step."""
-    if not plans.base.set_to_none or (plans.ddp and plans.base.gradient_as_bucket_view):
-        return 0.0
-    formats = plans.base.formats
-    kept = elements * formats.accumulate.itemsize
-    if not plans.fsdp:
-        return kept
-    summed = elements * formats.reduce.itemsize
-    return np.where(plans.pp > 1, summed, 0.0 if plans.offload else kept / plans.dp)

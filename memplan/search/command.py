@@ -9,7 +9,7 @@ from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.fields import Flag
 from memplan.hardware import Cluster, cluster, gpus_per_node
-from memplan.models import Model, preset, preset_names
+from memplan.models import Model, implemented, preset, preset_names
 from memplan.plan import FIELDS, Plan
 from memplan.text_tables import WIDTH
 
@@ -39,11 +39,21 @@ def estimate_command(estimated: Estimate, model: str | None = None) -> str | Non
     if name is None or where is None:
         return None
     name = f"./{name}" if name.startswith("-") else name
-    return shlex.join(["memplan", "estimate", name, *_flags(where | values)])
+    said = _implementation(estimated.model, named_as=name)
+    return shlex.join(["memplan", "estimate", name, *_flags(said | where | values)])
 
 
 def _preset_name(model: Model) -> str | None:
-    return model.name if model.name in preset_names() and preset(model.name) == model else None
+    if model.name not in preset_names():
+        return None
+    usual = preset(model.name)
+    return model.name if model == usual or implemented(usual, model.implementation) == model else None
+
+
+def _implementation(model: Model, named_as: str) -> dict[str, str]:
+    """The implementation, unless it is the one that is meant where none is named."""
+    usual = preset(named_as).implementation if named_as in preset_names() else None
+    return {} if model.implementation == usual else {"implementation": model.implementation}
 
 
 def cluster_values(where: Cluster) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 from memplan.hardware import Link
-from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Recompute
+from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Recompute, TorchVersion
 from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
@@ -41,6 +41,7 @@ class PlanOptions(TypedDict, total=False):
     bucket_cap_bytes: int | None
     ddp_comm_hook: DdpCommHook
     loss_chunks: int
+    torch_version: TorchVersion
     engine: str
 
 
@@ -55,6 +56,7 @@ class ClusterOptions(TypedDict, total=False):
 class SearchOptions(PlanOptions, ClusterOptions, total=False):
     """What the inverse questions pass on to `memplan.search`."""
 
+    implementation: str | None
     seq_len: int | None
     keep: int | None
     tp_across_nodes: bool

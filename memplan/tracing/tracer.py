@@ -437,7 +437,7 @@ def _model(
         name=name or type(example.module).__name__,
         n_layers=len(tracer.blocks),
         max_seq_len=checked_count("max_seq_len", longest),
-        tied_head=len(named) < sum(1 for _ in example.module.named_parameters(remove_duplicate=False)),
+        tied=len(named) < sum(1 for _ in example.module.named_parameters(remove_duplicate=False)),
         blocks=f"{tracer.path}.*" if tracer.path else "",
         embed_parameters=tuple(before),
         block_parameters=tuple(block.values()),

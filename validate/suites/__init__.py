@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from memplan.errors import UnknownName, unknown_name
-from memplan.models import Model
-from memplan.models.lookup import resolve
-from validate.cases import Case
+from memplan.models import Decoder
+from validate.cases import Case, runnable
 from validate.gpus import Gpus
 from validate.records import Record
 from validate.suites.both import gpu_both
@@ -77,13 +76,13 @@ def suite(name: str, gpus: Gpus | None = None) -> tuple[Case, ...]:
     return SUITES[name]()
 
 
-def model_named(name: str) -> Model:
+def model_named(name: str) -> Decoder:
     """A small model of the suites, or what memplan knows by this name.
 
     Raises:
         UnknownName: with the nearest one.
     """
-    return SMALL[name] if name in SMALL else resolve(name)
+    return SMALL[name] if name in SMALL else runnable(name)
 
 
 def case_named(name: str, gpus: Gpus | None = None) -> Case:

@@ -3,8 +3,9 @@
 from random import Random
 from typing import Any
 
-from memplan import Gpt, Llama, MemplanError, Model, Plan
+from memplan import Gpt, Llama, MemplanError, Plan
 from memplan.engines.checks import check_plan
+from memplan.models import Decoder
 from memplan.plan import OPTIMIZERS
 from validate.cases import Case
 
@@ -24,7 +25,7 @@ def drawn(n: int = 80, seed: int = 2026) -> tuple[Case, ...]:
     return tuple(found)
 
 
-def _drawn_model(random: Random) -> Model:
+def _drawn_model(random: Random) -> Decoder:
     sizes: dict[str, Any] = {
         "n_layers": random.randint(1, 5),
         "d_model": random.choice((32, 64, 96)),

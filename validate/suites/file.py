@@ -34,12 +34,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from memplan import Model, Plan
+from memplan import Plan
 from memplan.checks import checked_count, checked_positive
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.files import file_text, of_file, shown_path
-from memplan.models.lookup import resolve
-from validate.cases import FAMILIES, LEAST_STEPS, Case, title
+from memplan.models import Decoder
+from validate.cases import FAMILIES, LEAST_STEPS, Case, runnable, title
 from validate.suites.models import SMALL
 
 CASE_KEYS: Final = ("name", "model", "steps", "seed", "timeout_s")
@@ -147,11 +147,11 @@ def _settings(asked: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _model(named: Any) -> Model:
+def _model(named: Any) -> Decoder:
     if isinstance(named, str) and named in SMALL:
         return SMALL[named]
     if not isinstance(named, dict):
-        return resolve(named)
+        return runnable(named)
     sizes = dict(named)
     family = sizes.pop("family", None)
     if not isinstance(family, str) or family not in FAMILIES:

@@ -12,8 +12,9 @@ from functools import cache
 from itertools import product
 from typing import Any, Final, Literal
 
-from memplan import Gpt, Llama, Model, Plan
+from memplan import Gpt, Llama, Plan
 from memplan.allocator import OutOfMemory
+from memplan.models import Decoder
 from memplan.units import GiB, MiB, human_bytes
 from validate.cases import Case, title
 from validate.gpus import Gpus
@@ -35,7 +36,7 @@ TOKENS: Final = 128
 class Question:
     """How large this training may be along an axis if each rank's allocator may hold `limit_bytes`."""
 
-    model: Model
+    model: Decoder
     plan: Plan
     limit_bytes: int
     gpus: Gpus | None
@@ -168,7 +169,7 @@ def frontier(question: Question, records: Iterable[Record]) -> Frontier:
     )
 
 
-ASKED: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
+ASKED: Final[tuple[tuple[Decoder, dict[str, Any], int], ...]] = (
     (GPT2, {"seq_len": 1024}, 16 * GiB),
     (GPT2, {"seq_len": 1024, "precision": "fp32"}, 16 * GiB),
     (LLAMA_100M, {"seq_len": 2048, "recompute": "full"}, 16 * GiB),
@@ -176,16 +177,16 @@ ASKED: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
     (LLAMA_1B, {"seq_len": 2048}, 60 * GiB),
     (LLAMA_1B, {"seq_len": 4096, "recompute": "full", "loss_chunks": 8}, 40 * GiB),
 )
-"""Model, plan and how much of a GPU may be held."""
+"""Decoder, plan and how much of a GPU may be held."""
 
-CPU_LIMITS: Final[dict[type[Model], int]] = {Gpt: 6 * MiB, Llama: 18 * MiB}
+CPU_LIMITS: Final[dict[type[Decoder], int]] = {Gpt: 6 * MiB, Llama: 18 * MiB}
 """How much a rank of the smallest form may hold, by the model's family."""
 
 
 PRECISIONS: Final = ("fp32", "bf16-mixed", "bf16")
 RECOMPUTES: Final = ("none", "selective", "full")
 ALONG: Final[tuple[Along, ...]] = ("micro-batch", "sequence", "layers")
-WITHOUT_GPU: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
+WITHOUT_GPU: Final[tuple[tuple[Decoder, dict[str, Any], int], ...]] = (
     (GPT2, {}, 8 * GiB),
     (LLAMA_100M, {}, 12 * GiB),
     (LLAMA_1B, {}, 60 * GiB),

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from memplan import Model, Plan
-from memplan.models import preset
-from validate.cases import FAKE_STEPS, Case, title
+from memplan import Plan
+from memplan.models import Decoder
+from validate.cases import FAKE_STEPS, Case, runnable, title
 from validate.suites.gpu import FULL, GPT3, LARGE, LARGEST, SP8, WIDE
 
 LONG: Final = replace(WIDE, max_seq_len=32_768)
-GPT2_XL: Final = preset("gpt2-xl")
+GPT2_XL: Final = runnable("gpt2-xl")
 TIED: Final = replace(WIDE, tied_head=True)
 
-ROWS: Final[tuple[tuple[Model, dict[str, Any], Sequence[int]], ...]] = (
+ROWS: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = (
     # One rank: precisions, optimizers, recomputation, length.
     (GPT2_XL, {"seq_len": 1024, "micro_batch": 4}, (0,)),
     (WIDE, {"precision": "fp32"}, (0,)),
@@ -77,7 +77,7 @@ ROWS: Final[tuple[tuple[Model, dict[str, Any], Sequence[int]], ...]] = (
     (LARGEST, {"pp": 16, "dp": 8, **SP8, "zero": 1, **FULL}, (0, 512, 1023)),
     (LARGEST, {"pp": 16, "dp": 16, **SP8, "zero": 2, "recompute": "selective", "precision": "bf16"}, (2047,)),
 )
-"""Model, options of the plan, ranks; 8192 tokens unless said otherwise."""
+"""Decoder, options of the plan, ranks; 8192 tokens unless said otherwise."""
 
 
 def fullsize() -> tuple[Case, ...]:
@@ -89,7 +89,7 @@ def fullsize() -> tuple[Case, ...]:
     )
 
 
-def _case(model: Model, plan: Plan, rank: int) -> Case:
+def _case(model: Decoder, plan: Plan, rank: int) -> Case:
     batch = f"{plan.n_micro_batches} x {plan.seq_len}"
     return Case(
         name=f"{title(model, plan)}, {batch}, rank {rank}",

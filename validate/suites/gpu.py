@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from memplan import Llama, Model, Plan
+from memplan import Llama, Plan
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.hardware import gpu
-from memplan.models import preset
+from memplan.models import Decoder
 from memplan.precisions import PRECISIONS
 from memplan.tape import Backend
-from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, title
+from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
+from validate.predict import estimated_rank
 from validate.suites.models import in_small
 
 LLAMA_100M: Final = Llama(
@@ -28,9 +29,9 @@ LLAMA_1B: Final = replace(
 LLAMA_3B: Final = replace(
     LLAMA_1B, name="llama-3b", n_layers=28, d_model=3072, n_heads=24, vocab_size=128_256
 )
-GPT2: Final = replace(preset("gpt2"), max_seq_len=32_768, tied_head=False, dropout=0.0, vocab_size=50_264)
+GPT2: Final = replace(runnable("gpt2"), max_seq_len=32_768, tied_head=False, dropout=0.0, vocab_size=50_264)
 
-Row = tuple[Model, dict[str, Any]]
+Row = tuple[Decoder, dict[str, Any]]
 """A model and its plan's options."""
 
 SINGLE: Final[tuple[Row, ...]] = (
@@ -62,25 +63,25 @@ SINGLE: Final[tuple[Row, ...]] = (
     (LLAMA_100M, {"micro_batch": 2, "global_batch": 8}),
     (replace(LLAMA_100M, tied_head=True), {}),
     (replace(GPT2, tied_head=True, dropout=0.1), {"micro_batch": 4}),
-    (preset("gpt2-medium"), {"micro_batch": 4}),
-    (preset("gpt2-large"), {"micro_batch": 4}),
-    (preset("gpt2-xl"), {"micro_batch": 2}),
+    (runnable("gpt2-medium"), {"micro_batch": 4}),
+    (runnable("gpt2-large"), {"micro_batch": 4}),
+    (runnable("gpt2-xl"), {"micro_batch": 2}),
     (LLAMA_1B, {"seq_len": 2048, "micro_batch": 2}),
     (LLAMA_1B, {"seq_len": 32_768, "recompute": "full", "precision": "bf16", "loss_chunks": 8}),
     (LLAMA_3B, {"seq_len": 4096, "precision": "bf16"}),
-    (preset("llama-3-8b"), {"seq_len": 4096, "precision": "bf16", "optimizer_impl": "fused"}),
-    (preset("gpt3-175b"), {"seq_len": 2048, "precision": "bf16", "recompute": "full"}),
+    (runnable("llama-3-8b"), {"seq_len": 4096, "precision": "bf16", "optimizer_impl": "fused"}),
+    (runnable("gpt3-175b"), {"seq_len": 2048, "precision": "bf16", "recompute": "full"}),
 )
 """One GPU: both families from 100M to what fits, 512 to 32k tokens, every precision and optimizer."""
 
-WIDE: Final = preset("llama-3-8b")
-LARGE: Final = preset("llama-3-70b")
-LARGEST: Final = preset("llama-3.1-405b")
-GPT3: Final = replace(preset("gpt3-175b"), tied_head=False, vocab_size=50_264, max_seq_len=4096)
+WIDE: Final = runnable("llama-3-8b")
+LARGE: Final = runnable("llama-3-70b")
+LARGEST: Final = runnable("llama-3.1-405b")
+GPT3: Final = replace(runnable("gpt3-175b"), tied_head=False, vocab_size=50_264, max_seq_len=4096)
 SP8: Final[dict[str, Any]] = {"tp": 8, "sequence_parallel": True}
 FULL: Final[dict[str, Any]] = {"recompute": "full"}
 
-STAND_INS: Final[tuple[tuple[Model, dict[str, Any], Sequence[int]], ...]] = (
+STAND_INS: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = (
     (WIDE, {"dp": 8}, (0,)),
     (WIDE, {"dp": 8, "gradient_as_bucket_view": True}, (3,)),
     (WIDE, {"dp": 1024, **FULL}, (1023,)),
@@ -181,7 +182,7 @@ def gpu_nccl(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def gpu_standin(gpus: Gpus | None) -> tuple[Case, ...]:
-    """One rank of a world that PyTorch's fake process group plays; as many layers as fit one GPU."""
+    """One rank of a world whose other ranks are played; as many layers as fit one GPU."""
     return tuple(
         case for model, options, ranks in STAND_INS for case in _stand_ins(model, options, ranks, gpus)
     )
@@ -213,8 +214,7 @@ def gpu_allocator(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def _reserved_bytes(case: Case) -> int | None:
-    at = case.plan.place(case.rank)
-    replay = rank_estimate(case.model, case.plan, at, case.kernels, case.talks_by).replayed
+    replay = estimated_rank(case, case.ranks[0]).replayed
     return None if replay is None else replay.reserved_bytes
 
 
@@ -237,7 +237,7 @@ def _cases(
     rows: Sequence[Row],
     gpus: Gpus | None,
     *,
-    small: Callable[[Model], Model] | None = None,
+    small: Callable[[Decoder], Decoder] | None = None,
     backend: Backend = "gloo",
 ) -> Iterator[Case]:
     for model, options in rows:
@@ -250,15 +250,16 @@ def _cases(
 
 
 def _stand_ins(
-    model: Model, options: dict[str, Any], ranks: Sequence[int], gpus: Gpus | None
+    model: Decoder, options: dict[str, Any], ranks: Sequence[int], gpus: Gpus | None
 ) -> Iterator[Case]:
     plan = _plan({"seq_len": 4096} | options)
     if gpus is None:
         small = narrow(model, n_layers=max(3, plan.n_stages + 1))
         cases = [_on_cpu(small, in_short(plan), backend="fake", rank=rank) for rank in ranks]
     else:
-        fitting = with_layers_that_fit(model, plan, gpus, "fake")
-        cases = [_on_gpu(fitting, plan, gpus, backend="fake", rank=rank) for rank in ranks]
+        backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+        fitting = with_layers_that_fit(model, plan, replace(gpus, n=plan.world_size), backend)
+        cases = [_on_gpu(fitting, plan, gpus, backend=backend, rank=rank) for rank in ranks]
     yield from (replace(case, name=f"{case.name}, rank {case.rank}") for case in cases)
 
 
@@ -266,26 +267,25 @@ def _plan(options: dict[str, Any]) -> Plan:
     return Plan(**{"seq_len": 1024} | options)
 
 
-def _on_cpu(model: Model, plan: Plan, **settings: Any) -> Case:
+def _on_cpu(model: Decoder, plan: Plan, **settings: Any) -> Case:
     return Case(name=_name(model, plan), model=model, plan=plan, **settings)
 
 
-def _on_gpu(model: Model, plan: Plan, gpus: Gpus, **settings: Any) -> Case:
-    in_short = gpus.device == "nogpu" and settings.get("backend") == "fake"
+def _on_gpu(model: Decoder, plan: Plan, gpus: Gpus, **settings: Any) -> Case:
+    in_short = gpus.device == "nogpu" and "rank" in settings
     steps = UNTIMED_STEPS if in_short else GPU_STEPS
     case = Case(name=_name(model, plan), model=model, plan=plan, steps=steps, **settings)
     patience_s = PATIENCE_S if gpus.device == "nogpu" else case.timeout_s
     return replace(case, device=gpus.device, gpu=gpus.known_as, timeout_s=patience_s)
 
 
-def _name(model: Model, plan: Plan) -> str:
+def _name(model: Decoder, plan: Plan) -> str:
     return f"{title(model, plan)}, {model.n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}"
 
 
-def with_layers_that_fit(model: Model, plan: Plan, gpus: Gpus, backend: Backend) -> Model:
+def with_layers_that_fit(model: Decoder, plan: Plan, gpus: Gpus, backend: Backend) -> Decoder:
     """The model with as many layers to a pipeline stage as fit one of the GPUs, and no more than it has."""
-    sharing = 1 if backend == "fake" else max(1, plan.world_size // gpus.n)
-    usable_bytes = int(USABLE * gpus.memory_bytes / sharing)
+    usable_bytes = int(USABLE * gpus.memory_bytes / max(1, plan.world_size // gpus.n))
     kernels = gpu(gpus.known_as).device
 
     def fits(n_blocks: int) -> bool:
@@ -300,7 +300,7 @@ def with_layers_that_fit(model: Model, plan: Plan, gpus: Gpus, backend: Backend)
     return replace(model, n_layers=min(model.n_layers, least * plan.n_stages))
 
 
-def smallest(model: Model) -> Model:
+def smallest(model: Decoder) -> Decoder:
     """The model in small."""
     return replace(in_small(model), max_seq_len=LONGEST)
 
@@ -314,10 +314,10 @@ def in_short(plan: Plan) -> Plan:
     return replace(plan, seq_len=plan.seq_len // 64)
 
 
-def narrow(model: Model, n_layers: int = 4) -> Model:
+def narrow(model: Decoder, n_layers: int = 4) -> Decoder:
     """The model in small with heads for eight ranks: up to eight query heads to a key head, the same ratios.
 
-    >>> narrow(preset("llama-3-70b"), n_layers=5).n_heads
+    >>> narrow(runnable("llama-3-70b"), n_layers=5).n_heads
     64
     """
     n_heads = 8 * min(8, model.n_heads // model.n_kv_heads)

@@ -5,10 +5,11 @@ from itertools import product
 from math import prod
 from typing import Any, Final
 
-from memplan import Gpt, Llama, Model, Plan
+from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
 from memplan.engines.checks import check_device, check_plan
 from memplan.errors import MemplanError, MissingRule
+from memplan.models import Decoder
 from memplan.plan import RECOMPUTES
 from memplan.schedules import SCHEDULES
 from validate.cases import Case, title
@@ -72,7 +73,7 @@ def matrix() -> tuple[Case, ...]:
     return tuple(_named([*_crossed(), *_paired()]))
 
 
-def _crossed() -> Iterator[tuple[Model, Plan]]:
+def _crossed() -> Iterator[tuple[Decoder, Plan]]:
     """Every combination of the axes that can run; family and precision take turns."""
     every = range(1, MOST_RANKS + 1)
     meshes = [(d, t, p) for d, t, p in product(every, repeat=3) if d * t * p <= MOST_RANKS]
@@ -99,7 +100,7 @@ def _crossed() -> Iterator[tuple[Model, Plan]]:
                     yield _asked(chosen)
 
 
-def _paired() -> Iterator[tuple[Model, Plan]]:
+def _paired() -> Iterator[tuple[Decoder, Plan]]:
     """Plans in which every two values of any two options meet, where they can."""
     from allpairspy import AllPairs
 
@@ -123,7 +124,7 @@ def _can_run(chosen: dict[str, Any]) -> bool:
     return True
 
 
-def _asked(chosen: dict[str, Any]) -> tuple[Model, Plan]:
+def _asked(chosen: dict[str, Any]) -> tuple[Decoder, Plan]:
     """The model and the plan of values of `PAIRED`, those not chosen as a Plan has them."""
     options = dict(chosen)
     family, mesh = options.pop("family", "llama"), options.pop("mesh", {})
@@ -150,7 +151,7 @@ def _asked(chosen: dict[str, Any]) -> tuple[Model, Plan]:
     return model, plan
 
 
-def sized(family: str, *, tp: int, n_layers: int, tied_head: bool = False, dropout: float = 0.0) -> Model:
+def sized(family: str, *, tp: int, n_layers: int, tied_head: bool = False, dropout: float = 0.0) -> Decoder:
     """A small model whose heads, widths and vocabulary `tp` ranks can divide; only a Gpt has dropout."""
     heads_per_rank = -(-4 // tp)
     n_heads = heads_per_rank * tp
@@ -168,7 +169,7 @@ def sized(family: str, *, tp: int, n_layers: int, tied_head: bool = False, dropo
     return Llama(name="llama", n_kv_heads=n_heads // 2 if n_heads // 2 % tp == 0 else n_heads, **sizes)
 
 
-def _named(asked: Sequence[tuple[Model, Plan]]) -> Iterator[Case]:
+def _named(asked: Sequence[tuple[Decoder, Plan]]) -> Iterator[Case]:
     """A case each, in order, the same plan for the same model once."""
     for model, plan in dict.fromkeys(asked):
         yield Case(name=title(model, plan), model=model, plan=plan)

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from memplan import Gpt, Llama, Model, Plan
-from memplan.models import preset, preset_names
-from validate.cases import Case, title
+from memplan import Gpt, Llama, Plan
+from memplan.models import Decoder
+from memplan.models.presets import preset_table
+from validate.cases import Case, runnable, title
 
 LLAMA: Final = Llama(
     name="llama-small",
@@ -45,14 +46,14 @@ def _plans_of_each() -> Iterator[Case]:
         {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
         {"pp": 2, "global_batch": 4, "precision": "fp32"},
     )
-    for model in (*(in_small(preset(name)) for name in preset_names()), BIASED, WIDE_HEADS):
+    for model in (*(in_small(runnable(name)) for name in preset_table()), BIASED, WIDE_HEADS):
         for asked in plans:
             untied = replace(model, tied_head=False) if "pp" in asked else model
             plan = Plan(**asked, seq_len=64)
             yield Case(name=title(untied, plan), model=untied, plan=plan)
 
 
-def in_small(model: Model) -> Model:
+def in_small(model: Decoder) -> Decoder:
     """The model in small: as many query heads to a key head, the same ratios of widths, ties and dropout."""
     n_kv_heads = 2
     n_heads = n_kv_heads * model.n_heads // model.n_kv_heads
@@ -72,5 +73,5 @@ def in_small(model: Model) -> Model:
 
 
 def _whole(name: str) -> Case:
-    model, plan = preset(name), Plan(seq_len=128, precision="fp32")
+    model, plan = runnable(name), Plan(seq_len=128, precision="fp32")
     return Case(name=title(model, plan), model=model, plan=plan, timeout_s=600)

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from memplan import Model, Plan
+from memplan import Plan
+from memplan.models import Decoder
 from validate.cases import Case
 from validate.suites.models import GPT, GPT_DROPOUT, GPT_TIED, LLAMA, LLAMA_ODD, LLAMA_TIED
 
 
-def _case(name: str, model: Model, **plan: Any) -> Case:
+def _case(name: str, model: Decoder, **plan: Any) -> Case:
     defaults: dict[str, Any] = {
         "global_batch": 2 * plan.get("dp", 1) if plan.get("tp", 1) > 1 and "pp" not in plan else 4,
         "seq_len": 128 if plan.get("precision", "fp32") == "fp32" else 64,

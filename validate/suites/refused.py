@@ -6,7 +6,8 @@
 from dataclasses import replace
 from typing import Any
 
-from memplan import Model, Plan
+from memplan import Plan
+from memplan.models import Decoder
 from validate.cases import Case, title
 from validate.suites.models import GPT_TIED, LLAMA
 
@@ -37,7 +38,7 @@ def refused() -> tuple[Case, ...]:
     )
 
 
-def _case(model: Model, **asked: Any) -> Case:
+def _case(model: Decoder, **asked: Any) -> Case:
     settings: dict[str, Any] = {"precision": "fp32", "seq_len": 64} | asked
     if "global_batch" in settings:
         settings["global_batch"] *= settings.get("dp", 1)

@@ -13,10 +13,11 @@ from functools import lru_cache, partial
 from itertools import groupby, islice, repeat
 from typing import Any, Final, NamedTuple, final
 
+from memplan.engines.split import BlockRuns
 from memplan.engines.torch.module import StageModule, backward_order, from_outside
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment, Trace, buffer_in, gradients
+from memplan.engines.trace import Block, Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.record import (
     AccumulateGrad,
@@ -74,45 +75,44 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
 
     Source: `torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor`.
     """
-    return _ready_order(stage.trace, tuple(n for _, n in stage.kinds))
+    return _ready_order(stage.trace, stage.runs)
 
 
-def _ready_order(trace: Trace, n_blocks: Sequence[int]) -> tuple[list[Parameter], list[Parameter]]:
-    blocks = zip(trace.blocks, n_blocks, strict=True)
+def _ready_order(trace: Trace, runs: BlockRuns) -> tuple[list[Parameter], list[Parameter]]:
+    blocks = [(trace.blocks[kind], n) for kind, n in runs]
     made = [
         *ready(trace.head_backward),
-        *(p for block, n in reversed(list(blocks)) for p in ready(block.backward) * n),
+        *(p for block, n in reversed(blocks) for p in ready(block.backward) * n),
         *ready(trace.embed_backward),
     ]
-    module = [*trace.embed_parameters, *trace.block_parameters * sum(n_blocks), *trace.head_parameters]
-    return made, [p for p in reversed(module) if p.distributed]
+    own = (p for block, n in blocks for p in block.parameters * n)
+    module = [*trace.embed_parameters, *own, *trace.head_parameters]
+    return made, [p for p in reversed(module) if p.is_dtensor]
 
 
 def ready(segment: Segment) -> list[Parameter]:
     """The parameters whose gradients are ready as a backward segment makes them."""
     return [
-        e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.distributed
+        e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.is_dtensor
     ]
 
 
 def buckets(stage: Stage) -> list[list[Parameter]]:
     """The stage's buckets, in the order they are reduced."""
-    return _buckets(stage.trace, tuple(n for _, n in stage.kinds), stage.plan.bucket_cap_bytes)
+    return _buckets(stage.trace, stage.runs, stage.plan.bucket_cap_bytes)
 
 
 @lru_cache(maxsize=256)
-def _buckets(trace: Trace, n_blocks: tuple[int, ...], cap_bytes: int | None) -> list[list[Parameter]]:
-    made, late = _ready_order(trace, n_blocks)
+def _buckets(trace: Trace, runs: BlockRuns, cap_bytes: int | None) -> list[list[Parameter]]:
+    made, late = _ready_order(trace, runs)
     return ddp_buckets([*made, *late], cap_bytes)
 
 
 @lru_cache(maxsize=256)
-def _fills(
-    trace: Trace, n_blocks: tuple[int, ...], cap_bytes: int | None, hook: str
-) -> tuple[Bucket | None, ...]:
+def _fills(trace: Trace, runs: BlockRuns, cap_bytes: int | None, hook: str) -> tuple[Bucket | None, ...]:
     """For each gradient in the order they are ready: the bucket that it is the last of."""
     found: list[Bucket | None] = []
-    for parameters in _buckets(trace, n_blocks, cap_bytes):
+    for parameters in _buckets(trace, runs, cap_bytes):
         found += [*repeat(None, len(parameters) - 1), bucket_of(parameters, hook)]
     return tuple(found)
 
@@ -202,7 +202,7 @@ class DistributedDataParallel(StageModule[DdpState]):
     """
 
     def __init__(self, stage: Stage) -> None:
-        plan, trace = stage.plan, stage.trace
+        plan = stage.plan
         super().__init__(
             stage,
             DdpState(
@@ -213,7 +213,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         )
         self.hook = plan.ddp_comm_hook
         self.into_views = plan.gradient_as_bucket_view and plan.set_to_none
-        self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        self.grads = stage.trace.gradients()
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
             self.buckets.update(bucket_of(parameters, self.hook) for parameters in buckets(stage))
@@ -278,8 +278,7 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _filled(self) -> Iterator[Bucket | None]:
         """For each gradient in the order they are ready: the bucket that it is the last of."""
         stage = self.stage
-        n_blocks = tuple(n for _, n in stage.kinds)
-        return iter(_fills(stage.trace, n_blocks, stage.plan.bucket_cap_bytes, self.hook))
+        return iter(_fills(stage.trace, stage.runs, stage.plan.bucket_cap_bytes, self.hook))
 
     def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
         """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.
@@ -300,7 +299,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         fills = iter(filled)
         for event in segment.events:
             found.append(event)
-            if isinstance(event, AccumulateGrad) and not event.parameter.distributed:
+            if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
                 found += self._dropped(event.buffer, drops, next(fills, None))
         return tuple(found)
 
@@ -332,15 +331,15 @@ class DistributedDataParallel(StageModule[DdpState]):
         found: list[Event] = []
         fills = iter(filled)
         for p in reversed(parameters):
-            if p.summed_over_tp:
+            if p.has_partial_grad:
                 total = buffer_of(f"{p.name}.grad (summed)", p.shape, p.dtype)
                 found += [*allocs(total), partial_sum(total.n_bytes), *frees(total)]
-            if p.distributed:
+            if p.is_dtensor:
                 found += self._dropped(self.grads[p], drops, next(fills, None))
         return tuple(found)
 
-    def _late_block(self, drops: int, filled: Sequence[Bucket | None]) -> Stretch:
-        return events("backward: end", self._late(self.trace.block_parameters, drops, filled))
+    def _late_block(self, block: Block, drops: int, filled: Sequence[Bucket | None]) -> Stretch:
+        return events("backward: end", self._late(block.parameters, drops, filled))
 
     def _replicated_blocks(
         self, drops: int, last: bool, filled: Iterator[Bucket | None]
@@ -371,12 +370,12 @@ class DistributedDataParallel(StageModule[DdpState]):
         if plan.tp == 1 or not (drops or last or plan.sequence_parallel):
             yield self._reduced("backward: embedding", cutting, drops, made)
             return
-        whole = [p for p in trace.embed_parameters if p.tp_dim is None]
-        table = [p for p in trace.embed_parameters if p.tp_dim is not None]
+        whole = [p for p in trace.embed_parameters if not p.is_divided]
+        table = [p for p in trace.embed_parameters if p.is_divided]
 
         def own(*, after: bool) -> tuple[Event, ...]:
             embed = self._ready(cutting, drops, made)
-            divided = [b for p, b in gradients(cutting).items() if p.tp_dim is not None]
+            divided = [b for p, b in gradients(cutting).items() if p.is_divided]
             cut = next((i for i, event in enumerate(embed) if buffer_in(event) in divided), len(embed))
             return embed[cut:] if after else embed[:cut]
 
@@ -389,11 +388,12 @@ class DistributedDataParallel(StageModule[DdpState]):
                 (*own(after=False), *self._late(trace.head_parameters, drops, of_head)),
             ),
         )
-        n_late = _n_late(trace.block_parameters) if last else 0
-        for closed, times in self._turns(n_late, self.stage.n_blocks, filled):
-            key = "the blocks' late gradients", drops, closed
-            block = partial(self._late_block, drops, closed)
-            yield repeated(self._once(cutting, key, block), times)
+        for block, n in reversed(self.stage.blocks):
+            n_late = _n_late(block.parameters) if last else 0
+            for closed, times in self._turns(n_late, n, filled):
+                key = "the blocks' late gradients", drops, closed
+                late = partial(self._late_block, block, drops, closed)
+                yield repeated(self._once(block.backward, key, late), times)
         of_whole, of_table = (_next(filled, _n_late(some)) for some in (whole, table))
         yield self._once(
             cutting,
@@ -414,4 +414,4 @@ def _next(filled: Iterator[Bucket | None], n: int) -> tuple[Bucket | None, ...]:
 
 
 def _n_late(parameters: Iterable[Parameter]) -> int:
-    return sum([p.distributed for p in parameters])
+    return sum([p.is_dtensor for p in parameters])

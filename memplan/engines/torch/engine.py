@@ -1,19 +1,22 @@
 """Stock PyTorch as an engine: which ranks are played, and what is shared between them."""
 
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, PartCosts, RankRecord
+from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.torch.bounds import data_parallelism
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import Segment
-from memplan.models import Model
+from memplan.models import Layers, Model
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
 from memplan.shapes import Parameter
 from memplan.tape import Backend
+
+Segments = tuple[Segment, ...]
 
 
 @final
@@ -47,9 +50,19 @@ class TorchEngine(Engine):
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
             )
+        if plan.torch_version != "2.13":
+            yield (
+                f"torch_version={plan.torch_version}: what its CUDA software does differently from 2.13's "
+                "was looked for with one rank (without a GPU); of several ranks only 2.13's is confirmed."
+            )
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         return part_costs(self, model, plan, device)
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
+    ) -> DataParallelism:
+        return data_parallelism(plan, elements, block_elements, single_stage)
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
@@ -65,44 +78,44 @@ def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
 
 
 def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) -> PartCosts:
-    """One micro-batch of a model of two blocks, of which the first is recomputed if the plan recomputes."""
-    stage = Stage(model, plan, (True, True, 2), device)
-    trace, (again, *others) = stage.trace, stage.trace.blocks
-    plain = others[0] if others else again
+    """The costs of the ends, and of two blocks of each kind, of which the first may be recomputed."""
+    traces = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device).trace for kind in model.kinds]
+    trace = traces[0]
 
-    def elements(parameters: tuple[Parameter, ...]) -> int:
-        return sum([p.n_elements for p in parameters])
-
-    def net(*segments: Segment) -> int:
-        return sum([segment.stretch("").net_bytes for segment in segments])
-
-    def flops(segment: Segment) -> int:
-        return sum([event.flops for event in segment.events if isinstance(event, Compute)])
-
-    def sent(*segments: Segment) -> int:
-        return sum(
-            [
-                engine.wire_bytes(event.kind, event.payload_bytes, plan.tp)
-                for segment in segments
-                for event in segment.events
-                if isinstance(event, Collective)
-            ]
+    def costs(
+        parameters: tuple[Parameter, ...], forward: Segments, backward: Segments, flops: Segments
+    ) -> Costs:
+        sent = [
+            event for each in (*forward, *backward) for event in each.events if isinstance(event, Collective)
+        ]
+        return Costs(
+            elements=sum([p.n_elements for p in parameters]),
+            flops=sum([event.flops for each in flops for event in each.events if isinstance(event, Compute)]),
+            sent_bytes=sum([engine.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
+            saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
         )
 
-    ends = trace.embed, trace.head, trace.loss, trace.head_backward, trace.embed_backward
+    blocks = [block for each in traces for block in each.blocks.items()]
+    plain = {kind.kind: block for kind, block in blocks if kind.recompute == "none"}
+    again = {kind.kind: block for kind, block in blocks if kind.recompute != "none"}
     return PartCosts(
-        embedding_elements=elements(trace.embed_parameters),
-        block_elements=elements(trace.block_parameters),
-        head_elements=elements(trace.head_parameters),
-        block_flops=flops(again.forward),
-        head_flops=flops(trace.head),
-        again_flops=flops(again.backward),
-        sent_bytes=sent(*ends) + model.n_layers * sent(plain.forward, plain.backward),
-        sent_again_bytes=sent(again.forward, again.backward) - sent(plain.forward, plain.backward),
-        embedding_saved=net(trace.embed, trace.embed_casts),
-        block_saved=net(plain.forward, plain.casts),
-        again_saved=net(again.forward, again.casts),
-        head_saved=net(trace.head, trace.head_casts, trace.loss),
+        embedding=costs(
+            trace.embed_parameters, (trace.embed, trace.embed_casts), (trace.embed_backward,), ()
+        ),
+        head=costs(
+            trace.head_parameters,
+            (trace.head, trace.head_casts, trace.loss),
+            (trace.head_backward,),
+            (trace.head,),
+        ),
+        blocks={
+            kind: costs(block.parameters, (block.forward, block.casts), (block.backward,), (block.forward,))
+            for kind, block in plain.items()
+        },
+        recomputed={
+            kind: costs(block.parameters, (block.forward, block.casts), (block.backward,), (block.backward,))
+            for kind, block in (again or plain).items()
+        },
         boundary_bytes=trace.boundary.n_bytes,
     )
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, final
 from memplan.engines.torch.module import StageModule, added_to_older, backward_order, from_outside
 from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment, buffer_in, gradients
+from memplan.engines.trace import Segment, buffer_in
 from memplan.record import Event, Stretch, chain, events, frees, repeated
 from memplan.shapes import Role, buffer_of
 
@@ -64,8 +64,7 @@ class FSDPModule(StageModule[FsdpState]):
         )
         self.units = Units(stage, dp_rank)
         self.pipelined = stage.plan.pp > 1
-        trace = stage.trace
-        self.grads = gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        self.grads = stage.trace.gradients()
         summed = stage.plan.formats.reduce
         self.wide = {
             parameter: buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed)
@@ -100,7 +99,7 @@ class FSDPModule(StageModule[FsdpState]):
     @property
     def n_recomputed(self) -> int:
         """How many of the stage's blocks are run again: the first ones."""
-        return sum([n for recompute, n in self.stage.kinds if recompute != "none"])
+        return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
     # --- What happens to one group ---
 
@@ -362,8 +361,9 @@ def grouped(
 ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
     """The blocks' passes in order, divided into rows: each row's unit and passes, and how often it comes.
 
-    The first row of a unit stands alone: it follows another unit than those after it. Rows of one block come
-    as the passes do, which put the first block on its own.
+    The first row of a unit stands alone, which follows another unit than those after it, and so does the last
+    one before another unit. Where all rows are one block of one unit they come as the passes do, which put
+    the first block on its own.
     """
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)
@@ -371,11 +371,11 @@ def grouped(
         case [Row(group=unit, size=int(size))] if size == 1:
             yield from ((unit, [(segment, 1)], n) for segment, n in left)
             return
-    for unit, size, times in all_groups:
-        first = True
+    for i, (unit, size, times) in enumerate(all_groups):
+        first, alone = True, i + 1 < len(all_groups)
         while times:
             row: list[tuple[Segment, int]] = []
-            n_rows = 1 if first else max(1, min(times, left[0][1] // size))
+            n_rows = 1 if first else max(1, min(times - alone, left[0][1] // size))
             needed = n_rows * size
             while needed:
                 segment, n = left.pop(0)

@@ -10,7 +10,7 @@ from copy import copy
 from typing import Any, Generic, NamedTuple, Self, TypeVar, final
 
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Block, Segment, gradients
+from memplan.engines.trace import Block, Segment
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
@@ -162,8 +162,7 @@ class StageModule(ABC, Generic[State]):
         return played
 
     def _gradients(self) -> dict[Parameter, Buffer]:
-        trace = self.trace
-        return gradients(trace.head_backward, trace.blocks[0].backward, trace.embed_backward)
+        return self.trace.gradients()
 
     def release(self) -> Stretch:
         """What the schedule still holds of a micro-batch: a stage's output."""
@@ -244,11 +243,12 @@ def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[An
 
 def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
     """The backward passes in reverse, and how often each: the stage's last and first block on their own."""
-    (entry, n_entry), last = blocks[0], blocks[-1][0]
+    (entry, n_entry), end = blocks[0], len(blocks) - 1
     if sum([n for _, n in blocks]) > 1:
-        yield last.backward, 1
-        for block, n in reversed(blocks):
-            yield block.backward, n - (block is last) - (block is entry)
+        yield blocks[end][0].backward, 1
+        for i in range(end, -1, -1):
+            block, n = blocks[i]
+            yield block.backward, n - (i == end) - (i == 0)
     if n_entry:
         yield entry.entry_backward, 1
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import MOMENTS, RankStages
+from memplan.placements import Partial, Shard
 from memplan.plan import MESH_AXES, Plan
 from memplan.record import Axis, Collective, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
@@ -156,8 +157,8 @@ def _reads(stages: RankStages, counted: Counted) -> Iterator["Copies"]:
         case "sgd":
             yield _copies(stages, counted)
         case "sgd-momentum":
-            yield _copies(stages, [(p, n) for p, n in counted if p.summed_over_tp])
-            yield _copies(stages, [(p, n) for p, n in counted if not p.summed_over_tp])
+            yield _copies(stages, [(p, n) for p, n in counted if p.has_partial_grad])
+            yield _copies(stages, [(p, n) for p, n in counted if not p.has_partial_grad])
         case _:
             yield _copies(stages, counted)
             once = _copies(stages, counted)
@@ -183,15 +184,15 @@ def _copies(stages: RankStages, counted: Counted) -> Copies:
     """
     if stages.plan.tp == 1 or stages.plan.ddp or stages.plan.fsdp:
         return Copies([], [])
-    sums = [partial_sum(p.n_bytes, n) for p, n in counted if p.summed_over_tp]
+    sums = [partial_sum(p.n_bytes, n) for p, n in counted if p.has_partial_grad]
     buffers = [
         buffer_of(
-            f"{p.name}.grad ({'summed' if p.summed_over_tp else 'own rows'})",
+            f"{p.name}.grad ({'summed' if p.has_partial_grad else 'own rows'})",
             (n, *p.shape),
             stages.weight_dtype,
         )
         for p, n in counted
-        if p.summed_over_tp or p.grad_shape != p.shape
+        if p.grad_placements != p.placements
     ]
     return Copies(buffers, sums)
 
@@ -206,7 +207,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     """
     one_by_one = stages.plan.optimizer_impl == "for-loop"
     for group in _lists(_held(stages, in_order), apart=stages.plan.tp > 1):
-        partial = [(p, n) for p, n in group if p.summed_over_tp]
+        partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)
         names = ["norms of gradients", "stacked norms of gradients"]
         divided_over = _divided_over(stages.plan, group)
@@ -241,7 +242,7 @@ def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
 def _divided_over(plan: Plan, group: Counted) -> list[Axis]:
     """The mesh axes over which a list of gradients is divided; none for plain tensors."""
     over: list[Axis] = ["dp"] if plan.fsdp else []
-    return [*over, "tp"] if plan.tp > 1 and group[0][0].distributed else over
+    return [*over, "tp"] if plan.tp > 1 and group[0][0].is_dtensor else over
 
 
 def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
@@ -257,8 +258,8 @@ def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
     if plan.fsdp:
         yield "dp"
     if plan.tp > 1 and not plan.ddp:
-        divided = first.tp_dim is not None and (plan.fsdp or first.grad_shape == first.shape)
-        if divided or (first.summed_over_tp and not plan.fsdp):
+        laid_out = first.placements if plan.fsdp else first.grad_placements
+        if isinstance(laid_out.get("tp"), Shard | Partial):
             yield "tp"
     if plan.pp > 1 or (plan.tp > 1 and not plan.fsdp):
         axes = [axis for axis in MESH_AXES if getattr(plan, axis) > 1]
@@ -269,7 +270,7 @@ def _lists(counted: Counted, *, apart: bool) -> list[Counted]:
     """Parameters in lists that PyTorch takes in one call: DTensors of one mesh, or plain tensors."""
     if not apart:
         return [counted]
-    lists = [[(p, n) for p, n in counted if p.distributed], [(p, n) for p, n in counted if not p.distributed]]
+    lists = [[(p, n) for p, n in counted if p.is_dtensor], [(p, n) for p, n in counted if not p.is_dtensor]]
     return [found for found in lists if found]
 
 
@@ -293,11 +294,11 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
         yield stages.parameters(), 1
     else:
         for stage in stages:
-            trace, blocks = stage.trace, stage.trace.block_parameters
-            yield trace.embed_parameters, 1
-            yield blocks, min(1, stage.n_blocks)
-            yield blocks, max(0, stage.n_blocks - 1)
-            yield trace.head_parameters, 1
+            yield stage.trace.embed_parameters, 1
+            for block, n in stage.blocks:
+                yield block.parameters, min(1, n)
+                yield block.parameters, max(0, n - 1)
+            yield stage.trace.head_parameters, 1
 
 
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:

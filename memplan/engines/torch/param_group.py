@@ -6,6 +6,7 @@ Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
@@ -20,7 +21,7 @@ CountedEvents = tuple[tuple[Event, ...], int]
 class EqualParameters(NamedTuple):
     """The parameters of one of a group's equal modules, its blocks say, and how many of these there are."""
 
-    parameters: Sequence[Parameter]
+    parameters: tuple[Parameter, ...]
     n: int
 
 
@@ -162,9 +163,9 @@ class ParamGroup:
         for parameters, times in self.parts:
             found: list[Event] = []
             for p in parameters:
-                if p.summed_over_tp or p.grad_shape != p.shape:
+                if p.grad_placements != p.placements:
                     own[p] = buffer_of(f"{p.name}.grad (own part)", p.shape, grads[p].dtype)
-                    summed = [partial_sum(own[p].n_bytes)] if p.summed_over_tp else []
+                    summed = [partial_sum(own[p].n_bytes)] if p.has_partial_grad else []
                     found += [*allocs(own[p]), *summed, *frees(grads[p])]
             yield tuple(found), times
         yield from self.reshard()
@@ -331,9 +332,9 @@ class Units:
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        plan, trace = stage.plan, stage.trace
+        plan, trace, again = stage.plan, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
-        blocks, again = EqualParameters(trace.block_parameters, stage.n_blocks), plan.zero == 3
+        blocks = [EqualParameters(parameters, n) for parameters, n in stage.block_parameters]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -342,24 +343,41 @@ class Units:
         self.root = self.embed = self.head = None
         self.rows: list[Row] = []
         if plan.fsdp_units == "model":
-            self.root = unit("root", embed, blocks, head, reshards=False)
+            self.root = unit("root", embed, *blocks, head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
             return
         if plan.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
-        whole, left = divmod(stage.n_blocks, plan.fsdp_blocks)
-        for size, times in ((plan.fsdp_blocks, whole), (left, 1)):
-            if size and times:
-                name = "block" if size == 1 else f"{size} blocks"
-                self.rows.append(Row(unit(name, EqualParameters(trace.block_parameters, size)), size, times))
+        made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
+        for shared, times in _rows_of(blocks, plan.fsdp_blocks):
+            size = sum([part.n for part in shared])
+            if shared not in made:
+                made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
+            self.rows.append(Row(made[shared], size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Every unit in the module's order, and how often there is one."""
         groups = [(row.group, row.times) for row in self.rows]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
+
+
+def _rows_of(
+    blocks: Sequence[EqualParameters], size: int
+) -> Iterator[tuple[tuple[EqualParameters, ...], int]]:
+    """Blocks in rows of a size, the last row perhaps shorter, and how often each row comes in a row.
+
+    >>> from memplan.shapes import FP32
+    >>> blocks = [EqualParameters((Parameter(name, (1,), FP32),), n) for name, n in (("a", 5), ("b", 2))]
+    >>> [([part.n for part in row], times) for row, times in _rows_of(blocks, 2)]
+    [([2], 2), ([1, 1], 1), ([1], 1)]
+    """
+    every = [parameters for parameters, n in blocks for _ in range(n)]
+    rows = [every[start : start + size] for start in range(0, len(every), size)]
+    found = [tuple(EqualParameters(p, len(list(same))) for p, same in groupby(row)) for row in rows]
+    return ((row, len(list(same))) for row, same in groupby(found))
 
 
 def repeatedly(counted: Iterable[CountedEvents], times: int) -> Iterator[CountedEvents]:

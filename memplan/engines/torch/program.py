@@ -47,7 +47,8 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         step=_step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
-        beside=_workspaces(stages),
+        beside=stages.kept_workspaces,
+        takes_oldest=stages.plan.torch_version == "2.12",
         kept=left_behind(stages) + _kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first([*own, *first])),
         streams=dict([*_streams(own), *_streams(first)]),
@@ -78,13 +79,13 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
     for stage in stages:
-        rotation = allocs(named["rotation"]) if "rotation" in named else ()
+        buffers = allocs(*stages.buffers)
         if stages.offloads:
-            yield from rotation
+            yield from buffers
         elif plan.fsdp:
-            yield from _shards(stages, stage, rotation)
+            yield from _shards(stages, stage, buffers)
         else:
-            yield from (*allocs(*_weights(stages, stage.parameters())), *rotation)
+            yield from (*allocs(*_weights(stages, stage.parameters())), *buffers)
         if plan.ddp:
             yield from _broadcast(stages, stage)
             yield from allocs(*first_buckets[stage])
@@ -132,16 +133,16 @@ def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Bu
         yield buffer_of(parameter.name, (stages.weight_elements(parameter),), stages.weight_dtype, "weights")
 
 
-def _shards(stages: RankStages, stage: Stage, rotation: tuple[Event, ...]) -> Iterator[Event]:
+def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
     """FSDP2's shards: as soon as a module's are there, those that lack rows are copied into padded ones.
 
-    The root's own are padded when all the others are there, and the angles.
+    The root's own are padded when all the others are there, and the module's buffers.
 
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
     """
     trace, units = stage.trace, stages.plan.fsdp_units
-    blocks = [trace.block_parameters] * stage.n_blocks
+    blocks = [parameters for parameters, n in stage.block_parameters for _ in range(n)]
     of_the_root: list[Event] = []
     for i, parameters in enumerate((trace.embed_parameters, *blocks, trace.head_parameters)):
         made = list(_weights(stages, parameters))
@@ -151,7 +152,7 @@ def _shards(stages: RankStages, stage: Stage, rotation: tuple[Event, ...]) -> It
             of_the_root += padded
         else:
             yield from padded
-    yield from (*rotation, *of_the_root)
+    yield from (*buffers, *of_the_root)
 
 
 def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[Buffer]) -> Iterator[Event]:
@@ -184,16 +185,6 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
         buffer_of("DDP bucket", (sum([p.n_elements for p in parameters]),), stages.weight_dtype)
         for parameters in found
     ]
-
-
-def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
-    """The products of either pass, of which the first one brings a workspace, and the workspace."""
-    forward = frozenset().union(*[stage.trace.products for stage in stages])
-    backward = frozenset().union(
-        *[stage.trace.products_backward for stage in stages],
-        *[stage.split.products for stage in stages if stages.plan.splits_backward and not stage.first],
-    )
-    return [(products, workspace) for workspace in stages.workspaces for products in (forward, backward)]
 
 
 def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:

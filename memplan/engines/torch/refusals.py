@@ -7,26 +7,24 @@ from typing import Final
 from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused
-from memplan.models import Model, TracedModel
+from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 
 
 def _check_sizes(model: Model, plan: Plan) -> None:
-    """What the tensor axis divides."""
-    sizes = {
-        "n_heads": model.n_heads,
-        "n_kv_heads": model.n_kv_heads,
-        "d_ff": model.d_ff,
-        "vocab_size": model.vocab_size,
-    }
-    padded = gcd(*sizes.values()) < gcd(model.n_kv_heads, model.d_ff)
-    pad = f", or pad vocab_size={model.vocab_size} to a multiple of tp" if padded else ""
+    """What the tensor axis divides: the sizes that the model names, then whatever its operations divide."""
+    sizes = dict(model.sizes_over_tp)
+    others = {name: size for name, size in sizes.items() if name != "vocab_size"}
+    padded = "vocab_size" in sizes and gcd(*sizes.values()) < gcd(*others.values())
+    pad = f", or pad vocab_size={sizes['vocab_size']} to a multiple of tp" if padded else ""
     check_divided(plan, sizes, pad)
+    if refused := not_divided(model, plan.tp):
+        raise PlanRefused(refused, kind="tp does not divide the model's operations")
 
 
 def _check_ends(model: Model, plan: Plan) -> None:
-    if plan.pp > 1 and model.tied_head:
+    if plan.pp > 1 and ends_are_tied(model):
         raise PlanRefused(
             f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
             "tied; use pp=1, or the model with tied_head=False.",
@@ -141,46 +139,20 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
             f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
             kind="a ZeRO stage without data-parallel ranks",
         )
-    if model.tied_head and plan.fsdp_units == "block+ends":
+    if ends_are_tied(model) and plan.fsdp_units == "block+ends":
         raise PlanRefused(
             f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
             "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
             "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
             kind="fsdp_units=block+ends of a model whose embedding and head are tied",
         )
-    if model.tied_head and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
+    if ends_are_tied(model) and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
         raise PlanRefused(
             f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
             f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
             "tp=1, or the model with tied_head=False.",
             kind="DDP beside tensor parallelism of a model whose embedding and head are tied",
         )
-
-
-def _check_traced(model: Model, plan: Plan) -> None:
-    """What cannot be told from one rank's trace of a module."""
-    if not isinstance(model, TracedModel):
-        return
-    traced_alone = (
-        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
-        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
-        (
-            plan.loss_chunks > 1,
-            f"loss_chunks={plan.loss_chunks}",
-            "loss_chunks=1",
-        ),
-        (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
-        (plan.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
-        (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
-        (plan.offload, "offload", "offload=False"),
-    )
-    for asked, what, other in traced_alone:
-        if asked:
-            raise MissingRule(
-                f"{what}: {model.name} was traced on one rank without it, and no rule says what it would "
-                f"change; use {other}.",
-                kind=f"{what.partition('=')[0]} of a traced model",
-            )
 
 
 def _check_precision(model: Model, plan: Plan) -> None:
@@ -217,6 +189,30 @@ def _check_precision(model: Model, plan: Plan) -> None:
             "rule yet; use a precision that reduces in float32 or as they come.",
             kind="gradients that are narrowed for their reduction, which has no rule",
         )
+
+
+def _check_traced(model: Model, plan: Plan) -> None:
+    """What cannot be told from one rank's trace of a module."""
+    if not isinstance(model, TracedModel):
+        return
+    other_release = not model.made_with.startswith(f"torch {plan.torch_version}.")
+    traced_alone = (
+        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
+        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
+        (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
+        (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
+        (plan.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
+        (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
+        (plan.offload, "offload", "offload=False"),
+        (other_release, f"torch_version={plan.torch_version!r}", f"that of {model.made_with}"),
+    )
+    for asked, what, other in traced_alone:
+        if asked:
+            raise MissingRule(
+                f"{what}: {model.name} was traced on one rank without it, and no rule says what it would "
+                f"change; use {other}.",
+                kind=f"{what.partition('=')[0]} of a traced model",
+            )
 
 
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (

@@ -9,24 +9,15 @@ from typing import Final
 
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
-from memplan.engines.split import SplitTrace, split_traced
+from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
-from memplan.engines.trace import Block, Segment, Trace, traced, without_blocks
-from memplan.kernels import product_workspace_bytes
+from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
+from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Model, TracedModel
-from memplan.plan import Plan, Rank, Recompute, stage_layers
-from memplan.shapes import (
-    FP32,
-    INT32,
-    UINT8,
-    Buffer,
-    Kind,
-    Parameter,
-    Shape,
-    buffer_of,
-)
-from memplan.tape import USUAL_BACKENDS, Backend, OpContext
+from memplan.models import Layers, Model, TracedModel
+from memplan.plan import Plan, Rank, stage_layers
+from memplan.shapes import FP32, INT32, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
+from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -41,15 +32,8 @@ N_POOL_STREAMS: Final = 32
 Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
 """
 
-N_PRODUCT_THREADS: Final = 2
-"""Threads that multiply matrices, each with a cuBLAS handle and workspace: the caller's, and autograd's.
 
-Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`), autograd/engine.cpp
-(`Engine::thread_init`).
-"""
-
-
-StageKind = tuple[bool, bool, int]
+StageKind = tuple[bool, bool, tuple[Layers, ...]]
 """Whether a stage is the first, whether it is the last, and its blocks."""
 
 
@@ -64,7 +48,8 @@ class Stage:
         self.device = device
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
-        self.first, self.last, self.n_blocks = kind
+        self.first, self.last, self.layers = kind
+        self.n_blocks = sum([n for _, n in self.layers])
         self.weight_dtype = plan.formats.stored
         self.offloads = plan.offload and not device.on_cpu
         self.update_device = CPU if self.offloads else device
@@ -86,28 +71,33 @@ class Stage:
             autocast=formats.compute if plan.mixed and not plan.fsdp else None,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
-            local_grads=self.plan.ddp,
+            remakes_dtensors=self.plan.ddp,
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
+            torch_release=plan.torch_release,
         )
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Recompute, int], ...]:
-        """The stage's kinds of blocks in order, and how many there are of each."""
-        kind, n = self.plan.recompute, self.n_blocks
-        first = n if self.plan.recompute_blocks is None else min(n, self.plan.recompute_blocks)
-        if kind == "none" or first == n:
-            return ((kind, n),)
-        return (kind, first), ("none", n - first)
+    def runs(self) -> BlockRuns:
+        """The stage's runs of equal blocks in order: at least one, if need be of no block."""
+        recompute, limit = self.plan.recompute, self.plan.recompute_blocks
+        left = self.n_blocks if limit is None else limit
+        found: list[tuple[BlockKind, int]] = []
+        for kind, n in self.layers:
+            again = min(n, left) if recompute != "none" else 0
+            left -= again
+            found += [(BlockKind(kind, recompute), again), (BlockKind(kind, "none"), n - again)]
+        none = (BlockKind(self.model.layers[0].kind, recompute), 0)
+        return tuple([run for run in found if run[1]]) or (none,)
 
     @cached_property
     def _with_blocks(self) -> Trace:
         if isinstance(self.model, TracedModel):
-            return recorded(self.model, self.op_context, tuple([kind for kind, _ in self.kinds]))
+            return recorded(self.model, self.op_context, tuple(dict(self.runs)))
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
-            recomputes=tuple([kind for kind, _ in self.kinds]), keep_logits=self.plan.pp > 1,
+            kinds=tuple(dict(self.runs)), keep_logits=self.plan.pp > 1,
         )  # fmt: skip
 
     @cached_property
@@ -118,12 +108,12 @@ class Stage:
     @cached_property
     def split(self) -> SplitTrace:
         """The two parts that schedules take a backward pass apart into."""
-        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, kinds=self.kinds)
+        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, runs=self.runs)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, int], ...]:
-        """The stage's blocks in order: runs of a kind, and how long they are."""
-        return tuple([(block, n) for block, (_, n) in zip(self.trace.blocks, self.kinds, strict=True)])
+        """The stage's blocks in order: runs of equal ones, and how long they are."""
+        return tuple([(self.trace.blocks[kind], n) for kind, n in self.runs])
 
     @cached_property
     def forward_order(self) -> tuple[tuple[Segment, int], ...]:
@@ -131,9 +121,9 @@ class Stage:
 
         The first block is on its own; so is the last one of a stage whose output is sent.
         """
-        (entry, n_entry), *_ = self.blocks
-        order = [(entry.entry, 1)] if n_entry else []
-        order += [(block.forward, n - (block is entry)) for block, n in self.blocks]
+        (entry, n_entry), *others = self.blocks
+        order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
+        order += [(block.forward, n) for block, n in others]
         found = [(segment, n) for segment, n in order if n > 0]
         if found and not self.last:
             last, n = found.pop()
@@ -141,19 +131,24 @@ class Stage:
             found.append((self.trace.sending(last), 1))
         return tuple(found)
 
+    @cached_property
+    def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
+        """The parameters of a block of each run of one kind, and how long the run is."""
+        known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
+        return tuple([(known[kind], n) for kind, n in self.layers])
+
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
-        trace = self.trace
-        return [*trace.embed_parameters, *trace.block_parameters * self.n_blocks, *trace.head_parameters]
+        blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
+        return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
 
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the stage and how many times it occurs."""
-        blocks = [(p, self.n_blocks) for p in self.trace.block_parameters]
-        return (
-            [(p, 1) for p in self.trace.embed_parameters]
-            + blocks
-            + [(p, 1) for p in self.trace.head_parameters]
-        )
+        found = Counter(self.trace.embed_parameters)
+        for block, n in self.blocks:
+            found.update(dict.fromkeys(block.parameters, n))
+        found.update(self.trace.head_parameters)
+        return list(found.items())
 
 
 def mesh_bytes(world_size: int, device: Device) -> int:
@@ -188,8 +183,8 @@ class RankStages:
         known = {} if known is None else known
         made = []
         for index in plan.stages_of(rank.pp):
-            n_blocks = len(stage_layers(model.n_layers, plan, index))
-            kind = index == 0, index == plan.n_stages - 1, n_blocks
+            layers = model.layers_in(stage_layers(model.n_blocks, plan, index))
+            kind = index == 0, index == plan.n_stages - 1, layers
             if kind not in known:
                 known[kind] = Stage(model, plan, kind, device, backend)
             made.append(known[kind])
@@ -221,7 +216,7 @@ class RankStages:
     @property
     def layers(self) -> tuple[range, ...]:
         """The blocks of each stage."""
-        return tuple([stage_layers(self.model.n_layers, self.plan, index) for index in self.indices])
+        return tuple([stage_layers(self.model.n_blocks, self.plan, index) for index in self.indices])
 
     def with_gradients_freed(self) -> "RankStages":
         """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
@@ -364,13 +359,45 @@ class RankStages:
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
 
+    @cached_property
+    def kept_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+        """The matrix products of which the first brings a workspace that stays, and the workspace.
+
+        One of cuBLAS for each thread that multiplies, the caller's and autograd's, in the forward and in the
+        backward pass; in torch 2.11 also one of cuBLASLt, which adds biases. None on a rank with no block and
+        no head, and none from 2.15 on.
+
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`,
+        `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
+        (`Engine::thread_init`).
+        """
+        release = self.plan.torch_release
+        idle = not any(stage.n_blocks or stage.last for stage in self.stages)
+        if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
+            return ()
+        cublas = buffer_of("cuBLAS workspace", (product_workspace_bytes(self.device, release),), UINT8)
+        found = [(products, cublas) for products in self.products]
+        if release < (2, 12):
+            lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
+            for products in self.products:
+                biased = frozenset([y for y in products if y.role is Role.BIASED_PRODUCT])
+                found += [(biased, lt)] if biased else []
+        return tuple(found)
+
+    @property
+    def products(self) -> tuple[frozenset[Buffer], frozenset[Buffer]]:
+        """The results of the matrix products of the forward and of the backward passes."""
+        forward = frozenset().union(*[stage.trace.products for stage in self.stages])
+        backward = frozenset().union(
+            *[stage.trace.products_backward for stage in self.stages],
+            *[stage.split.products for stage in self.stages if self.plan.splits_backward and not stage.first],
+        )
+        return forward, backward
+
     @property
     def workspaces(self) -> Alive:
-        """What cuBLAS keeps from its first product on: nothing on a rank with no block and no head."""
-        if self.device.on_cpu or not any(stage.n_blocks or stage.last for stage in self.stages):
-            return Counter()
-        n_bytes = product_workspace_bytes(self.device)
-        return Counter({buffer_of("cuBLAS workspace", (n_bytes,), UINT8): N_PRODUCT_THREADS})
+        """What cuBLAS keeps from its first products on."""
+        return Counter([workspace for _, workspace in self.kept_workspaces])
 
     @property
     def hook_workspaces(self) -> Alive:
@@ -378,10 +405,10 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        by_nccl = self.backend in ("nccl", "nccl-at-once")
-        if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or not by_nccl:
+        keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
+        if not keeps or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
-        n_bytes = product_workspace_bytes(self.device)
+        n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property
@@ -393,11 +420,11 @@ class RankStages:
     @property
     def inputs(self) -> Alive:
         """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
-        plan, model = self.plan, self.model
-        tokens, *others = model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
+        plan = self.plan
+        tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first else ())
         alive.update(others)
-        for buffer in model.buffers(plan.seq_len):
+        for buffer in self.buffers:
             alive[buffer] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
             if not stage.first:
@@ -405,6 +432,11 @@ class RankStages:
             if not stage.last:
                 alive[received_grad] += plan.n_micro_batches
         return alive
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What each stage's module keeps beside its weights."""
+        return self.model.buffers(self.plan.seq_len)
 
     @cached_property
     def received(self) -> list[tuple[Buffer, Buffer]]:

@@ -70,5 +70,9 @@ def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> A
     """What holds zeroed gradients between steps beside DDP's buckets: FSDP2 has one tensor per unit."""
     if not stages.plan.fsdp:
         return Counter() if stages.plan.gradient_as_bucket_view else stages.grads
-    units = [unit for one in modules if isinstance(one, FSDPModule) for unit in one.units]
-    return Counter() if stages.offloads else Counter({unit.reduced: times for unit, times in units})
+    found: Alive = Counter()
+    for one in modules:
+        if isinstance(one, FSDPModule) and not stages.offloads:
+            for unit, times in one.units:
+                found[unit.reduced] += times
+    return found

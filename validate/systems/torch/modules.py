@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from memplan.models import Gpt, Llama, Model
+from memplan.models import Decoder, Gpt, Llama
 from memplan.plan import Recompute
 
 KEPT_OPERATIONS: Final = [
@@ -177,7 +177,7 @@ class LlamaEmbedding(nn.Module):
 class Head(nn.Module):
     """The final norm and the projection to the vocabulary."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Decoder) -> None:
         super().__init__()
         match model:
             case Gpt():
@@ -201,7 +201,7 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, model: Model, layers: range, *, seq_len: int, first: bool = True, last: bool = True
+        self, model: Decoder, layers: range, *, seq_len: int, first: bool = True, last: bool = True
     ) -> None:
         super().__init__()
         self.embedding: nn.Module | None = None

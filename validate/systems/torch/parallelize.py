@@ -28,7 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from memplan import Model, Plan
+from memplan import Plan
+from memplan.models import Decoder
 from memplan.plan import MESH_AXES, Rank, stage_layers
 from memplan.shapes import DType
 from memplan.units import MiB
@@ -68,7 +69,7 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
 
 
 def stage_module(
-    model: Model, plan: Plan, stage: int, *, seed: int | None, device: torch.device
+    model: Decoder, plan: Plan, stage: int, *, seed: int | None, device: torch.device
 ) -> Transformer:
     """A pipeline stage in full, before any sharding; on the `meta` device its shapes only.
 
@@ -87,7 +88,7 @@ def stage_module(
     return module
 
 
-def _drawn_weights(model: Model, plan: Plan, seed: int) -> dict[str, torch.Tensor]:
+def _drawn_weights(model: Decoder, plan: Plan, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     whole = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
     if model.tied_head and whole.head is not None:

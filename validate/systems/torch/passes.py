@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from memplan import Model, Plan
+from memplan import Plan
+from memplan.models import Decoder
 from memplan.plan import Rank
 from validate.systems.torch.modules import token_loss
 from validate.systems.torch.parallelize import torch_dtype
@@ -24,7 +25,7 @@ Passes = Callable[[], float | None]
 """Runs forward and backward of a whole step; the rank's mean loss, None where there is no last stage."""
 
 
-def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(model: Decoder, plan: Plan, at: Rank, *, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """This replica's token ids and targets, both (global_batch / n_replicas, seq_len).
 
     The global batch is drawn from the seed and replica i takes its i-th part.
@@ -37,7 +38,7 @@ def batch(model: Model, plan: Plan, at: Rank, *, seed: int, device: torch.device
 
 def passes(
     modules: Mapping[int, nn.Module],
-    model: Model,
+    model: Decoder,
     plan: Plan,
     at: Rank,
     mesh: DeviceMesh | None,
@@ -91,7 +92,7 @@ def _schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineS
     return found
 
 
-def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def stage_examples(model: Decoder, plan: Plan, stage: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """One micro-batch of a stage's input and output, without data.
 
     Stating them keeps PyTorch from inferring them by a real backward pass, which DDP takes for its own.
@@ -115,7 +116,7 @@ def stage_examples(model: Model, plan: Plan, stage: int, mesh: DeviceMesh) -> tu
 
 
 def _stage(
-    module: nn.Module, model: Model, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
+    module: nn.Module, model: Decoder, plan: Plan, stage: int, mesh: DeviceMesh, device: torch.device
 ) -> PipelineStage:
     inputs, outputs = stage_examples(model, plan, stage, mesh)
     asked = "input_grads" in signature(PipelineStage).parameters  # for a DTensor's layout, from 2.13 on

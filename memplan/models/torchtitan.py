@@ -1,9 +1,10 @@
-"""Llama as Meta wrote it, and torchtitan and torchtune ran it in 2024: other operations, the same weights."""
+"""Llama as torchtitan and torchtune ran it in 2024, after Meta's code: other operations, the same weights."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, final
 
-from memplan.models import Model
+from memplan.checks import checked_positive
+from memplan.models.base import Decoder
 from memplan.ops import (
     attention,
     embedding,
@@ -14,33 +15,41 @@ from memplan.ops import (
     repeated_heads,
     rms_norm_by_parts,
     rope,
+    rotation,
     silu,
 )
+from memplan.shapes import Buffer
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetaLlama(Model):
+class TorchtitanLlama(Decoder):
     """`memplan.Llama` with norms in parts and a copy of the keys and values for each query head.
 
-    Selective recomputation keeps every second product only.
+    Selective recomputation is torchtitan's: it keeps every second product only.
 
     Source: torchtitan/models/llama/model.py, norms.py, parallelisms/parallelize_llama.py
     (`_apply_ac_to_transformer_block`).
     """
 
-    learned_positions: ClassVar[bool] = False
+    family: ClassVar[str] = "llama"
+    implementation: ClassVar[str] = "torchtitan"
+    code: ClassVar[str] = "torchtitan of October 2024"
 
-    @classmethod
-    def like(cls, model: Model) -> "MetaLlama":
-        """A model's sizes, written so."""
-        return cls(**{field.name: getattr(model, field.name) for field in fields(Model)})
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        Decoder.__post_init__(self)
+        object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        return (rotation(seq_len, self.d_head),)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self._attention(rms_norm_by_parts(x, "attention_norm"))
         return x + self._feed_forward(rms_norm_by_parts(x, "ffn_norm"))
 

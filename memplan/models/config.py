@@ -1,0 +1,187 @@
+"""Reads a Hugging Face `config.json`: which family it is of, and values for that family's reader.
+
+The file comes from outside: whatever is in it, the result is a Model or a MemplanError.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final, final
+
+from memplan.checks import checked_count, checked_flag, checked_fraction
+from memplan.errors import InvalidValue, MemplanError, unknown_name
+from memplan.files import file_text
+
+LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
+"""A config.json is a few KiB; a larger file is taken for a mistake."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The values of a config.json; keys that are absent or null take the defaults of transformers."""
+
+    values: Mapping[str, Any]
+
+    def value(self, key: str, default: Any) -> Any:
+        """Any value."""
+        found = self.values.get(key)
+        return default if found is None else found
+
+    def count(self, key: str, default: int) -> int:
+        """A count."""
+        found = self.values.get(key)
+        return default if found is None else checked_count(key, found)
+
+    def fraction(self, key: str, default: float) -> float:
+        """A number from 0 to 1, without 1."""
+        return checked_fraction(key, self.value(key, default))
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        return checked_flag(key, self.value(key, default))
+
+    def one_of(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
+        """One of some names."""
+        found = self.value(key, default)
+        if found not in allowed:
+            raise InvalidValue(f"{key}={_shown(found)} is not allowed; memplan knows {', '.join(allowed)}.")
+        return str(found)
+
+    def refuse(self, *keys: str) -> None:
+        """Refuse settings that change a step's memory and that memplan has no rule for."""
+        for key in keys:
+            if self.values.get(key):
+                raise InvalidValue(f"{key}={_shown(self.values[key])} is not planned by memplan; remove it.")
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotary angles: `rope_parameters.rope_theta` (transformers 5) or `rope_theta`."""
+        parameters = self.value("rope_parameters", {})
+        if not isinstance(parameters, dict):
+            raise InvalidValue(f"rope_parameters={_shown(parameters)} is not allowed; use an object.")
+        theta = Config(parameters).value("rope_theta", self.value("rope_theta", 10000.0))
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta <= 1e12:
+            raise InvalidValue(
+                f"rope_theta={_shown(theta)} is not allowed; use a positive number up to 1e12."
+            )
+        return float(theta)
+
+    @property
+    def architecture(self) -> str | None:
+        """The class of transformers that the file names; None if it names none."""
+        names = self.values.get("architectures")
+        if names is None or names == []:
+            return None
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+            raise InvalidValue(f"architectures={_shown(names)} is not allowed; use a list of one name.")
+        return names[0]
+
+    def model_type(self, known: Mapping[str, str]) -> str:
+        """The `model_type`, or that of the architecture; `known` are architectures by type.
+
+        Raises:
+            UnknownName: one that memplan does not know, by name.
+            InvalidValue: a file that names neither.
+        """
+        architecture, found = self.architecture, self.values.get("model_type")
+        if found is None:
+            found = next((kind for kind, name in known.items() if name == architecture), None)
+        if found is None and architecture is None:
+            raise InvalidValue(
+                f"names neither model_type nor architectures; add model_type, one of {', '.join(known)}."
+            )
+        if not isinstance(found, str) or found not in known:
+            raise unknown_name("model architecture", architecture if found is None else found, known)
+        if architecture not in (None, known[found]):
+            raise unknown_name(f"{found} architecture", architecture, [known[found]])
+        return found
+
+
+def config_file(path: str | os.PathLike[str]) -> Path:
+    """The config.json that `path` names: the file, or the one in a folder.
+
+    Raises:
+        InvalidValue: what is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise InvalidValue(f"path={_shown(path)} is not a path; use a string or a pathlib.Path.")
+    file = Path(path)
+    try:
+        return file / "config.json" if file.is_dir() else file
+    except (OSError, ValueError) as error:
+        raise InvalidValue(f"path={_shown(file)} cannot be looked up ({error}); use another path.") from None
+
+
+def model_name(file: Path) -> str:
+    """The model's name: its folder's for a config.json, else the file's."""
+    return (file.resolve().parent.name if file.name == "config.json" else file.stem) or "config"
+
+
+def read_config(file: Path) -> Config:
+    """The values of a config.json.
+
+    Raises:
+        InvalidValue: a file that cannot be read as a model's configuration, and why.
+    """
+    return Config(_parsed(file_text(file, most_bytes=LARGEST_CONFIG_BYTES, what="config.json")))
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_float=_finite
+        )
+    except MemplanError:
+        raise
+    except RecursionError:
+        raise InvalidValue(
+            "is nested too deeply for a configuration; use the model's own config.json."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InvalidValue(
+            f"is not JSON ({error.msg}, line {error.lineno}); it may be truncated: fetch it again."
+        ) from None
+    except ValueError:
+        raise InvalidValue(
+            "holds a number with thousands of digits; use the model's own config.json."
+        ) from None
+    if not isinstance(config, dict):
+        raise InvalidValue(f"holds {_kind(config)} where an object is needed; use the model's config.json.")
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise InvalidValue(
+                f"key {_shown(key)} occurs twice, so its value is ambiguous; keep one of them."
+            )
+        table[key] = value
+    return table
+
+
+def _no_constant(text: str) -> float:
+    raise InvalidValue(f"{text} is no JSON number; replace it with a finite one.")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise InvalidValue(f"{_shown(text)} overflows a float; replace it with a finite number.")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else repr(value)
+    text = text if isinstance(text, str) else repr(text)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,51 @@
+"""How a ring all-reduce goes: which chunk each rank sends in which step."""
+
+from typing import TYPE_CHECKING, Final
+
+from memplan.checks import checked_count
+from memplan.plots.style import Part, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_RANKS: Final = 16
+"""More are not told apart by eye."""
+
+SUMS: Final = Part("reduce-scatter: partial sums", "#56B4E9")
+RESULTS: Final = Part("all-gather: finished sums", "#009E73", ink="white")
+
+
+def ring_all_reduce(n_ranks: int) -> "Figure":
+    """Which chunk each of n ranks sends to the next one in each of the 2 (n - 1) steps of a ring.
+
+    In step t of the first half rank r sends chunk r - t, to which it has added its own; in the second half
+    chunk r + 1 - t, which is finished.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+
+    Raises:
+        InvalidValue: fewer than 2 ranks, or more than 16.
+    """
+    from matplotlib.patches import Patch
+
+    n = checked_count("n_ranks", n_ranks, least=2, most=MOST_RANKS)
+    steps = 2 * (n - 1)
+    title = f"Ring all-reduce of {n} ranks: {steps} steps, 1/{n} of the data in each"
+    subtitle = f"each rank sends 2 x {n - 1}/{n} = {steps / n:.3g} times its data, to the next rank"
+    figure, axes = new_axes(title, subtitle, height_in=1.7 + 0.36 * n)
+    for rank in range(n):
+        for step in range(steps):
+            part = SUMS if step < n - 1 else RESULTS
+            chunk = (rank - step) % n if step < n - 1 else (rank + 1 - (step - n + 1)) % n
+            axes.barh(rank, 1, left=step, height=0.8, color=part.color, edgecolor="white")
+            axes.text(step + 0.5, rank, f"chunk {chunk}" if n <= 6 else f"{chunk}", ha="center", va="center",
+                      fontsize=8.5, color=part.ink)  # fmt: skip
+    axes.set_yticks(range(n), [f"rank {rank} to {(rank + 1) % n}" for rank in range(n)])
+    axes.set_ylim(n - 0.5, -0.5)
+    axes.set_xticks([step + 0.5 for step in range(steps)], [f"{step + 1}" for step in range(steps)])
+    axes.set_xlim(0, steps)
+    axes.set_xlabel("step")
+    axes.tick_params(length=0)
+    patches = [Patch(color=part.color, label=part.label) for part in (SUMS, RESULTS)]
+    figure.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8.5)
+    return figure
