@@ -8,7 +8,7 @@ Hundreds of micro-batches are not replayed one by one: they are left out where t
 or where each beyond some adds to the peaks of every step what the one before it has added.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -25,7 +25,7 @@ from memplan.allocator import (
     rounded_bytes,
 )
 from memplan.memory import Alive, add_net
-from memplan.record import Alloc, Event, Stretch, chain, changes, repeated
+from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, repeated
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
@@ -55,6 +55,7 @@ class AllocatorProgram:
         states: the optimizer's, made in the first step before the stretch called `update_name`.
         beside: buffers, and what the first of them that is allocated brings with it.
         oldest_first: buffers of which the oldest goes first.
+        handed_over: what takes the place, and the name, of a buffer that a pass frees.
         streams: the stream of each buffer that does not belong to the default stream.
     """
 
@@ -68,6 +69,7 @@ class AllocatorProgram:
     update_name: str = ""
     beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
+    handed_over: Mapping[Buffer, Buffer] = field(default_factory=dict)
     streams: Mapping[Buffer, str] = field(default_factory=dict)
 
 
@@ -252,14 +254,6 @@ def _n_events(stretch: Stretch) -> int:
     return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
 
 
-def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
-    """The stages and the parts of all its passes of micro-batches."""
-    if stretch.micro_batch is not None:
-        yield stretch.micro_batch
-    for part in stretch.parts:
-        yield from _parts(part)
-
-
 def _most_repeats(stretch: Stretch) -> int:
     """How often the passes that recur the most do."""
     if stretch.micro_batch is not None or not stretch.has_passes:
@@ -309,10 +303,13 @@ def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
     )
 
 
-MicroBatch = tuple[int, int, bool]
-"""A stage, the number of its micro-batch, and if it was made by the second part of a split backward pass."""
+SPLIT: Final = {"backward-input": 1, "backward-weight": 2}
+"""The parts of a split backward pass."""
 
-OUTSIDE: Final[MicroBatch] = (-1, 0, False)
+MicroBatch = tuple[int, int, int]
+"""A stage, the number of its micro-batch, and which part of a split backward pass made it; 0 if none did."""
+
+OUTSIDE: Final[MicroBatch] = (-1, 0, 0)
 """What no pass has made."""
 
 
@@ -337,9 +334,8 @@ class _Replay:
         self.beside = {buffer: group for group in program.beside for buffer in group[0]}
         self.states = program.states
         self.not_yet = Counter(program.kept)
-        self.parts: dict[int, set[str]] = {}
-        for stage, part in _parts(program.step):
-            self.parts.setdefault(stage, set()).add(part)
+        self.halfway: dict[int, deque[int]] = {}
+        """Of each stage the micro-batches between the two parts of their backward passes."""
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
         self.compiled: dict[Stretch, list[_Operation]] = {}
         self._play(self._operations(program.setup))
@@ -391,20 +387,24 @@ class _Replay:
     def state(self) -> object:
         """Everything that the rest of the replay depends on; of micro-batches only how old they are."""
         passes, allocator = self.passes, self.allocator
-        over = {stage: min([passes[stage, part] for part in parts]) for stage, parts in self.parts.items()}
+        halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]
+        over = {stage: min(passes[stage, "forward"], passes[stage, "backward"]) for stage, _ in passes}
+        for stage, n in reversed(halfway):
+            over[stage] = min(over[stage], n - 1)
         same = allocator.n_given_back == self.n_given_back
         names = None if same else allocator.places()
         held = frozenset(self._held_blocks(over, names))
-        return allocator.layout(names), allocator.ages, held
+        ages = frozenset((stage, n - passes[stage, "forward"]) for stage, n in halfway)
+        return allocator.layout(names), allocator.ages, held, ages
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch; the age of one whose passes are `over` is no matter."""
         for buffer, found in self.held.items():
             for i, (key, blocks) in enumerate(found.items()):
-                stage, n, second = key
+                stage, n, split = key
                 past = n <= over.get(stage, 0) and key != self.current
                 age = None if past else n - self.passes[stage, "forward"]
-                yield buffer, i, stage, age, second, *(blocks if names is None else map(names, blocks))
+                yield buffer, i, stage, age, split, *(blocks if names is None else map(names, blocks))
 
     def _all_held(self) -> Alive:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
@@ -434,9 +434,7 @@ class _Replay:
     def _once(self, stretch: Stretch) -> None:
         before = self.current
         if stretch.micro_batch is not None:
-            stage, part = stretch.micro_batch
-            self.passes[stage, part] += 1
-            self.current = stage, self.passes[stage, part], part == "backward-weight"
+            self.current = self._micro_batch(*stretch.micro_batch)
         if stretch.events:
             if stretch not in self.compiled:
                 self.compiled[stretch] = self._operations(stretch.events)
@@ -444,6 +442,17 @@ class _Replay:
         for part_ in stretch.parts:
             self._run(part_)
         self.current = before
+
+    def _micro_batch(self, stage: int, part: PassPart) -> MicroBatch:
+        """The one that a pass is for: those of each direction come in order."""
+        if part == "backward-weight" and self.halfway.get(stage):
+            return stage, self.halfway[stage].popleft(), SPLIT[part]
+        direction = "forward" if part == "forward" else "backward"
+        self.passes[stage, direction] += 1
+        n = self.passes[stage, direction]
+        if part == "backward-input":
+            self.halfway.setdefault(stage, deque()).append(n)
+        return stage, n, SPLIT.get(part, 0)
 
     def _operations(self, events: Sequence[Event]) -> list[_Operation]:
         """The events as operations; what they free of what they have allocated themselves stays with them."""
@@ -508,7 +517,12 @@ class _Replay:
             self._allocate(brought)
 
     def _free(self, buffer: Buffer) -> None:
-        """The current micro-batch's newest; of what a second part of a backward pass finds, the oldest."""
+        """The current micro-batch's newest.
+
+        The second part of a split backward pass goes through the module from the first block to the last: of
+        what the forward pass has made it frees the oldest, of what the first part has, which went backward,
+        the newest.
+        """
         if not buffer.n_bytes:
             return
         if buffer not in self.held and self.not_yet[buffer]:
@@ -518,13 +532,21 @@ class _Replay:
         if buffer in self.program.oldest_first:
             current, newest = next(iter(held)), 0
         elif current not in held:
-            if current[2] and (*current[:2], False) in held:
-                current, newest = (*current[:2], False), 0
-            else:
-                current = next(reversed(held))
-        blocks = held[current]
-        self.allocator.release(self.requests[buffer][0], blocks.pop(newest))
-        if not blocks:
-            del held[current]
+            stage, n, split = current
+            earlier = [made for part in range(split - 1, -1, -1) if (made := (stage, n, part)) in held]
+            current = earlier[0] if earlier else next(reversed(held))
+            newest = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
+        self.allocator.release(self.requests[buffer][0], self._taken(buffer, current, newest))
+        if buffer in self.program.handed_over:
+            block = self._taken(self.program.handed_over[buffer], self.current)
+            self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)
+
+    def _taken(self, buffer: Buffer, of: MicroBatch, i: int = -1) -> PackedBlock:
+        """The i-th block of a buffer and micro-batch, which is no longer held."""
+        held = self.held[buffer]
+        block = held[of].pop(i)
+        if not held[of]:
+            del held[of]
             if not held:
                 del self.held[buffer]
+        return block

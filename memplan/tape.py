@@ -521,12 +521,11 @@ class Tape:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
-    def product(self) -> None:
-        """Keep the result of a matrix product, which was allocated last, among those of its pass."""
+    def product(self, *results: "Tensor | None") -> None:
+        """Keep the results of matrix products, those that were asked for, among those of their pass."""
         direction: Phase = "forward" if self.phase == "forward" else "backward"
-        newest = self.events[-1]
-        if isinstance(newest, Alloc):
-            self.products[direction].add(newest.buffer)
+        storages = (result.storage for result in results if result is not None)
+        self.products[direction].update(storage.buffer for storage in storages if storage is not None)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""
