@@ -1,6 +1,7 @@
 """The command line: `memplan estimate|budget|search|advise|compare|models|gpus`, each with `--json`."""
 
 import errno
+import gc
 import json
 import os
 import re
@@ -487,7 +488,12 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """The entry point of `memplan`."""
+    """The entry point of `memplan`.
+
+    Python looks for no cycles of objects: a command ends before they matter, and to look is a tenth of a
+    search.
+    """
+    gc.disable()
     command_line(commands, "memplan")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
@@ -26,6 +26,7 @@ from memplan.hardware import (
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
 from memplan.models import Model, model_dict, parameter_count, resolve
 from memplan.plan import (
+    FIELDS,
     DdpCommHook,
     FsdpUnits,
     Optimizer,
@@ -33,6 +34,7 @@ from memplan.plan import (
     Plan,
     Rank,
     Recompute,
+    TorchVersion,
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
@@ -571,6 +573,7 @@ def estimate(
     bucket_cap_bytes: int | None = None,
     ddp_comm_hook: DdpCommHook = "none",
     loss_chunks: int = 1,
+    torch_version: TorchVersion = "2.13",
     engine: str = "torch",
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
@@ -610,6 +613,7 @@ def estimate(
         bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
         ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
+        torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
@@ -621,42 +625,16 @@ def estimate(
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
+    asked = {name: value for name, value in locals().items() if name in FIELDS}
     model = resolve(model, implementation)
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
-        dp = _dp_left(cluster, prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items()))
-    plan = Plan(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        dp_replicate=dp_replicate,
-        zero=zero,
-        sequence_parallel=sequence_parallel,
-        micro_batch=micro_batch,
-        global_batch=0 if global_batch is None else checked_count("global_batch", global_batch),
-        seq_len=model.max_seq_len if seq_len is None else seq_len,
-        precision=precision,
-        optimizer=optimizer,
-        recompute=recompute,
-        recompute_blocks=recompute_blocks,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        layers_per_stage=cast(Any, layers_per_stage),
-        fsdp_units=fsdp_units,
-        fsdp_blocks=fsdp_blocks,
-        offload=offload,
-        optimizer_impl=optimizer_impl,
-        clip_grad_norm=clip_grad_norm,
-        set_to_none=set_to_none,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        bucket_cap_bytes=bucket_cap_bytes,
-        ddp_comm_hook=ddp_comm_hook,
-        loss_chunks=loss_chunks,
-        engine=engine,
-    )
-    return estimate_plan(model, plan, cluster, device)
+        n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
+        asked["dp"] = _dp_left(cluster, n_other)
+    asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
+    asked["seq_len"] = model.max_seq_len if seq_len is None else seq_len
+    return estimate_plan(model, Plan(**asked), cluster, device)
 
 
 def _dp_left(cluster: Cluster | None, n_other: int) -> int:

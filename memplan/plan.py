@@ -16,6 +16,7 @@ OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
 Recompute = Literal["none", "selective", "full"]
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
+TorchVersion = Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
 
 
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
@@ -25,6 +26,7 @@ OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 RECOMPUTES: Final = ("none", "selective", "full")
 FSDP_UNITS: Final = ("block", "block+ends", "model")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
+TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
@@ -70,6 +72,7 @@ class Plan:
         set_to_none: gradients are freed after the step rather than zeroed.
         gradient_as_bucket_view, static_graph, bucket_cap_bytes, ddp_comm_hook: DistributedDataParallel's.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
+        torch_version: the release of PyTorch whose rules apply.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -193,6 +196,9 @@ class Plan:
     loss_chunks: int = described(
         1, Count(text="Pieces of the sequence whose loss is computed in turn", word="chunks")
     )
+    torch_version: TorchVersion = described(
+        "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
+    )
     engine: str = described("torch", Name(text="Whose rules"))
 
     def __post_init__(self) -> None:
@@ -244,6 +250,12 @@ class Plan:
     def splits_backward(self) -> bool:
         """Whether backward passes are taken apart: a pipeline's, by its schedule."""
         return self.pp > 1 and self.pipeline_schedule.splits_backward
+
+    @property
+    def torch_release(self) -> tuple[int, int]:
+        """PyTorch's release as numbers, which compare as releases do."""
+        major, _, minor = self.torch_version.partition(".")
+        return int(major), int(minor)
 
     @property
     def n_stages(self) -> int:

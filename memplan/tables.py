@@ -5,7 +5,6 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -94,27 +93,6 @@ def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
     return frame(rows, tuple(rows[0]))
 
 
-def collectives_frame(estimate: Estimate) -> "pandas.DataFrame":
-    """One row per stage, kind, mesh axis and purpose: calls, payload and wire bytes of one rank's step.
-
-    Raises:
-        MemplanError: if pandas is not installed.
-    """
-    columns = ("stage", "kind", "axis", "what", "calls", "payload_bytes", "wire_bytes", "overlappable")
-    rows = [{"stage": s.stage} | asdict(c) for s in estimate.stages for c in s.collectives]
-    return frame(rows, columns)
-
-
-def instants_frame(estimate: Estimate) -> "pandas.DataFrame":
-    """One row per stage and stretch of its step: the most bytes held in it, in the order of the step.
-
-    Raises:
-        MemplanError: if pandas is not installed.
-    """
-    rows = [{"stage": s.stage} | asdict(i) for s in estimate.stages for i in s.instants]
-    return frame(rows, ("stage", "when", "total_bytes"))
-
-
 # --- Text -------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +134,7 @@ def _header(estimate: Estimate) -> str:
     how += f", fsdp_units={plan.fsdp_units}" if plan.fsdp_units != "block" else ""
     how += f", fsdp_blocks={plan.fsdp_blocks}" if plan.fsdp_blocks > 1 else ""
     how += ", offload" if plan.offload else ""
+    torch_version = f", torch_version={plan.torch_version}" if plan.torch_version != "2.13" else ""
     lines = {
         "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
         "code": f"{model.implementation}: {model.code}",
@@ -163,7 +142,7 @@ def _header(estimate: Estimate) -> str:
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),
         "options": f"precision={plan.precision}, optimizer={plan.optimizer}, {_recompute(plan)}, "
-        f"engine={plan.engine}",
+        f"engine={plan.engine}{torch_version}",
     }
     update = f", {plan.optimizer_impl}" if plan.optimizer_impl != "default" else ""
     update += f", clip_grad_norm={plan.clip_grad_norm:g}" if plan.clip_grad_norm is not None else ""

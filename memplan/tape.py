@@ -17,7 +17,13 @@ from typing import Final, Literal, NamedTuple, cast
 
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import InvalidValue, MissingRule
-from memplan.kernels import reduction_scratch
+from memplan.kernels import (
+    FREES_WORKSPACES,
+    LT_WORKSPACE_BYTES,
+    Release,
+    product_workspace_bytes,
+    reduction_scratch,
+)
 from memplan.placements import Partial, Placement, Placements, Replicate, Shard
 from memplan.record import (
     AccumulateGrad,
@@ -85,7 +91,7 @@ class OpContext:
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
     `remakes_dtensors`: weights are plain tensors of which DTensors are made for each pass, as DDP does: their
     gradients are laid out like them as soon as they are made. `loss_chunks`: pieces of the
-    sequence whose cross-entropy is computed one after the other.
+    sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     """
 
     device: Device = H100
@@ -98,6 +104,7 @@ class OpContext:
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
+    torch_release: Release = (2, 13)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -521,11 +528,23 @@ class Tape:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
-    def product(self, *results: "Tensor | None") -> None:
-        """Keep the results of matrix products, those that were asked for, among those of their pass."""
-        direction: Phase = "forward" if self.phase == "forward" else "backward"
-        storages = (result.storage for result in results if result is not None)
-        self.products[direction].update(storage.buffer for storage in storages if storage is not None)
+    def product(self, result: Tensor | None, *, biased: bool = False) -> None:
+        """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
+
+        From torch 2.15 on the workspace is freed with each product. Before, the first product of a pass
+        brings one that stays: the results are kept, of which one is the first. None: it is not asked for.
+        """
+        if result is None or result.storage is None:
+            return
+        device, release, buffer = self.context.device, self.context.torch_release, result.storage.buffer
+        if release < FREES_WORKSPACES:
+            if biased:
+                buffer.role = Role.BIASED_PRODUCT
+            self.products["forward" if self.phase == "forward" else "backward"].add(buffer)
+        elif not device.on_cpu:
+            n_bytes = LT_WORKSPACE_BYTES if biased else product_workspace_bytes(device, release)
+            with self.workspace() as held:
+                held.new("cuBLAS workspace", (n_bytes,), UINT8)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""

@@ -98,7 +98,7 @@ def test_models_and_gpus_as_json():
     [
         (
             ["estimat"],
-            "unknown command 'estimat'; did you mean 'estimate'? Commands: advise, compare, estimate, gpus, ",
+            "unknown command 'estimat'; did you mean 'estimate'? Commands: advise, budget, compare, ",
         ),
         (["\x1b[2J"], "unknown command '\\x1b[2J'. Commands: "),
         (["estimate"], "Missing argument 'MODEL'."),

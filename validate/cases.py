@@ -138,6 +138,7 @@ class Case:
             precision=self.plan.precision,
             optimizer=self.plan.optimizer,
             clip_grad_norm=self.plan.clip_grad_norm,
+            torch_version=self.plan.torch_version,
         )
         return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
 

@@ -201,114 +201,164 @@ def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
 def _traced(
     model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
 ) -> Trace:
-    tape = Tape(context)
-    cut = Marks(tape)
-    x = entry_of(model, tape, first=first)
-    entry, in_flight = _buffer(x), tuple([_buffer(operand) for operand in x.in_flight])
-    embed, embed_parameters = cut.segment(), cut.parameters()
-    n_embed = len(tape.nodes)
-    tape.leave_autocast()
-    embed_casts = cut.segment()
-    x = run_block(model, tape, x, kind)
-    boundary = _buffer(x)
-    block, block_parameters = cut.segment(), cut.parameters()
-    n_block = len(tape.nodes)
-    tape.leave_autocast()
-    block_casts = cut.segment()
-    head = head_casts = loss = head_backward = end_of_backward = release_loss = EMPTY
-    ends: list[Tensor] = []
-    head_parameters: tuple[Parameter, ...] = ()
-    n_loss_backward = 0
-    held: Tensor | None = None
+    stage = _TracedStage(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits)
+    stage.forward()
     if last:
-        logits = model.head(x)
-        del x
-        head, head_parameters = cut.segment(), cut.parameters()
-        tape.leave_autocast()
-        head_casts = cut.segment()
-        n_head = len(tape.nodes)
+        stage.loss()
+    else:
+        stage.send()
+    stage.backward()
+    stage.release()
+    return stage.trace()
+
+
+class _TracedStage:
+    """A stage of one block as one micro-batch passes through it: the tensors it holds, the segments so far.
+
+    A tensor dies when its last reference goes, so that each is referred to from here for as long as PyTorch
+    refers to it, and from no local variable any longer.
+    """
+
+    def __init__(
+        self, model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
+    ) -> None:
+        self.model, self.kind = model, kind
+        self.first, self.last, self.keep_logits = first, last, keep_logits
+        self.tape = Tape(context)
+        self.cut = Marks(self.tape)
+        self.segments: dict[str, Segment] = {}
+        self.parameters: dict[str, tuple[Parameter, ...]] = {"head": ()}
+        self.n_loss_backward = 0
+        self.held = {"x": entry_of(model, self.tape, first=first)}
+        self.input_grad: Tensor | None = None
+        self.entry = _buffer(self.held["x"])
+        self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
+
+    def _end(self, name: str) -> None:
+        """What was done since the last segment is the segment of this name."""
+        self.segments[name] = self.cut.segment()
+
+    def _end_forward(self, name: str) -> int:
+        """A part's forward pass is over, and so is its autocast; the number of nodes so far."""
+        self._end(name)
+        self.parameters[name] = self.cut.parameters()
+        n_nodes = len(self.tape.nodes)
+        self.tape.leave_autocast()
+        self._end(f"{name}_casts")
+        return n_nodes
+
+    def forward(self) -> None:
+        """The embedding and the block."""
+        self.n_embed = self._end_forward("embed")
+        self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
+        self.boundary = _buffer(self.held["x"])
+        self.n_block = self._end_forward("block")
+
+    def loss(self) -> None:
+        """The last stage's head and loss, and the way back through both."""
+        tape = self.tape
+        logits = self.model.head(self.held["x"])
+        del self.held["x"]
+        n_head = self._end_forward("head")
         end = cross_entropy(logits)
-        held = logits if keep_logits else None
+        if self.keep_logits:
+            self.held["output"] = logits
         del logits
         end = share_of_loss(end)
         scaled = scaled_loss(end)
-        ends = [Tensor(tape, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
+        if not self.keep_logits:
+            self.held["loss"] = Tensor(tape, end.shape, end.dtype, end.storage)
+        self.held["scaled loss"] = Tensor(tape, scaled.shape, scaled.dtype, scaled.storage)
         del end
-        loss = cut.segment()
-        start = gradient_of_loss(tape)
-        tape.start_backward(scaled, start)
+        self._end("loss")
+        self.held["start"] = gradient_of_loss(tape)
+        tape.start_backward(scaled, self.held["start"])
         del scaled
         tape.backward(down_to=n_head)
-        n_loss_backward = len(tape.events) - cut.n_events
-        tape.backward(down_to=n_block)
-        head_backward = cut.segment()
-    else:
-        held = Tensor(tape, x.shape, x.dtype, x.storage)
+        self.n_loss_backward = len(tape.events) - self.cut.n_events
+        tape.backward(down_to=self.n_block)
+        self._end("head_backward")
+
+    def send(self) -> None:
+        """What another stage than the last does with its output: the gradient that comes back starts it."""
+        tape, x = self.tape, self.held.pop("x")
+        self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
-        del x
-    incoming = tape.nodes[-1].grad
-    tape.backward(down_to=n_embed)
-    block_backward = cut.segment()
-    input_grad = tape.nodes[-1].grad
-    boundary_grad = _buffer(input_grad)
-    _check_handed_on(incoming, boundary_grad, block_backward)
-    incoming = None
-    if first:
-        input_grad = None
-    tape.backward()
-    embed_backward = cut.segment()
-    if last:
-        del start
-    if not keep_logits:
-        ends.clear()
-    end_of_backward = cut.segment()
-    ends.clear()
-    release_loss = cut.segment()
-    del held
-    release = cut.segment()
-    del input_grad
-    release_input_grad = cut.segment()
-    if entry.n_bytes != boundary.n_bytes:
-        raise MissingRule(
-            f"a block whose input ({entry}) and output ({boundary}) differ in size has no rule."
-        )
-    if "activations" in (entry.kind, boundary.kind):
-        boundary.kind = "activations"
-    same = _Renamed({entry: boundary})
-    sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
-    inside = (lambda segment: segment) if first else Without(entry)
-    return Trace(
-        embed=same(inside(embed)),
-        embed_casts=embed_casts,
-        head=same(head),
-        head_casts=head_casts,
-        loss=loss,
-        head_backward=same(head_backward),
-        n_loss_backward=n_loss_backward,
-        blocks={
-            kind: Block(
-                forward=same(Without(*in_flight)(block)),
-                backward=same(block_backward),
-                entry=same(inside(block)),
-                entry_backward=same(inside(block_backward)),
-                casts=block_casts,
-                parameters=block_parameters,
+
+    def backward(self) -> None:
+        """The way back through the block and the embedding."""
+        tape = self.tape
+        incoming = tape.nodes[-1].grad
+        tape.backward(down_to=self.n_embed)
+        self._end("block_backward")
+        self.input_grad = tape.nodes[-1].grad
+        self.boundary_grad = _buffer(self.input_grad)
+        _check_handed_on(incoming, self.boundary_grad, self.segments["block_backward"])
+        del incoming
+        if self.first:
+            self.input_grad = None
+        tape.backward()
+        self._end("embed_backward")
+
+    def release(self) -> None:
+        """What goes at the end of the backward pass, and what a schedule holds beyond it."""
+        losses = "scaled loss", "loss"
+        for name in ("start", *(() if self.keep_logits else losses)):
+            self.held.pop(name, None)
+        self._end("end_of_backward")
+        for name in losses:
+            self.held.pop(name, None)
+        self._end("release_loss")
+        self.held.pop("output", None)
+        self._end("release")
+        self.input_grad = None
+        self._end("release_input_grad")
+
+    def trace(self) -> Trace:
+        """All segments, with one buffer for what is handed from block to block."""
+        entry, boundary, found = self.entry, self.boundary, self.segments
+        if entry.n_bytes != boundary.n_bytes:
+            raise MissingRule(
+                f"a block whose input ({entry}) and output ({boundary}) differ in size has no rule."
             )
-        },
-        embed_backward=same(embed_backward),
-        end_of_backward=end_of_backward,
-        release=release if last else _Renamed({boundary: sent})(release),
-        release_loss=release_loss,
-        release_input_grad=release_input_grad,
-        embed_parameters=embed_parameters,
-        head_parameters=head_parameters,
-        products=frozenset(tape.products["forward"]),
-        products_backward=frozenset(tape.products["backward"]),
-        boundary=boundary,
-        sent=sent,
-        boundary_grad=boundary_grad,
-        in_flight=in_flight,
-    )
+        if "activations" in (entry.kind, boundary.kind):
+            boundary.kind = "activations"
+        same = _Renamed({entry: boundary})
+        sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
+        inside = (lambda segment: segment) if self.first else Without(entry)
+        block, backward = found["block"], found["block_backward"]
+        return Trace(
+            embed=same(inside(found["embed"])),
+            embed_casts=found["embed_casts"],
+            head=same(found.get("head", EMPTY)),
+            head_casts=found.get("head_casts", EMPTY),
+            loss=found.get("loss", EMPTY),
+            head_backward=same(found.get("head_backward", EMPTY)),
+            n_loss_backward=self.n_loss_backward,
+            blocks={
+                self.kind: Block(
+                    forward=same(Without(*self.in_flight)(block)),
+                    backward=same(backward),
+                    entry=same(inside(block)),
+                    entry_backward=same(inside(backward)),
+                    casts=found["block_casts"],
+                    parameters=self.parameters["block"],
+                )
+            },
+            embed_backward=same(found["embed_backward"]),
+            end_of_backward=found["end_of_backward"],
+            release=found["release"] if self.last else _Renamed({boundary: sent})(found["release"]),
+            release_loss=found["release_loss"],
+            release_input_grad=found["release_input_grad"],
+            embed_parameters=self.parameters["embed"],
+            head_parameters=self.parameters["head"],
+            products=frozenset(self.tape.products["forward"]),
+            products_backward=frozenset(self.tape.products["backward"]),
+            boundary=boundary,
+            sent=sent,
+            boundary_grad=self.boundary_grad,
+            in_flight=self.in_flight,
+        )
 
 
 def _check_handed_on(incoming: Tensor | None, boundary_grad: Buffer, backward: Segment) -> None:

@@ -99,7 +99,7 @@ def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tens
     aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`).
     """
     n_rows, d_model = shape
-    scratch = sort_scratch(tape.context.device, n_ids, n_rows)
+    scratch = sort_scratch(tape.context.device, tape.context.torch_release, n_ids, n_rows)
     most = min(n_ids, n_rows)
     most_parts = n_ids // ROWS_PER_THREAD + most
     with tape.workspace() as kept:

@@ -55,7 +55,7 @@ def _product(
             if divides_bias:
                 part.new("part of bias", (n_out,), dtype)
             y = tape.new(name, (batch, seq, n_out), dtype)
-            tape.product(y)
+            tape.product(y, biased=bias is not None)
         return (y,)
 
     (y,) = tape.save_if_selective(compute, 2 * batch * seq * n_in * n_out, again=again)
@@ -74,14 +74,16 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
+        grad.tape.product(grad_w)
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
-        grad.tape.product(grad_w, grad_x)
+        grad.tape.product(grad_x)
         return grad_x, grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad.tape.product(grad_x)
         grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
-        grad.tape.product(grad_x, grad_w)
+        grad.tape.product(grad_w)
         rows = grad.view(n_rows, n_out)
         grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(1) else None
         return grad_x, grad_b, grad_w

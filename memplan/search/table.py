@@ -1,4 +1,4 @@
-"""What a search found, as rows and as a frame: every plan that is shown has its own estimate's verdict."""
+"""A search's result as rows and as a frame; the verdict of each plan is that of its own estimate."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -39,7 +39,7 @@ COLUMNS: Final = (
 )
 
 TIE: Final = 0.01
-"""Plans of which none is slower than the first by more than this part are a tie: times are rough."""
+"""Plans within this fraction of the fastest one's rate are a tie, since times are rough."""
 
 ORDER: Final = ("fits", None, "cannot say", "does not fit")
 """Verdicts in the order of a search's rows; refused plans come last."""
@@ -58,7 +58,7 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def counts(found: "Found") -> dict[str, Any]:
-    """How many plans there are, how many of each kind are refused, and what they are plans for."""
+    """The numbers of plans, the kinds of refusals, and the jobs that were searched for."""
     return {
         "n_plans": found.n_plans,
         "n_within": found.n_within,
@@ -99,7 +99,7 @@ def shown(found: "Found") -> list[Estimate]:
     """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
 
     Where faster plans than those that fit may fit too, half of the places at least are left to those that do.
-    No more verdicts are asked for than it takes to tell.
+    Verdicts, which take replays, are asked for in the order of plans until these are found.
     """
     surer = found.fitting
     roomier = () if surer is None else surer.within

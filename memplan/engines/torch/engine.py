@@ -1,10 +1,11 @@
 """Stock PyTorch as an engine: which ranks are played, and what is shared between them."""
 
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Costs, Engine, PartCosts, RankRecord
+from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.torch.bounds import data_parallelism
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
@@ -49,9 +50,19 @@ class TorchEngine(Engine):
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
             )
+        if plan.torch_version != "2.13":
+            yield (
+                f"torch_version={plan.torch_version}: what its CUDA software does differently from 2.13's "
+                "was looked for with one rank (without a GPU); of several ranks only 2.13's is confirmed."
+            )
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         return part_costs(self, model, plan, device)
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
+    ) -> DataParallelism:
+        return data_parallelism(plan, elements, block_elements, single_stage)
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:

@@ -11,11 +11,11 @@ from memplan.device import CPU, Device
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
-from memplan.kernels import product_workspace_bytes
+from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Layers, Model
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.shapes import FP32, INT32, INT64, UINT8, Buffer, Kind, Parameter, Shape, buffer_of
+from memplan.shapes import FP32, INT32, INT64, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
 from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -29,13 +29,6 @@ N_POOL_STREAMS: Final = 32
 """CUDA streams that PyTorch hands out in turn to what is called when a collective has ended.
 
 Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
-"""
-
-N_PRODUCT_THREADS: Final = 2
-"""Threads that multiply matrices, each with a cuBLAS handle and workspace: the caller's, and autograd's.
-
-Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`), autograd/engine.cpp
-(`Engine::thread_init`).
 """
 
 
@@ -81,6 +74,7 @@ class Stage:
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
+            torch_release=plan.torch_release,
         )
 
     @cached_property
@@ -362,13 +356,45 @@ class RankStages:
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
 
+    @cached_property
+    def kept_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+        """The matrix products of which the first brings a workspace that stays, and the workspace.
+
+        One of cuBLAS for each thread that multiplies, the caller's and autograd's, in the forward and in the
+        backward pass; in torch 2.11 also one of cuBLASLt, which adds biases. None on a rank with no block and
+        no head, and none from 2.15 on.
+
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`,
+        `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
+        (`Engine::thread_init`).
+        """
+        release = self.plan.torch_release
+        idle = not any(stage.n_blocks or stage.last for stage in self.stages)
+        if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
+            return ()
+        cublas = buffer_of("cuBLAS workspace", (product_workspace_bytes(self.device, release),), UINT8)
+        found = [(products, cublas) for products in self.products]
+        if release < (2, 12):
+            lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
+            for products in self.products:
+                biased = frozenset([y for y in products if y.role is Role.BIASED_PRODUCT])
+                found += [(biased, lt)] if biased else []
+        return tuple(found)
+
+    @property
+    def products(self) -> tuple[frozenset[Buffer], frozenset[Buffer]]:
+        """The results of the matrix products of the forward and of the backward passes."""
+        forward = frozenset().union(*[stage.trace.products for stage in self.stages])
+        backward = frozenset().union(
+            *[stage.trace.products_backward for stage in self.stages],
+            *[stage.split.products for stage in self.stages if self.plan.splits_backward and not stage.first],
+        )
+        return forward, backward
+
     @property
     def workspaces(self) -> Alive:
-        """What cuBLAS keeps from its first product on: nothing on a rank with no block and no head."""
-        if self.device.on_cpu or not any(stage.n_blocks or stage.last for stage in self.stages):
-            return Counter()
-        n_bytes = product_workspace_bytes(self.device)
-        return Counter({buffer_of("cuBLAS workspace", (n_bytes,), UINT8): N_PRODUCT_THREADS})
+        """What cuBLAS keeps from its first products on."""
+        return Counter([workspace for _, workspace in self.kept_workspaces])
 
     @property
     def hook_workspaces(self) -> Alive:
@@ -376,9 +402,10 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
+        keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
+        if not keeps or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
-        n_bytes = product_workspace_bytes(self.device)
+        n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property

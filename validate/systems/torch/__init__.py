@@ -1,12 +1,15 @@
 """PyTorch itself: modules, a plan applied to them (`parallelize`), the passes and the update of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
+from memplan.errors import PlanRefused
+from memplan.plan import TorchVersion
 from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
@@ -45,9 +48,24 @@ class TorchTraining(Training):
         return scaled / self._update.scaler.get_scale() ** 2
 
 
+def installed_version() -> TorchVersion:
+    """The release of PyTorch that is installed, in a plan's words: "2.13"."""
+    major, minor, *_ = torch.__version__.split(".")
+    return cast(TorchVersion, f"{major}.{minor}")
+
+
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
-    """The case's stages and optimizer as they are on this rank."""
+    """The case's stages and optimizer as they are on this rank.
+
+    Raises:
+        PlanRefused: for another release of PyTorch than the one that is installed.
+    """
     model, plan, at = case.model, case.plan, case.plan.place(rank)
+    if plan.torch_version != installed_version():
+        raise PlanRefused(
+            f"torch_version={plan.torch_version!r} cannot be run: PyTorch {torch.__version__} is installed; "
+            "leave it out, or install that release."
+        )
     mesh = device_mesh(plan, device)
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
