@@ -4,7 +4,8 @@ Freed blocks are cached by stream and by pool (small and large) and never moved;
 no cached block serves a request. So reserved bytes follow from the order of allocations and frees, and settle
 after a few steps.
 
-Assumes: a new segment has a higher address than all others (which breaks ties between blocks of one size).
+Assumes: a new segment has a higher address than all others (which breaks ties between blocks of one size;
+in torch 2.12 the order in which blocks were made does).
 Neglects: `record_stream`, which puts off the reuse of a block that another stream has used until that stream
 gets there (FSDP2 uses events instead; NCCL process groups before torch 2.8 use it); private pools of CUDA
 graphs.
@@ -13,8 +14,9 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 from memplan.errors import InvalidValue, MemplanError
@@ -45,7 +47,7 @@ MOST_UNUSED_BYTES: Final = 20 * MiB
 MANY_PAGES: Final = 2**26
 """Pages that an expandable segment has addresses for where no limit of the GPU is known."""
 
-ADDRESS_BITS: Final = 60
+ADDRESS_BITS: Final = 128
 ADDRESS: Final = 2**ADDRESS_BITS - 1
 """The bits of a `PackedBlock` that are its address."""
 
@@ -233,14 +235,13 @@ class Pool:
         """Whether a block is its whole segment."""
         return self.segments.get(block & ADDRESS) == block >> ADDRESS_BITS
 
-    def least_expandable(self, place: int) -> int:
+    def least_expandable(self, blocks: Sequence[PackedBlock], place: int) -> int:
         """The index, from one on, of the block that `get_free_block` takes where blocks can be expanded.
 
         It goes on as long as the next block has fewer bytes together with the unmapped ones after it.
 
         Source: `get_free_block`.
         """
-        blocks = self.blocks
         while place + 1 < len(blocks):
             if self._expandable_bytes(blocks[place + 1]) >= self._expandable_bytes(blocks[place]):
                 break
@@ -267,6 +268,12 @@ class CachingAllocator:
     `limit_bytes` is what the driver has, `allowed_bytes` what the process may reserve
     (`torch.cuda.set_per_process_memory_fraction`). `n_retries` counts requests for which cached blocks were
     given back first, `n_given_back` the segments and ranges of pages that were given back.
+
+    Of equal free blocks the one of the lowest address is taken; in torch 2.12 the oldest (`takes_oldest`):
+    what is split off behind a block is as old as that was, which is made anew, and joined blocks are as old
+    as the one that was freed.
+
+    Source of the latter: c10/cuda/CUDACachingAllocator.cpp of 2.12 (`BlockComparatorRegistrationCounter`).
     """
 
     def __init__(
@@ -275,7 +282,9 @@ class CachingAllocator:
         *,
         limit_bytes: int | None = None,
         allowed_bytes: int | None = None,
+        takes_oldest: bool = False,
     ) -> None:
+        self.takes_oldest = takes_oldest
         self.limit_bytes = limit_bytes
         self.allowed_bytes = allowed_bytes
         self.expandable_segments = config.expandable_segments
@@ -292,6 +301,9 @@ class CachingAllocator:
         self._n_large_requests = 0
         self._since: dict[int, int] = {}
         """The number of large requests so far when the free block at an address was freed."""
+        self._numbers: dict[int, int] = {}
+        """The order in which the blocks were made, by their addresses."""
+        self._n_made = count()
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
         """A block for so many bytes: cached, the smallest that is large enough, or new.
@@ -327,8 +339,10 @@ class CachingAllocator:
         i = bisect_left(blocks, n_bytes << ADDRESS_BITS)
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
-        if pool.unmapped:
-            i = pool.least_expandable(i)
+        if self.takes_oldest:
+            i = self._oldest(pool, i)
+        elif pool.unmapped:
+            i = pool.least_expandable(blocks, i)
         oversize = self.oversize_bytes
         if i < len(blocks) and (oversize is None or self._serves(blocks[i] >> ADDRESS_BITS, n_bytes)):
             block = blocks.pop(i)
@@ -342,6 +356,9 @@ class CachingAllocator:
             pool.put(address + n_bytes, rest_bytes)
             if self.collects_above_bytes is not None:
                 self._since[address + n_bytes] = self._n_large_requests
+            if self.takes_oldest:
+                self._numbers[address + n_bytes] = self._numbers[address]
+                self._numbers[address] = next(self._n_made)
             found_bytes = n_bytes
             block = n_bytes << ADDRESS_BITS | address
         self.allocated_bytes = allocated_bytes = self.allocated_bytes + found_bytes
@@ -359,6 +376,29 @@ class CachingAllocator:
         address = pool.put(block & ADDRESS, n_bytes)
         if self.collects_above_bytes is not None:
             self._since[address] = self._n_large_requests
+        if self.takes_oldest:
+            self._numbers[address] = self._numbers[block & ADDRESS]
+
+    def _oldest(self, pool: Pool, place: int) -> int:
+        """Of the free blocks from a place on, that of the oldest of the same size.
+
+        Source: `get_free_block` of 2.12.
+        """
+        blocks, numbers = pool.blocks, self._numbers
+        if place == len(blocks):
+            return place
+        end = len(blocks) if pool.unmapped else bisect_left(blocks, (blocks[place] | ADDRESS) + 1)
+        found = sorted(blocks[place:end], key=lambda one: (one >> ADDRESS_BITS, numbers[one & ADDRESS]))
+        best = pool.least_expandable(found, 0) if pool.unmapped else 0
+        return bisect_left(blocks, found[best])
+
+    def by_age(self, in_use: Iterable[PackedBlock], places: "Places | None") -> tuple[PackedBlock, ...]:
+        """All blocks, the oldest first, where that decides which one is taken; with `places` by these."""
+        if not self.takes_oldest:
+            return ()
+        every = [*in_use, *(block for pool in self._pools.values() for block in pool.blocks)]
+        every.sort(key=lambda block: self._numbers[block & ADDRESS])
+        return tuple(every if places is None else map(places, every))
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
@@ -454,6 +494,7 @@ class CachingAllocator:
         address = -(-self._end // pool.page_bytes) * pool.page_bytes
         self._end = address + n_bytes + BLOCK_BYTES
         pool.segments[address] = n_bytes
+        self._numbers[address] = next(self._n_made)
         return address
 
     def _reserve(self, n_bytes: int) -> bool:
@@ -515,7 +556,8 @@ class CachingAllocator:
         unmapped = pool.unmapped.pop(address)
         if mapped < unmapped:
             pool.unmapped[address + mapped] = unmapped - mapped
-        pool.put(address, mapped)
+            self._numbers[address + mapped] = next(self._n_made)
+        self._numbers[pool.put(address, mapped)] = self._numbers.get(address, 0)
         return True
 
     def release_cached(self) -> None:
@@ -548,13 +590,17 @@ class CachingAllocator:
         pool.take(block)
         self.reserved_bytes -= end - start
         self.n_given_back += 1
+        number = self._numbers.get(address, 0)
         if start > address:
             pool.put(address, start - address)
+            self._numbers[address] = next(self._n_made)
         if address + n_bytes > end:
             pool.put(end, address + n_bytes - end)
+            self._numbers[end] = next(self._n_made)
         end += pool.unmapped.pop(end, 0)
         before = next((at for at, unmapped in pool.unmapped.items() if at + unmapped == start), start)
         pool.unmapped[before] = end - before
+        self._numbers[before] = number
 
     def _release_oversize(self, pool: Pool, n_bytes: int) -> bool:
         """Give back oversize blocks of the pool, the largest first; whether they are enough for a request.

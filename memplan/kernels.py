@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 
 from memplan.device import Device
 
+Release = tuple[int, int]
+"""A release of PyTorch."""
+
 ALIGNED_BYTES: Final = 256
 """CUB aligns each of its arrays to this."""
 
@@ -131,17 +134,20 @@ class SortScratch(NamedTuple):
     scan_bytes: int
 
 
-def sort_scratch(device: Device, n_ids: int, n_rows: int) -> SortScratch:
+def sort_scratch(device: Device, torch_release: Release, n_ids: int, n_rows: int) -> SortScratch:
     """Bytes that CUB allocates for an embedding's gradient, of `n_ids` ids and a table of `n_rows`.
+
+    Ids are sorted by the bits that a row's number can have; before torch 2.13 by all 64.
 
     Neglects: other versions of CUB, whose tiles differ by a few KiB.
 
-    Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`),
+    Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
+    cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`),
     cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
     """
     sorted_at_once = 4608 if device.at_least(9) else 3840 if device.at_least(8) else 2816
     compared_at_once = 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
-    n_passes = ceil((n_rows.bit_length() or 1) / 8)
+    n_passes = ceil((n_rows.bit_length() or 1) / 8) if torch_release >= (2, 13) else 8
     sort = 2 * _aligned(8 * n_ids) + _aligned(2048 * n_passes) + _aligned(1024 * ceil(n_ids / sorted_at_once))
     n_different = min(n_ids, n_rows)
     return SortScratch(
@@ -157,15 +163,32 @@ def _aligned(n_bytes: int) -> int:
     return ceil(n_bytes / ALIGNED_BYTES) * ALIGNED_BYTES
 
 
-def product_workspace_bytes(device: Device) -> int:
+LT_WORKSPACE_BYTES: Final = 2**20
+"""cuBLASLt's workspace, for products with a bias: in torch 2.11, and from 2.15 on; else it is cuBLAS's.
+
+Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCUDABlasLtWorkspaceSize`,
+`unified_cublas_and_lt_workspaces`).
+"""
+
+FREES_WORKSPACES: Final[Release] = (2, 15)
+"""From here on a product's workspace is freed when the product is done; before, it stays for the next ones.
+
+Source: ATen/cuda/CUDAContextLight.h (`CUDABlasHandleWithWorkspace`).
+"""
+
+
+def product_workspace_bytes(device: Device, torch_release: Release) -> int:
     """Bytes of cuBLAS's workspace; there is one for each stream and thread that multiplies matrices.
 
     >>> from memplan.device import A100, H100
-    >>> product_workspace_bytes(A100) / 2**20, product_workspace_bytes(H100) / 2**20
-    (8.125, 32.0)
+    >>> [product_workspace_bytes(device, (2, 13)) / 2**20 for device in (A100, H100)]
+    [8.125, 32.0]
 
     Neglects: AMD's size, which is taken to be that of earlier NVIDIA GPUs; CUBLAS_WORKSPACE_CONFIG.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`parseChosenWorkspaceSize`).
     """
-    return 32 * 2**20 if device.at_least(9) else 2 * 4 * 2**20 + 8 * 16 * 2**10
+    hopper, blackwell = device.at_least(9), device.at_least(10)
+    if hopper and (not blackwell or torch_release >= (2, 12)):
+        return 32 * 2**20
+    return 2 * 4 * 2**20 + 8 * 16 * 2**10

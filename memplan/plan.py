@@ -1,12 +1,23 @@
 """Plans: what can be asked of a cluster, and what is refused."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
-from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, Registered, described
+from memplan.fields import (
+    Choice,
+    Count,
+    Counts,
+    Field,
+    Flag,
+    Name,
+    Number,
+    Registered,
+    described,
+    described_fields,
+)
 from memplan.precisions import PRECISIONS, Precision
 from memplan.record import Axis
 from memplan.schedules import SCHEDULES, Schedule
@@ -16,6 +27,7 @@ OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
 Recompute = Literal["none", "selective", "full"]
 FsdpUnits = Literal["block", "block+ends", "model"]
 DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
+TorchVersion = Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
 
 
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
@@ -25,6 +37,7 @@ OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 RECOMPUTES: Final = ("none", "selective", "full")
 FSDP_UNITS: Final = ("block", "block+ends", "model")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
+TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
@@ -70,6 +83,8 @@ class Plan:
         set_to_none: gradients are freed after the step rather than zeroed.
         gradient_as_bucket_view, static_graph, bucket_cap_bytes, ddp_comm_hook: DistributedDataParallel's.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
+        torch_version: the release of PyTorch whose rules apply.
+        options: a value of the engine's own (`memplan.engines.options`); None: it has none, or its defaults.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -193,7 +208,11 @@ class Plan:
     loss_chunks: int = described(
         1, Count(text="Pieces of the sequence whose loss is computed in turn", word="chunks")
     )
+    torch_version: TorchVersion = described(
+        "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
+    )
     engine: str = described("torch", Name(text="Whose rules"))
+    options: Any = None
 
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
@@ -246,6 +265,12 @@ class Plan:
         return self.pp > 1 and self.pipeline_schedule.splits_backward
 
     @property
+    def torch_release(self) -> tuple[int, int]:
+        """PyTorch's release as numbers, which compare as releases do."""
+        major, _, minor = self.torch_version.partition(".")
+        return int(major), int(minor)
+
+    @property
     def n_stages(self) -> int:
         """Pipeline stages: pp x virtual_stages."""
         return self.pp * self.virtual_stages
@@ -281,7 +306,7 @@ class Plan:
         return f"pp={self.pp} x {hybrid}dp={self.dp} x tp={self.tp}"
 
 
-FIELDS: Final[dict[str, Field]] = {each.name: each.metadata["field"] for each in fields(Plan)}
+FIELDS: Final[dict[str, Field]] = described_fields(Plan)
 """What each field of a plan takes: the one table of them."""
 
 

@@ -56,6 +56,7 @@ class AllocatorProgram:
         states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
         oldest_first: buffers of which the oldest block is freed first.
+        takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
     """
 
@@ -69,6 +70,7 @@ class AllocatorProgram:
     update_name: str = ""
     beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
+    takes_oldest: bool = False
     streams: Mapping[Buffer, str] = field(default_factory=dict)
 
 
@@ -103,9 +105,14 @@ class Memory:
     limit_bytes: int | None = None
     allowed_bytes: int | None = None
 
-    def allocator(self) -> CachingAllocator:
+    def allocator(self, *, takes_oldest: bool = False) -> CachingAllocator:
         """A new allocator with these settings and limits."""
-        return CachingAllocator(self.config, limit_bytes=self.limit_bytes, allowed_bytes=self.allowed_bytes)
+        return CachingAllocator(
+            self.config,
+            limit_bytes=self.limit_bytes,
+            allowed_bytes=self.allowed_bytes,
+            takes_oldest=takes_oldest,
+        )
 
     @property
     def bound_bytes(self) -> int | None:
@@ -191,7 +198,7 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
         OutOfMemory: if the limits are too low.
         _NotRecurring: if no state recurs within `patience` micro-batches.
     """
-    allocator = memory.allocator()
+    allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience)
     peaks: list[tuple[int, int]] = []
     before: object = None
@@ -339,7 +346,10 @@ class _Replay:
         self.held: dict[Buffer, dict[MicroBatch, list[PackedBlock]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
         self.current = OUTSIDE
-        self.beside = {buffer: group for group in program.beside for buffer in group[0]}
+        self.beside: dict[Buffer, list[tuple[frozenset[Buffer], Buffer]]] = {}
+        for group in program.beside:
+            for buffer in group[0]:
+                self.beside.setdefault(buffer, []).append(group)
         self.states = program.states
         self.not_yet = Counter(program.kept)
         self.parts: dict[int, set[str]] = {}
@@ -403,7 +413,8 @@ class _Replay:
         same = allocator.n_given_back == self.n_given_back
         names = None if same else allocator.places()
         held = frozenset(self._held_blocks(over, names))
-        return allocator.layout(names), allocator.ages, held
+        in_use = (block for found in self.held.values() for blocks in found.values() for block in blocks)
+        return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
@@ -509,11 +520,13 @@ class _Replay:
         else:
             held[self.current] = [block]
         if buffer in self.beside:
-            buffers, brought = self.beside[buffer]
-            for other in buffers:
-                del self.beside[other]
+            for group in list(self.beside[buffer]):
+                for other in group[0]:
+                    self.beside[other].remove(group)
+                    if not self.beside[other]:
+                        del self.beside[other]
+                self._allocate(group[1])
             self.compiled.clear()
-            self._allocate(brought)
 
     def _free(self, buffer: Buffer) -> None:
         """Free a block of a buffer: the newest of the current micro-batch, or of the last that has one.

@@ -60,6 +60,7 @@ class Role(Enum):
 
     TENSOR = "tensor"
     RNG_STATE = "state of the random number generator"
+    BIASED_PRODUCT = "result of a matrix product with a bias"
 
 
 class Buffer:

@@ -17,7 +17,13 @@ from typing import Final, Literal, NamedTuple, cast
 
 from memplan.device import H100, Device, DeviceType
 from memplan.errors import InvalidValue, MissingRule
-from memplan.kernels import reduction_scratch
+from memplan.kernels import (
+    FREES_WORKSPACES,
+    LT_WORKSPACE_BYTES,
+    Release,
+    product_workspace_bytes,
+    reduction_scratch,
+)
 from memplan.placements import Partial, Placement, Placements, Replicate, Shard
 from memplan.record import (
     AccumulateGrad,
@@ -47,6 +53,9 @@ from memplan.shapes import (
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
 """What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
+
+NCCL: Final = frozenset({"nccl", "nccl-at-once"})
+"""NCCL's process group."""
 
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
 """Backends whose handles hold a collective's operand until they are waited for.
@@ -82,7 +91,7 @@ class OpContext:
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
     `remakes_dtensors`: weights are plain tensors of which DTensors are made for each pass, as DDP does: their
     gradients are laid out like them as soon as they are made. `loss_chunks`: pieces of the
-    sequence whose cross-entropy is computed one after the other.
+    sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     """
 
     device: Device = H100
@@ -95,6 +104,7 @@ class OpContext:
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
+    torch_release: Release = (2, 13)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -325,6 +335,7 @@ class Tape:
         "_casts",
         "_expected",
         "_grads",
+        "_held",
         "_region",
         "_replayed",
         "_replaying",
@@ -358,6 +369,7 @@ class Tape:
         self._wanted: tuple[bool, ...] = ()
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
+        self._held: list[Tensor] = []
 
     def new(
         self,
@@ -371,6 +383,14 @@ class Tape:
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
+        self._held += tensors
+
+    def let_go(self) -> None:
+        """Drop what is held."""
+        self._held.clear()
 
     def workspace(self) -> Workspace:
         """A block of temporary buffers: `with tape.workspace() as temporary: temporary.new(...)`."""
@@ -518,12 +538,22 @@ class Tape:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
-    def product(self) -> None:
-        """Keep the result of a matrix product, which was allocated last, among those of its pass."""
-        direction: Phase = "forward" if self.phase == "forward" else "backward"
-        newest = self.events[-1]
-        if isinstance(newest, Alloc):
-            self.products[direction].add(newest.buffer)
+    def product(self, result: Tensor | None, *, biased: bool = False, may_be_first: bool = True) -> None:
+        """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
+
+        From torch 2.15 on the workspace is freed with each product. Before, the first product of a pass
+        brings one that stays: what products that `may_be_first` allocate is kept, and where a split backward
+        pass does without the result (None), what was allocated before.
+        """
+        device, release, newest = self.context.device, self.context.torch_release, self.events[-1]
+        if release < FREES_WORKSPACES and may_be_first and isinstance(newest, Alloc):
+            if biased:
+                newest.buffer.role = Role.BIASED_PRODUCT
+            self.products["forward" if self.phase == "forward" else "backward"].add(newest.buffer)
+        if release >= FREES_WORKSPACES and result is not None and not device.on_cpu:
+            n_bytes = LT_WORKSPACE_BYTES if biased else product_workspace_bytes(device, release)
+            with self.workspace() as held:
+                held.new("cuBLAS workspace", (n_bytes,), UINT8)
 
     def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
         """Record a collective on the tensor axis."""

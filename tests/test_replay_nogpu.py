@@ -36,6 +36,10 @@ EXPECTED = {
     "a100-single": (41, (41, 41, 41), EXACT),
     "h100-single": (41, (41, 41, 41), EXACT),
     "b200-single": (41, (41, 41, 41), EXACT),
+    "h100-single-torch2.11": (41, (41, 41, 41), EXACT),
+    "h100-single-torch2.12": (41, (41, 41, 40), (0.0, 0.0, 0.064)),
+    "h100-single-torch2.14": (41, (41, 41, 41), EXACT),
+    "h100-single-torch2.15": (41, (41, 41, 41), EXACT),
     "a100-standin": (57, (57, 57, 52), (0.0, 0.0, 0.005)),
     "h100-matrix": (2511, (2423, 2424, 2499), (0.9, 0.0006, 0.056)),  # 0.00002 but for PowerSGD
     "h100-shared": (72, (72, 32, 26), (0.0, 0.014, 0.23)),  # when gloo's threads let go is theirs to say
@@ -74,6 +78,12 @@ def test_states_and_collectives_are_exact(name):
             assert sent == Counter(tuple(c.values()) for c in rank["collectives"]), case.name
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_records_are_predicted_by_the_rules_of_the_pytorch_that_ran(name):
+    for record in FILES[name]:
+        assert record.environment["torch"].startswith(f"{record.case['plan']['torch_version']}.")
+
+
 @pytest.mark.parametrize("name", LIMITED)
 def test_what_ran_out_of_memory_is_what_the_replay_says(name):
     """Frontiers are the largest that ran and the smallest that did not, along three axes, within a limit."""
@@ -84,7 +94,7 @@ def test_what_ran_out_of_memory_is_what_the_replay_says(name):
 def runs(record: Record) -> bool:
     case = Case.from_dict(record.case)
     try:
-        estimated_rank(case, case.rank).replay(case.alloc_conf, allowed_bytes=case.limit_bytes)
+        estimated_rank(case, case.ranks[0]).replay(case.alloc_conf, allowed_bytes=case.limit_bytes)
     except OutOfMemory:
         return False
     return True

@@ -42,6 +42,7 @@ from validate.suites import NAMES, SEARCHES, Rounds, case_named, model_named, ro
 from validate.suites.frontier import frontiers
 from validate.suites.gpu import GPU_SUITES
 from validate.sweep import ONE_AT_A_TIME, RETRIED, Stopped, check_room, judging, part_of, stoppable, swept
+from validate.systems.torch import installed_version
 from validate.where import (
     CASE_FIELDS,
     EXAMPLE,
@@ -114,7 +115,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 )
 @_device_option
 @_gpu_option
-@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
+@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32", torch_version=installed_version())
 def run(
     model: str,
     steps: int,
@@ -178,7 +179,7 @@ def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the step into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
+@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32", torch_version=installed_version())
 @click.pass_context
 def explain(
     context: click.Context,
@@ -201,7 +202,7 @@ def explain(
 
     if case is not None:
         _refuse_both(context, ("model", "global_batch", *plan))
-    chosen = case_named(case) if case is not None else _case(model, global_batch, plan)
+    chosen = _as_installed(case_named(case)) if case is not None else _case(model, global_batch, plan)
     check_plan(chosen.model, chosen.plan)
     if rank is not None:
         checked_count("rank", rank, least=0, most=chosen.plan.world_size - 1)
@@ -389,7 +390,7 @@ def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: 
     """
 
     def chosen(records: Sequence[Record]) -> list[Case]:
-        every = cases_of(records)
+        every = [_as_installed(case) for case in cases_of(records)]
         named = [case for case in every if only in case.name]
         cases = [case for case in named if where is None or where(case_facts(case))]
         if not records and not named:
@@ -405,6 +406,11 @@ def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: 
         return part_of(cases, part)
 
     return chosen
+
+
+def _as_installed(case: Case) -> Case:
+    """The case under the rules of the PyTorch that runs it."""
+    return replace(case, plan=replace(case.plan, torch_version=installed_version()))
 
 
 def _place(suite: str, gpus: Gpus | None) -> str:

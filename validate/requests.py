@@ -116,12 +116,13 @@ def said(figures: Sequence[Figures], n_refused: int) -> Said:
     )
 
 
-def of_memplan(program: Program, setting: Setting) -> Said:
-    """What memplan's allocator says of a program."""
+def of_memplan(program: Program, setting: Setting, *, takes_oldest: bool = False) -> Said:
+    """What memplan's allocator says of a program; `takes_oldest`: that of torch 2.12."""
     allocator = CachingAllocator(
         AllocatorConfig.parse(setting.alloc_conf),
         limit_bytes=setting.limit_bytes,
         allowed_bytes=setting.allowed_bytes,
+        takes_oldest=takes_oldest,
     )
     alive: list[Block] = []
     figures: list[Figures] = []
@@ -142,7 +143,11 @@ def of_memplan(program: Program, setting: Setting) -> Said:
 def n_equal(record: Mapping[str, Any]) -> int:
     """How many programs of a line of `record_requests` memplan says the same of, after each request."""
     setting = Setting(**{field.name: record[field.name] for field in fields(Setting)})
-    return sum(of_memplan(Program(seed), setting) == Said(**said) for seed, said in enumerate(record["said"]))
+    takes_oldest = record["environment"]["torch"].startswith("2.12.")
+    return sum(
+        of_memplan(Program(seed), setting, takes_oldest=takes_oldest) == Said(**said)
+        for seed, said in enumerate(record["said"])
+    )
 
 
 def record_requests(gpu_name: str, n_programs: int) -> Iterator[dict[str, Any]]:

@@ -459,6 +459,7 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "bucket_cap_bytes": (None,),
     "ddp_comm_hook": ("none",),
     "loss_chunks": (1,),
+    "torch_version": ("2.13",),
 }
 """Values of a plan's options that the formulas cover; of other options all."""
 

@@ -1,15 +1,15 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
-from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
 from memplan.shapes import INT64, Buffer, Parameter
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -48,9 +48,9 @@ class BlockKind(NamedTuple):
 class Block:
     """One kind of block in both directions, and its parameters in the order of the module.
 
-    `entry`, `entry_backward`: as a stage's first block. Where its input came from another stage, that tensor
-    is the schedule's and not freed here. `casts` frees what autocast kept of the block's weights, when the
-    forward pass ends.
+    `entry`, `entry_backward`: as a stage's first block, which waits for the embedding's collective. Where its
+    input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
+    autocast kept of the block's weights, when the forward pass ends.
     """
 
     forward: Segment
@@ -77,6 +77,7 @@ class Trace:
         products, products_backward: the results of the matrix products of either pass.
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
+        in_flight: what the embedding's collective holds until the first block reads its result.
     """
 
     embed: Segment = EMPTY
@@ -99,6 +100,7 @@ class Trace:
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
+    in_flight: tuple[Buffer, ...] = ()
 
     def gradients(self) -> dict[Parameter, Buffer]:
         """The gradients that a backward pass leaves."""
@@ -149,9 +151,15 @@ def traced(
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
-    one, *others = (
+    each = [
         _traced(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits) for kind in kinds
-    )
+    ]
+    return joined(each, kinds)
+
+
+def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
+    """The first of these traces, each of a block of one kind, with the blocks of all."""
+    one, *others = traces
     blocks = dict(one.blocks)
     for kind, other in zip(kinds[1:], others, strict=True):
         like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
@@ -167,7 +175,7 @@ def without_blocks(trace: Trace) -> Trace:
     received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
     return replace(
         trace,
-        embed=trace.sending(trace.embed),
+        embed=trace.sending(Segment((*trace.embed.events, *frees(*trace.in_flight)))),
         head=received(trace.head),
         head_backward=received(trace.head_backward),
         embed_backward=without_grad(trace.embed_backward),
@@ -230,6 +238,7 @@ class _TracedStage:
         self.held = {"x": entry_of(model, self.tape, first=first)}
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
+        self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
 
     def _end(self, name: str) -> None:
         """What was done since the last segment is the segment of this name."""
@@ -257,7 +266,7 @@ class _TracedStage:
         logits = self.model.head(self.held["x"])
         del self.held["x"]
         n_head = self._end_forward("head")
-        end = cross_entropy(logits)
+        end = self.model.loss(logits)
         if self.keep_logits:
             self.held["output"] = logits
         del logits
@@ -285,13 +294,12 @@ class _TracedStage:
     def backward(self) -> None:
         """The way back through the block and the embedding."""
         tape = self.tape
-        incoming = tape.nodes[-1].grad
+        incoming = _buffer_of_grad(tape)
         tape.backward(down_to=self.n_embed)
         self._end("block_backward")
         self.input_grad = tape.nodes[-1].grad
         self.boundary_grad = _buffer(self.input_grad)
         _check_handed_on(incoming, self.boundary_grad, self.segments["block_backward"])
-        del incoming
         if self.first:
             self.input_grad = None
         tape.backward()
@@ -334,7 +342,7 @@ class _TracedStage:
             n_loss_backward=self.n_loss_backward,
             blocks={
                 self.kind: Block(
-                    forward=same(block),
+                    forward=same(Without(*self.in_flight)(block)),
                     backward=same(backward),
                     entry=same(inside(block)),
                     entry_backward=same(inside(backward)),
@@ -354,16 +362,20 @@ class _TracedStage:
             boundary=boundary,
             sent=sent,
             boundary_grad=self.boundary_grad,
+            in_flight=self.in_flight,
         )
 
 
-def _check_handed_on(incoming: Tensor | None, boundary_grad: Buffer, backward: Segment) -> None:
+def _buffer_of_grad(tape: Tape) -> Buffer | None:
+    """The gradient that has reached the newest node; None if it is another stage's."""
+    grad = tape.nodes[-1].grad
+    return None if grad is None or grad.storage is None else grad.storage.buffer
+
+
+def _check_handed_on(incoming: Buffer | None, boundary_grad: Buffer, backward: Segment) -> None:
     """A block must add to the gradient that it gets and hand it on, as one with a residual sum does."""
-    if incoming is not None and incoming.storage is not None:
-        handed_on = incoming.storage.buffer is boundary_grad
-    else:
-        handed_on = AddToIncoming(boundary_grad) in backward.events
-    if not handed_on:
+    from_outside = incoming is None and AddToIncoming(boundary_grad) in backward.events
+    if incoming is not boundary_grad and not from_outside:
         raise MissingRule(
             "a block that does not add to its output's gradient in place and hand it on has no rule; end the "
             "block with a residual sum, and begin the head with a norm."
@@ -400,13 +412,13 @@ def _buffer(x: Tensor | None) -> Buffer:
 
 
 class Without:
-    """Leaves out what happens to a buffer."""
+    """Leaves out what happens to some buffers."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, *buffers: Buffer) -> None:
+        self.buffers = buffers
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(e for e in segment.events if buffer_in(e) is not self.buffer))
+        return Segment(tuple(e for e in segment.events if buffer_in(e) not in self.buffers))
 
 
 class _Renamed:

@@ -5,6 +5,7 @@ from typing import Literal
 from memplan.checks import checked_fraction
 from memplan.device import Device
 from memplan.errors import InvalidValue
+from memplan.kernels import Release
 from memplan.ops.dims import dims, divided
 from memplan.ops.fused_attention import (
     cudnn_attention,
@@ -31,7 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     _check_heads(q, k, v)
     device, dtype, d_head = q.tape.context.device, q.dtype, q.shape[3]
     drops = checked_fraction("dropout", dropout) > 0
-    match attention_kernel(device, dtype, d_head, grouped=k.shape != q.shape, dropout=drops):
+    release, grouped = q.tape.context.torch_release, k.shape != q.shape
+    match attention_kernel(device, release, dtype, d_head, grouped=grouped, dropout=drops):
         case "math":
             return math_attention(q, k, v, dropout=drops)
         case "flash" if device.on_cpu:
@@ -64,12 +66,14 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def attention_kernel(
-    device: Device, dtype: DType, d_head: int, *, grouped: bool, dropout: bool
+    device: Device, torch_release: Release, dtype: DType, d_head: int, *, grouped: bool, dropout: bool
 ) -> AttentionKernel:
     """Which implementation PyTorch takes for causal attention; `grouped`: several query heads share a key.
 
+    cuDNN's drops probabilities in torch 2.11 only; the memory-efficient one takes grouped heads from 2.14 on.
+
     >>> from memplan.device import A100, H100
-    >>> [attention_kernel(device, BF16, 128, grouped=True, dropout=False) for device in (A100, H100)]
+    >>> [attention_kernel(on, (2, 13), BF16, 128, grouped=True, dropout=False) for on in (A100, H100)]
     ['flash', 'cudnn']
 
     Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (`select_sdp_backend`),
@@ -79,8 +83,9 @@ def attention_kernel(
         return "math" if dropout else "flash"
     if dtype != FP32 and d_head <= 256 and (device.at_least(8) or device.capability is None):
         most = 128 if device.at_least(10) else 256
-        cudnn = device.at_least(9) and not dropout and d_head <= most and d_head % 8 == 0
+        may_drop = torch_release < (2, 12)
+        cudnn = device.at_least(9) and (may_drop or not dropout) and d_head <= most and d_head % 8 == 0
         return "cudnn" if cudnn else "flash"
-    if grouped or (dtype == BF16 and not device.at_least(8)):
+    if (grouped and torch_release < (2, 14)) or (dtype == BF16 and not device.at_least(8)):
         return "math"
     return "efficient"

@@ -142,19 +142,23 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Saves q, k, v, the output and each row's log-sum-exp, rows padded to 32; float32's kernel on CUDA.
 
     Each row's dot product is computed by the kernel itself where the type is narrow and heads are short, else
-    by separate operations.
+    by separate operations. From torch 2.14 on the random state is saved too, and grouped queries are taken,
+    which expand dk and dv.
 
     Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`),
     aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
     """
-    tape, dtype, shape = q.tape, q.dtype, q.shape
+    tape, dtype, shape, kv_shape = q.tape, q.dtype, q.shape, k.shape
     batch, seq, n_heads, d_head = shape
     separate_dots = dtype == FP32 or d_head > 128
     tile_bytes = efficient_attention_bytes(tape.context.device, dtype.itemsize, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grads = _gradients(grad.tape, shape, shape, dtype)
+        grads = _gradients(grad.tape, shape, kv_shape, dtype)
         with grad.tape.workspace() as temporary:
+            if kv_shape != shape:
+                temporary.new("expanded dk", shape, dtype)
+                temporary.new("expanded dv", shape, dtype)
             with grad.tape.workspace() as terms:
                 if separate_dots:
                     for _ in range(1 if dtype == FP32 else 3):
@@ -165,14 +169,17 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return grads
 
     def compute() -> Saved:
+        state: Saved = ()
+        if tape.context.torch_release >= (2, 14):
+            state = tape.new("random seed", (), INT64), tape.new("random offset", (), INT64)
         y = tape.new("attention", shape, dtype)
         lse = tape.new("log-sum-exp", (batch, n_heads, -(-seq // 32) * 32), FP32)
         if dtype != FP32 and d_head > 128:
             tape.new("sums of values", shape, FP32)
-        return y, lse
+        return y, lse, *state
 
-    y, lse = tape.save_if_selective(compute, attention_flops(q))
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse), backward)
+    y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
     return y
 
 

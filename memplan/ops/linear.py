@@ -42,12 +42,23 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     return y if columns else reduced_over_tp(y)
 
 
+def conv1d(x: Tensor, name: str, n_out: int) -> Tensor:
+    """x W + b, with W (n_in, n_out): a linear whose weight is the other way round, whole on every rank.
+
+    Source: transformers.pytorch_utils, Conv1D.
+    """
+    _, _, n_in = dims(x, f"conv1d {name}", "batch", "seq", "n_in")
+    weight = x.tape.parameter(f"{name}.weight", (n_in, n_out))
+    bias = x.tape.parameter(f"{name}.bias", (n_out,))
+    return _product(x, weight, bias, name, divides_bias=False, again=False)
+
+
 def _product(
     x: Tensor, weight: Parameter, bias: Parameter | None, name: str, *, divides_bias: bool, again: bool
 ) -> Tensor:
     tape, dtype = x.tape, x.tape.context.autocast or x.dtype
     batch, seq, n_in = x.shape
-    n_out, _ = weight.shape
+    n_out = n_elements(weight.shape) // n_in
     _until_computed, node = _operands(x, weight, bias, dtype)
 
     def compute() -> tuple[Tensor]:
@@ -55,7 +66,7 @@ def _product(
             if divides_bias:
                 part.new("part of bias", (n_out,), dtype)
             y = tape.new(name, (batch, seq, n_out), dtype)
-            tape.product()
+            tape.product(y, biased=bias is not None)
         return (y,)
 
     (y,) = tape.save_if_selective(compute, 2 * batch * seq * n_in * n_out, again=again)
@@ -66,7 +77,7 @@ def _product(
 def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType) -> tuple[Saved, Node]:
     """x and the weight in the product's type, and the product's node."""
     tape, x_shape, w_shape = x.tape, x.shape, weight.shape
-    n_rows, n_out = n_elements(x_shape[:-1]), w_shape[0]
+    n_rows, n_out = n_elements(x_shape[:-1]), n_elements(w_shape) // x_shape[-1]
     b = None if bias is None else tape.weight(bias, dtype)
     w = tape.weight(weight, dtype)
     x.in_flight = ()
@@ -74,13 +85,16 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
-        grad.tape.product()
-        return grad.tape.grad_of(0, x_shape, dtype, is_view=True), grad_w
+        grad.tape.product(grad_w)
+        grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad.tape.product(grad_x, may_be_first=False)
+        return grad_x, grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
-        grad.tape.product()
+        grad.tape.product(grad_x)
         grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
+        grad.tape.product(grad_w, may_be_first=False)
         rows = grad.view(n_rows, n_out)
         grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(1) else None
         return grad_x, grad_b, grad_w

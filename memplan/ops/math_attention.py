@@ -2,7 +2,7 @@
 
 from memplan.ops.elementwise import like, same_backward
 from memplan.ops.heads import attention_flops, head_major, repeated_heads
-from memplan.shapes import BOOL, FP32
+from memplan.shapes import BOOL, FP32, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
 
 
@@ -58,7 +58,7 @@ def _scores(scaled_q: Tensor, k: Tensor) -> Tensor:
 
     node = tape.node((scaled_q.node, scaled_k.node), (left, right), backward)
     (scores,) = tape.save_if_selective(
-        lambda: (tape.new("scores", (batch, n_heads, seq, seq), FP32),), attention_flops(scaled_q) // 2
+        lambda: (_product(tape, "scores", (batch, n_heads, seq, seq)),), attention_flops(scaled_q) // 2
     )
     scores.node = node
     return scores
@@ -100,9 +100,16 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     shape, apart = (batch, seq, n_heads, v.shape[3]), min(n_heads, seq) > 1
     values = head_major(v)
     node = tape.node((probabilities.node, v.node), (probabilities, values), _product_backward)
-    (y,) = tape.save_if_selective(lambda: (tape.new("attention", shape, FP32),), attention_flops(v) // 2)
+    (y,) = tape.save_if_selective(lambda: (_product(tape, "attention", shape),), attention_flops(v) // 2)
     y.head_major = apart
     y.node = tape.node((node,), (), lambda grad, saved: (head_major(grad.view(*shape)),))
+    return y
+
+
+def _product(tape: Tape, name: str, shape: Shape) -> Tensor:
+    """The result of a product for each head."""
+    y = tape.new(name, shape, FP32)
+    tape.product(y, may_be_first=False)
     return y
 
 
@@ -113,6 +120,7 @@ def _product_backward(grad: Tensor, saved: Saved) -> Grads:
 def _product_gradients(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     """The gradients of both operands, laid out by head."""
     left, right = (operand.shape for operand in saved)
-    grad_right, grad_left = grad.tape.new("grad", right, FP32), grad.tape.new("grad", left, FP32)
+    grad_right = _product(grad.tape, "grad", right)
+    grad_left = _product(grad.tape, "grad", left)
     grad_left.head_major = grad_right.head_major = min(right[1:3]) > 1
     return grad_left, grad_right

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 from memplan.hardware import Link
-from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Recompute
+from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Recompute, TorchVersion
 from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
@@ -41,6 +41,7 @@ class PlanOptions(TypedDict, total=False):
     bucket_cap_bytes: int | None
     ddp_comm_hook: DdpCommHook
     loss_chunks: int
+    torch_version: TorchVersion
     engine: str
 
 

@@ -50,6 +50,11 @@ class TorchEngine(Engine):
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
             )
+        if plan.torch_version != "2.13":
+            yield (
+                f"torch_version={plan.torch_version}: what its CUDA software does differently from 2.13's "
+                "was looked for with one rank (without a GPU); of several ranks only 2.13's is confirmed."
+            )
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         return part_costs(self, model, plan, device)

@@ -47,7 +47,8 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         step=_step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
-        beside=_workspaces(stages),
+        beside=stages.kept_workspaces,
+        takes_oldest=stages.plan.torch_version == "2.12",
         kept=left_behind(stages) + _kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first([*own, *first])),
         streams=dict([*_streams(own), *_streams(first)]),
@@ -184,16 +185,6 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
         buffer_of("DDP bucket", (sum([p.n_elements for p in parameters]),), stages.weight_dtype)
         for parameters in found
     ]
-
-
-def _workspaces(stages: RankStages) -> list[tuple[frozenset[Buffer], Buffer]]:
-    """The products of either pass, of which the first one brings a workspace, and the workspace."""
-    forward = frozenset().union(*[stage.trace.products for stage in stages])
-    backward = frozenset().union(
-        *[stage.trace.products_backward for stage in stages],
-        *[stage.split.products for stage in stages if stages.plan.splits_backward and not stage.first],
-    )
-    return [(products, workspace) for workspace in stages.workspaces for products in (forward, backward)]
 
 
 def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:

@@ -8,15 +8,16 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from memplan.device import CPU, Device
+from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
-from memplan.kernels import product_workspace_bytes
+from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Layers, Model
+from memplan.models import Layers, Model, TracedModel
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.shapes import FP32, INT32, INT64, UINT8, Buffer, Kind, Parameter, Shape, buffer_of
-from memplan.tape import USUAL_BACKENDS, Backend, OpContext
+from memplan.shapes import FP32, INT32, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
+from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -29,13 +30,6 @@ N_POOL_STREAMS: Final = 32
 """CUDA streams that PyTorch hands out in turn to what is called when a collective has ended.
 
 Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
-"""
-
-N_PRODUCT_THREADS: Final = 2
-"""Threads that multiply matrices, each with a cuBLAS handle and workspace: the caller's, and autograd's.
-
-Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`), autograd/engine.cpp
-(`Engine::thread_init`).
 """
 
 
@@ -81,6 +75,7 @@ class Stage:
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
+            torch_release=plan.torch_release,
         )
 
     @cached_property
@@ -98,6 +93,8 @@ class Stage:
 
     @cached_property
     def _with_blocks(self) -> Trace:
+        if isinstance(self.model, TracedModel):
+            return recorded(self.model, self.op_context, tuple(dict(self.runs)))
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
             kinds=tuple(dict(self.runs)), keep_logits=self.plan.pp > 1,
@@ -362,13 +359,45 @@ class RankStages:
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
 
+    @cached_property
+    def kept_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+        """The matrix products of which the first brings a workspace that stays, and the workspace.
+
+        One of cuBLAS for each thread that multiplies, the caller's and autograd's, in the forward and in the
+        backward pass; in torch 2.11 also one of cuBLASLt, which adds biases. None on a rank with no block and
+        no head, and none from 2.15 on.
+
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`,
+        `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
+        (`Engine::thread_init`).
+        """
+        release = self.plan.torch_release
+        idle = not any(stage.n_blocks or stage.last for stage in self.stages)
+        if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
+            return ()
+        cublas = buffer_of("cuBLAS workspace", (product_workspace_bytes(self.device, release),), UINT8)
+        found = [(products, cublas) for products in self.products]
+        if release < (2, 12):
+            lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
+            for products in self.products:
+                biased = frozenset([y for y in products if y.role is Role.BIASED_PRODUCT])
+                found += [(biased, lt)] if biased else []
+        return tuple(found)
+
+    @property
+    def products(self) -> tuple[frozenset[Buffer], frozenset[Buffer]]:
+        """The results of the matrix products of the forward and of the backward passes."""
+        forward = frozenset().union(*[stage.trace.products for stage in self.stages])
+        backward = frozenset().union(
+            *[stage.trace.products_backward for stage in self.stages],
+            *[stage.split.products for stage in self.stages if self.plan.splits_backward and not stage.first],
+        )
+        return forward, backward
+
     @property
     def workspaces(self) -> Alive:
-        """What cuBLAS keeps from its first product on: nothing on a rank with no block and no head."""
-        if self.device.on_cpu or not any(stage.n_blocks or stage.last for stage in self.stages):
-            return Counter()
-        n_bytes = product_workspace_bytes(self.device)
-        return Counter({buffer_of("cuBLAS workspace", (n_bytes,), UINT8): N_PRODUCT_THREADS})
+        """What cuBLAS keeps from its first products on."""
+        return Counter([workspace for _, workspace in self.kept_workspaces])
 
     @property
     def hook_workspaces(self) -> Alive:
@@ -376,10 +405,10 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        by_nccl = self.backend in ("nccl", "nccl-at-once")
-        if self.device.on_cpu or self.plan.ddp_comm_hook != "powersgd" or not by_nccl:
+        keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
+        if not keeps or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
-        n_bytes = product_workspace_bytes(self.device)
+        n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property
@@ -392,11 +421,9 @@ class RankStages:
     def inputs(self) -> Alive:
         """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
         plan = self.plan
-        alive: Alive = Counter()
-        batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
-        if self.first:
-            alive[buffer_of("tokens", batch, INT64)] += 1
-        alive[buffer_of("targets", batch, INT64)] += 1
+        tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
+        alive: Alive = Counter([tokens] if self.first else ())
+        alive.update(others)
         for buffer in self.buffers:
             alive[buffer] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):

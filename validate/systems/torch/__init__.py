@@ -1,18 +1,23 @@
 """PyTorch itself: modules, a plan applied to them (`parallelize`), the passes and the update of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
+from memplan import TracedModel
+from memplan.errors import PlanRefused
+from memplan.plan import TorchVersion
 from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
 from validate.systems.torch.parallelize import device_mesh, parallel_module, stage_module
 from validate.systems.torch.passes import Passes, passes
 from validate.systems.torch.updates import Update, gradient, update_of
+from validate.systems.torch.wild import wild_module, wild_passes
 
 
 class TorchTraining(Training):
@@ -45,10 +50,31 @@ class TorchTraining(Training):
         return scaled / self._update.scaler.get_scale() ** 2
 
 
+def installed_version() -> TorchVersion:
+    """The release of PyTorch that is installed, in a plan's words: "2.13"."""
+    major, minor, *_ = torch.__version__.split(".")
+    return cast(TorchVersion, f"{major}.{minor}")
+
+
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
-    """The case's stages and optimizer as they are on this rank."""
+    """The case's stages and optimizer as they are on this rank.
+
+    Raises:
+        PlanRefused: for another release of PyTorch than the one that is installed.
+    """
     model, plan, at = case.model, case.plan, case.plan.place(rank)
+    if plan.torch_version != installed_version():
+        raise PlanRefused(
+            f"torch_version={plan.torch_version!r} cannot be run: PyTorch {torch.__version__} is installed; "
+            "leave it out, or install that release."
+        )
     mesh = device_mesh(plan, device)
+    if isinstance(model, TracedModel):
+        module = wild_module(model, plan, mesh, device, seed=case.seed)
+        update = update_of([module], plan, mesh, device, learning_rate=case.learning_rate)
+        return TorchTraining(
+            wild_passes(module, model, plan, at, device, seed=case.seed), update, axis_of_group(mesh)
+        )
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
     seed = case.seed if case.computes else None
