@@ -9,6 +9,7 @@ from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
+from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import FIELDS, MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
@@ -209,7 +210,7 @@ def check_case(case: Case) -> None:
         )
 
 
-FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama}
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama, "torchtitan": TorchtitanLlama}
 """The models that can be run (`validate.modules`), by their family."""
 
 
@@ -224,7 +225,8 @@ def runnable(named: object) -> Decoder:
         if isinstance(model, cls):
             return model
     what = f"{model.family} ({model.implementation})"
-    raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
+    known = [f"{cls.family} ({cls.implementation})" for cls in FAMILIES.values()]
+    raise unknown_name("model to run:", what, known)
 
 
 def family_of(model: Decoder) -> str:

@@ -16,6 +16,7 @@ from memplan.precisions import PRECISIONS
 from memplan.tape import Backend
 from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
+from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.models import in_small
 
 LLAMA_100M: Final = Llama(
@@ -218,12 +219,33 @@ def _reserved_bytes(case: Case) -> int | None:
     return None if replay is None else replay.reserved_bytes
 
 
+def gpu_published(gpus: Gpus | None) -> tuple[Case, ...]:
+    """What torchtitan ran on H100, eager, and published: the first rank, with expandable segments."""
+    found = []
+    for row in read_rows(ROWS):
+        known = compared(row)
+        if by_torchtitan(row) and "H100" in row["gpu"] and known.error is not None and not known.differences:
+            estimated = comparable_estimate(row)
+            model, plan = runnable(estimated.model), estimated.plan
+            case = Case(name=f"{row['row_id']}, {known.plan}", model=model, plan=plan, backend="fake")
+            found.append(_published_case(case, gpus))
+    return tuple(found)
+
+
+def _published_case(case: Case, gpus: Gpus | None) -> Case:
+    if gpus is None:
+        return replace(case, model=narrow(case.model), plan=in_short(case.plan))
+    placed = replace(case, device=gpus.device, gpu=gpus.known_as, alloc_conf="expandable_segments:True")
+    return replace(placed, steps=UNTIMED_STEPS, timeout_s=PATIENCE_S)
+
+
 GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-single": gpu_single,
     "gpu-standin": gpu_standin,
     "gpu-shared": gpu_shared,
     "gpu-nccl": gpu_nccl,
     "gpu-allocator": gpu_allocator,
+    "gpu-published": gpu_published,
 }
 
 PATIENCE_S: Final = 600.0
