@@ -1,11 +1,11 @@
-"""PyTorch's CUDA caching allocator: which bytes it hands out, and which it *reserves* from the driver.
+"""PyTorch's CUDA caching allocator: the bytes that it allocates, and those that it reserves from the driver.
 
-Freed blocks are kept for later, by stream and by pool (small and large), and never moved; what they cannot
-serve is asked of the driver. So reserved bytes follow from the order of allocations, and settle after a few
-steps.
+Freed blocks are cached by stream and by pool (small and large) and never moved; the driver is asked only when
+no cached block serves a request. So reserved bytes follow from the order of allocations and frees, and settle
+after a few steps.
 
-Assumes: a segment lies behind those that came before it (that breaks ties between blocks of one size; in
-torch 2.12 the order in which blocks were made does).
+Assumes: a new segment has a higher address than all others (which breaks ties between blocks of one size;
+in torch 2.12 the order in which blocks were made does).
 Neglects: `record_stream`, which puts off the reuse of a block that another stream has used until that stream
 gets there (FSDP2 uses events instead; NCCL process groups before torch 2.8 use it); private pools of CUDA
 graphs.
@@ -42,12 +42,12 @@ ROUND_BYTES: Final = 2 * MiB
 
 
 MOST_UNUSED_BYTES: Final = 20 * MiB
-"""By how much less an oversize block may be larger than what it serves (`max_non_split_rounding_size`)."""
+"""An oversize block serves requests that are smaller by less than this (`max_non_split_rounding_size`)."""
 
 MANY_PAGES: Final = 2**26
 """Pages that an expandable segment has addresses for where no limit of the GPU is known."""
 
-ADDRESS_BITS: Final = 60
+ADDRESS_BITS: Final = 128
 ADDRESS: Final = 2**ADDRESS_BITS - 1
 """The bits of a `PackedBlock` that are its address."""
 
@@ -63,7 +63,7 @@ class OutOfMemory(MemplanError):
 
 
 def rounded_bytes(n_bytes: int) -> int:
-    """What a request takes: at least one block of 512 bytes.
+    """The bytes of a request rounded up to whole blocks of 512 bytes, at least one.
 
     Source: `round_size`.
 
@@ -74,7 +74,7 @@ def rounded_bytes(n_bytes: int) -> int:
 
 
 def segment_bytes(n_bytes: int) -> int:
-    """What is asked of the driver for a request of so many bytes that no cached block serves.
+    """The bytes of a new segment for a request that no cached block serves.
 
     Source: `get_allocation_size`.
 
@@ -169,19 +169,19 @@ class AllocatorConfig:
 DEFAULTS: Final = AllocatorConfig()
 
 Places = Callable[[PackedBlock], PackedBlock]
-"""Where each block lies when addresses are counted otherwise."""
+"""Renames blocks by other addresses."""
 
 
 class Pool:
-    """The free blocks of one stream that serve small requests, or large ones.
+    """The free blocks of one stream for small requests, or for large ones.
 
     Attributes:
-        blocks: all of them, sorted.
-        starts, ends: the same by the address of the first byte, and by the address behind the last.
-        segments: bytes of each segment by its address.
-        unmapped: of expandable segments, bytes to which no memory is mapped, by their address.
-        least_rest_bytes: what is left of a block stays for others if it has so many bytes.
-        page_bytes: expandable segments grow and shrink by so many.
+        blocks: the free blocks, sorted.
+        starts, ends: the free blocks by the address of their first byte, and by the address after their last.
+        segments: the bytes of each segment by its address.
+        unmapped: ranges of expandable segments that have no memory: their bytes by their address.
+        least_rest_bytes: a block is split if at least this much of it is left over.
+        page_bytes: expandable segments grow and shrink by multiples of it.
     """
 
     __slots__ = (
@@ -206,7 +206,7 @@ class Pool:
         self.unmapped: dict[int, int] = {}
 
     def put(self, address: int, n_bytes: int) -> int:
-        """A block has become free, and one with its free neighbours; that one's address.
+        """Add a free block, merged with its free neighbours; the address of the merged one.
 
         Source: `try_merge_blocks`.
         """
@@ -226,17 +226,19 @@ class Pool:
         return address
 
     def take(self, block: PackedBlock) -> None:
-        """A free block is to be used, or its memory is given back."""
+        """Remove a free block."""
         address = block & ADDRESS
         del self.starts[address], self.ends[address + (block >> ADDRESS_BITS)]
         del self.blocks[bisect_left(self.blocks, block)]
 
     def is_whole(self, block: PackedBlock) -> bool:
-        """Whether a block is all of its segment."""
+        """Whether a block is its whole segment."""
         return self.segments.get(block & ADDRESS) == block >> ADDRESS_BITS
 
     def least_expandable(self, blocks: Sequence[PackedBlock], place: int) -> int:
-        """Of blocks from a place on, that of the first with the fewest bytes it can be expanded to.
+        """The index, from one on, of the block that `get_free_block` takes where blocks can be expanded.
+
+        It goes on as long as the next block has fewer bytes together with the unmapped ones after it.
 
         Source: `get_free_block`.
         """
@@ -247,13 +249,13 @@ class Pool:
         return place
 
     def _expandable_bytes(self, block: PackedBlock) -> int:
-        """A block's bytes with the addresses behind it that memory can be mapped to."""
+        """A block's bytes with the unmapped ones after it."""
         n_bytes = block >> ADDRESS_BITS
         return n_bytes + self.unmapped.get((block & ADDRESS) + n_bytes, 0)
 
 
 class Block(NamedTuple):
-    """What a request has been given."""
+    """A block in use: its pool, its address and its bytes."""
 
     pool: Pool
     address: int
@@ -261,13 +263,15 @@ class Block(NamedTuple):
 
 
 class CachingAllocator:
-    """One device's memory: `allocated_bytes` in use, `reserved_bytes` taken from the driver, and their peaks.
+    """One device's allocator: `allocated_bytes` in use, `reserved_bytes` from the driver, and their peaks.
 
-    `limit_bytes` is what the driver has to give, `allowed_bytes` what the process may have of it
-    (`torch.cuda.set_per_process_memory_fraction`); `n_retries` counts how often cached blocks had to be given
-    back for a request. Of equal free blocks the one of the lowest address is taken; in torch 2.12 the oldest
-    (`takes_oldest`): what is split off behind a block is as old as that was, which is made anew, and blocks
-    that are joined are as old as the one that was freed.
+    `limit_bytes` is what the driver has, `allowed_bytes` what the process may reserve
+    (`torch.cuda.set_per_process_memory_fraction`). `n_retries` counts requests for which cached blocks were
+    given back first, `n_given_back` the segments and ranges of pages that were given back.
+
+    Of equal free blocks the one of the lowest address is taken; in torch 2.12 the oldest (`takes_oldest`):
+    what is split off behind a block is as old as that was, which is made anew, and joined blocks are as old
+    as the one that was freed.
 
     Source of the latter: c10/cuda/CUDACachingAllocator.cpp of 2.12 (`BlockComparatorRegistrationCounter`).
     """
@@ -296,9 +300,9 @@ class CachingAllocator:
         self._end = 0
         self._n_large_requests = 0
         self._since: dict[int, int] = {}
-        """How many requests the large pools had seen when the block at an address became free."""
+        """The number of large requests so far when the free block at an address was freed."""
         self._numbers: dict[int, int] = {}
-        """Of the blocks by their addresses, the order in which they were made."""
+        """The order in which the blocks were made, by their addresses."""
         self._n_made = count()
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
@@ -313,11 +317,11 @@ class CachingAllocator:
         return Block(pool, block & ADDRESS, block >> ADDRESS_BITS)
 
     def free(self, block: Block) -> None:
-        """A block is cached, joined with its neighbours where those are free."""
+        """Cache a block, merged with its free neighbours."""
         self.release(block.pool, block.n_bytes << ADDRESS_BITS | block.address)
 
     def pool_of(self, n_bytes: int, stream: str) -> Pool:
-        """The pool that serves a stream's requests of so many bytes.
+        """The pool for a stream's requests of so many bytes.
 
         Source: `get_pool`.
         """
@@ -327,7 +331,7 @@ class CachingAllocator:
         return self._pools[key]
 
     def allocate(self, pool: Pool, n_bytes: int) -> PackedBlock:
-        """`malloc` of rounded bytes from their pool.
+        """`malloc` for a known pool and rounded bytes.
 
         Source: `malloc`, `alloc_found_block`.
         """
@@ -363,7 +367,7 @@ class CachingAllocator:
         return block
 
     def release(self, pool: Pool, block: PackedBlock) -> None:
-        """`free` of a block of a pool.
+        """`free` for a known pool.
 
         Source: `free_block`.
         """
@@ -403,7 +407,7 @@ class CachingAllocator:
         return tuple((block >> ADDRESS_BITS, block & ADDRESS) for pool in pools for block in pool.blocks)
 
     def layout(self, places: "Places | None") -> object:
-        """The free blocks of each pool; with `places` by these, and the sizes of the segments."""
+        """The free blocks of each pool; renamed by `places`, if given, and with the bytes of all segments."""
         pools = self._pools.values()
         if places is None:
             return tuple([tuple(pool.blocks) for pool in pools])
@@ -411,7 +415,7 @@ class CachingAllocator:
         return segments, tuple([tuple(map(places, pool.blocks)) for pool in pools])
 
     def places(self) -> "Places":
-        """Blocks as if no segment had ever been given back and left a gap between others."""
+        """A function that renames blocks as if no segment that was given back had left a gap."""
         starts: list[int] = []
         moved: list[int] = []
         end = 0
@@ -424,7 +428,7 @@ class CachingAllocator:
 
     @property
     def ages(self) -> tuple[int, ...]:
-        """How many requests ago each free block was last used, where garbage is collected by age."""
+        """The age of each free block in large requests; empty unless garbage is collected by age."""
         if self.collects_above_bytes is None:
             return ()
         return tuple(self._age(block) for pool in self._pools.values() for block in pool.blocks)
@@ -433,7 +437,7 @@ class CachingAllocator:
         return self._n_large_requests - self._since.get(block & ADDRESS, 0)
 
     def _serves(self, block_bytes: int, n_bytes: int) -> bool:
-        """Whether a block is not too large for a request: oversize ones serve none but those near their size.
+        """Whether a free block may serve a request: an oversize one serves only requests near its size.
 
         Source: `get_free_block`.
         """
@@ -442,16 +446,14 @@ class CachingAllocator:
         return block_bytes < n_bytes + MOST_UNUSED_BYTES
 
     def _splits(self, n_bytes: int) -> bool:
-        """Whether what a request leaves of a block may stay for others: of an oversize one it does not.
+        """Whether a block may be split for a request: not for an oversize one.
 
         Source: `should_split`.
         """
         return self.expandable_segments or self.oversize_bytes is None or n_bytes < self.oversize_bytes
 
     def _new(self, pool: Pool, n_bytes: int) -> tuple[int, int]:
-        """The address and the bytes of a block that the driver's memory makes room for.
-
-        Cached ones are given back if there is none.
+        """The address and the bytes of a block of new memory; cached blocks are given back if there is none.
 
         Source: `malloc`, `release_available_cached_blocks`, `release_cached_blocks`.
         """
@@ -474,7 +476,7 @@ class CachingAllocator:
         return found
 
     def _asked(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
-        """What the driver gives for a request: a segment, or more pages of one; None if it has too little.
+        """The address and the bytes of a new segment, or of more pages of one; None beyond the limits.
 
         Source: `alloc_block`, `get_allocation_size`.
         """
@@ -488,7 +490,7 @@ class CachingAllocator:
         return self._segment(pool, asked), asked
 
     def _segment(self, pool: Pool, n_bytes: int) -> int:
-        """Where a new segment lies: behind all others, and touching none."""
+        """The address of a new segment: after all others, with a gap, so that no blocks of two merge."""
         address = -(-self._end // pool.page_bytes) * pool.page_bytes
         self._end = address + n_bytes + BLOCK_BYTES
         pool.segments[address] = n_bytes
@@ -496,7 +498,7 @@ class CachingAllocator:
         return address
 
     def _reserve(self, n_bytes: int) -> bool:
-        """Whether the driver has so many more bytes, which are then reserved."""
+        """Reserve so many bytes more; False if the driver does not have them."""
         if self.limit_bytes is not None and self.reserved_bytes + n_bytes > self.limit_bytes:
             return False
         self.reserved_bytes += n_bytes
@@ -504,7 +506,7 @@ class CachingAllocator:
         return True
 
     def _expanded(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
-        """Addresses of an expandable segment, as many free or unmapped ones in a row, with memory mapped.
+        """The first range of free and unmapped bytes that is long enough, with memory mapped to all of it.
 
         Source: `try_allocate_expandable_block`, `find_expandable_block`.
         """
@@ -523,7 +525,7 @@ class CachingAllocator:
 
     @staticmethod
     def _row(pool: Pool, unmapped: int) -> tuple[int, int]:
-        """The first address and the bytes of a row of free and unmapped addresses, one of them given."""
+        """The address and the bytes of the range of free and unmapped bytes around an unmapped address."""
         before = pool.ends.get(unmapped)
         start = end = unmapped if before is None else before & ADDRESS
         while True:
@@ -533,7 +535,7 @@ class CachingAllocator:
             end += found_bytes
 
     def _addresses(self, pool: Pool) -> int:
-        """Those of a new expandable segment: 1 1/8 times the GPU's memory.
+        """The address of a new expandable segment, of 1 1/8 times the GPU's memory and nothing mapped.
 
         Source: `ExpandableSegment`.
         """
@@ -544,7 +546,7 @@ class CachingAllocator:
         return start
 
     def _map(self, pool: Pool, address: int, n_bytes: int) -> bool:
-        """Memory for the first of unmapped addresses, whole pages of it, one with what is free beside them.
+        """Map whole pages to the first of a range of unmapped bytes; False if the driver has too few.
 
         Source: `map_block`.
         """
@@ -559,7 +561,7 @@ class CachingAllocator:
         return True
 
     def release_cached(self) -> None:
-        """Segments without a block in use go back to the driver; of expandable ones all whole pages.
+        """Give segments without a block in use back to the driver; of expandable ones all free pages.
 
         Source: `release_blocks`.
         """
@@ -576,7 +578,7 @@ class CachingAllocator:
         self.n_given_back += 1
 
     def _unmap(self, pool: Pool, block: PackedBlock) -> None:
-        """The whole pages of a free block are memory no longer, what is left at either end stays free.
+        """Give the whole pages of a free block back; what is left at either end stays free.
 
         Source: `unmap_block`.
         """
@@ -601,7 +603,7 @@ class CachingAllocator:
         self._numbers[before] = number
 
     def _release_oversize(self, pool: Pool, n_bytes: int) -> bool:
-        """Whether giving back oversize blocks of the stream, the largest first, has made enough room.
+        """Give back oversize blocks of the pool, the largest first; whether they are enough for a request.
 
         Source: `release_available_cached_blocks`.
         """
@@ -623,7 +625,7 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Gives back whole segments that have been free for longer than the average, until enough is free.
+        """Give back free segments that are older than the average, until the threshold is reached.
 
         Source: `garbage_collect_cached_blocks`.
         """

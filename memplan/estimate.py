@@ -3,16 +3,17 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
+from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -24,8 +25,9 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, model_dict, parameter_count, resolve
+from memplan.models import Model, TracedModel, model_dict, parameter_count, resolve
 from memplan.plan import (
+    FIELDS,
     DdpCommHook,
     FsdpUnits,
     Optimizer,
@@ -249,7 +251,8 @@ class Estimate:
     """What a plan asks of each GPU: per pipeline stage, the rank of it that holds most.
 
     `confirmed` is "measured" where the rules behind it have been compared with real runs (CPU ranks), and
-    "unmeasured" where they are read from sources only (CUDA). `time_model` turns work into seconds:
+    "unmeasured" with runs of the device's software without the device (CUDA), and "unconfirmed" where no
+    run has confirmed them. `time_model` turns work into seconds:
     `dataclasses.replace` puts another in its place. `device` is whose rules it was estimated by.
     """
 
@@ -474,7 +477,7 @@ class Estimate:
         return versioned(
             {
                 "model": model_dict(self.model),
-                "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
+                "plan": plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
                 "cluster": None if self.cluster is None else self.cluster.to_dict(),
                 "device": self.device.type,
                 "n_parameters": self.n_parameters,
@@ -541,8 +544,11 @@ def device_of(cluster: Cluster | None) -> Device:
 
 
 def estimate(
-    model: Model | str | os.PathLike[str],
+    model: Model | str | os.PathLike[str] | Any,
     *,
+    example_inputs: Any = None,
+    targets: Any = None,
+    loss: Callable[..., Any] | None = None,
     implementation: str | None = None,
     cluster: Cluster | str | None = None,
     dp: int | None = None,
@@ -578,11 +584,16 @@ def estimate(
     network: Link | str | None = None,
     margin: float | None = None,
     device: DeviceType | None = None,
+    **engine_options: Any,
 ) -> Estimate:
     """What one plan asks of each GPU.
 
     Args:
-        model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        model: a preset's name, the path of a Hugging Face config.json or of a trace, a Model, or your own
+            `torch.nn.Module`, which is traced.
+        example_inputs: what a module is called with; see `memplan.trace`, also for `targets` and `loss`.
+        targets: what a module's loss compares with.
+        loss: from a module's output (and `targets`) to its loss.
         implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
@@ -615,6 +626,7 @@ def estimate(
         torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
+        **engine_options: that engine's own options, by their names.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
@@ -624,43 +636,21 @@ def estimate(
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
+    asked = {name: value for name, value in locals().items() if name in FIELDS}
+    if example_inputs is not None:
+        from memplan.tracing import trace  # imports torch, as the module's owner does
+
+        module: Any = model
+        model = trace(module, example_inputs, targets=targets, loss=loss, precisions=(precision,))
     model = resolve(model, implementation)
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
-        dp = _dp_left(cluster, prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items()))
-    plan = Plan(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        dp_replicate=dp_replicate,
-        zero=zero,
-        sequence_parallel=sequence_parallel,
-        micro_batch=micro_batch,
-        global_batch=0 if global_batch is None else checked_count("global_batch", global_batch),
-        seq_len=model.max_seq_len if seq_len is None else seq_len,
-        precision=precision,
-        optimizer=optimizer,
-        recompute=recompute,
-        recompute_blocks=recompute_blocks,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        layers_per_stage=cast(Any, layers_per_stage),
-        fsdp_units=fsdp_units,
-        fsdp_blocks=fsdp_blocks,
-        offload=offload,
-        optimizer_impl=optimizer_impl,
-        clip_grad_norm=clip_grad_norm,
-        set_to_none=set_to_none,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        bucket_cap_bytes=bucket_cap_bytes,
-        ddp_comm_hook=ddp_comm_hook,
-        loss_chunks=loss_chunks,
-        torch_version=torch_version,
-        engine=engine,
-    )
-    return estimate_plan(model, plan, cluster, device)
+        n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
+        asked["dp"] = _dp_left(cluster, n_other)
+    asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
+    asked["seq_len"] = model.max_seq_len if seq_len is None else seq_len
+    return estimate_plan(model, plan_of(**asked, **engine_options), cluster, device)
 
 
 def _dp_left(cluster: Cluster | None, n_other: int) -> int:
@@ -683,6 +673,8 @@ def estimate_plan(
         MemplanError: if the plan cannot run on this model, its mesh is not the cluster, or the cluster is of
             another device.
     """
+    if device is None and cluster is None and isinstance(model, TracedModel):
+        device = model.device
     runs_on = _checked_device(device, cluster)
     check_plan(model, plan)
     check_device(plan, runs_on)

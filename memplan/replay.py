@@ -1,11 +1,11 @@
-"""One rank's steps through PyTorch's caching allocator: what it reserves at most, and after which step.
+"""The peaks of allocated and reserved bytes of one rank's first steps in PyTorch's caching allocator.
 
-A step is a `Stretch`, whose equal blocks and micro-batches share their buffers. Here each of them is a block
-of memory of its own, so that what is freed must be told from its equals: a pass frees what belongs to its
-micro-batch, the newest first.
+In a step's record, equal layers and micro-batches share their buffers. The replay keeps the allocator's
+blocks of each buffer by micro-batch: a pass frees the newest block of its own micro-batch.
 
-Hundreds of micro-batches are not replayed one by one: they are left out where the allocator's state recurs,
-or where each beyond some adds to the peaks of every step what the one before it has added.
+Of hundreds of micro-batches only some are replayed. Where the allocator's state after a micro-batch is one
+that it has had before, the repetitions in between are left out. Where no state recurs, steps of a few
+micro-batches are replayed, of one and of two more, and the growth of the peaks is extrapolated.
 """
 
 from collections import Counter
@@ -29,34 +29,35 @@ from memplan.record import Alloc, Event, Stretch, chain, changes, repeated
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
-"""Steps replayed at most: most plans settle within three."""
+"""The most steps that are replayed; most plans settle within three."""
 
 FEW: Final = 6
-"""Repetitions of a schedule's micro-batches that are replayed, when there are four times as many or more."""
+"""Micro-batches of a loop that an extrapolation replays at least; loops of fewer than 4 x 6 are replayed."""
 
 LONGEST_PERIOD: Final = 3
-"""After so many micro-batches at most, what each adds is looked for to recur ..."""
+"""The growth of the peaks may be constant for every micro-batch, every second, or every third."""
 
 MOST_EVENTS: Final = 500_000
-"""... and where it does not, a step of so many events at most is replayed in full; of a longer one, also
-within limits, only with few of its micro-batches."""
+"""If it is not constant, a step of up to this many events is replayed in full, a longer one with few of its
+micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorProgram:
-    """What one rank allocates and frees: its `setup`, then, nothing being cached, steps that are all alike.
+    """What one rank allocates and frees: `setup`, then, after the cache was emptied, equal steps.
 
-    What a step leaves is freed before the next one, as gradients are, but for what it has found, states and
-    what is `kept`; of what a `first_step` leaves those stay that a step leaves alone, as zeroed gradients.
+    Between steps everything is freed that the step has allocated and not freed, as gradients are, except
+    optimizer state and what is `kept`. Of what `first_step` leaves, only what `step` leaves too is freed, so
+    that gradients which are zeroed stay.
 
     Attributes whose meaning their name does not tell:
-        start: what the first step begins with, to be kept.
-        second: what happens once, before the second step.
-        states: the optimizer's, made in the first step before the stretch called `update_name`.
-        beside: buffers, and what the first of them that is allocated brings with it.
-        oldest_first: buffers of which the oldest goes first.
+        start: allocated after the setup and never freed.
+        second: events between the first step and the second.
+        states: the optimizer's, allocated in the first step before the stretch called `update_name`.
+        beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
+        oldest_first: buffers of which the oldest block is freed first.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
-        streams: the stream of each buffer that does not belong to the default stream.
+        streams: the stream of each buffer that is not on the default stream.
     """
 
     setup: tuple[Event, ...]
@@ -75,13 +76,13 @@ class AllocatorProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Peaks over the replayed steps.
+    """The peaks of the replayed steps.
 
-    `settled`: the last one has left everything as the one before, and micro-batches that were not replayed
-    add what others have added.
+    `settled`: further steps and micro-batches would not change them, since the allocator's state recurs, or
+    since the growth with the number of micro-batches is constant.
 
-    `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, so that a rest of up to
-    1 MiB that is not split off belongs to them. `after_step` has both peaks after each step.
+    `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
+    each that is not split off. `after_step` has the peaks of allocated and of reserved bytes after each step.
     """
 
     allocated_bytes: int
@@ -92,20 +93,20 @@ class Replayed:
 
     @property
     def n_steps(self) -> int:
-        """How many steps were replayed."""
+        """Steps that were replayed."""
         return len(self.after_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a rank's allocator has: its settings, the driver's bytes, and how many of them it may take."""
+    """An allocator's settings, and its limits: what the driver has, and what the process may take."""
 
     config: AllocatorConfig = DEFAULTS
     limit_bytes: int | None = None
     allowed_bytes: int | None = None
 
     def allocator(self, *, takes_oldest: bool = False) -> CachingAllocator:
-        """A new allocator of this memory."""
+        """A new allocator with these settings and limits."""
         return CachingAllocator(
             self.config,
             limit_bytes=self.limit_bytes,
@@ -115,17 +116,17 @@ class Memory:
 
     @property
     def bound_bytes(self) -> int | None:
-        """The least of its limits; None without any."""
+        """The smaller of the two limits; None without any."""
         limits = [limit for limit in (self.limit_bytes, self.allowed_bytes) if limit is not None]
         return min(limits, default=None)
 
     def less(self, n_bytes: int) -> "Memory":
-        """The memory that is left of it when so many bytes are taken."""
+        """The same settings with limits that are smaller by `n_bytes`."""
         limit, allowed = (None if n is None else n - n_bytes for n in (self.limit_bytes, self.allowed_bytes))
         return replace(self, limit_bytes=limit, allowed_bytes=allowed)
 
     def keeps_all(self, reserved_bytes: int) -> bool:
-        """Whether nothing is given back to the driver as long as no more bytes are reserved."""
+        """Whether the allocator can reserve so many bytes without giving any back to the driver."""
         collects_above = self.allocator().collects_above_bytes
         limits = [limit for limit in (self.bound_bytes, collects_above) if limit is not None]
         return reserved_bytes <= min(limits, default=reserved_bytes)
@@ -137,12 +138,12 @@ UNLIMITED: Final = Memory()
 def replayed(
     program: AllocatorProgram, memory: Memory = UNLIMITED, *, unlimited: Replayed | None = None
 ) -> Replayed:
-    """A program through the caching allocator, step after step until one leaves all as the one before.
+    """The peaks of a program's steps, replayed until a step leaves the allocator's state as it found it.
 
-    `unlimited`: what is known of the same program and settings without limits.
+    `unlimited`: the result for the same program and settings without limits, where it is known.
 
     Raises:
-        OutOfMemory: where the memory does not suffice.
+        OutOfMemory: if the limits are too low.
     """
     left_out = _most_repeats(program.step) - FEW
     if left_out < 3 * FEW:
@@ -166,9 +167,10 @@ def replayed(
 
 
 def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Replayed | None:
-    """A program within limits, without `left_out` of its micro-batches and the bytes that these leave.
+    """The peaks within limits, replayed without `left_out` of the micro-batches.
 
-    None if what is left is another program.
+    What these leave allocated is taken off the limits and added to the peaks. None if the program cannot be
+    shortened.
     """
     fewer = _without(program, left_out)
     if fewer is None:
@@ -186,15 +188,15 @@ def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Repl
 
 
 class _NotRecurring(Exception):
-    """The allocator's state has not recurred after as many repetitions as were to be waited for."""
+    """No state of the allocator has recurred within the given number of micro-batches."""
 
 
 def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = None) -> Replayed:
-    """A program of which only those repetitions are left out after which the allocator's state recurs.
+    """The peaks of a program of which only repetitions between equal states are left out.
 
     Raises:
-        OutOfMemory: where the memory does not suffice.
-        _NotRecurring: if `patience` repetitions of micro-batches were not enough for that.
+        OutOfMemory: if the limits are too low.
+        _NotRecurring: if no state recurs within `patience` micro-batches.
     """
     allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience)
@@ -219,7 +221,7 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
 
 
 def _extrapolated(program: AllocatorProgram, left_out: int, config: AllocatorConfig) -> Replayed | None:
-    """The program's peaks from those with fewer micro-batches; None if none can be left out of its step."""
+    """The peaks extrapolated from three shorter programs; None if the program cannot be shortened."""
 
     @cache
     def without(n: int) -> Replayed | None:
@@ -236,7 +238,10 @@ def _extrapolated(program: AllocatorProgram, left_out: int, config: AllocatorCon
 
 
 def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
-    """Peaks that grow by the same `times` over; settled if they have done so twice."""
+    """The first result's peaks plus `times` their growth; settled if both growths are equal.
+
+    `three`: the results of the shortest program, and of those with one and two periods of micro-batches more.
+    """
     steps = [() if one is None else one.after_step for one in three]
     if not all(steps):
         return None
@@ -255,12 +260,12 @@ def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
 
 
 def _n_events(stretch: Stretch) -> int:
-    """How many there are in all repetitions."""
+    """The events of a stretch, every repetition counted."""
     return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
 
 
 def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
-    """The stages and the parts of all its passes of micro-batches."""
+    """The stage and the part of each pass of a micro-batch in a stretch."""
     if stretch.micro_batch is not None:
         yield stretch.micro_batch
     for part in stretch.parts:
@@ -268,14 +273,14 @@ def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
 
 
 def _most_repeats(stretch: Stretch) -> int:
-    """How often the passes that recur the most do."""
+    """The repetitions of the longest loop over micro-batches."""
     if stretch.micro_batch is not None or not stretch.has_passes:
         return 0
     return max(stretch.repeats, *map(_most_repeats, stretch.parts))
 
 
 def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
-    """The program with `n` repetitions of its micro-batches left out; None if that leaves something else."""
+    """The program with `n` micro-batches fewer in its loops; None if others free what these allocate."""
     steps = [program.step] if program.first_step is None else [program.step, program.first_step]
     shorter = []
     for step in steps:
@@ -290,7 +295,7 @@ def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
 
 
 def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
-    """Add to `left_out` what is left by `n` repetitions of the passes in a step."""
+    """Add to `left_out` what `n` repetitions of a step's passes leave allocated."""
     if stretch.micro_batch is None and stretch.has_passes:
         for part in stretch.parts:
             if stretch.repeats > n:
@@ -299,7 +304,7 @@ def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
 
 
 def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
-    """A step without `n` repetitions of its passes, and without freeing, before or later, what they leave."""
+    """A step without `n` repetitions of its passes, and without the frees of what these leave allocated."""
     if stretch.micro_batch is not None or not stretch.parts:
         return stretch
     repeats = stretch.repeats
@@ -317,21 +322,21 @@ def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
 
 
 MicroBatch = tuple[int, int, bool]
-"""A stage, the number of its micro-batch, and if it was made by the second part of a split backward pass."""
+"""A stage, the number of its micro-batch, and whether it is in the second part of a split backward pass."""
 
 OUTSIDE: Final[MicroBatch] = (-1, 0, False)
-"""What no pass has made."""
+"""The key of blocks that are allocated outside all passes."""
 
 
 _Operation = tuple[Pool, int, int, Buffer | None]
-"""An allocation of so many bytes from a pool, or a free if 0.
+"""A pool; the bytes of an allocation, or 0 for a free; the index of the block; the buffer.
 
-Of a block that lives within its stretch: the place where its address is kept. Of others: the buffer.
+A block that is allocated and freed within one stretch is known by its index, and the buffer is None.
 """
 
 
 class _Replay:
-    """The blocks of what is alive, by buffer and by the micro-batch that they were made for."""
+    """A program and an allocator: the blocks in use, by buffer and by micro-batch."""
 
     def __init__(
         self, program: AllocatorProgram, allocator: CachingAllocator, patience: int | None = None
@@ -358,14 +363,14 @@ class _Replay:
         self._play(self._operations(program.start))
         self.n_steps = 0
         self.loops: dict[int, int] = {}
-        """Of each loop of a step the state in which the last step began it."""
+        """For each loop of the step, by its index, the hash of the state in which the last step began it."""
         self.at_rest = self._all_held()
         self.at_rest.update(program.states)
         self.at_rest.update(brought for _, brought in program.beside)
         self.at_rest.update(program.kept)
 
     def step(self) -> bool:
-        """One step, and the freeing of what it leaves; False: it recurs, and was not played to its end."""
+        """Replay a step and free what it leaves; False if it recurs, so that the rest was left out."""
         program = self.program
         self.passes.clear()
         first = self.n_steps == 0
@@ -393,13 +398,16 @@ class _Replay:
         return True
 
     def second(self) -> None:
-        """What happens once, between the first step and the second."""
+        """Replay what happens between the first step and the second."""
         self._play(self._operations(self.program.second))
         for event in changes(self.program.second):
             self.at_rest[event.buffer] += event.sign
 
     def state(self) -> object:
-        """Everything that the rest of the replay depends on; of micro-batches only how old they are."""
+        """What the rest of the replay depends on: free blocks, and those in use by their micro-batch's age.
+
+        Addresses are counted without the gaps that segments have left which were given back.
+        """
         passes, allocator = self.passes, self.allocator
         over = {stage: min([passes[stage, part] for part in parts]) for stage, parts in self.parts.items()}
         same = allocator.n_given_back == self.n_given_back
@@ -409,7 +417,7 @@ class _Replay:
         return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
-        """The blocks of each buffer and micro-batch; the age of one whose passes are `over` is no matter."""
+        """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
         for buffer, found in self.held.items():
             for i, (key, blocks) in enumerate(found.items()):
                 stage, n, second = key
@@ -421,7 +429,7 @@ class _Replay:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
 
     def _run(self, stretch: Stretch) -> None:
-        """A stretch with its repetitions; where they recur, only those that are over a whole period."""
+        """Replay a stretch, but no repetitions that lie between equal states."""
         if stretch.name == self.program.update_name and self.states:
             for buffer in self.states:
                 self._allocate(buffer)
@@ -457,7 +465,7 @@ class _Replay:
         self.current = before
 
     def _operations(self, events: Sequence[Event]) -> list[_Operation]:
-        """The events as operations; what they free of what they have allocated themselves stays with them."""
+        """The operations of a stretch's events; a free of an own allocation knows it by its index."""
         found: list[_Operation] = []
         own: dict[Buffer, list[int]] = {}
         for event in changes(events):
@@ -503,7 +511,7 @@ class _Replay:
             self._hold(buffer, self.allocator.allocate(*self._request(buffer)))
 
     def _hold(self, buffer: Buffer, block: PackedBlock) -> None:
-        """A block is the current micro-batch's; if it is the first of its group, it brings another."""
+        """Keep a block for the current micro-batch; the first of a group allocates the buffer beside it."""
         held = self.held.get(buffer)
         if held is None:
             self.held[buffer] = {self.current: [block]}
@@ -521,7 +529,10 @@ class _Replay:
             self.compiled.clear()
 
     def _free(self, buffer: Buffer) -> None:
-        """The current micro-batch's newest; of what a second part of a backward pass finds, the oldest."""
+        """Free a block of a buffer: the newest of the current micro-batch, or of the last that has one.
+
+        The second part of a split backward pass frees the oldest block of its micro-batch's first part.
+        """
         if not buffer.n_bytes:
             return
         if buffer not in self.held and self.not_yet[buffer]:

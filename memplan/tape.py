@@ -54,6 +54,9 @@ from memplan.shapes import (
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
 """What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
 
+NCCL: Final = frozenset({"nccl", "nccl-at-once"})
+"""NCCL's process group."""
+
 HOLD_WHAT_IS_SENT: Final = frozenset({"gloo", "nccl-at-once"})
 """Backends whose handles hold a collective's operand until they are waited for.
 
@@ -332,6 +335,7 @@ class Tape:
         "_casts",
         "_expected",
         "_grads",
+        "_held",
         "_region",
         "_replayed",
         "_replaying",
@@ -365,6 +369,7 @@ class Tape:
         self._wanted: tuple[bool, ...] = ()
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
+        self._held: list[Tensor] = []
 
     def new(
         self,
@@ -378,6 +383,14 @@ class Tape:
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
+        self._held += tensors
+
+    def let_go(self) -> None:
+        """Drop what is held."""
+        self._held.clear()
 
     def workspace(self) -> Workspace:
         """A block of temporary buffers: `with tape.workspace() as temporary: temporary.new(...)`."""

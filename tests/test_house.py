@@ -69,6 +69,19 @@ def test_no_assert_no_global_no_environment(source):
         )
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_function_has_more_than_60_lines_beside_its_docstring(source):
+    long = {}
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            told = node.body[0] if ast.get_docstring(node) else None
+            lines = node.end_lineno - node.lineno + 1
+            lines -= 0 if told is None else told.end_lineno - told.lineno + 1
+            if lines > 60:
+                long[node.name] = lines
+    assert not long
+
+
 def test_no_unit_is_ambiguous_in_a_name():
     """`_gb`, `_mem`, `_bw` name no unit; only the tables speak the datasheets' `gb_per_s`."""
     for source in SOURCES:

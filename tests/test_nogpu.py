@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from memplan.errors import InvalidValue
 from memplan.hardware import gpu
 from validate.__main__ import main
 from validate.gpus import known_as
-from validate.nogpu import build, environment_for
+from validate.nogpu import build, environment_for, parts_told
 
 PLAYED = Path(build.__file__).parent / "played"
 
@@ -52,23 +53,84 @@ int main() {
 """
 
 
+AROUND = {
+    "MEMPLAN_NOGPU_NAME": "x", "MEMPLAN_NOGPU_CAPABILITY": "86", "MEMPLAN_NOGPU_MULTIPROCESSORS": "2",
+    "MEMPLAN_NOGPU_BYTES": str(101 * 2**30), "MEMPLAN_NOGPU_KERNELS": "80", "MEMPLAN_NOGPU_THREADS": "1536",
+}  # fmt: skip
+
+
+def compiled(program, names, folder):
+    """A program with some of the stand-in's sources, which need no header of NVIDIA's."""
+    (folder / "main.cpp").write_text(program)
+    sources = [str(folder / "main.cpp"), *(str(PLAYED / f"{name}.cpp") for name in names)]
+    command = ["g++", *build.FLAGS, "-Werror", f"-I{PLAYED}", *sources, "-o", str(folder / "program")]
+    subprocess.run(command, check=True, timeout=120)
+    return folder / "program"
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_device_memory_is_address_space_that_ends_where_the_gpu_s_does(tmp_path):
-    (tmp_path / "main.cpp").write_text(PROGRAM)
-    sources = [str(tmp_path / "main.cpp"), str(PLAYED / "device.cpp")]
-    command = ["g++", *build.FLAGS, "-Werror", f"-I{PLAYED}", *sources, "-o", str(tmp_path / "program")]
-    subprocess.run(command, check=True, timeout=120)
-    around = {
-        "MEMPLAN_NOGPU_NAME": "x", "MEMPLAN_NOGPU_CAPABILITY": "86", "MEMPLAN_NOGPU_MULTIPROCESSORS": "2",
-        "MEMPLAN_NOGPU_BYTES": str(101 * 2**30), "MEMPLAN_NOGPU_KERNELS": "80",
-        "MEMPLAN_NOGPU_THREADS": "1536",
-    }  # fmt: skip
-    done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=True, env=around)
+    program = compiled(PROGRAM, ["device"], tmp_path)
+    done = subprocess.run([program], capture_output=True, text=True, check=True, env=AROUND)
     assert done.stdout.splitlines() == [
         "1 1 1", f"{2**21 + 100 * 2**30} 1 0", "7", "0", "0", "7", "1 0", "1 1 0", "100 x 8.6",
     ]  # fmt: skip
-    lacking = subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=False, env={})
+    lacking = subprocess.run([program], capture_output=True, text=True, check=False, env={})
     assert "started by validate/nogpu" in lacking.stderr
+
+
+NCCL_PROGRAM = """
+#include <cstdio>
+extern "C" {
+struct Id { char bytes[128]; };
+int ncclCommInitRank(void**, int, Id, int);
+void memplan_nogpu_part_has(int);
+int ncclCommSplit(void*, int, int, void**, void*);
+int ncclCommCount(void*, int*);
+int ncclAllGather(const void*, void*, size_t, int, void*, void*);
+int ncclReduceScatter(const void*, void*, size_t, int, int, void*, void*);
+}
+int main() {
+    void *whole, *part;
+    ncclCommInitRank(&whole, 1024, Id{}, 1021);
+    int refused = ncclCommSplit(whole, 7, 1, &part, nullptr), ranks;
+    memplan_nogpu_part_has(2);
+    ncclCommSplit(whole, 7, 1, &part, nullptr);
+    ncclCommCount(part, &ranks);
+    char own = 5, all[3] = {0, 0, 9}, one = 0;
+    ncclAllGather(&own, all, 1, 0, part, nullptr);
+    const char halves[2] = {3, 4};
+    ncclReduceScatter(halves, &one, 1, 0, 0, part, nullptr);
+    std::printf("%d %d %d%d%d %d\\n", refused, ranks, all[0], all[1], all[2], one);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_group_that_is_split_off_has_its_own_ranks_in_nccl_s_collectives(tmp_path):
+    """Rank 1,021 of 1,024 is the second of two: it gathers two parts, and takes the second one of a sum."""
+    program = compiled(NCCL_PROGRAM, ["device", "nccl"], tmp_path)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4", "2", "559", "4"]
+    assert "nobody has said into how many ranks" in done.stderr
+
+
+class Split:
+    """Stands for `ProcessGroup`."""
+
+    def split_group(self, ranks, *, group_desc):
+        return ranks, group_desc
+
+
+def test_the_size_of_each_group_that_is_split_off_is_told(monkeypatch):
+    told: list[int] = []
+    library = SimpleNamespace(memplan_nogpu_part_has=told.append)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: library)
+    monkeypatch.setattr(torch.distributed, "ProcessGroup", Split)
+    with parts_told():
+        assert Split().split_group([3, 7], group_desc="dp") == ([3, 7], "dp")
+    Split().split_group([1], group_desc="tp")
+    assert told == [2]
 
 
 def test_a_cpu_build_of_pytorch_is_told_apart_in_one_line(monkeypatch):

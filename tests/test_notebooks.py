@@ -32,7 +32,7 @@ def committed(request):
 def executed(committed):
     notebook = nbformat.from_dict(committed)
     client = NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
     return client.execute(env={**os.environ, "PYTHONPATH": str(FOLDER.parent)})
 

@@ -12,6 +12,7 @@ import memplan
 from memplan import plots
 from memplan.errors import MemplanError
 from memplan.memory import running_bytes
+from memplan.plots.gallery import EXAMPLES, gallery
 from memplan.plots.measured import _pair
 from memplan.plots.memory import _ledger
 from memplan.plots.style import KINDS as PARTS
@@ -84,6 +85,8 @@ def every_chart(one, staged):
         "sweep": plots.sweep("micro_batch", sweep),
         "schedule": plots.schedule(staged),
         "schedule of many micro-batches": plots.schedule(long),
+        "ring_all_reduce": plots.ring_all_reduce(4),
+        "ring_all_reduce of many": plots.ring_all_reduce(16),
         "step_time": plots.step_time({"one GPU": one, "four stages of a pipeline": staged, "eight": long}),
         "front": plots.front(FRONT),
         "frontier": plots.frontier({"one GPU, no strategy": sweep[:1], "stages": [staged, long]}),
@@ -102,6 +105,16 @@ def test_nothing_of_any_chart_is_cut_off(one, staged):
         assert drawn.y0 >= -0.01, name
         assert drawn.x1 <= width_in + 0.01, name
         assert drawn.y1 <= height_in + 0.01, name
+
+
+def test_the_gallery_has_every_chart_and_its_lines(tmp_path):
+    assert set(EXAMPLES) == set(plots.__all__)
+    shown = {name: EXAMPLES[name] for name in ("ring_all_reduce", "predicted_beside_measured", "schedule")}
+    page = gallery(tmp_path, shown).read_text(encoding="utf-8")
+    for name in shown:
+        assert f'<img src="{name}.png"' in page
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert "plots.ring_all_reduce(4)</pre>" in page.replace("\n<", "<")
 
 
 def test_every_axis_has_a_unit_or_a_name(one, staged):
@@ -187,6 +200,20 @@ def test_the_front_is_of_plans_that_none_beats():
     assert np.asarray(line.get_ydata()).tolist() == [300, 800, 900]
     named = [text.get_text() for text in figure.legends[0].get_texts()][-3:]
     assert named == ["1  dp8 zero3 mb4", "2  dp8 zero3 mb2", "3  dp8 rep2 zero3 full of 8"]
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_a_ring_leaves_every_chunk_summed_on_every_rank(n):
+    axes = plots.ring_all_reduce(n).axes[0]
+    chunks = [int(text.get_text().split()[-1]) for text in axes.texts]
+    steps = 2 * (n - 1)
+    held = [[{rank} for _ in range(n)] for rank in range(n)]
+    for step in range(steps):
+        sent = [(rank, chunks[rank * steps + step]) for rank in range(n)]
+        moved = [((rank + 1) % n, chunk, set(held[rank][chunk])) for rank, chunk in sent]
+        for rank, chunk, parts in moved:
+            held[rank][chunk] |= parts
+    assert all(parts == set(range(n)) for own in held for parts in own)
 
 
 def test_a_bar_of_seconds_is_the_step(staged):

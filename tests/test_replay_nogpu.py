@@ -95,7 +95,7 @@ def test_what_ran_out_of_memory_is_what_the_replay_says(name):
 def runs(record: Record) -> bool:
     case = Case.from_dict(record.case)
     try:
-        estimated_rank(case, case.rank).replay(case.alloc_conf, allowed_bytes=case.limit_bytes)
+        estimated_rank(case, case.ranks[0]).replay(case.alloc_conf, allowed_bytes=case.limit_bytes)
     except OutOfMemory:
         return False
     return True

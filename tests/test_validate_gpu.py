@@ -30,6 +30,7 @@ from validate.machine import Budget
 from validate.measure import GpuWatch
 from validate.predict import estimated_rank
 from validate.records import Outcome, Record
+from validate.standin import NCCL_ID_BYTES, StoreOfOne
 from validate.suites import suite
 from validate.suites.frontier import Question, frontier
 from validate.suites.gpu import GPU_SUITES, USABLE
@@ -86,7 +87,7 @@ def test_stand_ins_are_ranks_of_8_to_1024_and_fit_one_gpu_with_as_many_layers_as
     sizes = {case.plan.world_size for case in cases}
     assert (min(sizes), max(sizes)) == (8, 1024)
     for case in cases:
-        assert estimated_rank(case, case.rank).peak_bytes <= USABLE * H100.memory_bytes
+        assert estimated_rank(case, *case.ranks).peak_bytes <= USABLE * H100.memory_bytes
     assert any(case.model.name == "llama-3.1-405b" and case.model.n_layers == 126 for case in cases)
 
 
@@ -127,6 +128,31 @@ def test_a_stand_in_under_ddp_and_in_a_pipeline_is_confirmed(options):
     assert record.outcome == "ok", record.reason
     assert (record.states_off_bytes, record.collectives_off) == (0, 0)
     assert abs(record.peak_error) < 0.001
+
+
+def test_a_rank_runs_alone_over_what_needs_no_others():
+    with_others = on_gpu(dp=2)
+    check_case(replace(with_others, device="nogpu", rank=1))
+    fake, on_cpu = replace(with_others, backend="fake"), replace(tiny(dp=2), rank=0)
+    for wrong in (fake, on_cpu, replace(with_others, rank=0)):
+        with pytest.raises(InvalidValue, match="one rank alone runs over backend 'fake', or 'nccl' on nogpu"):
+            check_case(wrong)
+
+
+def test_stand_ins_without_a_gpu_are_ranks_of_nccl_s_own_process_group():
+    cases = suite("gpu-standin", replace(H100, device="nogpu"))
+    assert {case.backend for case in cases} == {"nccl"}
+    assert {case.backend for case in suite("gpu-standin", H100)} == {"fake"}
+    assert all(len(case.ranks) == 1 < case.plan.world_size for case in cases)
+
+
+def test_the_store_of_a_rank_alone_answers_for_all_others():
+    store = StoreOfOne()
+    prefixed = torch.distributed.PrefixStore("default", store)
+    prefixed.set("key", "value")
+    assert prefixed.get("another's") == bytes(NCCL_ID_BYTES)
+    assert prefixed.check(["exception_dump"]) is False
+    assert store.clone() is store
 
 
 # CUDA's functions replaced: what is asked of it, and in which order.

@@ -10,15 +10,17 @@ from html import unescape
 from html.parser import HTMLParser
 from itertools import chain
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from memplan import Plan
+from memplan.errors import MemplanError
 from validate import report
 from validate.__main__ import main
 from validate.cases import Case
 from validate.records import PEAK_TOLERANCE, Record, merged, open_records, read_records
-from validate.report import page, tables
+from validate.report import figures, page, tables
 from validate.shipped import data_folder
 from validate.suites.models import GPT, LLAMA
 
@@ -290,3 +292,25 @@ def test_summary_counts():
     assert report.summary(RECORDS).splitlines()[0].startswith("7 cases: 5 ran")
     assert sum(known.confirmed for known in RECORDS) == 3
     assert PEAK_TOLERANCE == 0.01
+
+
+def test_figures_are_of_every_pair_and_nothing_is_cut_off():
+    wide = {"small": [(2**20, 2**20), (2**20 + 8, 2**20)], "large": [(2**36, 2**35)]}
+    near = {"one": [(70 * 2**30, 71 * 2**30), (60 * 2**30, 50 * 2**30)]}
+    errors = {"exact": [0.0, 0.0], "some": [0.0, -1e-5, 0.5], "none": []}
+    drawn = [figures.predicted_against_measured(groups) for groups in (wide, near)]
+    assert "2 of 3 peaks predicted within 1%" in drawn[0].get_suptitle()
+    assert [np.asarray(points.get_offsets()).shape[0] for points in drawn[0].axes[0].collections] == [2, 1]
+    shown = figures.errors_by(errors)
+    assert [text.get_text() for text in shown.axes[0].texts] == [
+        "2 cases, all exact",
+        "3 cases, 1 exact, worst 50 %",
+    ]
+    for figure in (*drawn, shown):
+        figure.draw_without_rendering()
+        (width_in, height_in), box = figure.get_size_inches(), figure.get_tightbbox()
+        assert min(box.x0, box.y0) >= -0.01
+        assert box.x1 <= width_in + 0.01
+        assert box.y1 <= height_in + 0.01
+    with pytest.raises(MemplanError, match="give at least one"):
+        figures.errors_by({})

@@ -31,9 +31,9 @@ from validate.attribution import comparison
 from validate.cases import Case, RunsOn
 from validate.fake import without_data
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
-from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank
+from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank, settled
 from validate.memory import MemoryProfile
-from validate.nogpu import environment_for
+from validate.nogpu import environment_for, parts_told
 from validate.records import Outcome
 from validate.standin import stand_in, unanimous
 from validate.systems import prepared
@@ -132,6 +132,7 @@ def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = pr
     if device.type == "cuda":
         take_gpu(device, seat.case)
     with (
+        parts_told() if seat.case.device == "nogpu" else nullcontext(),
         process_group(seat),
         profiling(seat.case, paths=keep_events) as profile,
         nullcontext() if seat.case.computes else unanimous(),
@@ -445,8 +446,8 @@ def _kernel_kills() -> int:
     return int(counts.get("oom_kill", 0))
 
 
-OFFLOADING: Final = "cpu:gloo,cuda:nccl"
-"""The backends where gradients are on the host: their norms are summed there.
+OFFLOADING: Final = "cpu:{},cuda:nccl"
+"""The backends where gradients are on the host: their norms are summed there, by gloo or a stand-in's `fake`.
 
 Source: docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html (`CPUOffloadPolicy`), torchtitan's
 distributed/utils.py (`init_distributed`).
@@ -456,29 +457,33 @@ distributed/utils.py (`init_distributed`).
 @contextmanager
 def process_group(seat: Seat) -> Iterator[None]:
     """The group of all ranks, over the loopback interface if they meet there; none for a single rank."""
-    world_size, backend = seat.case.plan.world_size, seat.case.backend
+    world_size, alone = seat.case.plan.world_size, seat.case.rank is not None
     if world_size == 1:
         yield
         return
-    if backend == "fake":
-        with stand_in(seat.rank, world_size):
+    by_nccl = seat.case.backend == "nccl"
+    device = torch.device(seat.device) if by_nccl else None
+    offloads = seat.case.plan.offload and by_nccl
+    backend = OFFLOADING.format("fake" if alone else "gloo") if offloads else seat.case.backend
+    if alone:
+        with stand_in(backend, seat.rank, world_size, device):
             yield
+            settled()
         return
     if ip_address(socket.gethostbyname(seat.host)).is_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = timedelta(seconds=seat.case.timeout_s + LAST_WORDS_S)
     store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=patience)
-    offloads = seat.case.plan.offload and backend == "nccl"
     dist.init_process_group(
-        OFFLOADING if offloads else backend,
+        backend,
         store=dist.PrefixStore(seat.prefix, store),
         rank=seat.rank,
         world_size=world_size,
         timeout=patience,
-        device_id=torch.device(seat.device) if backend == "nccl" else None,
+        device_id=device,
     )
     yield
-    dist.barrier()
+    settled()
     dist.destroy_process_group()
 
 

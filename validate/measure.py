@@ -215,12 +215,17 @@ def n_warm_up(case: Case) -> int:
     return WARM_UP_STEPS + case.plan.static_graph + (case.plan.ddp_comm_hook == "powersgd")
 
 
-def _settled() -> None:
+def settled() -> None:
     """Waits until nothing is under way, on this rank's device or on any other rank."""
     gc.collect()
+    _synchronize()
+    _barrier()
+    _synchronize()
+
+
+def _synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    _barrier()
 
 
 def _barrier() -> None:
@@ -275,14 +280,14 @@ def _observed_on_cpu(
     training: Training, warm_up: Profile, profile: NewProfile, n_steps: int
 ) -> tuple[list[float | None], _Sight]:
     """The losses of some steady steps, and what was seen in the one with the least peak."""
-    _settled()
+    settled()
     losses, seen = [], []
     with nothing_held_after_waits(), profile() as profiled:
         for _ in range(n_steps):
             loss, tensors = _observed_step(training)
             losses.append(loss)
             seen.append(tensors)
-            _settled()
+            settled()
     return losses, partial(_sight_of_cpu, warm_up, profiled, seen)
 
 
@@ -350,7 +355,7 @@ class GpuWatch:
 
     def observed(self, training: Training) -> tuple[list[float | None], _Sight]:
         """The loss of one steady step, and what was seen in it."""
-        _settled()
+        settled()
         self._reset()
         rest_bytes = torch.cuda.memory_allocated()
         with nothing_held_after_waits(), snapshot_kept(self._snapshot):
@@ -391,7 +396,7 @@ class GpuWatch:
 
 
 def _let_watchdog_go() -> None:
-    """Waits until NCCL's watchdog has dropped what it holds of collectives that are over.
+    """Waits until all collectives are over, and NCCL's watchdog has dropped what it holds of them.
 
     A collective that is waited for by its future, as DDP's are, holds its tensors until then: the buckets of
     the first step too, which large models' longer steps outlive.
@@ -399,6 +404,7 @@ def _let_watchdog_go() -> None:
     Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`kWatchdogThreadSleepMillis`).
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
         time.sleep(WATCHDOG_S)
 
 
@@ -427,10 +433,9 @@ def snapshot_kept(path: Path | None) -> Iterator[None]:
 
 def _timed_step(training: Training) -> tuple[float | None, float]:
     """One step and its seconds, barrier to barrier."""
-    _settled()
+    settled()
     start = time.perf_counter()
     loss = training.step()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    _synchronize()
     _barrier()
     return loss, time.perf_counter() - start

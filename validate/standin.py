@@ -1,8 +1,12 @@
-"""One rank that stands in for all: PyTorch's `fake` process group plays the other ranks.
+"""One rank that stands in for all of them: every collective returns at once and moves nothing.
 
-Every collective returns at once and moves nothing, so a single process is any rank of any world. What it
-holds and what it sends are those of the real thing, to the byte; what it computes is not: received tensors
-hold whatever was there. `FakeWork` holds no tensor and no collective has scratch (gloo's have).
+So a single process is any rank of any world. What it holds and what it sends are those of the real thing, to
+the byte; what it computes is not: received tensors hold whatever was there. Two things play the other ranks:
+
+- PyTorch's `fake` process group, on any device. `FakeWork` holds no tensor and no collective has scratch
+  (gloo's have).
+- `ProcessGroupNCCL` as it is, over the played libnccl (`validate.nogpu`), whose communicators need no peers:
+  with NCCL's streams and what its handles hold.
 
 Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp, torch/testing/_internal/distributed/fake_pg.py.
 """
@@ -23,12 +27,44 @@ from torch.nn.parallel import DistributedDataParallel
 WEIGHT_STD: Final = 0.02
 
 
-@contextmanager
-def stand_in(rank: int, world_size: int) -> Iterator[None]:
-    """The `fake` group of all ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+NCCL_ID_BYTES: Final = 128
+"""Source: nccl.h (`NCCL_UNIQUE_ID_BYTES`)."""
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+class StoreOfOne(dist.Store):
+    """A store where no other rank has left anything: what NCCL's process group asks of it is answered.
+
+    That is the communicator's unique id, which is zeros, and whether another rank has failed, which none has.
+
+    Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`broadcastUniqueNCCLID`, `HeartbeatMonitor`).
+    """
+
+    def clone(self) -> "StoreOfOne":
+        """Itself: it is used by this process only."""
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        """Nobody will ask for it."""
+
+    def get(self, key: str) -> bytes:
+        """NCCL's unique id."""
+        return bytes(NCCL_ID_BYTES)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether another rank has set these keys."""
+        return False
+
+
+@contextmanager
+def stand_in(backend: str, rank: int, world_size: int, device: torch.device | None = None) -> Iterator[None]:
+    """The group of all ranks, this one alone in it; NCCL's with its `device`.
+
+    The store's Python object must live as long as the group, which knows it by its C++ part.
+    """
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    store = fake_pg.FakeStore() if device is None else StoreOfOne()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
     yield
     dist.destroy_process_group()
 

@@ -77,7 +77,7 @@ class Judge:
 
     def __call__(self, case: Case) -> Record:
         """The record of a case, whatever happens; one that needs a single process only is run here."""
-        run = self._run_here if case.backend == "fake" else self._run
+        run = self._run_here if case.rank is not None else self._run
         try:
             return judged(case, self._references, run=run, anyway=self._anyway)
         except Exception:

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.device import Device
 from memplan.errors import MissingRule
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
 from memplan.plan import Plan, Rank
-from memplan.record import CollectiveKind, Stretch
+from memplan.record import Axis, CollectiveKind, Stretch
 from memplan.registry import Registry
 from memplan.replay import AllocatorProgram
 from memplan.tape import Backend
@@ -23,8 +23,8 @@ from memplan.tape import Backend
 Rule = Callable[[Model, Plan], None]
 """Raises `PlanRefused` or `MissingRule` if no plan of a model can be as this one says."""
 
-Confirmation = Literal["measured", "unmeasured"]
-"""Whether rules have been compared with runs of the framework, or are read from sources only."""
+Confirmation = Literal["measured", "unmeasured", "unconfirmed"]
+"""What rules were compared with: runs on the device itself, runs of its software without it, or no run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,29 @@ class PartCosts:
     boundary_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelism:
+    """Lower bounds of what data parallelism takes of one rank; numbers, or arrays over plans.
+
+    Attributes:
+        waits: bytes sent in a step over each axis while nothing is computed.
+        reductions: bytes sent beside backward passes.
+        gathers: bytes sent beside any computation.
+        reducing: the share of backward passes that reduce gradients.
+        states_bytes: weights, what is kept beside them, and optimizer state.
+        grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
+        updated_bytes: the weights that the rank's optimizer updates.
+    """
+
+    waits: Mapping[Axis, Any]
+    reductions: Mapping[Axis, Any]
+    gathers: Mapping[Axis, Any]
+    reducing: Any
+    states_bytes: Any
+    grads_bytes: Any
+    updated_bytes: Any
+
+
 class Engine(ABC):
     """A framework that is played; its methods are pure."""
 
@@ -113,7 +136,9 @@ class Engine(ABC):
     refusals: ClassVar[tuple[Rule, ...]] = ()
     """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
     gives_bounds: ClassVar[bool] = False
-    """Whether `part_costs` are known, so that search need not estimate every plan."""
+    """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
+    options: ClassVar[type[Any] | None] = None
+    """The type of its own options: a frozen dataclass of described fields; None: it has none."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -137,6 +162,16 @@ class Engine(ABC):
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """What one micro-batch of a plan of one replica and one stage takes of the model's parts."""
+        raise MissingRule(f"engine={self.name!r} gives no bounds.")
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
+    ) -> DataParallelism:
+        """What data parallelism takes of a rank with so many elements of weights, and of its blocks' weights.
+
+        The plan's fields may be arrays over plans that all have one data-parallel rank, or all several, and
+        all ZeRO 0 or 1, or all 2 or 3; `single_stage`: whether their schedules have one stage per rank.
+        """
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:

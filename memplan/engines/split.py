@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
-from typing import Final
+from typing import Any, Final
 
 from memplan.engines.trace import (
     EMPTY,
@@ -21,7 +21,7 @@ from memplan.engines.trace import (
     run_block,
 )
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor
@@ -73,8 +73,7 @@ def split_traced(
     ends, times = [1], list(_times(runs))
     for kind, n in zip(_kinds(runs), times, strict=True):
         x, block = run_block(model, tape, x, kind), trace.blocks[kind]
-        made = block.entry if len(ends) == 1 else block.forward
-        names.give(cut.segment(), made, repeats=n)
+        names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
         tape.leave_autocast()
         ends.append(len(tape.nodes))
     held = Tensor(tape, x.shape, x.dtype, x.storage)
@@ -87,7 +86,7 @@ def split_traced(
         names.give(cut.segment(), trace.head)
         tape.leave_autocast()
         n_head = len(tape.nodes)
-        end = scaled_loss(share_of_loss(cross_entropy(logits)))
+        end = scaled_loss(share_of_loss(model.loss(logits)))
         held = Tensor(tape, logits.shape, logits.dtype, logits.storage)
         names.give(cut.segment(), trace.loss)
         grad = gradient_of_loss(tape)
@@ -115,25 +114,25 @@ def split_traced(
     grad = None
     split.end_input()
     end_input = names.by_repeats(cut.segment())
+    second = _second_part(split, names, cut, list(zip(ends[1:], times, strict=True)))
+    del held, held_loss, input_grad
+    products = frozenset(names.called(tape.products["backward"]))
+    return SplitTrace(loss=loss, head=head, blocks=tuple(blocks), end=end_input, products=products, **second)
+
+
+def _second_part(
+    split: SplitBackward, names: "_Names", cut: Marks, blocks: Iterable[tuple[int, int]]
+) -> dict[str, Any]:
+    """The second part of the backward pass; `blocks`: the last node and the repetitions of each one."""
     weights: list[tuple[Segment, int]] = []
-    for i, n in enumerate(times):
-        split.weights(up_to=ends[i + 1])
+    for end, n in blocks:
+        split.weights(up_to=end)
         weights.append((names(cut.segment(), repeats=n), n))
     split.weights(up_to=split.n_nodes)
     weights_head = names(cut.segment())
     split.end_weights()
     weights_end = names.by_repeats(cut.segment())
-    del held, held_loss, input_grad
-    return SplitTrace(
-        loss=loss,
-        head=head,
-        blocks=tuple(blocks),
-        end=end_input,
-        weights=tuple(weights),
-        weights_head=weights_head,
-        weights_end=weights_end,
-        products=frozenset(names.called(tape.products["backward"])),
-    )
+    return {"weights": tuple(weights), "weights_head": weights_head, "weights_end": weights_end}
 
 
 def _times(runs: BlockRuns) -> Iterator[int]:

@@ -1,15 +1,15 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
-from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
 from memplan.shapes import INT64, Buffer, Parameter
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -48,9 +48,9 @@ class BlockKind(NamedTuple):
 class Block:
     """One kind of block in both directions, and its parameters in the order of the module.
 
-    `entry`, `entry_backward`: as a stage's first block. Where its input came from another stage, that tensor
-    is the schedule's and not freed here. `casts` frees what autocast kept of the block's weights, when the
-    forward pass ends.
+    `entry`, `entry_backward`: as a stage's first block, which waits for the embedding's collective. Where its
+    input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
+    autocast kept of the block's weights, when the forward pass ends.
     """
 
     forward: Segment
@@ -77,6 +77,7 @@ class Trace:
         products, products_backward: the results of the matrix products of either pass.
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
+        in_flight: what the embedding's collective holds until the first block reads its result.
     """
 
     embed: Segment = EMPTY
@@ -99,6 +100,7 @@ class Trace:
     boundary: Buffer
     sent: Buffer
     boundary_grad: Buffer
+    in_flight: tuple[Buffer, ...] = ()
 
     def gradients(self) -> dict[Parameter, Buffer]:
         """The gradients that a backward pass leaves."""
@@ -149,9 +151,15 @@ def traced(
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
-    one, *others = (
+    each = [
         _traced(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits) for kind in kinds
-    )
+    ]
+    return joined(each, kinds)
+
+
+def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
+    """The first of these traces, each of a block of one kind, with the blocks of all."""
+    one, *others = traces
     blocks = dict(one.blocks)
     for kind, other in zip(kinds[1:], others, strict=True):
         like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
@@ -167,7 +175,7 @@ def without_blocks(trace: Trace) -> Trace:
     received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
     return replace(
         trace,
-        embed=trace.sending(trace.embed),
+        embed=trace.sending(Segment((*trace.embed.events, *frees(*trace.in_flight)))),
         head=received(trace.head),
         head_backward=received(trace.head_backward),
         embed_backward=without_grad(trace.embed_backward),
@@ -199,122 +207,175 @@ def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
 def _traced(
     model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
 ) -> Trace:
-    tape = Tape(context)
-    cut = Marks(tape)
-    x = entry_of(model, tape, first=first)
-    entry = _buffer(x)
-    embed, embed_parameters = cut.segment(), cut.parameters()
-    n_embed = len(tape.nodes)
-    tape.leave_autocast()
-    embed_casts = cut.segment()
-    x = run_block(model, tape, x, kind)
-    boundary = _buffer(x)
-    block, block_parameters = cut.segment(), cut.parameters()
-    n_block = len(tape.nodes)
-    tape.leave_autocast()
-    block_casts = cut.segment()
-    head = head_casts = loss = head_backward = end_of_backward = release_loss = EMPTY
-    ends: list[Tensor] = []
-    head_parameters: tuple[Parameter, ...] = ()
-    n_loss_backward = 0
-    held: Tensor | None = None
+    stage = _TracedStage(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits)
+    stage.forward()
     if last:
-        logits = model.head(x)
-        del x
-        head, head_parameters = cut.segment(), cut.parameters()
-        tape.leave_autocast()
-        head_casts = cut.segment()
-        n_head = len(tape.nodes)
-        end = cross_entropy(logits)
-        held = logits if keep_logits else None
+        stage.loss()
+    else:
+        stage.send()
+    stage.backward()
+    stage.release()
+    return stage.trace()
+
+
+class _TracedStage:
+    """A stage of one block as one micro-batch passes through it: the tensors it holds, the segments so far.
+
+    A tensor dies when its last reference goes, so that each is referred to from here for as long as PyTorch
+    refers to it, and from no local variable any longer.
+    """
+
+    def __init__(
+        self, model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
+    ) -> None:
+        self.model, self.kind = model, kind
+        self.first, self.last, self.keep_logits = first, last, keep_logits
+        self.tape = Tape(context)
+        self.cut = Marks(self.tape)
+        self.segments: dict[str, Segment] = {}
+        self.parameters: dict[str, tuple[Parameter, ...]] = {"head": ()}
+        self.n_loss_backward = 0
+        self.held = {"x": entry_of(model, self.tape, first=first)}
+        self.input_grad: Tensor | None = None
+        self.entry = _buffer(self.held["x"])
+        self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
+
+    def _end(self, name: str) -> None:
+        """What was done since the last segment is the segment of this name."""
+        self.segments[name] = self.cut.segment()
+
+    def _end_forward(self, name: str) -> int:
+        """A part's forward pass is over, and so is its autocast; the number of nodes so far."""
+        self._end(name)
+        self.parameters[name] = self.cut.parameters()
+        n_nodes = len(self.tape.nodes)
+        self.tape.leave_autocast()
+        self._end(f"{name}_casts")
+        return n_nodes
+
+    def forward(self) -> None:
+        """The embedding and the block."""
+        self.n_embed = self._end_forward("embed")
+        self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
+        self.boundary = _buffer(self.held["x"])
+        self.n_block = self._end_forward("block")
+
+    def loss(self) -> None:
+        """The last stage's head and loss, and the way back through both."""
+        tape = self.tape
+        logits = self.model.head(self.held["x"])
+        del self.held["x"]
+        n_head = self._end_forward("head")
+        end = self.model.loss(logits)
+        if self.keep_logits:
+            self.held["output"] = logits
         del logits
         end = share_of_loss(end)
         scaled = scaled_loss(end)
-        ends = [Tensor(tape, x.shape, x.dtype, x.storage) for x in ([] if keep_logits else [end]) + [scaled]]
+        if not self.keep_logits:
+            self.held["loss"] = Tensor(tape, end.shape, end.dtype, end.storage)
+        self.held["scaled loss"] = Tensor(tape, scaled.shape, scaled.dtype, scaled.storage)
         del end
-        loss = cut.segment()
-        start = gradient_of_loss(tape)
-        tape.start_backward(scaled, start)
+        self._end("loss")
+        self.held["start"] = gradient_of_loss(tape)
+        tape.start_backward(scaled, self.held["start"])
         del scaled
         tape.backward(down_to=n_head)
-        n_loss_backward = len(tape.events) - cut.n_events
-        tape.backward(down_to=n_block)
-        head_backward = cut.segment()
-    else:
-        held = Tensor(tape, x.shape, x.dtype, x.storage)
+        self.n_loss_backward = len(tape.events) - self.cut.n_events
+        tape.backward(down_to=self.n_block)
+        self._end("head_backward")
+
+    def send(self) -> None:
+        """What another stage than the last does with its output: the gradient that comes back starts it."""
+        tape, x = self.tape, self.held.pop("x")
+        self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
-        del x
-    incoming = tape.nodes[-1].grad
-    tape.backward(down_to=n_embed)
-    block_backward = cut.segment()
-    input_grad = tape.nodes[-1].grad
-    boundary_grad = _buffer(input_grad)
-    _check_handed_on(incoming, boundary_grad, block_backward)
-    incoming = None
-    if first:
-        input_grad = None
-    tape.backward()
-    embed_backward = cut.segment()
-    if last:
-        del start
-    if not keep_logits:
-        ends.clear()
-    end_of_backward = cut.segment()
-    ends.clear()
-    release_loss = cut.segment()
-    del held
-    release = cut.segment()
-    del input_grad
-    release_input_grad = cut.segment()
-    if entry.n_bytes != boundary.n_bytes:
-        raise MissingRule(
-            f"a block whose input ({entry}) and output ({boundary}) differ in size has no rule."
-        )
-    if "activations" in (entry.kind, boundary.kind):
-        boundary.kind = "activations"
-    same = _Renamed({entry: boundary})
-    sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
-    inside = (lambda segment: segment) if first else Without(entry)
-    return Trace(
-        embed=same(inside(embed)),
-        embed_casts=embed_casts,
-        head=same(head),
-        head_casts=head_casts,
-        loss=loss,
-        head_backward=same(head_backward),
-        n_loss_backward=n_loss_backward,
-        blocks={
-            kind: Block(
-                forward=same(block),
-                backward=same(block_backward),
-                entry=same(inside(block)),
-                entry_backward=same(inside(block_backward)),
-                casts=block_casts,
-                parameters=block_parameters,
+
+    def backward(self) -> None:
+        """The way back through the block and the embedding."""
+        tape = self.tape
+        incoming = _buffer_of_grad(tape)
+        tape.backward(down_to=self.n_embed)
+        self._end("block_backward")
+        self.input_grad = tape.nodes[-1].grad
+        self.boundary_grad = _buffer(self.input_grad)
+        _check_handed_on(incoming, self.boundary_grad, self.segments["block_backward"])
+        if self.first:
+            self.input_grad = None
+        tape.backward()
+        self._end("embed_backward")
+
+    def release(self) -> None:
+        """What goes at the end of the backward pass, and what a schedule holds beyond it."""
+        losses = "scaled loss", "loss"
+        for name in ("start", *(() if self.keep_logits else losses)):
+            self.held.pop(name, None)
+        self._end("end_of_backward")
+        for name in losses:
+            self.held.pop(name, None)
+        self._end("release_loss")
+        self.held.pop("output", None)
+        self._end("release")
+        self.input_grad = None
+        self._end("release_input_grad")
+
+    def trace(self) -> Trace:
+        """All segments, with one buffer for what is handed from block to block."""
+        entry, boundary, found = self.entry, self.boundary, self.segments
+        if entry.n_bytes != boundary.n_bytes:
+            raise MissingRule(
+                f"a block whose input ({entry}) and output ({boundary}) differ in size has no rule."
             )
-        },
-        embed_backward=same(embed_backward),
-        end_of_backward=end_of_backward,
-        release=release if last else _Renamed({boundary: sent})(release),
-        release_loss=release_loss,
-        release_input_grad=release_input_grad,
-        embed_parameters=embed_parameters,
-        head_parameters=head_parameters,
-        products=frozenset(tape.products["forward"]),
-        products_backward=frozenset(tape.products["backward"]),
-        boundary=boundary,
-        sent=sent,
-        boundary_grad=boundary_grad,
-    )
+        if "activations" in (entry.kind, boundary.kind):
+            boundary.kind = "activations"
+        same = _Renamed({entry: boundary})
+        sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
+        inside = (lambda segment: segment) if self.first else Without(entry)
+        block, backward = found["block"], found["block_backward"]
+        return Trace(
+            embed=same(inside(found["embed"])),
+            embed_casts=found["embed_casts"],
+            head=same(found.get("head", EMPTY)),
+            head_casts=found.get("head_casts", EMPTY),
+            loss=found.get("loss", EMPTY),
+            head_backward=same(found.get("head_backward", EMPTY)),
+            n_loss_backward=self.n_loss_backward,
+            blocks={
+                self.kind: Block(
+                    forward=same(Without(*self.in_flight)(block)),
+                    backward=same(backward),
+                    entry=same(inside(block)),
+                    entry_backward=same(inside(backward)),
+                    casts=found["block_casts"],
+                    parameters=self.parameters["block"],
+                )
+            },
+            embed_backward=same(found["embed_backward"]),
+            end_of_backward=found["end_of_backward"],
+            release=found["release"] if self.last else _Renamed({boundary: sent})(found["release"]),
+            release_loss=found["release_loss"],
+            release_input_grad=found["release_input_grad"],
+            embed_parameters=self.parameters["embed"],
+            head_parameters=self.parameters["head"],
+            products=frozenset(self.tape.products["forward"]),
+            products_backward=frozenset(self.tape.products["backward"]),
+            boundary=boundary,
+            sent=sent,
+            boundary_grad=self.boundary_grad,
+            in_flight=self.in_flight,
+        )
 
 
-def _check_handed_on(incoming: Tensor | None, boundary_grad: Buffer, backward: Segment) -> None:
+def _buffer_of_grad(tape: Tape) -> Buffer | None:
+    """The gradient that has reached the newest node; None if it is another stage's."""
+    grad = tape.nodes[-1].grad
+    return None if grad is None or grad.storage is None else grad.storage.buffer
+
+
+def _check_handed_on(incoming: Buffer | None, boundary_grad: Buffer, backward: Segment) -> None:
     """A block must add to the gradient that it gets and hand it on, as one with a residual sum does."""
-    if incoming is not None and incoming.storage is not None:
-        handed_on = incoming.storage.buffer is boundary_grad
-    else:
-        handed_on = AddToIncoming(boundary_grad) in backward.events
-    if not handed_on:
+    from_outside = incoming is None and AddToIncoming(boundary_grad) in backward.events
+    if incoming is not boundary_grad and not from_outside:
         raise MissingRule(
             "a block that does not add to its output's gradient in place and hand it on has no rule; end the "
             "block with a residual sum, and begin the head with a norm."
@@ -351,13 +412,13 @@ def _buffer(x: Tensor | None) -> Buffer:
 
 
 class Without:
-    """Leaves out what happens to a buffer."""
+    """Leaves out what happens to some buffers."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, *buffers: Buffer) -> None:
+        self.buffers = buffers
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(e for e in segment.events if buffer_in(e) is not self.buffer))
+        return Segment(tuple(e for e in segment.events if buffer_in(e) not in self.buffers))
 
 
 class _Renamed:

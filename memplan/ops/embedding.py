@@ -12,7 +12,8 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the vocabulary's table; saves the token ids. The table's gradient is dense.
 
     Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
-    outputs are summed. PyTorch makes that table's gradient whole on every rank; DDP cuts it back.
+    outputs are summed, and FSDP2 gathers the first block's weights before that reads the sum. PyTorch makes
+    that table's gradient whole on every rank; DDP cuts it back.
 
     Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
     aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
@@ -33,7 +34,7 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
         masked.new("rows of other ranks", tokens.shape, BOOL)
         masked.new("ids of own rows", tokens.shape, INT64)
         partial = _looked_up(tokens, table, n_rows, name)
-    return reduced_over_tp(partial)
+    return reduced_over_tp(partial, waits=False)
 
 
 def position_ids(tokens: Tensor) -> Tensor:
@@ -57,13 +58,16 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
-    """x (batch, seq, d) plus p (seq, d); saves nothing. p's gradient is summed over the batch, even of one.
+    """x (batch, seq, d) plus p (seq, d) or (1, seq, d); saves nothing.
+
+    p's gradient is summed over the batch: of (seq, d) even over a batch of one.
 
     Source: tools/autograd/derivatives.yaml (`add.Tensor`).
     """
     tape, p_shape, dtype = x.tape, p.shape, p.dtype
     _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
-    check_equal("a sum with positions", tuple(row), p_shape)
+    check_equal("a sum with positions", tuple(row), p_shape[-2:])
+    x.in_flight = ()
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad, Expanded(grad, p_shape, dtype)

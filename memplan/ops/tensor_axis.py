@@ -6,7 +6,7 @@ They are functional: the result is a new tensor.
 from memplan.ops.dims import dims, divided
 from memplan.placements import Partial, Placement, Replicate, Shard, collective_of
 from memplan.shapes import Parameter, Shape
-from memplan.tape import Grads, Saved, Tape, Tensor
+from memplan.tape import NCCL, Grads, Saved, Tape, Tensor
 
 
 def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
@@ -41,6 +41,7 @@ def divided_sequence(x: Tensor) -> Tensor:
     """
     if not isinstance(x.tape.context.stream, Shard):
         return x
+    x.in_flight = ()
     node = x.tape.node((x.node,), (), lambda grad, saved: (grad,))
     node.has_dtensor_grad = True
     return x.alias(node)
@@ -58,10 +59,11 @@ def replicated_parameter(tape: Tape, name: str, shape: Shape) -> Parameter:
     return tape.parameter(name, shape, placements={"tp": Replicate()}, grad_placements={"tp": Partial()})
 
 
-def reduced_over_tp(y: Tensor) -> Tensor:
+def reduced_over_tp(y: Tensor, *, waits: bool = True) -> Tensor:
     """Leave a tensor-parallel region: the tensor ranks' partial outputs are laid out like the stream.
 
-    Of a gathered gradient, but for `fake`, the own part is held until everything has arrived.
+    `waits`: the next thing that happens is that it is read. Of a gathered gradient, but for `fake`, the own
+    part is held until everything has arrived.
 
     Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeWork`),
     torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`),
@@ -78,7 +80,7 @@ def reduced_over_tp(y: Tensor) -> Tensor:
         return (whole,)
 
     node = tape.node((y.node,), (), backward)
-    total = redistributed(y, Partial(), stream, "activations")
+    total = redistributed(y, Partial(), stream, "activations", waits=waits)
     total.node = node
     return total
 
@@ -94,7 +96,7 @@ def redistributed(
         case "all_reduce":
             return all_reduced(x, what)
         case "reduce_scatter":
-            return reduce_scattered(x, what)
+            return reduce_scattered(x, what, waits=waits)
         case "all_gather":
             return gathered(x, what, waits=waits)
         case None:
@@ -138,10 +140,13 @@ def gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     return arrived if batch == 1 else tape.new("gathered sequence", shape, x.dtype)
 
 
-def reduce_scattered(x: Tensor, what: str) -> Tensor:
+def reduce_scattered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
     """This rank's part of the summed sequence; the operand is first put in the order of the ranks.
 
-    Source: torch.distributed._functional_collectives:reduce_scatter_tensor.
+    It need not be waited for: then NCCL's handle holds the operand until the part is read.
+
+    Source: torch.distributed._functional_collectives:reduce_scatter_tensor,
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
     """
     tape, tp = x.tape, x.tape.context.tp
     batch, seq, d = dims(x, "a reduce-scatter of the sequence", "batch", "seq", "d")
@@ -156,4 +161,6 @@ def reduce_scattered(x: Tensor, what: str) -> Tensor:
         return (part,)
 
     (part,) = tape.save_if_selective(compute)
+    if not waits and tape.context.backend in NCCL:
+        part.in_flight = (ordered,)
     return part

@@ -15,13 +15,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memplan.device import Device
-from memplan.engines.base import ENGINES, Costs, PartCosts
+from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
 from memplan.models import Layers, Model
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
@@ -251,8 +251,6 @@ class _Plans:
         base, structure = one.base, one.structure
         self.model, self.base = model, base
         self.offload, self.several = bool(structure["offload"]), bool(one.cells["dp"][0] > 1)
-        self.fsdp = structure["zero"] >= 2
-        self.ddp = self.several and not self.fsdp
         n_cells = [grid.shape[0] for grid in grids]
 
         def each(numbers: Iterable[int]) -> Column:
@@ -267,7 +265,13 @@ class _Plans:
             columns[name] for name in ("dp", "dp_replicate", "micro_batch")
         )
         self.m = base.global_batch // (self.dp * self.replicas * self.micro_batch)
-        self.plan = unchecked(base, pp=self.pp, virtual_stages=self.virtual_stages, zero=self.zero, **columns)
+        own = {
+            "pp": self.pp,
+            "virtual_stages": self.virtual_stages,
+            "zero": self.zero,
+            "offload": self.offload,
+        }
+        self.plan = unchecked(base, **own, **columns)
         recompute = RECOMPUTES[structure["recompute"]]
         limits = tuple(one.recompute_blocks.tolist()) if recompute != "none" else (0,)
         self.schedules = [
@@ -280,7 +284,7 @@ class _Plans:
         self.starts = np.concatenate([[0], np.cumsum(n_cells)])
         traced = unchecked(
             base, dp=2 if self.several else 1, dp_replicate=1, pp=1, virtual_stages=1, schedule="1f1b",
-            zero=3 if self.fsdp else 0, sequence_parallel=bool(structure["sequence_parallel"]),
+            zero=3 if structure["zero"] >= 2 else 0, sequence_parallel=bool(structure["sequence_parallel"]),
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
         tps, place = np.unique(columns["tp"], return_inverse=True)
@@ -337,15 +341,10 @@ class _Plans:
         found = np.stack([np.atleast_1d(of(_pipeline(key))) for key in self.schedules])
         return np.repeat(found, np.diff(self.starts), axis=0)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of a weight as it is kept."""
-        return self.base.formats.stored.itemsize
-
-    @property
-    def n_moments(self) -> int:
-        """What the optimizer keeps for each weight."""
-        return N_MOMENTS[self.base.optimizer]
+    def data_parallelism(self, elements: Any) -> DataParallelism:
+        """What data parallelism takes of a rank with so many elements of weights."""
+        engine, blocks = ENGINES.named(self.base.engine), self.all_block_elements / self.pp
+        return engine.data_parallelism(self.plan, elements, blocks, self.single)
 
 
 Bounds = tuple[Bytes, Seconds]
@@ -381,12 +380,14 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     m, pp, v = plans.m, plans.pp, plans.virtual_stages
     flops = sum([n * plans.of("flops", block) for n, block, _ in plans.runs]) + plans.of("flops", "head")
     again: Any = sum([plans.recomputed(block.kind) * plans.of("flops", block) for _, _, block in plans.runs])
+    data = plans.data_parallelism(plans.all_elements / pp)
+    updated = data.updated_bytes
     work = Work(
         forward_flops=m * flops / pp,
         recomputed_flops=m * again / pp,
-        sent=_sent(plans),
-        reducing=1 / m if plans.ddp else np.where(pp == 1, 1.0, 0.0),
-        moved_bytes=_moved_bytes(plans),
+        sent=_sent(plans, data),
+        reducing=data.reducing,
+        moved_bytes=update_bytes(updated, updated, N_MOMENTS[plans.base.optimizer] * updated),
     )
     found = parts_s(work, rates_of(plans.plan, cluster), time_model.efficiency)
     fraction = np.empty(m.shape)
@@ -397,44 +398,25 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     return np.where(known, total * (1 - ROUNDING), inf)
 
 
-def _sent(plans: _Plans) -> dict[Overlap, Any]:
+def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
     """Bytes that the average rank sends, as `Work.sent`."""
     axes: list[Axis] = ["pp", "dp_replicate", "dp", "tp", "world", "host"]
-    waits, reductions, gathers = ({axis: cast(Any, 0.0) for axis in axes} for _ in range(3))
-    pp, m, base, dp = plans.pp, plans.m, plans.base, plans.dp
     over_tp = plans.of("sent_bytes", "embedding") + plans.of("sent_bytes", "head")
     for n, block, recomputed in plans.runs:
         plain, again = plans.of("sent_bytes", block), plans.of("sent_bytes", recomputed)
         over_tp = over_tp + n * plain + plans.recomputed(block.kind) * (again - plain)
-    waits["tp"] = m * over_tp / pp
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing)
-    waits["pp"] = 2 * m * crossing * plans.boundary_bytes / pp
-    blocks, every = plans.all_block_elements / pp, plans.all_elements / pp
-    part = (dp - 1) / dp
-    if plans.ddp:
-        if base.ddp_comm_hook == "none":
-            reductions["dp"] = 2 * every * plans.itemsize * part
-        waits["dp"] = (plans.zero == 1) * every * plans.itemsize * part
-    if plans.fsdp:
-        narrow, wide = base.formats.gather.itemsize, base.formats.reduce.itemsize
-        reshards = (plans.zero == 3) & (base.fsdp_units != "model")
-        once, again = np.where(pp == 1, m, 1), np.where((pp == 1) | (plans.single > 0), m, 0)
-        gathers["dp"] = (once * every + reshards * again * blocks) * narrow * part
-        reduced = once * every * wide
-        reductions["dp"] = reduced * part
-        reductions["dp_replicate"] = 2 * reduced / dp * (plans.replicas - 1) / plans.replicas
-    every_kind: dict[Overlap, Any] = {"nothing": waits, "backward": reductions, "compute": gathers}
+    passes: dict[Axis, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * plans.boundary_bytes}
+    waits = {axis: n_bytes / plans.pp for axis, n_bytes in passes.items()}
+    every_kind: dict[Overlap, Mapping[Axis, Any]] = {
+        "nothing": {**waits, **data.waits},
+        "backward": data.reductions,
+        "compute": data.gathers,
+    }
     return {
-        overlap: {axis: np.maximum(0, n_bytes - ROUNDED_BYTES) for axis, n_bytes in sent.items()}
+        overlap: {axis: np.maximum(0, sent.get(axis, 0.0) - ROUNDED_BYTES) for axis in axes}
         for overlap, sent in every_kind.items()
     }
-
-
-def _moved_bytes(plans: _Plans) -> Any:
-    """Bytes that the average rank's optimizer moves."""
-    kept = plans.all_elements * plans.itemsize / plans.pp / (plans.dp if plans.fsdp else 1)
-    share = np.where(plans.zero == 1, 1 / plans.dp, 1)
-    return update_bytes(share * kept, share * kept, share * plans.n_moments * kept)
 
 
 def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
@@ -456,8 +438,9 @@ def _least_bytes(plans: _Plans) -> Bytes:
     at_first, later, there = (np.concatenate(found) for found in zip(*_saved(plans), strict=True))
     own = _pipeline(plans.schedules[0]).parts
     elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
-    held = np.maximum(at_first, np.where(there, later + _grads_bytes(plans, elements), 0))
-    found: Bytes = np.floor((_states_bytes(plans, elements) + held) * (1 - ROUNDING))
+    data = plans.data_parallelism(elements)
+    held = np.maximum(at_first, np.where(there, later + data.grads_bytes, 0))
+    found: Bytes = np.floor((data.states_bytes + held) * (1 - ROUNDING))
     return found
 
 
@@ -473,26 +456,3 @@ def _saved(plans: _Plans) -> Iterator[tuple[Any, Any, Any]]:
             sum([n[place] * each[part][own] for part, n in instant.items()]) for instant in instants
         )
         yield first, later, there[place, None]
-
-
-def _states_bytes(plans: _Plans, elements: Any) -> Any:
-    """Weights, what DDP keeps beside them, and optimizer state; offloaded ones are the host's."""
-    if plans.offload:
-        return 0.0
-    kept = elements * plans.itemsize
-    if plans.fsdp:
-        return (1 + plans.n_moments) * kept / plans.dp
-    moments = plans.n_moments * kept / np.where(plans.zero == 1, plans.dp, 1)
-    return (2 if plans.ddp else 1) * kept + moments
-
-
-def _grads_bytes(plans: _Plans, elements: Any) -> Any:
-    """Gradients that the device has once all stages have some, and does not keep from step to step."""
-    if not plans.base.set_to_none or (plans.ddp and plans.base.gradient_as_bucket_view):
-        return 0.0
-    formats = plans.base.formats
-    kept = elements * formats.accumulate.itemsize
-    if not plans.fsdp:
-        return kept
-    summed = elements * formats.reduce.itemsize
-    return np.where(plans.pp > 1, summed, 0.0 if plans.offload else kept / plans.dp)

@@ -1,8 +1,8 @@
-"""Plans estimated one by one, the most promising first, as long as one may be better than what is kept.
+"""Best-first search: plans are estimated in the order of their bounds, until no bound beats the plans kept.
 
-A plan is *within* the budget if its allocated bytes, with the most that CUDA's context and NCCL's buffers may
-take, are; only such a plan can have the verdict "fits". The rest, what the caching allocator reserves beyond,
-takes a replay, which is asked for the plans that are kept (`memplan.search.search.Found`).
+A plan is *within* the budget if its allocated bytes and the most that CUDA's context and NCCL's buffers may
+take are within it. Only such a plan can have the verdict "fits". Whether it does also depends on what the
+caching allocator reserves, which is replayed for the plans that are kept (`memplan.search.search.Found`).
 """
 
 from bisect import insort
@@ -29,21 +29,21 @@ OBJECTIVES: Final = {
     "micro_batch": ("minus_micro_batch", "step_s", "peak_bytes"),
     "front": ("step_s", "peak_bytes"),
 }
-"""The figures that the best plan has the least of: the first decides, of equal ones the next."""
+"""The figures that an objective minimises: the first decides, of plans with equal ones the next."""
 
 HELD: Final = 2**16
-"""Plans that are held by their bounds at first; more if these turn out to be too few."""
+"""Plans that a pool holds at first; eight times as many if the best are not sure to be among them."""
 
 
 def simpler(plan: Plan) -> tuple[int, ...]:
-    """What decides between equally good plans: the one of which this is smaller stands first."""
+    """The tie-breaker of equally good plans: the smaller tuple stands first."""
     return tuple([number_of(name, getattr(plan, name)) for name in SIMPLER])
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A plan with figures of its estimate; `over_bytes` beyond its room: 0 if it is within the budget.
+    """A plan with figures of its estimate; `over_bytes` is 0 if it is within the budget.
 
     An unknown time is infinite. `estimate` is None where so many plans are kept that each is estimated again
     when it is shown.
@@ -56,9 +56,9 @@ class Judged:
     estimate: Estimate | None = field(default=None, repr=False, compare=False)
 
     def keys(self, objective: str, *, per_token: bool = False) -> tuple[float, ...]:
-        """What an objective wants least, then how simple the plan is.
+        """The figures that an objective minimises, then the tie-breaker.
 
-        `per_token`: seconds of a token in the place of a step's, for plans of different batches.
+        `per_token`: seconds per token instead of per step, to compare plans of different batches.
         """
         n_tokens = self.plan.global_batch * self.plan.seq_len if per_token else 1
         figures = {
@@ -79,29 +79,29 @@ class Judge:
     def __init__(self, model: Model, cluster: Cluster, time_model: TimeModel, slack_bytes: int = 0) -> None:
         self.model, self.cluster, self.time_model = model, cluster, time_model
         self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
-        """The roofline that no step is faster than."""
+        """A roofline that is a lower bound of every step time."""
         usable = inf if cluster.budget_bytes is None else cluster.budget_bytes - slack_bytes
         most = n_communicators(*[2] * len(MESH_AXES))
         self._room = usable - np.array([outside_allocator(n).high_bytes for n in range(most + 1)], np.float64)
-        """What may be allocated, by the number of communicators, each of which takes memory of its own."""
+        """Bytes that may be allocated, by the number of communicators, which take memory too."""
 
     def bounds(self, grids: Sequence[Grid]) -> Iterator[tuple[Grid, Bounds]]:
-        """Grids with the least bytes and the least seconds of their plans."""
+        """Each grid with lower bounds of its plans' bytes and seconds."""
         return bounds(self.model, grids, self.cluster, self.fastest)
 
     def room_bytes(self, grid: Grid) -> NDArray[np.float64]:
-        """What a grid's plans may allocate and be within the budget, by cell: [cell, 1]."""
+        """Bytes that a plan of each cell may allocate within the budget: [cell, 1]."""
         axes = (grid.structure[axis] if axis in grid.structure else grid.cells[axis] for axis in MESH_AXES)
         return self._room_of(*axes)[:, None]
 
     def _room_of(self, *axes: Any) -> NDArray[np.float64]:
-        """What may be allocated on a mesh, given the ranks along each of its axes."""
+        """Bytes that may be allocated within the budget, given the ranks along each axis of a mesh."""
         return np.asarray(self._room[n_communicators(*axes)], np.float64)
 
     def estimate(self, plan: Plan, most_over_bytes: float = inf) -> Estimate | None:
-        """A plan's estimate; None if it needs more than `most_over_bytes` beyond its room.
+        """A plan's estimate; None if it exceeds the budget by more than `most_over_bytes`.
 
-        No more ranks are looked at than it takes to tell.
+        Ranks are played one after the other, until one exceeds it.
         """
         device, most_bytes = self.cluster.gpu.device, self._room_of(*_axes(plan)) + most_over_bytes
         stages = []
@@ -113,7 +113,7 @@ class Judge:
         return replace(found, time_model=self.time_model)
 
     def over_bytes(self, estimate: Estimate) -> int:
-        """What a plan needs beyond its room."""
+        """The bytes by which a plan exceeds the budget."""
         return int(max(0.0, estimate.worst.peak_bytes - float(self._room_of(*_axes(estimate.plan)))))
 
     def judged(self, estimate: Estimate) -> Judged:
@@ -144,10 +144,10 @@ def _axes(plan: Plan) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """The best plans within the budget, others beyond it; how many of both are known, how many are left out.
+    """The best plans within the budget, some beyond it, and the numbers of plans within, beyond and left out.
 
-    Those beyond are the most promising of the plans that took an estimate to tell; where none is within, the
-    nearest of all.
+    Those beyond are the best by their bounds that an estimate showed to be beyond; if no plan is within, the
+    plans that exceed the budget least.
     """
 
     within: tuple[Judged, ...]
@@ -158,11 +158,11 @@ class Ranked:
 
 
 Grids = Callable[[], Iterable[Sequence[Grid]]]
-"""The plans that can run, batch by batch, each time anew."""
+"""Makes a new iterator over batches of grids of the plans that can run."""
 
 
 def best_first(judge: Judge, grids: Grids, objective: str, keep: int) -> Ranked:
-    """The `keep` best plans by an objective: as if every plan had been estimated."""
+    """The `keep` best plans by an objective, the same as if every plan had been estimated."""
     most = HELD
     while True:
         pool, n_plans, n_beyond = _pooled(judge, grids, objective, most)
@@ -181,7 +181,7 @@ def _ranked(
     counted: tuple[int, int, int],
     keep: int,
 ) -> Ranked:
-    """What is known: `counted` are all plans, those known to be within, and those beyond by their bound."""
+    """The result of a search; `counted`: all plans, those found within, those beyond by their bound."""
     n_plans, n_within, n_beyond = counted
     n_beyond = n_beyond + len(beyond) if within else n_plans
     others = [judge(plan) for plan in beyond[:keep]] if within else nearest(judge, grids, keep)
@@ -195,7 +195,7 @@ def _ranked(
 
 
 def _pooled(judge: Judge, grids: Grids, objective: str, most: int) -> tuple[Pool, int, int]:
-    """The most promising plans; how many there are, and how many are beyond the budget by their bound."""
+    """The best plans by their bounds; the numbers of all plans and of those beyond the budget by theirs."""
     pool, n_plans = Pool(most), 0
     for batch in grids():
         for grid, (memory, seconds) in judge.bounds(batch):
@@ -216,7 +216,7 @@ def _keys(grid: Grid, objective: str, memory: NDArray[np.float64], seconds: NDAr
 def _judged_in_order(
     judge: Judge, pool: Pool, objective: str, keep: int
 ) -> tuple[list[Judged], list[Plan], bool]:
-    """Plans within the budget, best first, and plans beyond; and whether no other can be among the best."""
+    """Plans within the budget, best first; plans beyond it; whether the `keep` best are sure to be found."""
     within: list[tuple[tuple[float, ...], Judged]] = []
     beyond: list[Plan] = []
     for entry in pool:
@@ -232,9 +232,9 @@ def _judged_in_order(
 
 
 def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
-    """The plans that none equals or beats in both step time and peak; of equal ones the simplest.
+    """The Pareto front of step time and peak; of plans with equal figures the simplest.
 
-    A plan is estimated unless one that was estimated before is as good as its bounds in both.
+    A plan is not estimated if one on the front so far is at least as good as its bounds in both.
     """
     within: list[Judged] = []
     beyond: list[Plan] = []
@@ -260,7 +260,7 @@ def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
 
 
 def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged]:
-    """The plans that no other equals or beats in both step time and peak, the fastest first."""
+    """The Pareto front of step time and peak, the fastest plan first."""
     kept: list[Judged] = []
     for one in sorted(found, key=lambda judged: judged.keys("front", per_token=per_token)):
         if not kept or one.peak_bytes < kept[-1].peak_bytes:
@@ -287,7 +287,7 @@ def every(judge: Judge, grids: Grids, objective: str) -> Ranked:
 
 
 def nearest(judge: Judge, grids: Grids, keep: int) -> list[Judged]:
-    """The plans that need least beyond their room, where none is within it."""
+    """The plans that exceed the budget least, for a search where none is within it."""
     most = HELD
     while True:
         pool = Pool(most)
@@ -301,11 +301,11 @@ def nearest(judge: Judge, grids: Grids, keep: int) -> list[Judged]:
 
 
 Over = tuple[int, tuple[int, ...], Estimate]
-"""What a plan needs beyond its room, how simple it is, and its estimate."""
+"""The bytes by which a plan exceeds the budget, its tie-breaker, and its estimate."""
 
 
 def _nearest_of(judge: Judge, pool: Pool, keep: int) -> list[Over] | None:
-    """The nearest plans of a pool; None if one that it does not hold may be among them."""
+    """The plans of a pool that exceed the budget least; None if a plan outside the pool may be among them."""
     found: list[Over] = []
     for entry in pool:
         most_over_bytes = found[keep - 1][0] if len(found) >= keep else inf
@@ -320,5 +320,5 @@ def _nearest_of(judge: Judge, pool: Pool, keep: int) -> list[Over] | None:
 
 
 def nearest_first(judged: Judged) -> tuple[int, ...]:
-    """What a plan needs beyond its room, then how simple it is."""
+    """The bytes by which a plan exceeds the budget, then the tie-breaker."""
     return (judged.over_bytes, *simpler(judged.plan))

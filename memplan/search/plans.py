@@ -86,7 +86,7 @@ class Grid:
 
     @property
     def schedule(self) -> str:
-        """The schedule of the pipelines; a single rank has none, and it is no matter which."""
+        """The schedule of the pipelines; of a single rank, which has none, 1F1B."""
         return str(value_of("schedule", self.structure["schedule"])) if self.structure["pp"] > 1 else "1f1b"
 
     @property
@@ -117,7 +117,7 @@ class Grid:
         return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
 
     def at(self, places: Column) -> Plans:
-        """The plans at these places, counted cell by cell."""
+        """The plans at these indices of the flattened grid."""
         cell, block = np.divmod(places, self.shape[1])
         return self.plans(cell, block)
 
@@ -129,7 +129,7 @@ class Grid:
 def unchecked(plan: Plan, **values: Any) -> Plan:
     """A plan with other values, which may be arrays, and which nothing checks."""
     other = object.__new__(Plan)
-    for name in FIELDS:
+    for name in Plan.__dataclass_fields__:
         object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
     return other
 

@@ -1,4 +1,4 @@
-"""A pool of plans ordered by a few keys, the smallest first, that holds a limited number of them."""
+"""A priority queue of plans that holds a limited number of them, in arrays."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -23,14 +23,14 @@ SIMPLER: Final = (
     "schedule",
     "micro_batch",
 )
-"""Of two equally good plans the one with the smaller value is the simpler; the first difference decides."""
+"""The tie-breaker of equally good plans: at the first field that differs, the smaller value stands first."""
 
 Keys = Sequence[NDArray[Any]]
-"""Arrays of a grid's shape, or that can be broadcast to it: the first decides, of equal ones the next."""
+"""Arrays that broadcast to a grid's shape: the first is compared first, the next where it is equal."""
 
 
 class Entry(NamedTuple):
-    """A plan of a pool, alone: its keys, and after them what says how simple it is."""
+    """One plan of a pool, with its keys and, after them, its tie-breaker."""
 
     keys: tuple[float, ...]
     alone: Plans
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
 @final
 class Pool:
-    """The plans with the smallest keys, about `most` of them: all whose first key is less than `cut`."""
+    """About `most` plans with the smallest keys: all plans whose first key is less than `cut`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -59,7 +59,7 @@ class Pool:
         self._n_held, self._most_held = 0, 2 * most
 
     def add(self, grid: Grid, keys: Keys, which: NDArray[np.bool_]) -> None:
-        """Consider some plans of a grid; `which` has its shape."""
+        """Add the plans of a grid that `which`, of its shape, selects."""
         places = np.flatnonzero(np.broadcast_to(which, grid.shape))
         self.n_seen += len(places)
         if not len(places):
@@ -75,7 +75,7 @@ class Pool:
             self._drop()
 
     def _drop(self) -> None:
-        """Leaves out the plans with the largest first keys, but none that is equal to one that stays."""
+        """Drop the plans with the largest first keys; of plans with equal ones all stay or all go."""
         grids, places, columns = self._joined()
         first = columns[0]
         kept = first <= np.partition(first, self.most - 1)[self.most - 1]
@@ -89,7 +89,7 @@ class Pool:
         return np.concatenate(grids), np.concatenate(places), np.concatenate(columns, axis=1)
 
     def __iter__(self) -> Iterator[Entry]:
-        """The plans in order, of those with equal keys the simpler first."""
+        """The plans in the order of their keys and tie-breakers."""
         if not self._parts:
             return
         grids, places, columns = self._joined()

@@ -14,13 +14,13 @@ from memplan.search.search import Found, cluster_of, searched
 from memplan.search.table import search_rows
 
 SEQ_LEN_STEP: Final = 256
-"""Sequence lengths are asked in multiples of this many tokens."""
+"""Sequence lengths that are tried are multiples of this."""
 
 PROBED: Final = 5
-"""Plans that are kept of a search that asks only whether any fits."""
+"""Plans that a search keeps which only has to find whether one fits."""
 
 SMALLEST: Final = {"micro_batch": 1}
-"""What a question about room alone tries unless told otherwise: a larger micro-batch needs more of it."""
+"""The default of these questions: a larger micro-batch needs more memory."""
 
 
 def smallest_cluster(
@@ -92,7 +92,7 @@ def _asked(
 def _probed(
     model: Model, where: Cluster, global_batch: int, asked: dict[str, Any], **also: Any
 ) -> tuple[Found, bool]:
-    """A search that keeps a few plans, and whether one of them fits."""
+    """A search that keeps few plans, and whether one fits."""
     few = asked | {"keep": min(asked.get("keep") or PROBED, PROBED)} | also
     found = searched(model, cluster=where, global_batch=global_batch, **few)
     return found, found.fitting is not None

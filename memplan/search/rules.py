@@ -1,6 +1,6 @@
-"""Which of many plans are refused, and by which rule.
+"""Refusals of many plans at once.
 
-A rule reads few fields of a plan. It is asked once for each combination of their values, not for each plan.
+A rule reads few fields of a plan, so it is asked once for each combination of their values, not once a plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ RUNS: Final = -1
 """The number of a plan that no rule refuses."""
 
 Choices = Sequence[Mapping[str, Any]]
-"""An axis of a grid of plans: at each place along it the values of the same fields."""
+"""An axis of a grid of plans: for each index the values of the same fields."""
 
 
 class RefusedBy(NamedTuple):
@@ -66,7 +66,7 @@ class Rules:
         return RefusedBy(always, at)
 
     def _said(self, rule: "_Rule", common: Mapping[str, Any], axes: Sequence[Choices]) -> Column:
-        """The rule's number or `RUNS` for each place; axes that it does not read have length 1."""
+        """The rule's number or `RUNS` for each index; axes that the rule does not read have length 1."""
         n_read = -1
         while len(rule.read) > n_read:
             n_read = len(rule.read)
@@ -85,7 +85,7 @@ class Rules:
 
 
 def _makes(name: str) -> set[str]:
-    """The fields of a plan that follow from the value of one."""
+    """The fields of a plan that one value of an axis sets."""
     counted = name in ("dp", "dp_replicate", "virtual_stages", "n_micro_batches")
     return {name, "global_batch"} if counted else {name}
 
@@ -101,7 +101,7 @@ def _values(rest: dict[str, Any], place: Sequence[Mapping[str, Any]]) -> dict[st
 
 @final
 class _Rule:
-    """A rule, the fields that it has read so far, and its answers by the values of these fields."""
+    """A rule with the fields that it has read so far, and its known answers by their values."""
 
     def __init__(self, rule: Callable[[Plan], None]) -> None:
         self.rule = rule
@@ -130,7 +130,7 @@ class _Rule:
 
 
 class _Read:
-    """An unchecked plan of some values that records which fields are `read`."""
+    """A stand-in for a plan that records which fields are `read`."""
 
     __slots__ = ("read", "values")
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.engines.base import ENGINES
-from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
+from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.models import Model, resolve
@@ -53,7 +54,7 @@ KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
 LOOKS: Final = 4
-"""How often at most a search is done, each time with more room, until a plan that fits is found."""
+"""The most searches that are done for a plan that fits, each with more room for the caching allocator."""
 
 
 @final
@@ -96,22 +97,22 @@ class Found:
 
     @property
     def n_plans(self) -> int:
-        """All of them."""
+        """The plans within and beyond the budget, left out, and refused."""
         return self.n_within + self.n_beyond + self.n_slower + self.n_refused
 
     @cached_property
     def kept(self) -> tuple[Estimate, ...]:
-        """The plans kept within the budget, the best first; their verdicts are worked out when asked for."""
+        """The estimates of the plans kept within the budget, the best first."""
         return tuple(self.estimates(self.within))
 
     @cached_property
     def best(self) -> Estimate | None:
-        """The best of the plans kept that fits, or that has no limit to fit; None if none does."""
+        """The best of the plans kept that fits, or that has no limit; None if none does."""
         return next((each for each in self.kept if each.verdict in ("fits", None)), None)
 
     @cached_property
     def fitting(self) -> "Found | None":
-        """Itself if one of its plans fits, or a search that leaves more room and has one; None: none has."""
+        """The first search with a plan that fits: this one, or one with more room; None if there is none."""
         found = self
         for _ in range(LOOKS):
             if found.best is not None:
@@ -134,7 +135,7 @@ class Found:
         return replace(found, time_model=self.time_model)
 
     def keys(self, judged: Judged) -> tuple[float, ...]:
-        """What the objective wants least of a plan."""
+        """The figures of a plan that the objective minimises."""
         return judged.keys(self.objective, per_token=len(self.jobs) > 1)
 
     def to_frame(self) -> "pandas.DataFrame":
@@ -161,7 +162,7 @@ class Found:
 
 
 def _slack_bytes(estimated: Estimate) -> int:
-    """What the caching allocator reserves of a plan beyond what it allocates."""
+    """The bytes that the caching allocator reserves for a plan beyond its peak."""
     return (estimated.reserved_bytes or 0) - estimated.worst.peak_bytes
 
 
@@ -233,22 +234,9 @@ def search(
             are asked for.
         MemplanError: a value that is not allowed, with a way out.
     """
-    return searched(
-        model,
-        implementation=implementation,
-        cluster=cluster,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        objective=objective,
-        keep=keep,
-        tp_across_nodes=tp_across_nodes,
-        time_model=time_model,
-        progress=progress,
-        gpus_per_node=gpus_per_node,
-        network=network,
-        margin=margin,
-        **options,
-    ).to_frame()
+    asked = {**locals(), **options}
+    del asked["options"]
+    return searched(**asked).to_frame()
 
 
 def searched(
@@ -319,7 +307,7 @@ def cluster_of(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What is searched for: plans of a model on a cluster, and which of them are kept."""
+    """One search: plans of a model on a cluster, for one batch and one sequence length."""
 
     model: Model
     cluster: Cluster
@@ -341,7 +329,7 @@ class _Job:
             )
 
     def found(self, slack_bytes: int = 0) -> Found:
-        """What is found if `slack_bytes` of the budget are left to the caching allocator."""
+        """The result, if `slack_bytes` of the budget are left to the caching allocator."""
         node = None if self.tp_across_nodes else self.cluster.gpus_per_node
         space = Space(
             model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges, node=node
@@ -415,7 +403,7 @@ def together(found: Sequence[Found]) -> Found:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python looks for no cycles of objects meanwhile: a search leaves few, and to look is a sixth of it."""
+    """Without Python's search for cycles of objects: there are few, and it would take a sixth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -426,7 +414,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Refused:
-    """The plans that cannot run: the first ones, and how many there are of each kind."""
+    """The first refused plans, and the number of each kind of refusal."""
 
     def __init__(self, base: Plan, keep: int | None, progress: Progress | None) -> None:
         self._job = {"global_batch": base.global_batch, "seq_len": base.seq_len}
@@ -437,11 +425,11 @@ class _Refused:
 
     @property
     def n_refused(self) -> int:
-        """All of them."""
+        """The number of refused plans."""
         return self._pool.n_seen
 
     def note(self, batch: Iterable[Ruled]) -> None:
-        """Counts the plans of a batch."""
+        """Add the refused plans of a batch."""
         for ruled in batch:
             self._n_seen += len(ruled.grid)
             chosen = np.flatnonzero(ruled.rule != RUNS)
@@ -454,11 +442,11 @@ class _Refused:
             self._progress(self._n_seen)
 
     def first(self, keep: int | None) -> tuple[dict[str, Any], ...]:
-        """The varied fields of the first ones by their place among all plans."""
+        """The varied fields of the first refused plans."""
         return tuple(self._job | entry.values for entry in islice(self._pool, keep))
 
     def by_rule(self, space: Space) -> dict[str, int]:
-        """How many there are of each kind, the most first."""
+        """The number of plans of each kind of refusal, the most first."""
         texts = list(space.rules)
         return {texts[rule]: n for rule, n in self._counts.most_common()}
 
@@ -488,9 +476,6 @@ def common(*, global_batch: int, **options: Any) -> Plan:
     Raises:
         MemplanError: a name that is no field of a plan, or a value that no plan can have.
     """
-    for name in options:
-        if name not in Plan.__dataclass_fields__:
-            raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
     engine = options.get("engine", Plan.__dataclass_fields__["engine"].default)
     if ENGINES.named(engine).is_accounting:
         raise InvalidValue(
@@ -503,7 +488,7 @@ def common(*, global_batch: int, **options: Any) -> Plan:
     tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}, whole
     for tool in tools:
         try:
-            return Plan(global_batch=global_batch, **options, **tool)
+            return plan_of(global_batch=global_batch, **options, **tool)
         except PlanRefused as refusal:
             refusals.append(refusal)
     raise refusals[0]

@@ -1,4 +1,4 @@
-"""Which plans there are: every mesh of so many GPUs, and on each every way of dividing the training."""
+"""The search space: every mesh of a number of GPUs, and on each every combination of the varied fields."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number
 from memplan.search.rules import RUNS, Choices, Rules
 
 MOST_CELLS: Final = 2**17
-"""About how many cells of grids are held at a time."""
+"""Cells of a batch of grids, about."""
 
 DATA: Final = {
     "fsdp3": ((3, False), (3, True)),
@@ -26,7 +26,7 @@ DATA: Final = {
     "ddp": ((0, True), (1, True)),
     "none": ((0, False), (1, False)),
 }
-"""What the data axis does, by ZeRO stage and whether it has several ranks; what needs least comes first."""
+"""Uses of the data axis: ZeRO stages, each with whether it has several ranks; the least memory first."""
 
 
 class Mesh(NamedTuple):
@@ -39,7 +39,7 @@ class Mesh(NamedTuple):
 
     @property
     def n_replicas(self) -> int:
-        """Parts of the global batch that are trained on at the same time."""
+        """Data-parallel ranks that the global batch is divided over."""
         return self.dp_replicate * self.dp
 
 
@@ -72,12 +72,12 @@ class Ruled(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All plans of `n_gpus` GPUs that have what `base` has, but for the fields that vary.
+    """All plans of `n_gpus` GPUs that differ from `base` in the varied fields only.
 
-    A field takes the values of its range. One without a range takes every value that makes a difference:
-    a single replica needs no ZeRO, a single tensor rank no sequence parallelism; of the numbers of virtual
-    stages that cut the model into equally large stages the smallest counts, and so does of the numbers of
-    recomputed blocks that are all of every stage's the first. Other packages' schedules are tried when named.
+    A field takes the values of its range. A field without a range takes every value that makes a difference:
+    no ZeRO for a single replica, no sequence parallelism for a single tensor rank; of several numbers of
+    virtual stages with equally large stages only the smallest; of several numbers of recomputed blocks that
+    cover every stage only the first. Schedules of other packages are tried only when they are named.
     """
 
     model: Model
@@ -85,14 +85,15 @@ class Space:
     base: Plan
     ranges: Mapping[str, tuple[Any, ...]]
     node: int | None = None
-    """GPUs of the node that a tensor axis stays within; None: it may be on several."""
+    """GPUs of a node, if a tensor axis must be within one; None if it may be on several."""
     rules: dict[str, int] = field(default_factory=dict)
     """The kinds of plans that are refused, numbered as they were met."""
 
     def grids(self, most: int = MOST_CELLS) -> Iterator[list[Ruled]]:
-        """All plans: batches of grids of one kind, about `most` cells at a time.
+        """All plans, as batches of grids of one kind with about `most` cells.
 
-        What is refused at every micro-batch is there once, and so is a mesh on which nothing can run.
+        A combination that is refused whatever its micro-batch is counted as one plan, and so is a mesh on
+        which no plan can run.
         """
         pipelines = list(self._pipelines())
         offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
@@ -136,7 +137,7 @@ class Space:
         return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
 
     def left_out(self) -> Iterator[str]:
-        """What is not tried although it was asked for, for people."""
+        """Sentences about values that were asked for and are left out."""
         across = sorted({*self.ranges.get("tp", ())} - {*self.tps()})
         across = [tp for tp in across if self.n_gpus % tp == 0]
         if across:
@@ -146,7 +147,7 @@ class Space:
             )
 
     def _no_mesh(self) -> str:
-        """Why there is no mesh, and what to ask for in its place."""
+        """Why there is no mesh, with a way out."""
         asked = {axis: self.ranges[axis] for axis in MESH_AXES if axis in self.ranges}
         said = " and ".join(f"{axis}={_either(values)}" for axis, values in asked.items())
         if any(self._meshes(self.of("tp", divisors(self.n_gpus)))):
@@ -161,7 +162,7 @@ class Space:
         )
 
     def _matters(self, mesh: Mesh) -> bool:
-        """Replicas of a single shard are no shards; replicas of shards need a ZeRO stage that shards."""
+        """Whether a mesh differs from others: `dp_replicate` needs several shards and ZeRO 2 or 3."""
         if mesh.dp_replicate == 1 or "dp_replicate" in self.ranges:
             return True
         return mesh.dp > 1 and max(self.of("zero", (3,))) >= 2
@@ -214,13 +215,13 @@ BLOCKS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 NONE: Final = np.array([NO_LIMIT])
-"""No number of recomputed blocks."""
+"""The column of `recompute_blocks` of plans without recomputation."""
 
 
 class _Placed(NamedTuple):
-    """A mesh: its places on a pipeline's axes, the sequences of a replica, and the micro-batches of these.
+    """A mesh with its indices on the axes `tp` and `several`, a replica's sequences, and its micro-batches.
 
-    `each` is 0 where replicas or micro-batches cannot share the batch.
+    `each`, the sequences, is 0 if the batch cannot be divided over replicas or into micro-batches.
     """
 
     mesh: Mesh
@@ -231,7 +232,7 @@ class _Placed(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Meshes by micro-batches: of each the places of both, and 1 for the `first` of its mesh."""
+    """The pairs of a mesh and a micro-batch: their indices; `first` is 1 for the first pair of a mesh."""
 
     mesh: Column
     micro_batch: Column
@@ -244,9 +245,9 @@ class _Cells(NamedTuple):
 class _PipelineGrids:
     """The plans with the same number of ranks of a pipeline.
 
-    Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m): of
-    replicas none asks how many there are, only whether there are `several` along dp and dp_replicate; nor
-    how many blocks are recomputed; `m` is the number of micro-batches.
+    Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m), where
+    `m` is the number of micro-batches. No rule reads how many replicas there are, only whether there are
+    `several` along dp and dp_replicate, nor how many blocks are recomputed.
     """
 
     def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first_place: int) -> None:
@@ -271,7 +272,7 @@ class _PipelineGrids:
 
     @property
     def n_places(self) -> int:
-        """How many places of cells there are, by mesh and by structure."""
+        """Meshes times structures."""
         return len(self.meshes) * prod(self.structures)
 
     def _placed(self, mesh: Mesh) -> _Placed:
@@ -291,7 +292,7 @@ class _PipelineGrids:
         ]
 
     def _there(self) -> NDArray[np.bool_]:
-        """On the axes (zero, offload, sequence_parallel, tp, several): whether such plans are tried."""
+        """Whether plans are tried, on the axes (zero, offload, sequence_parallel, tp, several)."""
         of, no, yes_or_no = self.space.of, (False,), (False, True)
         offload, split, _ = self.blocks.values()
         axes = self.zeros, offload, split, self.tps, self.several
@@ -304,7 +305,7 @@ class _PipelineGrids:
         return np.array(found).reshape([len(axis) for axis in axes])
 
     def _strays(self) -> dict[int, tuple[int, int]]:
-        """Of each mesh on which nothing can run the place of its first structure, and the rule."""
+        """For each mesh on which no plan can run, the index of its first structure, and the rule."""
         runs = (self.always == RUNS).any(axis=(3, -1))
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
@@ -339,7 +340,7 @@ class _PipelineGrids:
                 yield from self._running_grids(place, several)
 
     def _stray_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
-        """The meshes on which nothing can run, with a plan each."""
+        """One plan for each mesh on which none can run."""
         structure = int(np.ravel_multi_index((0, *place), self.structures))
         found = [
             (i, self.meshes[i].micro_batches[0], rule)
@@ -351,7 +352,7 @@ class _PipelineGrids:
             yield self._ruled((0, *place), mesh, self._columns(mesh, micro_batch), rule, slice(1))
 
     def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
-        """The others, with a grid for each schedule."""
+        """A grid for each schedule, with the other meshes."""
         there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.several])
         chosen = np.flatnonzero(there[self.cells.tp, self.cells.several])
         if not len(chosen):
@@ -436,7 +437,7 @@ def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> MemplanError
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """In order.
+    """All divisors of a number, sorted.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)

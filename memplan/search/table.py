@@ -1,8 +1,9 @@
-"""What a search found, as rows and as a frame: every plan that is shown has its own estimate's verdict."""
+"""A search's result as rows and as a frame; the verdict of each plan is that of its own estimate."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from memplan.engines.options import option_fields
 from memplan.estimate import Estimate
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
@@ -39,7 +40,7 @@ COLUMNS: Final = (
 )
 
 TIE: Final = 0.01
-"""Plans of which none is slower than the first by more than this part are a tie: times are rough."""
+"""Plans within this fraction of the fastest one's rate are a tie, since times are rough."""
 
 ORDER: Final = ("fits", None, "cannot say", "does not fit")
 """Verdicts in the order of a search's rows; refused plans come last."""
@@ -51,14 +52,19 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
     Raises:
         MemplanError: if pandas is not installed.
     """
-    result = frame(list(search_rows(found)), COLUMNS)
+    result = frame(list(search_rows(found)), columns_of(found))
     result.attrs |= counts(found)
     result.attrs |= {"model": found.model.name, "budget_bytes": found.cluster.budget_bytes}
     return result
 
 
+def columns_of(found: "Found") -> tuple[str, ...]:
+    """The names of the columns: those of all searches, then the engine's own options."""
+    return (*COLUMNS, *option_fields(found.base.engine))
+
+
 def counts(found: "Found") -> dict[str, Any]:
-    """How many plans there are, how many of each kind are refused, and what they are plans for."""
+    """The numbers of plans, the kinds of refusals, and the jobs that were searched for."""
     return {
         "n_plans": found.n_plans,
         "n_within": found.n_within,
@@ -92,14 +98,14 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
             yield _row(each, tie, model)
     for values in found.refused:
         why = str(refusal(found.model, found.base, values))
-        yield dict.fromkeys(COLUMNS) | values | {"verdict": "refused", "why": why}
+        yield dict.fromkeys(columns_of(found)) | values | {"verdict": "refused", "why": why}
 
 
 def shown(found: "Found") -> list[Estimate]:
     """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
 
     Where faster plans than those that fit may fit too, half of the places at least are left to those that do.
-    No more verdicts are asked for than it takes to tell.
+    Verdicts, which take replays, are asked for in the order of plans until these are found.
     """
     surer = found.fitting
     roomier = () if surer is None else surer.within
@@ -150,6 +156,7 @@ def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, A
         "tokens_per_s_per_gpu": estimated.tokens_per_s_per_gpu,
         "mfu": estimated.mfu,
         "command": estimate_command(estimated, model),
+        **{name: getattr(plan.options, name) for name in option_fields(plan.engine)},
     }
 
 

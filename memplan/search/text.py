@@ -14,7 +14,7 @@ from memplan.text_tables import interval_text, margin_text, printable, text_tabl
 from memplan.units import human_bytes
 
 SHOWN: Final = 10
-"""Plans of each verdict, and kinds of refused plans, that are printed unless told otherwise."""
+"""Plans of each verdict, and kinds of refusals, that are printed by default."""
 
 MESH: Final = ("pp", "dp_replicate", "dp", "tp")
 
@@ -141,7 +141,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int) -> str:
 
 
 def _numbered(rows: Sequence[Mapping[str, Any]], first: int) -> list[str]:
-    """The numbers of rows; one that ties with the row above has a mark."""
+    """The numbers of rows, with a mark on a row that ties with the one above."""
     above = [None, *(row["tie"] for row in rows)]
     tied = [row["tie"] is not None and row["tie"] == tie for row, tie in zip(rows, above, strict=False)]
     blank = " " * any(tied)

@@ -13,15 +13,14 @@ from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
 
 RANK: Final = {"fits": 0, "cannot say": 1, "does not fit": 2}
-"""What ranks before what; verdicts that are not known rank with no other one."""
+"""The order of verdicts, the best first; unknown ones are not compared."""
 
 
 def why(a: Estimate, b: Estimate) -> str:
     """Which of two plans for the same job is better, and what makes the difference.
 
-    A plan that fits is better than one of which memplan cannot say, and that than one that does not fit; of
-    equal verdicts the shorter step is better, then the lower peak. What is not known equals nothing: plans of
-    which a time is not known are not ranked by time. Seconds are those of `memplan.steptime`.
+    Verdicts are compared first ("fits", "cannot say", "does not fit"), then step times (`memplan.steptime`),
+    then peaks. Step times are compared only if both are known.
 
     Raises:
         InvalidValue: values that are no estimates, or estimates of different models, clusters or batches.
@@ -125,7 +124,7 @@ def _table(a: Estimate, b: Estimate) -> str:
 
 
 def _seconds(left: float | None, right: float | None) -> tuple[str, str, str]:
-    """Two times and their difference; what is not known says so."""
+    """Two times and their difference, or "unknown"."""
     shown = tuple("unknown" if s is None else f"{s:.3f} s" for s in (left, right))
     difference = "unknown" if left is None or right is None else f"{left - right:+.3f} s"
     return shown[0], shown[1], difference

@@ -16,6 +16,7 @@ from memplan.precisions import PRECISIONS
 from memplan.tape import Backend
 from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
+from validate.predict import estimated_rank
 from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.models import in_small
 
@@ -182,7 +183,7 @@ def gpu_nccl(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def gpu_standin(gpus: Gpus | None) -> tuple[Case, ...]:
-    """One rank of a world that PyTorch's fake process group plays; as many layers as fit one GPU."""
+    """One rank of a world whose other ranks are played; as many layers as fit one GPU."""
     return tuple(
         case for model, options, ranks in STAND_INS for case in _stand_ins(model, options, ranks, gpus)
     )
@@ -214,8 +215,7 @@ def gpu_allocator(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def _reserved_bytes(case: Case) -> int | None:
-    at = case.plan.place(case.rank)
-    replay = rank_estimate(case.model, case.plan, at, case.kernels, case.talks_by).replayed
+    replay = estimated_rank(case, case.ranks[0]).replayed
     return None if replay is None else replay.reserved_bytes
 
 
@@ -226,15 +226,15 @@ def gpu_published(gpus: Gpus | None) -> tuple[Case, ...]:
         known = compared(row)
         if by_torchtitan(row) and "H100" in row["gpu"] and known.error is not None and not known.differences:
             estimated = comparable_estimate(row)
-            model, plan = runnable(estimated.model), estimated.plan
-            case = Case(name=f"{row['row_id']}, {known.plan}", model=model, plan=plan, backend="fake")
-            found.append(_published_case(case, gpus))
-    return tuple(found)
+            model, plan = estimated.model, estimated.plan
+            if gpus is None and isinstance(model, Decoder):
+                model, plan = narrow(model), in_short(plan)
+            name = f"{row['row_id']}, {known.plan}"
+            found.append(Case(name=name, model=runnable(model), plan=plan, backend="fake", rank=0))
+    return tuple(found if gpus is None else (_published(case, gpus) for case in found))
 
 
-def _published_case(case: Case, gpus: Gpus | None) -> Case:
-    if gpus is None:
-        return replace(case, model=narrow(case.model), plan=in_short(case.plan))
+def _published(case: Case, gpus: Gpus) -> Case:
     placed = replace(case, device=gpus.device, gpu=gpus.known_as, alloc_conf="expandable_segments:True")
     return replace(placed, steps=UNTIMED_STEPS, timeout_s=PATIENCE_S)
 
@@ -279,8 +279,9 @@ def _stand_ins(
         small = narrow(model, n_layers=max(3, plan.n_stages + 1))
         cases = [_on_cpu(small, in_short(plan), backend="fake", rank=rank) for rank in ranks]
     else:
-        fitting = with_layers_that_fit(model, plan, gpus, "fake")
-        cases = [_on_gpu(fitting, plan, gpus, backend="fake", rank=rank) for rank in ranks]
+        backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+        fitting = with_layers_that_fit(model, plan, replace(gpus, n=plan.world_size), backend)
+        cases = [_on_gpu(fitting, plan, gpus, backend=backend, rank=rank) for rank in ranks]
     yield from (replace(case, name=f"{case.name}, rank {case.rank}") for case in cases)
 
 
@@ -293,7 +294,7 @@ def _on_cpu(model: Decoder, plan: Plan, **settings: Any) -> Case:
 
 
 def _on_gpu(model: Decoder, plan: Plan, gpus: Gpus, **settings: Any) -> Case:
-    in_short = gpus.device == "nogpu" and settings.get("backend") == "fake"
+    in_short = gpus.device == "nogpu" and "rank" in settings
     steps = UNTIMED_STEPS if in_short else GPU_STEPS
     case = Case(name=_name(model, plan), model=model, plan=plan, steps=steps, **settings)
     patience_s = PATIENCE_S if gpus.device == "nogpu" else case.timeout_s
@@ -306,8 +307,7 @@ def _name(model: Decoder, plan: Plan) -> str:
 
 def with_layers_that_fit(model: Decoder, plan: Plan, gpus: Gpus, backend: Backend) -> Decoder:
     """The model with as many layers to a pipeline stage as fit one of the GPUs, and no more than it has."""
-    sharing = 1 if backend == "fake" else max(1, plan.world_size // gpus.n)
-    usable_bytes = int(USABLE * gpus.memory_bytes / sharing)
+    usable_bytes = int(USABLE * gpus.memory_bytes / max(1, plan.world_size // gpus.n))
     kernels = gpu(gpus.known_as).device
 
     def fits(n_blocks: int) -> bool:

@@ -1,10 +1,11 @@
 """Stock PyTorch as an engine: which ranks are played, and what is shared between them."""
 
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Costs, Engine, PartCosts, RankRecord
+from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.torch.bounds import data_parallelism
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
@@ -57,6 +58,11 @@ class TorchEngine(Engine):
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         return part_costs(self, model, plan, device)
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
+    ) -> DataParallelism:
+        return data_parallelism(plan, elements, block_elements, single_stage)
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:

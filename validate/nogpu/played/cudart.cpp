@@ -3,7 +3,10 @@
 // do so without an answer: graphs and memory shared between processes are refused.
 // Source: docs.nvidia.com/cuda/cuda-runtime-api.
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 
+#include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 
@@ -20,6 +23,22 @@ constexpr int WARP = 32, MOST_THREADS = 1024, REGISTERS = 65536, MOST_GRID = 214
 cudaError_t made(void** address, void* found) {
     *address = found;
     return found == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+
+// An event knows as the how-manieth one it was recorded last; of those recorded the host has waited for some.
+struct Event {
+    std::atomic<uint64_t> recorded{0};
+};
+std::atomic<uint64_t> n_recorded{0}, waited_for{0};
+
+bool is_watchdog() {
+    static thread_local int known = -1;
+    if (known < 0) {
+        char name[16] = "";
+        pthread_getname_np(pthread_self(), name, sizeof name);
+        known = std::strcmp(name, "pt_nccl_watchdg") == 0;
+    }
+    return known;
 }
 
 template <typename Handle>
@@ -236,7 +255,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
     return cudaSuccess;
 }
 
-// Streams and events: everything that was asked for has been done
+// Streams and events: everything that was asked for has been done. But NCCL's watchdog, which drops what a
+// collective holds once its event is over, and looks ten times a second, finds that over which the host has
+// waited for the whole device since: else what is alive would hang on when it looks.
+// Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`Watchdog::runLoop`).
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return named(stream); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return named(stream); }
@@ -262,8 +284,36 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) {
     return cudaSuccess;
 }
 
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return named(event); }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return named(event); }
+cudaError_t cudaDeviceSynchronize() {
+    waited_for = n_recorded.load();
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = reinterpret_cast<cudaEvent_t>(new Event{});
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete reinterpret_cast<Event*>(event);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+    reinterpret_cast<Event*>(event)->recorded = ++n_recorded;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    return cudaEventRecord(event, stream);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    bool over = !is_watchdog() || reinterpret_cast<Event*>(event)->recorded <= waited_for;
+    return over ? cudaSuccess : cudaErrorNotReady;
+}
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
     *milliseconds = 0;

@@ -2,6 +2,7 @@
 // so that what PyTorch compares or reads back of a collective is sound; a large one stays unknown.
 // Source: docs.nvidia.com/deeplearning/nccl; nccl.h.
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -16,6 +17,9 @@ constexpr size_t ID_BYTES = 128;  // ncclUniqueId
 struct Communicator {
     int rank, ranks;
 };
+
+// How many ranks are in the part of a communicator that is split off next: NCCL asks them, we are told.
+thread_local int told = 0;
 
 // Bytes of an element, by ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, float16, float32, float64,
 // bfloat16, float8e4m3, float8e5m2.
@@ -55,8 +59,15 @@ int ncclCommInitRankScalable(Communicator** made, int ranks, int rank, int, Uniq
     return joined(made, ranks, rank);
 }
 
-int ncclCommSplit(Communicator* whole, int, int, Communicator** made, void*) {
-    return joined(made, whole->ranks, whole->rank);
+void memplan_nogpu_part_has(int ranks) { told = ranks; }
+
+// PyTorch's key is the rank in the part: torch/csrc/distributed/c10d/NCCLUtils.cpp (`NCCLComm::split`).
+int ncclCommSplit(Communicator*, int, int key, Communicator** made, void*) {
+    if (told == 0) {
+        std::fprintf(stderr, "a communicator is split, and nobody has said into how many ranks\n");
+        return 4;  // ncclInvalidArgument
+    }
+    return joined(made, told, key);
 }
 
 int ncclCommDestroy(Communicator* communicator) {

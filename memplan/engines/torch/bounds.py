@@ -1,0 +1,58 @@
+"""What data parallelism sends and holds at least, in closed form: a plan's fields may be arrays over plans.
+
+All plans of the arrays are of one kind: of one or of several data-parallel ranks, under FSDP2 or not.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from memplan.engines.base import DataParallelism
+from memplan.plan import N_MOMENTS, Plan
+
+
+def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stage: Any) -> DataParallelism:
+    """The figures of `Engine.data_parallelism`."""
+    if np.min(plan.zero) >= 2:
+        return _fully_sharded(plan, elements, block_elements, single_stage)
+    stored, dp = plan.formats.stored.itemsize, plan.dp
+    several = bool(np.min(dp) > 1)
+    weights = elements * stored
+    part = (dp - 1) / dp
+    share = np.where(plan.zero == 1, 1 / dp, 1)
+    reduces = several and plan.ddp_comm_hook == "none"
+    keeps_grads = not plan.set_to_none or (several and plan.gradient_as_bucket_view)
+    return DataParallelism(
+        waits={"dp": (plan.zero == 1) * weights * part} if several else {},
+        reductions={"dp": 2 * weights * part} if reduces else {},
+        gathers={},
+        reducing=1 / plan.n_micro_batches if several else np.where(plan.pp == 1, 1.0, 0.0),
+        updated_bytes=share * weights,
+        states_bytes=((2 if several else 1) + share * N_MOMENTS[plan.optimizer]) * weights,
+        grads_bytes=0.0 if keeps_grads else elements * plan.formats.accumulate.itemsize,
+    )
+
+
+def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage: Any) -> DataParallelism:
+    """FSDP2 reduces with each micro-batch, in a pipeline once; blocks are gathered again if it reshards."""
+    formats, dp, pp, m = plan.formats, plan.dp, plan.pp, plan.n_micro_batches
+    part = (dp - 1) / dp
+    once = np.where(pp == 1, m, 1)
+    again = np.where((pp == 1) | single_stage, m, 0)
+    reshards = (plan.zero == 3) & (plan.fsdp_units != "model")
+    gathered = once * elements + reshards * again * block_elements
+    reduced = once * elements * formats.reduce.itemsize
+    weights = elements * formats.stored.itemsize / dp
+    grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / dp
+    return DataParallelism(
+        waits={},
+        reductions={
+            "dp": reduced * part,
+            "dp_replicate": 2 * reduced / dp * (plan.dp_replicate - 1) / plan.dp_replicate,
+        },
+        gathers={"dp": gathered * formats.gather.itemsize * part},
+        reducing=np.where(pp == 1, 1.0, 0.0),
+        updated_bytes=weights,
+        states_bytes=0.0 if plan.offload else (1 + N_MOMENTS[plan.optimizer]) * weights,
+        grads_bytes=np.where(pp > 1, elements * formats.reduce.itemsize, grads) if plan.set_to_none else 0.0,
+    )
