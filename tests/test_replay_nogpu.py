@@ -36,6 +36,7 @@ EXPECTED = {
     "a100-single": (41, (41, 41, 41), EXACT),
     "h100-single": (41, (41, 41, 41), EXACT),
     "b200-single": (41, (41, 41, 41), EXACT),
+    "h200-published": (5, (4, 4, 2), (0.0001, 0.0001, 0.003)),
     "h100-single-torch2.11": (41, (41, 41, 41), EXACT),
     "h100-single-torch2.12": (41, (41, 41, 40), (0.0, 0.0, 0.064)),
     "h100-single-torch2.14": (41, (41, 41, 41), EXACT),
