@@ -10,6 +10,7 @@ from memplan.errors import InvalidValue, MissingRule, UnknownName
 from memplan.estimate import rank_estimate
 from memplan.models import implemented, preset
 from memplan.models.huggingface_gpt import HuggingFaceGpt
+from memplan.models.huggingface_llama import HuggingFaceLlama
 from memplan.plan import Plan, Rank
 
 TINY_GPT2: dict[str, Any] = {"n_layers": 3, "d_model": 64, "n_heads": 4, "d_ff": 256, "max_seq_len": 512}
@@ -29,6 +30,27 @@ MEASURED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 ]
 
 
+TINY_LLAMA: dict[str, Any] = {"n_layers": 3, "d_model": 64, "n_heads": 8, "n_kv_heads": 4, "d_ff": 176}
+
+# The same of LlamaForCausalLM.
+MEASURED_LLAMA: list[tuple[int, dict[str, Any], int]] = [
+    (16, {"precision": "fp32", "micro_batch": 2}, 10_540_704),
+    (16, {"precision": "bf16", "micro_batch": 2}, 6_036_384),
+    (16, {"precision": "bf16-mixed", "micro_batch": 2}, 8_150_688),
+    (16, {"precision": "fp32", "micro_batch": 2, "recompute": "full"}, 5_633_632),
+    (500, {"precision": "bf16", "micro_batch": 1}, 5_090_080),
+]
+
+
+@pytest.mark.parametrize("vocab_size,asked,peak_bytes", MEASURED_LLAMA, ids=str)
+def test_llama_holds_what_transformers_does(vocab_size, asked, peak_bytes):
+    model = HuggingFaceLlama(name="tiny", max_seq_len=512, vocab_size=vocab_size, **TINY_LLAMA)
+    plan = Plan(seq_len=256, global_batch=asked["micro_batch"], **asked)
+    predicted = rank_estimate(model, plan, Rank(), CPU).peak_bytes
+    mean_bytes = 4 * 256 * plan.micro_batch
+    assert predicted == peak_bytes - (mean_bytes if plan.recompute == "full" else 0)
+
+
 @pytest.mark.parametrize("sizes,asked,peak_bytes", MEASURED, ids=str)
 def test_gpt2_holds_what_transformers_does(sizes, asked, peak_bytes):
     model = HuggingFaceGpt(name="tiny", tied_head=True, **TINY_GPT2, **sizes)
@@ -45,7 +67,7 @@ def test_an_implementation_is_named_in_every_output():
 
 
 def test_implementations_have_the_same_weights():
-    for name in ("gpt2", "gpt2-xl"):
+    for name in ("gpt2", "gpt2-xl", "llama-2-7b", "llama-3-70b"):
         other = implemented(preset(name), "huggingface")
         assert memplan.parameter_count(other) == memplan.parameter_count(preset(name))
 
