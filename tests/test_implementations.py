@@ -68,9 +68,9 @@ WIDE_GPT2 = HuggingFaceGpt(
     tied_head=True,
 )  # fmt: skip
 
-# transformers 5.23.0 on torch 2.13.0+cu130 and an H100 that is not there (`validate.nogpu`; no GPU was measured):
-# the most requested bytes of the third step. Whether a sequence is packed is a value, which is not computed there:
-# transformers was told that none is.
+# transformers 5.23.0 on torch 2.13.0+cu130 and an H100 that is not there (`validate.nogpu`; no GPU was
+# measured): the most requested bytes of the third step. Whether a sequence is packed is a value, which is not
+# computed there: transformers was told that none is.
 WITHOUT_A_GPU: list[tuple[Decoder, dict[str, Any], int]] = [
     (WIDE_LLAMA, {"precision": "bf16", "micro_batch": 1}, 1_895_987_528),
     (WIDE_LLAMA, {"precision": "fp32", "micro_batch": 1}, 4_031_983_880),
