@@ -30,7 +30,15 @@ from memplan.fields import (
 )
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
-from memplan.models import Model, model_dict, parameter_count, preset, preset_names, preset_source
+from memplan.models import (
+    Model,
+    TracedModel,
+    model_dict,
+    parameter_count,
+    preset,
+    preset_names,
+    preset_source,
+)
 from memplan.plan import FIELDS, Plan
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
@@ -293,6 +301,32 @@ def commands() -> None:
     """Bytes, traffic and rough time of a distributed training job, before the GPUs are reserved."""
 
 
+@commands.command("trace")
+@click.argument("factory")
+@click.option("--out", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
+def trace_command(factory: str, out: str) -> None:
+    """Traces your own torch module; what is written is a MODEL of the other commands, without torch.
+
+    FACTORY is the name of a function, as package.module:factory, that returns (module, example_inputs).
+    """
+    model = _module_traced(factory)
+    if not isinstance(model, TracedModel):
+        raise Refused(f"{one_line(factory)} names no function; use package.module:factory.")
+    model.save(out)
+    click.echo(f"{printable(model.name)}: {model.n_parameters:,} parameters, {model.n_layers} blocks; {out}")
+
+
+def _module_traced(name: str, **options: Any) -> str | Model:
+    """The model of a function's module; another name as it is."""
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
+        return name
+    try:
+        from memplan.tracing.factory import traced_from_factory  # imports torch, which the module needs too
+    except ModuleNotFoundError as missing:
+        raise Refused(f"{one_line(str(missing))}; to trace a module: pip install 'memplan[trace]'.") from None
+    return traced_from_factory(name, **options)
+
+
 @commands.command("estimate", cls=EngineCommand)
 @click.argument("model")
 @implementation_option()
@@ -305,9 +339,10 @@ def commands() -> None:
 def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -> None:
     """What a plan asks of each GPU.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
+    package.module:factory, the name of a function that returns your own module and its example inputs.
     """
-    result = estimate(model, **asked)
+    result = estimate(_module_traced(model, precisions=(asked["precision"],)), **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}

@@ -25,7 +25,7 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, model_dict, parameter_count, resolve
+from memplan.models import Model, TracedModel, model_dict, parameter_count, resolve
 from memplan.plan import (
     FIELDS,
     DdpCommHook,
@@ -544,8 +544,11 @@ def device_of(cluster: Cluster | None) -> Device:
 
 
 def estimate(
-    model: Model | str | os.PathLike[str],
+    model: Model | str | os.PathLike[str] | Any,
     *,
+    example_inputs: Any = None,
+    targets: Any = None,
+    loss: Callable[..., Any] | None = None,
     implementation: str | None = None,
     cluster: Cluster | str | None = None,
     dp: int | None = None,
@@ -586,7 +589,11 @@ def estimate(
     """What one plan asks of each GPU.
 
     Args:
-        model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        model: a preset's name, the path of a Hugging Face config.json or of a trace, a Model, or your own
+            `torch.nn.Module`, which is traced.
+        example_inputs: what a module is called with; see `memplan.trace`, also for `targets` and `loss`.
+        targets: what a module's loss compares with.
+        loss: from a module's output (and `targets`) to its loss.
         implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster; None: memory and traffic on H100s, no limit.
         dp: data-parallel ranks; left out, what the cluster has left (1 without a cluster).
@@ -630,6 +637,11 @@ def estimate(
         MemplanError: with the value, the rule it breaks and a way out.
     """
     asked = {name: value for name, value in locals().items() if name in FIELDS}
+    if example_inputs is not None:
+        from memplan.tracing import trace  # imports torch, as the module's owner does
+
+        module: Any = model
+        model = trace(module, example_inputs, targets=targets, loss=loss, precisions=(precision,))
     model = resolve(model, implementation)
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     if dp is None:
@@ -661,6 +673,8 @@ def estimate_plan(
         MemplanError: if the plan cannot run on this model, its mesh is not the cluster, or the cluster is of
             another device.
     """
+    if device is None and cluster is None and isinstance(model, TracedModel):
+        device = model.device
     runs_on = _checked_device(device, cluster)
     check_plan(model, plan)
     check_device(plan, runs_on)

@@ -1,18 +1,21 @@
 """A configuration to be run and compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import Any, Final, Literal, cast
 
-from memplan import Gpt, Llama, Plan
+from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
 from memplan.engines.options import plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
+from memplan.models.traced import model_from_trace
 from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
+from validate.shipped import data_folder
 
 LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
 """Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
@@ -58,7 +61,7 @@ class Case:
     """
 
     name: str
-    model: Decoder
+    model: Decoder | TracedModel
     plan: Plan
     steps: int = LEAST_STEPS + 1
     seed: int = 1234
@@ -70,6 +73,10 @@ class Case:
     limit_bytes: int | None = None
     alloc_conf: str = ""
     tensors: Tensors = "real"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """As its plain values: of a traced model the name, which is short."""
+        return Case.from_dict, (self.to_compact_dict(),)
 
     @property
     def torch_device(self) -> DeviceType:
@@ -103,7 +110,7 @@ class Case:
 
         Source: Yang et al. 2022, arXiv:2203.03466 (1 / width).
         """
-        return LEARNING_RATES[self.plan.optimizer] * min(1.0, WIDTH / self.model.d_model)
+        return LEARNING_RATES[self.plan.optimizer] * WIDTH / max(WIDTH, self.model.d_model)
 
     @property
     def computes(self) -> bool:
@@ -124,6 +131,8 @@ class Case:
             return "not checked at all: its tensors have shapes and no data, so there is no loss"
         if self.rank is not None:
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
+        if isinstance(self.model, TracedModel):
+            return "only that the loss falls: other people's modules may normalise over the batch"
         if self.model.dropout:
             return "only that the loss falls: one process would drop other elements"
         if self.device == "cuda" and self.plan.world_size == 1:
@@ -150,13 +159,14 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """The case as plain values; beside the plan's, how many micro-batches each replica accumulates."""
-        model = {"family": family_of(self.model), **asdict(self.model)}
+        model = _model_dict(self.model, asdict)
         plan = plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
-        return {**asdict(self), "model": model, "plan": plan, "learning_rate": self.learning_rate}
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**known, "model": model, "plan": plan, "learning_rate": self.learning_rate}
 
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
-        model = {"family": family_of(self.model), **_not_default(self.model)}
+        model = _model_dict(self.model, _not_default)
         plan = {said.name: said.value for said in said_by(self.plan) if not said.is_default}
         return {**_not_default(self), "model": model, "plan": plan}
 
@@ -170,10 +180,11 @@ class Case:
         known = dict(values)
         model = dict(known.pop("model"))
         known.pop("learning_rate", None)
-        family = FAMILIES[model.pop("family")]
+        family = model.pop("family")
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
-        return Case(model=family(**model), plan=plan_of(**plan), **known)
+        found = shipped_trace(model["name"]) if family == TracedModel.family else FAMILIES[family](**model)
+        return Case(model=found, plan=plan_of(**plan), **known)
 
 
 def placed(case: Case, gpus: Gpus | None) -> Case:
@@ -237,9 +248,27 @@ def runnable(named: object) -> Decoder:
     raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
 
 
-def family_of(model: Decoder) -> str:
+def family_of(model: Decoder | TracedModel) -> str:
     """The name of a model's family."""
+    if isinstance(model, TracedModel):
+        return model.family
     return next(name for name, family in FAMILIES.items() if type(model) is family)
+
+
+@cache
+def shipped_trace(name: str) -> TracedModel:
+    """The trace of one of other people's modules, which comes with the project.
+
+    Raises:
+        InvalidValue: there is none of this name.
+    """
+    return model_from_trace(data_folder() / "traces" / f"{name}.json")
+
+
+def _model_dict(model: Decoder | TracedModel, values: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """A model as plain values; of a traced one its name."""
+    sizes = {"name": model.name} if isinstance(model, TracedModel) else values(model)
+    return {"family": family_of(model), **sizes}
 
 
 def _not_default(value: Any) -> dict[str, Any]:
@@ -247,7 +276,7 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
-def title(model: Decoder, plan: Plan) -> str:
+def title(model: Decoder | TracedModel, plan: Plan) -> str:
     """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
 
     >>> from memplan.models import preset
@@ -262,8 +291,9 @@ def title(model: Decoder, plan: Plan) -> str:
     words += [] if plan.optimizer == "adamw" else [plan.optimizer]
     others = [said for said in said_by(plan) if said.field.word and not said.is_default]
     words += [_option_words(said.field.word, said.value) for said in others]
-    kind = ["tied"] if model.tied_head else []
-    kind += ["dropout"] if model.dropout else []
+    kind = []
+    if isinstance(model, Decoder):
+        kind = [word for word, yes in (("tied", model.tied_head), ("dropout", model.dropout)) if yes]
     return f"{' '.join([model.name, *kind])}, {' '.join(words)}"
 
 

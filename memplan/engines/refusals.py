@@ -77,12 +77,12 @@ def check_layers(model: Model, plan: Plan) -> None:
         stages = f"pp x virtual_stages = {plan.pp} x {plan.virtual_stages} = {plan.n_stages}"
     if plan.layers_per_stage is None:
         most = model.n_blocks
-        if plan.pp > most:
+        if plan.pp > max(most, 1):
             raise PlanRefused(
                 f"pp={plan.pp} is more than n_layers={most}; use at most {most}.",
                 kind="more pipeline stages than layers",
             )
-        if plan.n_stages > most:
+        if plan.n_stages > max(most, 1):
             raise PlanRefused(
                 f"{stages} is more than n_layers={most}; use virtual_stages={most // plan.pp} or smaller "
                 "degrees.",

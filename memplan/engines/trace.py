@@ -1,6 +1,6 @@
 """One micro-batch through one pipeline stage, as traced from the model's forward pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -151,9 +151,15 @@ def traced(
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
-    one, *others = (
+    each = [
         _traced(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits) for kind in kinds
-    )
+    ]
+    return joined(each, kinds)
+
+
+def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
+    """The first of these traces, each of a block of one kind, with the blocks of all."""
+    one, *others = traces
     blocks = dict(one.blocks)
     for kind, other in zip(kinds[1:], others, strict=True):
         like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)

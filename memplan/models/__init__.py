@@ -7,6 +7,7 @@ from memplan.models.llama import Llama
 from memplan.models.lookup import model_from_config, resolve
 from memplan.models.parameters import ends_are_tied, not_divided, parameter_count
 from memplan.models.presets import preset, preset_names, preset_source
+from memplan.models.traced import TracedModel
 
 __all__ = [
     "Decoder",
@@ -15,6 +16,7 @@ __all__ = [
     "Layers",
     "Llama",
     "Model",
+    "TracedModel",
     "ends_are_tied",
     "implemented",
     "model_dict",

@@ -10,7 +10,7 @@ from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, divisors_text, shown_value
 from memplan.ops import cross_entropy
 from memplan.record import Axis
-from memplan.shapes import Buffer
+from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tensor
 
 MOST_LAYERS: Final = 10_000
@@ -100,6 +100,14 @@ class Model(ABC):
         """What a module keeps beside its weights: each pipeline stage has its own."""
         return ()
 
+    def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
+        """What a step is given for so many samples; the first is the pipeline's first stage's only."""
+        return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
+
+    def sizes(self) -> dict[str, Any]:
+        """Its fields as plain values."""
+        return asdict(self)
+
     def loss(self, logits: Tensor) -> Tensor:
         """The loss of a micro-batch, a scalar."""
         return cross_entropy(logits)
@@ -119,7 +127,7 @@ class Model(ABC):
 
 def model_dict(model: Model) -> dict[str, Any]:
     """A model as plain values."""
-    return {"family": model.family, "implementation": model.implementation, **asdict(model)}
+    return {"family": model.family, "implementation": model.implementation, **model.sizes()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ from memplan.models.base import Model
 from memplan.models.config import config_file, model_name, read_config
 from memplan.models.families import FAMILIES, implemented
 from memplan.models.presets import preset
+from memplan.models.traced import is_trace, model_from_trace
 
 
 def resolve(model: Model | str | os.PathLike[str], implementation: str | None = None) -> Model:
-    """The model that is meant: a Model itself, a preset's name, or the path of a config.json or its folder.
+    """The model that is meant: a Model itself, a preset's name, or the path of a trace or a config.json.
 
     `implementation`: whose code trains it; None: the model's own, the preset's or the file's default. A
     preset's name goes before a folder of the same name: write ./gpt2 for the folder.
@@ -31,7 +32,12 @@ def _resolved(model: Model | str | os.PathLike[str]) -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, os.PathLike):
-        return model_from_config(model)
+        return _of_file(model)
+    if hasattr(model, "named_parameters"):
+        raise InvalidValue(
+            f"model is a module ({type(model).__name__}), which must be traced; give example_inputs=, or a "
+            "model of memplan.trace."
+        )
     if not isinstance(model, str):
         raise InvalidValue(
             f"model={shown_value(model)} is not a model; use a preset's name, the path of a config.json, "
@@ -41,8 +47,13 @@ def _resolved(model: Model | str | os.PathLike[str]) -> Model:
         return preset(model)
     except UnknownName:
         if _looks_like_a_path(model):
-            return model_from_config(model)
+            return _of_file(model)
         raise
+
+
+def _of_file(path: str | os.PathLike[str]) -> Model:
+    """The model of a trace or of a config.json."""
+    return model_from_trace(path) if is_trace(path) else model_from_config(path)
 
 
 def model_from_config(path: str | os.PathLike[str]) -> Model:

@@ -6,6 +6,7 @@ from functools import cache
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
+from memplan.models.traced import TracedModel
 from memplan.shapes import INT64, Shape, n_elements
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -33,6 +34,8 @@ def parameter_count(model: Model) -> int:
 
 def ends_are_tied(model: Model) -> bool:
     """Whether the head uses a weight of the embedding."""
+    if isinstance(model, TracedModel):
+        return model.tied
     embed, _, head = _used(model)
     return not embed.keys().isdisjoint(head)
 
@@ -40,6 +43,8 @@ def ends_are_tied(model: Model) -> bool:
 @cache
 def not_divided(model: Model, tp: int) -> str:
     """What an operation says that `tp` tensor ranks cannot divide; empty if all of them can."""
+    if isinstance(model, TracedModel):
+        return ""
     try:
         deque(_passes(model, Tape(OpContext(tp=tp, micro_batch=1, seq_len=1))), maxlen=0)
     except InvalidValue as error:
@@ -49,6 +54,8 @@ def not_divided(model: Model, tp: int) -> str:
 
 @cache
 def _counted(model: Model) -> int:
+    if isinstance(model, TracedModel):
+        return model.n_parameters
     embed, blocks, head = _used(model)
     ends = sum([n_elements(shape) for shape in {**embed, **head}.values()])
     return ends + sum([n * sum(map(n_elements, blocks[kind].values())) for kind, n in model.layers])

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.values import KnownValues, known_value
 from validate.fake.lifetimes import Lifetimes
-from validate.fake.shapes import Shapes, tensors
-from validate.fake.values import KnownValues, known_value
 
 DEVICE: Final = torch.ops.prim.device.default
 """Asked of a tensor all the time; moves nothing."""

@@ -21,6 +21,7 @@ from validate.suites.matrix import matrix
 from validate.suites.models import SMALL, models
 from validate.suites.quick import quick
 from validate.suites.refused import refused
+from validate.suites.wild import wild
 
 SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "quick": quick,
@@ -29,6 +30,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "refused": refused,
     "matrix": matrix,
     "fullsize": fullsize,
+    "wild": wild,
 }
 """Suites of CPU ranks."""
 

@@ -240,19 +240,25 @@ class DistributedDataParallel(StageModule[DdpState]):
         if not self.state.require_forward_param_sync:
             return forward
         self.state = self.state._replace(require_forward_param_sync=False)
-        found = self.stage.model.buffers(self.stage.plan.seq_len)
-        return chain(forward.name, self._sync_buffers(found), forward) if found else forward
+        return chain(forward.name, *self._sync_buffers(), forward)
 
-    def _sync_buffers(self, found: Sequence[Buffer]) -> Stretch:
-        """The first rank's buffers to the others, all at once: the angles of rotary positions.
+    def _sync_buffers(self) -> Iterator[Stretch]:
+        """The first rank's buffers to the others: flat copies of all of a type, of a single one a view.
 
         Once a step, as passes under `no_sync` ask for none; never under a schedule, whose are all under it.
 
-        Source: `torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers`.
+        Source: `torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers`,
+        torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`).
         """
-        what, n_bytes = f"{found[0].name} buffer", sum([buffer.n_bytes for buffer in found])
-        sent = Collective(kind="broadcast", axis="dp", what=what, payload_bytes=n_bytes)
-        return events("forward: broadcast of buffers", [sent])
+        by_type: dict[DType, list[Buffer]] = {}
+        for buffer in self.stage.model.buffers(self.stage.plan.seq_len):
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        for dtype, found in by_type.items():
+            n_bytes = sum([buffer.n_bytes for buffer in found])
+            what = f"{found[0].name} buffer" if len(found) == 1 else f"{dtype.name} buffers"
+            sent = Collective(kind="broadcast", axis="dp", what=what, payload_bytes=n_bytes)
+            flat = [buffer_of(what, (n_bytes // dtype.itemsize,), dtype)] if len(found) > 1 else []
+            yield events("forward: broadcast of buffers", [*allocs(*flat), sent, *frees(*flat)])
 
     def _backward(self) -> Stretch:
         last = self.state.require_backward_grad_sync

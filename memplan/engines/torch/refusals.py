@@ -7,7 +7,7 @@ from typing import Final
 from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused
-from memplan.models import Model, ends_are_tied, not_divided
+from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import BF16, FP32
 
@@ -203,7 +203,32 @@ def _check_precision(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_traced(model: Model, plan: Plan) -> None:
+    """What cannot be told from one rank's trace of a module."""
+    if not isinstance(model, TracedModel):
+        return
+    other_release = not model.made_with.startswith(f"torch {plan.torch_version}.")
+    traced_alone = (
+        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
+        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
+        (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
+        (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
+        (plan.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
+        (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
+        (plan.offload, "offload", "offload=False"),
+        (other_release, f"torch_version={plan.torch_version!r}", f"that of {model.made_with}"),
+    )
+    for asked, what, other in traced_alone:
+        if asked:
+            raise MissingRule(
+                f"{what}: {model.name} was traced on one rank without it, and no rule says what it would "
+                f"change; use {other}.",
+                kind=f"{what.partition('=')[0]} of a traced model",
+            )
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+    _check_traced,
     _check_code,
     _check_sizes,
     check_sequence,

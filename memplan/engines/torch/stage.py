@@ -8,14 +8,15 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from memplan.device import CPU, Device
+from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Layers, Model
+from memplan.models import Layers, Model, TracedModel
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.shapes import FP32, INT32, INT64, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
+from memplan.shapes import FP32, INT32, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
 from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -92,6 +93,8 @@ class Stage:
 
     @cached_property
     def _with_blocks(self) -> Trace:
+        if isinstance(self.model, TracedModel):
+            return recorded(self.model, self.op_context, tuple(dict(self.runs)))
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
             kinds=tuple(dict(self.runs)), keep_logits=self.plan.pp > 1,
@@ -418,11 +421,9 @@ class RankStages:
     def inputs(self) -> Alive:
         """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
         plan = self.plan
-        alive: Alive = Counter()
-        batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
-        if self.first:
-            alive[buffer_of("tokens", batch, INT64)] += 1
-        alive[buffer_of("targets", batch, INT64)] += 1
+        tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
+        alive: Alive = Counter([tokens] if self.first else ())
+        alive.update(others)
         for buffer in self.buffers:
             alive[buffer] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
+from memplan import TracedModel
 from memplan.errors import PlanRefused
 from memplan.plan import TorchVersion
 from validate.cases import Case
@@ -16,6 +17,7 @@ from validate.systems import Training
 from validate.systems.torch.parallelize import device_mesh, parallel_module, stage_module
 from validate.systems.torch.passes import Passes, passes
 from validate.systems.torch.updates import Update, gradient, update_of
+from validate.systems.torch.wild import wild_module, wild_passes
 
 
 class TorchTraining(Training):
@@ -67,6 +69,12 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             "leave it out, or install that release."
         )
     mesh = device_mesh(plan, device)
+    if isinstance(model, TracedModel):
+        module = wild_module(model, plan, mesh, device, seed=case.seed)
+        update = update_of([module], plan, mesh, device, learning_rate=case.learning_rate)
+        return TorchTraining(
+            wild_passes(module, model, plan, at, device, seed=case.seed), update, axis_of_group(mesh)
+        )
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
     seed = case.seed if case.computes else None

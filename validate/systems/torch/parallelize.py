@@ -5,7 +5,7 @@ Mesh axes, outermost first: pp, dp_replicate, dp, tp. ZeRO 0 is `DistributedData
 tensor and sequence parallelism are `parallelize_module`, pipelines `torch.distributed.pipelining`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 from unittest.mock import patch
 
@@ -112,7 +112,7 @@ def parallel_module(
     if plan.tp > 1:
         cut_tensors(stage, plan, at, mesh["tp"])
     if plan.fsdp:
-        shard_weights(stage, plan, mesh)
+        shard_weights(stage, _units(stage, plan), plan, mesh)
     materialised(stage, device, offload=plan.offload)
     return replicated(stage, plan, mesh["dp"]) if plan.ddp else stage
 
@@ -143,7 +143,7 @@ def awaited(hook: Hook) -> Hook:
     return in_turn
 
 
-def replicated(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+def replicated(stage: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """`stage` under DistributedDataParallel with the plan's options."""
     cap = None if plan.bucket_cap_bytes is None else plan.bucket_cap_bytes / MiB
     module = DistributedDataParallel(
@@ -167,8 +167,10 @@ def replicated(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def shard_weights(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
-    """FSDP2: the plan's units from the inside out, the root last with what they leave over.
+def shard_weights(
+    module: nn.Module, units: Iterable[nn.Module | list[nn.Module]], plan: Plan, mesh: DeviceMesh
+) -> None:
+    """FSDP2: units from the inside out, the root last with what they leave over.
 
     With `zero=3` every unit but the root frees its weights after its forward pass (PyTorch's default), with
     `zero=2` none does.
@@ -182,7 +184,7 @@ def shard_weights(stage: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce)
     if plan.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for unit in (*_units(stage, plan), stage):
+    for unit in (*units, module):
         fully_shard(unit, **options)
 
 
@@ -191,11 +193,16 @@ def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Modul
     ends = plan.fsdp_units == "block+ends"
     if ends and stage.embedding is not None:
         yield stage.embedding
-    if plan.fsdp_units != "model":
-        blocks, n = list(stage.blocks.values()), plan.fsdp_blocks
-        yield from blocks if n == 1 else (blocks[i : i + n] for i in range(0, len(blocks), n))
+    yield from units_of_blocks(list(stage.blocks.values()), plan)
     if ends and stage.head is not None:
         yield stage.head
+
+
+def units_of_blocks(blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
+    """Each block, or so many in a row, or none."""
+    n = plan.fsdp_blocks
+    if plan.fsdp_units != "model":
+        yield from blocks if n == 1 else (blocks[i : i + n] for i in range(0, len(blocks), n))
 
 
 def cut_tensors(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from validate.fake.shapes import tensors
+from memplan.tracing.shapes import tensors
 
 MOST_ELEMENTS: Final = 1 << 24
 """A tensor of integers with more elements is not computed: a mask of all queries by all keys, say."""

@@ -1,0 +1,98 @@
+"""A traced module's recording as the engines' trace of a stage."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from memplan.engines.trace import Block, BlockKind, Segment, Trace, joined
+from memplan.errors import MissingRule
+from memplan.models.traced import DTYPES, TracedEvent, TracedModel, TracedTensor, buffer_at, shape_at, size_at
+from memplan.record import AccumulateGrad, Alloc, Compute, Event, Free
+from memplan.shapes import Buffer, DType, Parameter
+from memplan.tape import OpContext
+
+
+@lru_cache(maxsize=256)
+def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...]) -> Trace:
+    """One micro-batch of the whole module, and one block of each kind of recomputation.
+
+    Raises:
+        MissingRule: for a precision, a size or a device that was not traced.
+    """
+    if context.device.type != model.device:
+        raise MissingRule(
+            f"{model.name} was traced with the kernels of device={model.device!r}, and those of "
+            f"{context.device.type!r} differ; use device={model.device!r}, or trace it there.",
+            kind="a traced model on a device that it was not traced for",
+        )
+    return joined([_recorded(model, context, kind) for kind in kinds], kinds)
+
+
+def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
+    batch, seq_len = context.micro_batch, context.seq_len
+    recording = model.recording(
+        weights=context.weight_dtype.name,
+        autocast="" if context.autocast is None else context.autocast.name,
+        recompute=kind.recompute if model.n_layers else "none",
+        batch=batch,
+        seq_len=seq_len,
+    )
+    buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
+    named: dict[str, Parameter] = {}
+    for one, _ in model.parameters:
+        named[one.name] = Parameter(one.name, shape_at(one.shape, 1, 1), context.weight_dtype)
+
+    def event(traced: TracedEvent) -> Event:
+        match traced.kind:
+            case "alloc":
+                return Alloc(buffers[traced.buffer])
+            case "free":
+                return Free(buffers[traced.buffer])
+            case "grad":
+                return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
+        return Compute(
+            phase=traced.phase,
+            flops=size_at(traced.flops, batch, seq_len),
+            shape=shape_at(traced.shape, batch, seq_len),
+            dtype=DTYPES[traced.dtype],
+        )
+
+    def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
+        return tuple([named[one.name] for one in parameters])
+
+    part = {name: Segment(tuple(map(event, events))) for name, events in recording.parts.items()}
+    loss = part["loss_backward"]
+    head, after_head = part["head"], part["loss"]
+    if context.autocast is not None:  # which the loss is computed in
+        head, after_head = Segment((*head.events, *after_head.events)), Segment()
+    return Trace(
+        embed=part["embed"],
+        head=head,
+        loss=after_head,
+        embed_casts=part["embed_casts"],
+        head_casts=part["head_casts"],
+        head_backward=Segment((*loss.events, *part["head_backward"].events)),
+        n_loss_backward=len(loss.events),
+        blocks={
+            kind: Block(
+                forward=part["block"],
+                backward=part["block_backward"],
+                entry=part["entry"],
+                entry_backward=part["entry_backward"],
+                casts=part["block_casts"],
+                parameters=own(model.block_parameters),
+            )
+        },
+        embed_backward=part["embed_backward"],
+        end_of_backward=part["end"],
+        embed_parameters=own(model.embed_parameters),
+        head_parameters=own(model.head_parameters),
+        products=frozenset(),
+        products_backward=frozenset(),
+        boundary=_buffer(buffers, recording.boundary, context.weight_dtype),
+        sent=_buffer(buffers, recording.boundary, context.weight_dtype),
+        boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
+    )
+
+
+def _buffer(buffers: list[Buffer], number: int, dtype: DType) -> Buffer:
+    return buffers[number] if number >= 0 else Buffer("no boundary", (), dtype, 0, "temporaries")

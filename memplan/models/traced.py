@@ -1,0 +1,550 @@
+"""A model that was traced from someone's `torch.nn.Module`: what its passes do, for any batch and length.
+
+`memplan.trace` makes one. Here it is a value, written as JSON and read back without torch: a file holds data
+only, and all of it is checked.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
+
+from memplan import shapes
+from memplan.checks import LARGEST, checked_choice, checked_count
+from memplan.device import DeviceType
+from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
+from memplan.files import file_text, of_file
+from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
+from memplan.record import Phase
+from memplan.shapes import KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
+from memplan.tape import Tensor
+
+FORMAT: Final = "memplan trace 1"
+"""What a file says of itself."""
+
+BEGINS: Final = f'{{"format":"{FORMAT}"'.encode()
+"""How a file begins."""
+
+LARGEST_TRACE_BYTES: Final = 64 * 1024**2
+"""A trace is some hundred KiB; a larger file is taken for a mistake."""
+
+DTYPES: Final[Mapping[str, DType]] = {
+    dtype.name: dtype
+    for dtype in (
+        *(value for value in vars(shapes).values() if isinstance(value, DType)),
+        DType("int16", 2),
+        DType("int8", 1),
+        DType("complex128", 16),
+    )
+}
+"""The element types that a traced tensor may have."""
+
+RECOMPUTES: Final = ("none", "full")
+"""What of the blocks may be run again in a trace."""
+
+PARTS: Final = (
+    "embed", "entry", "block", "head", "loss", "embed_casts", "block_casts", "head_casts",
+    "loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward", "end",
+)  # fmt: skip
+"""The parts of a recorded step. `entry` is the first block, `block` any other, `head` all after the last one;
+`casts` free what autocast kept of a part's weights, `end` is what goes with the loss.
+"""
+
+
+class Term(NamedTuple):
+    """`factor x batch^batch_power x seq_len^seq_power`."""
+
+    factor: int
+    batch_power: int = 0
+    seq_power: int = 0
+
+
+Size = tuple[Term, ...]
+"""A number that depends on the sizes of the input: the sum of its terms."""
+
+
+def size_at(size: Size, batch: int, seq_len: int) -> int:
+    """The number for these sizes of the input.
+
+    >>> size_at((Term(12, 1, 2), Term(-1)), 2, 10)
+    2399
+    """
+    return sum([factor * batch**i * seq_len**j for factor, i, j in size])
+
+
+class TracedBuffer(NamedTuple):
+    """A storage: the shape that it first had and its bytes.
+
+    `rng_state`: the state of the random number generator that a recomputed block has kept.
+    """
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: DType
+    n_bytes: Size
+    kind: Kind
+    rng_state: bool = False
+
+
+class TracedEvent(NamedTuple):
+    """What happens to the buffer of this number: it comes, it goes, it is the parameter's gradient.
+
+    Or a product is computed, whose FLOPs and shape are given.
+    """
+
+    kind: Literal["alloc", "free", "grad", "compute"]
+    buffer: int = -1
+    parameter: str = ""
+    phase: Phase = "forward"
+    flops: Size = ()
+    shape: tuple[Size, ...] = ()
+    dtype: str = ""
+
+
+class Variant(NamedTuple):
+    """How a module was run as it was recorded.
+
+    The type of its weights, the type that autocast ran products in ("": no autocast), whether blocks were
+    recomputed, and whether the batch was of one sample, where kernels and views may differ.
+    """
+
+    weights: str
+    autocast: str
+    recompute: str
+    alone: bool
+
+
+class Recording(NamedTuple):
+    """Forward and backward pass of a micro-batch.
+
+    `boundary` is the buffer that blocks are called with, `boundary_grad` its gradient (-1: no blocks).
+    """
+
+    buffers: tuple[TracedBuffer, ...]
+    parts: Mapping[str, tuple[TracedEvent, ...]]
+    boundary: int
+    boundary_grad: int
+
+
+class TracedTensor(NamedTuple):
+    """A parameter, a buffer of the module, or an input; where inputs go, `shape` depends on their sizes."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+
+    def buffer(self, batch: int, seq_len: int) -> Buffer:
+        """Itself for these sizes of the input."""
+        return buffer_of(self.name, shape_at(self.shape, batch, seq_len), DTYPES[self.dtype])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TracedModel(Model):
+    """Someone's module, traced; two are equal if they were traced alike.
+
+    Attributes whose meaning their name does not tell:
+        d_model: nothing; what is handed from block to block is recorded.
+        n_layers: its equal blocks; 0 where it has none, and is one unit.
+        tied: whether one parameter has several names.
+        blocks: the path of the blocks in the module, with a * for their number.
+        embed_parameters, head_parameters: those before and after the blocks, in the module's order;
+            `block_parameters` are of one block, named with a *.
+        module_buffers: what the module holds beside its parameters; DDP sends it to all ranks.
+        device: whose kernels the trace is of.
+        made_with: the releases it was traced with.
+        has_sequence: whether sizes follow `seq_len`; if not, it is 1.
+        limits: the batch and length that were traced, where sizes are known for nothing else.
+    """
+
+    family: ClassVar[str] = "traced"
+    implementation: ClassVar[str] = "traced"
+    code: ClassVar[str] = "the module itself, traced"
+
+    d_model: int = 0
+    n_layers: int
+    blocks: str
+    tied: bool
+    embed_parameters: tuple[TracedTensor, ...]
+    block_parameters: tuple[TracedTensor, ...]
+    head_parameters: tuple[TracedTensor, ...]
+    module_buffers: tuple[TracedTensor, ...]
+    inputs_of_step: tuple[TracedTensor, ...]
+    recordings: Mapping[Variant, Recording]
+    device: DeviceType
+    made_with: str
+    has_sequence: bool
+    limits: tuple[int, int] | None = None
+    digest: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        text = json.dumps(_plain(self), separators=(",", ":"))
+        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TracedModel) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
+
+    def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
+        return tuple([one.buffer(samples, seq_len) for one in self.inputs_of_step])
+
+    @property
+    def parameters(self) -> Iterable[tuple[TracedTensor, int]]:
+        """Every parameter and how often there is one like it."""
+        ends = [(one, 1) for one in (*self.embed_parameters, *self.head_parameters)]
+        return [*ends, *[(one, self.n_layers) for one in self.block_parameters]]
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all weights."""
+        return sum([n * n_elements(shape_at(one.shape, 1, 1)) for one, n in self.parameters])
+
+    def recording(
+        self, *, weights: str, autocast: str, recompute: str, batch: int, seq_len: int
+    ) -> Recording:
+        """How a micro-batch was recorded.
+
+        Raises:
+            MissingRule: it was not recorded so, or not for these sizes.
+        """
+        if self.limits is not None and (batch, seq_len) != self.limits:
+            raise MissingRule(
+                f"{self.name} was traced with a micro-batch of {self.limits[0]} and seq_len="
+                f"{self.limits[1]}, and its sizes follow from no other rule; use these, or trace it again.",
+                kind="a traced model at a size that was not traced",
+            )
+        if not self.has_sequence and seq_len != 1:
+            raise MissingRule(
+                f"seq_len={seq_len}: the inputs of {self.name} have no sequence; use seq_len=1.",
+                kind="a traced model that has no sequence",
+            )
+        asked = Variant(weights, autocast, recompute, batch == 1)
+        if asked in self.recordings:
+            return self.recordings[asked]
+        known = sorted({_variant_text(variant) for variant in self.recordings})
+        raise MissingRule(
+            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(known)}; trace it "
+            "again so.",
+            kind="a traced model in a way in which it was not traced",
+        )
+
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        return (Layers(BLOCKS, self.n_layers),)
+
+    def sizes(self) -> dict[str, Any]:
+        names = ("name", "n_layers", "max_seq_len", "blocks", "device", "made_with", "digest")
+        return {name: getattr(self, name) for name in names}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        raise self._no_rules()
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        raise self._no_rules()
+
+    def head(self, x: Tensor) -> Tensor:
+        raise self._no_rules()
+
+    def _no_rules(self) -> MissingRule:
+        return MissingRule(
+            f"{self.name} was traced: its operations are known as they ran, and have no rules; use "
+            "engine='torch' with tp=1."
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(_plain(self), separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _variant_text(variant: Variant) -> str:
+    autocast = f", autocast to {variant.autocast}" if variant.autocast else ""
+    samples = "one sample" if variant.alone else "several samples"
+    return f"{samples}, weights in {variant.weights}{autocast}, recompute={variant.recompute!r}"
+
+
+# --- As JSON ---
+
+
+def _plain(model: TracedModel) -> dict[str, Any]:
+    """Plain values, as they are written."""
+    table: dict[str, int] = {}
+    return {
+        "format": FORMAT,
+        "name": model.name,
+        "device": model.device,
+        "made_with": model.made_with,
+        "n_blocks": model.n_layers,
+        "blocks": model.blocks,
+        "max_seq_len": model.max_seq_len,
+        "has_sequence": model.has_sequence,
+        "limits": model.limits,
+        "tied": model.tied,
+        **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
+        "recordings": [
+            {"run": list(variant), **_plain_recording(recording, table)}
+            for variant, recording in model.recordings.items()
+        ],
+        "buffers": list(map(json.loads, table)),
+    }
+
+
+TENSORS: Final = (
+    "embed_parameters",
+    "block_parameters",
+    "head_parameters",
+    "module_buffers",
+    "inputs_of_step",
+)
+
+
+def _plain_size(size: Size) -> Any:
+    return size[0].factor if [term[1:] for term in size] == [(0, 0)] else [list(term) for term in size]
+
+
+def _plain_shape(shape: Iterable[Size]) -> list[Any]:
+    return [_plain_size(dim) for dim in shape]
+
+
+def _plain_tensor(tensor: TracedTensor) -> list[Any]:
+    return [tensor.name, _plain_shape(tensor.shape), tensor.dtype]
+
+
+def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, Any]:
+    """Its buffers are places in the `table` of all, which grows."""
+    rows = [json.dumps(_plain_buffer(one)) for one in recording.buffers]
+    return {
+        "buffers": [table.setdefault(row, len(table)) for row in rows],
+        "parts": {part: list(map(_plain_event, events)) for part, events in recording.parts.items()},
+        "boundary": [recording.boundary, recording.boundary_grad],
+    }
+
+
+def _plain_buffer(one: TracedBuffer) -> list[Any]:
+    shape, n_bytes = _plain_shape(one.shape), _plain_size(one.n_bytes)
+    return [one.name, shape, one.dtype.name, n_bytes, one.kind, int(one.rng_state)]
+
+
+def _plain_event(event: TracedEvent) -> Any:
+    """A buffer that comes is its number, one that goes is -1 less its number."""
+    match event.kind:
+        case "alloc":
+            return event.buffer
+        case "free":
+            return -1 - event.buffer
+        case "grad":
+            return [event.buffer, event.parameter]
+    return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
+
+
+def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
+    """The model that a file holds which `TracedModel.save` has written.
+
+    Raises:
+        InvalidValue: a file that cannot be read as a trace, and why.
+    """
+    file = Path(path)
+    try:
+        return _model(parsed(file_text(file, most_bytes=LARGEST_TRACE_BYTES, what="trace")))
+    except MemplanError as error:
+        raise of_file(file, error) from None
+
+
+def _wrong(what: str) -> InvalidValue:
+    return InvalidValue(f"{what}; trace the module again.")
+
+
+def parsed(text: str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        InvalidValue: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise _wrong("is nested too deeply for a trace") from None
+    except json.JSONDecodeError as error:
+        raise _wrong(f"is not JSON ({error.msg}, line {error.lineno})") from None
+    except ValueError:
+        raise _wrong("holds a number of thousands of digits") from None
+
+
+def is_trace(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as a trace does."""
+    try:
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(BEGINS)) == BEGINS
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _model(data: Any) -> TracedModel:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InvalidValue(f"is no trace; a trace's format is {FORMAT!r}: write one with TracedModel.save.")
+    of = _Reader(data)
+    limits = of("limits", list | None)
+    tensors: dict[str, Any] = {
+        name: tuple([_tensor(one, name) for one in of(name, list)]) for name in TENSORS
+    }
+    names = {one.name for name in TENSORS[:3] for one in tensors[name]}
+    device = of("device", str)
+    if device not in get_args(DeviceType):
+        raise InvalidValue(f"device={shown_value(device)} is not allowed; use one of {get_args(DeviceType)}.")
+    table = [_buffer(one) for one in of("buffers", list)]
+    recordings = {}
+    for one in of("recordings", list):
+        within = _Reader(one)
+        recordings[_variant(within("run", list))] = _recording(within, table, names)
+    if not recordings:
+        raise _wrong("recordings is empty")
+    return TracedModel(
+        name=of("name", str) or "traced",
+        device=device,
+        made_with=of("made_with", str),
+        n_layers=checked_count("n_blocks", of("n_blocks", int), least=0, most=MOST_LAYERS),
+        blocks=of("blocks", str),
+        max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
+        has_sequence=of("has_sequence", bool),
+        limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
+        tied=of("tied", bool),
+        recordings=recordings,
+        **tensors,
+    )
+
+
+class _Reader:
+    """Takes values out of an object of a file, each of its kind."""
+
+    def __init__(self, data: Any) -> None:
+        if not isinstance(data, dict):
+            raise _wrong(f"holds {shown_value(data)} where an object is needed")
+        self.data = data
+
+    def __call__(self, key: str, kind: Any) -> Any:
+        value = self.data.get(key)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise _wrong(f"{key}={shown_value(value)} is not allowed in a trace")
+        return value
+
+
+def _items(value: Any, what: str, *kinds: Any) -> list[Any]:
+    """A list of values of these kinds."""
+    right = isinstance(value, list) and len(value) == len(kinds)
+    if not right or not all(isinstance(one, kind) for one, kind in zip(value, kinds, strict=True)):
+        raise _wrong(f"{what} {shown_value(value)} is not allowed in a trace")
+    return list(value)
+
+
+def _count(values: list[Any], i: int) -> int:
+    return checked_count("limits", values[i] if len(values) == 2 else None)
+
+
+def _size(value: Any) -> Size:
+    if isinstance(value, int):
+        value = [[value]]
+    if not isinstance(value, list) or len(value) > 8:
+        raise _wrong(f"size {shown_value(value)} is not allowed in a trace")
+    terms = []
+    for term in value:
+        whole = isinstance(term, list) and 1 <= len(term) <= 3 and all(type(n) is int for n in term)
+        if not whole or abs(term[0]) > LARGEST**2 or not all(0 <= n <= 4 for n in term[1:]):
+            raise _wrong(f"size {shown_value(term)} is not allowed in a trace")
+        terms.append(Term(*term))
+    return tuple(terms)
+
+
+def _shape(value: list[Any]) -> tuple[Size, ...]:
+    return tuple([_size(dim) for dim in value])
+
+
+def _dtype(name: Any) -> DType:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise InvalidValue(
+            f"type {shown_value(name)} is not allowed in a trace; use one of {', '.join(DTYPES)}."
+        )
+    return DTYPES[name]
+
+
+def _tensor(value: Any, what: str) -> TracedTensor:
+    name, shape, dtype = _items(value, what, str, list, str)
+    return TracedTensor(name, _shape(shape), _dtype(dtype).name)
+
+
+def _variant(value: list[Any]) -> Variant:
+    weights, autocast, recompute, alone = _items(value, "run", str, str, str, bool)
+    _dtype(weights)
+    if autocast:
+        _dtype(autocast)
+    return Variant(weights, autocast, checked_choice("recompute", recompute, RECOMPUTES), alone)
+
+
+def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str]) -> Recording:
+    buffers = [table[_place(one, len(table))] for one in within("buffers", list)]
+    parts = _Reader(within("parts", dict))
+    boundary = _items(within("boundary", list), "boundary", int, int)
+    for i in boundary:
+        checked_count("boundary", i, least=-1, most=len(buffers) - 1)
+    return Recording(
+        tuple(buffers),
+        {part: tuple([_event(e, len(buffers), parameters) for e in parts(part, list)]) for part in PARTS},
+        *boundary,
+    )
+
+
+def _place(value: Any, n: int) -> int:
+    return checked_count("buffer", value, least=0, most=n - 1)
+
+
+def _buffer(value: Any) -> TracedBuffer:
+    name, shape, dtype, n_bytes, kind, rng_state = _items(
+        value, "buffer", str, list, str, int | list, str, int
+    )
+    if kind not in KINDS:
+        raise InvalidValue(
+            f"kind {shown_value(kind)} is not allowed in a trace; use one of {', '.join(KINDS)}."
+        )
+    return TracedBuffer(name, _shape(shape), _dtype(dtype), _size(n_bytes), kind, bool(rng_state))
+
+
+def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
+    if isinstance(value, int):
+        return TracedEvent(
+            "free" if value < 0 else "alloc", _place(-1 - value if value < 0 else value, n_buffers)
+        )
+    if isinstance(value, list) and len(value) == 2:
+        buffer, parameter = value
+        if not isinstance(parameter, str) or parameter not in parameters:
+            raise _wrong(f"parameter {shown_value(parameter)} is none of the module's")
+        return TracedEvent("grad", _place(buffer, n_buffers), parameter)
+    phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
+    if phase not in get_args(Phase):
+        raise unknown_name("phase", phase, get_args(Phase))
+    return TracedEvent(
+        "compute", phase=phase, flops=_size(flops), shape=_shape(shape), dtype=_dtype(dtype).name
+    )
+
+
+def shape_at(shape: Iterable[Size], batch: int, seq_len: int) -> Shape:
+    """A shape for these sizes of the input."""
+    return tuple([size_at(dim, batch, seq_len) for dim in shape])
+
+
+def buffer_at(one: TracedBuffer, batch: int, seq_len: int) -> Buffer:
+    """A traced buffer for these sizes of the input."""
+    shape, n_bytes = shape_at(one.shape, batch, seq_len), size_at(one.n_bytes, batch, seq_len)
+    if n_bytes < 0 or any(n < 0 for n in shape):
+        raise InvalidValue(f"{one.name} would have {n_bytes} bytes; trace the module with such an input.")
+    buffer = Buffer(one.name, shape, one.dtype, n_bytes, one.kind)
+    if one.rng_state:
+        buffer.role = shapes.Role.RNG_STATE
+    return buffer

@@ -1,0 +1,185 @@
+"""What is to be traced: a module, what it is called with, and which lists in it may be equal blocks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from memplan.errors import InvalidValue, MissingRule, shown_value, unknown_name
+from memplan.tracing.shapes import Shapes
+from memplan.tracing.units import Point
+
+Loss = Callable[..., Tensor]
+"""From a module's output, and the targets if there are any, to a single number."""
+
+
+class Leaf:
+    """An input or a target: its value, its name, and whether its second dim is the sequence."""
+
+    __slots__ = ("has_sequence", "name", "value")
+
+    def __init__(self, value: Any, name: str, *, has_sequence: bool) -> None:
+        self.value = value
+        self.name = name
+        self.has_sequence = has_sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A module and what it is called with: `leaves` of the inputs and targets, whose tree is `spec`.
+
+    `point` is the example's batch and length; `shapes` are results of operations that are known by now.
+    """
+
+    module: nn.Module
+    leaves: tuple[Leaf, ...]
+    spec: Any
+    is_mapping: bool
+    has_targets: bool
+    loss: Loss
+    point: Point
+    shapes: Shapes
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether any input has one."""
+        return any(leaf.has_sequence for leaf in self.leaves)
+
+    def resized(self, leaf: Leaf, point: Point) -> Any:
+        """An input at another batch and length; integers are repeated, floats have shapes only."""
+        value = leaf.value
+        if not isinstance(value, Tensor):
+            return value
+        shape = list(value.shape)
+        if shape and shape[0] == self.point[0]:
+            shape[0] = point[0]
+        if leaf.has_sequence:
+            shape[1] = point[1]
+        if value.is_floating_point() or value.is_complex() or value.is_meta:
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        repeats = [-(-new // max(old, 1)) for new, old in zip(shape, value.shape, strict=True)]
+        return value.detach().cpu().repeat(repeats)[tuple(slice(n) for n in shape)].contiguous()
+
+
+def checked_example(
+    module: nn.Module,
+    example_inputs: Any,
+    loss: Loss | None,
+    targets: Tensor | None,
+    sequence: Sequence[str | int] | None,
+) -> Example:
+    """What is asked for.
+
+    Raises:
+        InvalidValue: for a module or an example that cannot be used, and why.
+    """
+    _check_module(module)
+    example = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    if not isinstance(example, Mapping | tuple | list):
+        raise InvalidValue(
+            f"example_inputs={shown_value(example)} is not allowed; give a tensor, a tuple, or a dict."
+        )
+    is_mapping = isinstance(example, Mapping)
+    parts: dict[Any, Any] = dict(example) if isinstance(example, Mapping) else dict(enumerate(example))
+    values, spec = tree_flatten((parts if is_mapping else tuple(parts.values()), targets))
+    names = [str(key) if is_mapping else f"input {key}" for key in parts for _ in tree_flatten(parts[key])[0]]
+    names += ["targets"] * (len(values) - len(names))
+    leaves = [
+        Leaf(value, name, has_sequence=_has_sequence(value, name, place, sequence))
+        for place, (value, name) in enumerate(zip(values, names, strict=True))
+    ]
+    first = next((value for value in values if isinstance(value, Tensor)), None)
+    if first is None or not first.dim() or not first.shape[0]:
+        raise InvalidValue("example_inputs hold no tensor with a batch as its first dim; give one that does.")
+    lengths = {leaf.value.shape[1] for leaf in leaves if leaf.has_sequence}
+    if len(lengths) > 1:
+        raise InvalidValue(
+            f"inputs have sequences of {sorted(lengths)}; name those with one length by sequence=[...]."
+        )
+    return Example(
+        module=module,
+        leaves=tuple(leaves),
+        spec=spec,
+        is_mapping=is_mapping,
+        has_targets=targets is not None,
+        loss=standard_loss if loss is None else loss,
+        point=(first.shape[0], lengths.pop() if lengths else 1),
+        shapes=Shapes(),
+    )
+
+
+def _has_sequence(value: Any, name: str, place: int, asked: Sequence[str | int] | None) -> bool:
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    if asked is not None:
+        return name in asked or place in asked
+    return not value.is_floating_point() and value.dim() == 2
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidValue(f"module={shown_value(module)} is no torch.nn.Module; give one.")
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise InvalidValue(f"{type(module).__name__} has no parameters; there is nothing to train.")
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise MissingRule(
+            f"{len(frozen)} parameters are frozen ({frozen[0]} ...), which no rule knows yet; use "
+            "requires_grad_(True), whose gradients and states are more.",
+            kind="a module with frozen parameters",
+        )
+    odd = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
+    if odd:
+        raise InvalidValue(f"parameter {odd[0]} is of {parameters[odd[0]].dtype}; use real floats.")
+
+
+def standard_loss(output: Any, targets: Tensor | None = None) -> Tensor:
+    """The output's own loss, the output if it is one number, or cross-entropy with the targets.
+
+    Raises:
+        InvalidValue: the output is none of these.
+    """
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    if isinstance(output, Tensor) and targets is not None:
+        return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
+    raise InvalidValue(
+        f"the module returns {type(output).__name__}, which is no loss; give targets=, or loss=, a function "
+        "from its output to one number."
+    )
+
+
+def block_lists(module: nn.Module, asked: str | None) -> Iterator[str]:
+    """Paths of lists whose blocks may be equal, those with the most parameters first; "" for none.
+
+    Raises:
+        UnknownName: the one that is asked for is no such list.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    for path, one in module.named_modules():
+        found = list(one.children()) if isinstance(one, nn.ModuleList | nn.Sequential | nn.ModuleDict) else []
+        if path and _may_be_equal(found):
+            lists[path] = found
+    if asked is not None:
+        if asked and asked not in lists:
+            raise unknown_name("list of equal blocks", asked, lists)
+        yield asked
+        return
+    n_elements = {
+        path: sum(p.numel() for block in found for p in block.parameters()) for path, found in lists.items()
+    }
+    yield from sorted(n_elements, key=lambda path: -n_elements[path])
+    yield ""
+
+
+def _may_be_equal(blocks: Sequence[nn.Module]) -> bool:
+    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
+    return len(blocks) > 1 and bool(shapes[0]) and all(own == shapes[0] for own in shapes)

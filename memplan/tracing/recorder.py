@@ -1,0 +1,312 @@
+"""One forward and backward pass of a module on tensors without data: every storage that comes and goes.
+
+Operations run on shapes (`memplan.tracing.shapes`), integers and masks for real (`memplan.tracing.values`),
+so that Python code sees values where it looks at them. Autograd is PyTorch's own: a storage lives as long as
+something refers to it.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from memplan.shapes import Kind
+from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.values import KnownValues
+
+DEVICE: Final = torch.ops.prim.device.default
+"""Asked of a tensor all the time; moves nothing."""
+
+SUMS: Final = torch.ops.aten.add.Tensor
+"""How autograd adds two gradients where it sees a mode such as this one: never in place."""
+
+SHAPES: Final = torch._C._TorchDispatchModeKey.FAKE
+"""The key of PyTorch's own mode for tensors without data."""
+
+SOLE_OWNER: Final = (4, 2)
+"""References to a gradient that autograd alone holds, as counted here, and to its storage."""
+
+
+class Segment(NamedTuple):
+    """A part of a step: a unit's forward or backward pass. Unit 0 is all before the first block."""
+
+    phase: str
+    unit: int
+
+
+class Event(NamedTuple):
+    """What happened, and to which storage; `detail` is a parameter's name, or a computation."""
+
+    kind: str
+    segment: Segment
+    storage: int
+    detail: Any = None
+
+
+class Stored(NamedTuple):
+    """A storage as it was when it came."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    n_bytes: int
+
+
+class Computed(NamedTuple):
+    """A matrix product, a convolution or an attention."""
+
+    phase: str
+    flops: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Watch(weakref.ref[UntypedStorage]):
+    """Tells when a storage is gone, and which it was."""
+
+    __slots__ = ("address", "number")
+
+    address: int
+    number: int
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what happens to storages, unit by unit.
+
+    `n_blocks` units in the middle are the blocks; the one after them is the head, then the loss.
+    """
+
+    def __init__(self, n_blocks: int, shapes: Shapes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes = shapes
+        self._values = KnownValues(self.shapes.mode)
+        self.n_blocks = n_blocks
+        self.events: list[Event] = []
+        self.storages: list[Stored] = []
+        self.segment = Segment("forward", 0)
+        self.scopes: list[str] = []
+        self.operation: Any = ""
+        """What runs now, and the modules that it runs in."""
+        self.inputs: dict[int, int] = {}
+        """Storage of the first tensor that each block is called with."""
+        self.output_grads: dict[int, int] = {}
+        """Storage of the gradient of each block's output."""
+        self.kinds: dict[int, Kind] = {}
+        """Of storages that are no temporaries."""
+        self.recomputing = False
+        self._next_unit: int | None = None
+        self._first_node = 0
+        self._starts: list[int] = [0]
+        self._units: list[int] = [0]
+        self._alive: dict[int, _Watch] = {}
+        self._made_in: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    # --- What the run tells ---
+
+    def known(self, tensor: Tensor) -> None:
+        """A tensor is there before the step: what happens to it is not noted."""
+        self._watch(tensor.untyped_storage(), -1)
+
+    def storage_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; -1 for one that was there before the step."""
+        watch = self._alive.get(tensor.untyped_storage()._cdata)
+        return -1 if watch is None else watch.number
+
+    def entered(self, unit: int, arguments: Any = ()) -> None:
+        """A unit's forward pass begins."""
+        self._first_node = torch.autograd._get_sequence_nr()
+        self._begin(unit)
+        for tensor in tensors(arguments)[:1]:
+            self.inputs[unit] = self.storage_of(tensor)
+
+    def left(self, unit: int, output: Any = ()) -> None:
+        """A unit's forward pass has returned; it goes on until something else computes."""
+        self._next_unit = unit + 1
+        self._first_node = torch.autograd._get_sequence_nr()
+        for tensor in tensors(output)[:1]:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._output_grad, unit))
+
+    def _output_grad(self, unit: int, grad: Tensor) -> None:
+        self.output_grads[unit] = self.storage_of(grad)
+
+    def _begin(self, unit: int) -> None:
+        self._next_unit = None
+        self.segment = Segment("forward", unit)
+        self._starts.append(self._first_node)
+        self._units.append(unit)
+
+    def leaving_autocast(self) -> None:
+        """The forward pass has returned: what autocast has kept of weights is freed."""
+        self.segment = Segment("casts", 0)
+
+    def start_backward(self) -> None:
+        """The backward pass begins: what is alive is saved for it."""
+        self.kinds |= {watch.number: "activations" for watch in self._alive.values() if watch.number >= 0}
+        self.segment = Segment("backward", self.n_blocks + 2)
+
+    def end_backward(self) -> None:
+        """The backward pass has returned."""
+        self.segment = Segment("end", 0)
+
+    def grad_made(self, parameter: nn.Parameter, name: str) -> None:
+        """A parameter's gradient has been accumulated."""
+        if parameter.grad is not None:
+            storage = self.storage_of(parameter.grad)
+            self.kinds[storage] = "grads"
+            self.events.append(Event("grad", self.segment, storage, name))
+
+    # --- What the dispatcher is asked for ---
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = {} if kwargs is None else kwargs
+        if torch._C._get_dispatch_mode(SHAPES) is not None:
+            return func(*args, **named)
+        if types and tuple(types) != (FakeTensor,):
+            return NotImplemented
+        if func is DEVICE:
+            return args[0].fake_device
+        self._locate()
+        self.operation = func
+        if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
+            self._values.result(SUMS, (args, named), lambda: args[0])
+            return args[0]
+        out = self._values.result(func, (args, named), lambda: self.shapes.result(func, types, args, named))
+        results = tensors(out)
+        for tensor in results:
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta":
+                self.seen(tensor, func)
+        self._workspace(func, args, results)
+        counted = flop_registry.get(func._overloadpacket)
+        if counted is not None:
+            phase = "recompute" if self.recomputing else self.segment.phase
+            flops = counted(*args, **named, out_val=out)
+            done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
+            self.events.append(Event("compute", self.segment, -1, done))
+        return out
+
+    def _workspace(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """What a kernel allocates for itself beside its results, and frees."""
+        n_elements = columns(func, args, results)
+        if n_elements:
+            dtype = results[0].dtype
+            made = Stored(
+                "columns of a convolution",
+                (n_elements,),
+                _name(dtype),
+                dtype.itemsize,
+                n_elements * dtype.itemsize,
+            )
+            self.storages.append(made)
+            self._made_in.append(self.segment.unit)
+            number = len(self.storages) - 1
+            self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
+
+    def _locate(self) -> None:
+        """Where the step is: after a unit has returned, or at a node of autograd's that a unit has made."""
+        if self.segment.phase == "forward":
+            if self._next_unit is not None:
+                self._begin(self._next_unit)
+        elif self.segment.phase == "backward":
+            node = torch._C._current_autograd_node()
+            if node is not None and node.name() != "torch::autograd::AccumulateGrad":
+                unit = self._units[bisect_right(self._starts, node._sequence_nr()) - 1]
+                if unit < self.segment.unit:
+                    self.segment = Segment("backward", unit)
+
+    def seen(self, tensor: Tensor, func: Any) -> None:
+        """The tensor is alive; its storage may be new."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._alive:
+            return
+        scope = self.scopes[-1] if self.scopes else ""
+        if self.segment.phase == "backward" and not self.recomputing:
+            scope = "grad"
+        made = Stored(
+            f"{scope}: {func._schema.name.removeprefix('aten::')}" if hasattr(func, "_schema") else str(func),
+            tuple(tensor.shape),
+            _name(tensor.dtype),
+            tensor.dtype.itemsize,
+            storage.nbytes(),
+        )
+        number = len(self.storages)
+        self.storages.append(made)
+        self._made_in.append(self.segment.unit)
+        self._watch(storage, number)
+        self.events.append(Event("alloc", self.segment, number))
+
+    def _watch(self, storage: UntypedStorage, number: int) -> None:
+        watch = _Watch(storage, self._gone)
+        watch.address, watch.number = storage._cdata, number
+        self._alive[watch.address] = watch
+
+    def _gone(self, reference: "weakref.ref[UntypedStorage]") -> None:
+        watch = cast(_Watch, reference)
+        del self._alive[watch.address]
+        if watch.number >= 0:
+            segment = self.segment
+            if segment.phase == "casts":
+                segment = Segment("casts", self._made_in[watch.number])
+            self.events.append(Event("free", segment, watch.number))
+
+
+def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Elements of the columns that CPU's convolution of images, without oneDNN, unfolds its input into.
+
+    None for windows of one element in their place. Neglects: groups, which are computed one by one.
+
+    Source: aten/src/ATen/native/ConvolutionMM2d.cpp (`compute_columns2d`, `slow_conv2d_backward_out_cpu`).
+    """
+    backward = func is CONVOLUTION_BACKWARD
+    if not backward and func is not CONVOLUTION:
+        return 0
+    output, image, weight = args[:3] if backward else (results[0], *args[:2])
+    *_, stride, padding, _dilation, _transposed, _padding, groups = args[:10] if backward else args[:9]
+    if weight.dim() != IMAGE_DIMS or groups != 1:
+        return 0
+    if list(weight.shape[2:]) == [1, 1] and set(stride) == {1} and set(padding) == {0}:
+        return 0
+    rows, columns = output.shape[2:]
+    return int(image.shape[0] * image.shape[1] * weight.shape[2] * weight.shape[3] * rows * columns)
+
+
+CONVOLUTION: Final = torch.ops.aten.convolution.default
+CONVOLUTION_BACKWARD: Final = torch.ops.aten.convolution_backward.default
+
+IMAGE_DIMS: Final = 4
+"""Sample, channel, row, column."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_summed_in_place(older: Any, newer: Any, *more: Any) -> bool:
+    """Whether autograd would add a gradient to an older one in place, if no mode were active.
+
+    Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
+    """
+    if not isinstance(older, Tensor) or not isinstance(newer, Tensor) or older.shape != newer.shape:
+        return False
+    if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+        return False
+    counts = cast(Any, older)._use_count(), torch._C._storage_Use_Count(older.untyped_storage()._cdata)
+    return counts == SOLE_OWNER and torch.ops.aten.is_non_overlapping_and_dense.default(older)

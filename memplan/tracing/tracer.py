@@ -1,0 +1,479 @@
+"""`memplan.trace`: a module's forward and backward pass on tensors without data, as a model to plan with."""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
+from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant
+from memplan.tracing.example import Example, Loss, block_lists, checked_example
+from memplan.tracing.recorder import Recorder
+from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
+from memplan.tracing.values import known_value
+
+RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "fp32": (("float32", ""),),
+    "bf16": (("bfloat16", ""),),
+    "bf16-mixed": (("float32", "bfloat16"), ("bfloat16", "")),
+}
+"""Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
+
+LENGTHS: Final = (48, 80)
+"""Sequences that are traced where the example is longer: short, so that masks can be computed."""
+
+LEAST_LENGTH: Final = 4
+"""Of the example's sequence: two lengths are traced."""
+
+MOST_MASKED: Final = 1 << 20
+"""Elements of the largest mask with which rules of sizes are checked."""
+
+CANNOT: Final = (
+    NotImplementedError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+"""What is raised where a value is needed that is not known."""
+
+
+def trace(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Loss | None = None,
+    targets: Tensor | None = None,
+    blocks: str | None = None,
+    sequence: Sequence[str | int] | None = None,
+    precisions: Sequence[str] = ("fp32", "bf16", "bf16-mixed"),
+    max_seq_len: int | None = None,
+    name: str = "",
+) -> TracedModel:
+    """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
+
+    Nothing is computed, and the module is left as it was; its weights may be on the `meta` device. The first
+    dim of each input is the batch; the second is the sequence in those of integers that all have the same,
+    or in those that `sequence` names. Sizes are known for any batch and length, where they follow from rules
+    that runs at several sizes agree on.
+
+    Args:
+        module: the module, all of whose parameters are trained.
+        example_inputs: what it is called with: a tensor, a tuple, or a dict of keywords.
+        loss: from its output (and `targets`) to the loss; left out, the output's `loss`, the output itself
+            if it is a single number, or cross-entropy with the targets.
+        targets: what the loss compares with.
+        blocks: the path of the list of equal blocks, as "model.layers"; "" for none; left out, the list with
+            the most parameters whose blocks are equal.
+        sequence: names (or places) of the inputs whose second dim is the sequence.
+        precisions: those to trace for.
+        max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
+        name: what to call it; left out, its class.
+
+    Raises:
+        InvalidValue: for a module or an example that cannot be used, and why.
+        MissingRule: for a module whose passes depend on values of floats.
+    """
+    example = checked_example(module, example_inputs, loss, targets, sequence)
+    runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
+    why = ""
+    for path in block_lists(module, blocks):
+        tracer = _Tracer(example, path)
+        try:
+            with _no_collection():
+                recordings, limits = _recordings(tracer, list(runs))
+        except Unlike as unlike:
+            why = f"{path}: {unlike}"
+            continue
+        return _model(tracer, recordings, limits, name, max_seq_len)
+    raise InvalidValue(f"blocks={blocks!r} are not equal ({why}); leave blocks out.")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Storages go when their last reference does, and not when garbage is collected."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _runs(precision: str) -> tuple[tuple[str, str], ...]:
+    if precision not in RUNS:
+        raise unknown_name("precision to trace", precision, RUNS)
+    return RUNS[precision]
+
+
+# --- Runs ---
+
+
+class _Tracer:
+    """Runs a module with its blocks in one list."""
+
+    def __init__(self, example: Example, path: str) -> None:
+        self.example = example
+        self.path = path
+        found = example.module.get_submodule(path) if path else None
+        self.blocks = [] if found is None else list(found.children())
+        self.prefixes = [] if found is None else [f"{path}.{name}" for name, _ in found.named_children()]
+
+    def common(self, name: str) -> str:
+        """A name in the module, with a * in the place of a block's number."""
+        for prefix in self.prefixes:
+            if name == prefix or name.startswith(f"{prefix}."):
+                return f"{self.path}.*{name[len(prefix) :]}"
+        return name
+
+    def run(self, point: Point, weights: str, autocast: str, recompute: str) -> Parts:
+        """One forward and backward pass.
+
+        Raises:
+            MissingRule: what happens depends on values that are not known.
+        """
+        recorder = Recorder(len(self.blocks), self.example.shapes)
+        with _without_data(self.example.module, recorder, getattr(torch, weights)) as parameters:
+            inputs, targets = self._inputs(point, recorder)
+            recorder.events.clear()
+            with ExitStack() as stack:
+                for hook in self._hooks(parameters, recorder):
+                    stack.callback(hook.remove)
+                stack.enter_context(self._watched(recorder, again=recompute == "full"))
+                stack.enter_context(recorder)
+                try:
+                    self._step(recorder, inputs, targets, weights, autocast)
+                except CANNOT as error:
+                    raise _depends_on_values(recorder, error) from error
+                self._check_gradients(parameters)
+        return parts_of(recorder, self.prefixes)
+
+    def _step(self, recorder: Recorder, inputs: Any, targets: Any, weights: str, autocast: str) -> None:
+        with torch.autocast("cpu", getattr(torch, autocast)) if autocast else nullcontext():
+            loss = self._loss(recorder, _cast(inputs, getattr(torch, weights)), targets)
+            recorder.leaving_autocast()
+        recorder.start_backward()
+        loss.backward()
+        recorder.end_backward()
+        del loss
+
+    def _loss(self, recorder: Recorder, inputs: Any, targets: Any) -> Tensor:
+        example = self.example
+        output = example.module(**inputs) if example.is_mapping else example.module(*inputs)
+        recorder.left(len(self.blocks) + 1)
+        found = example.loss(output, targets) if example.has_targets else example.loss(output)
+        if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+            raise InvalidValue(
+                f"loss gives {type(found).__name__}, which does not follow from the weights as one number; "
+                "give a function that does."
+            )
+        return found / 1
+
+    def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any]:
+        """The inputs and targets at another size."""
+        leaves = []
+        for leaf in self.example.leaves:
+            made = self.example.resized(leaf, point)
+            if isinstance(made, Tensor):
+                made = _without_values(made, recorder)
+                recorder.known(made)
+            leaves.append(made)
+        inputs, targets = tree_unflatten(leaves, self.example.spec)
+        return inputs, targets
+
+    def _hooks(self, parameters: Mapping[str, nn.Parameter], recorder: Recorder) -> list[Any]:
+        def made(name: str) -> Callable[[Any], None]:
+            return lambda parameter: recorder.grad_made(parameter, name)
+
+        return [
+            parameter.register_post_accumulate_grad_hook(made(name)) for name, parameter in parameters.items()
+        ]
+
+    @contextmanager
+    def _watched(self, recorder: Recorder, *, again: bool) -> Iterator[None]:
+        """The recorder is told which module runs; blocks are run `again` in the backward pass."""
+        units = {block: i for i, block in enumerate(self.blocks, start=1)}
+        before: list[tuple[nn.Module, Any]] = []
+        try:
+            for path, one in self.example.module.named_modules():
+                before.append((one, vars(one).get("forward")))
+                vars(one)["forward"] = self._told(
+                    recorder, one.forward, self.common(path) or type(one).__name__, units.get(one), again
+                )
+            yield
+        finally:
+            for one, forward in before:
+                del vars(one)["forward"]
+                if forward is not None:
+                    vars(one)["forward"] = forward
+
+    def _told(
+        self, recorder: Recorder, forward: Callable[..., Any], path: str, unit: int | None, again: bool
+    ) -> Callable[..., Any]:
+        def named(*args: Any, **kwargs: Any) -> Any:
+            recorder.scopes.append(path)
+            output = forward(*args, **kwargs)
+            recorder.scopes.pop()
+            return output
+
+        if unit is None:
+            return named
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            recorder.recomputing = recorder.segment.phase == "backward"
+            try:
+                return named(*args, **kwargs)
+            finally:
+                recorder.recomputing = False
+
+        def block(*args: Any, **kwargs: Any) -> Any:
+            recorder.entered(unit, (args, kwargs))
+            if again:
+                output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
+            else:
+                output = named(*args, **kwargs)
+            recorder.left(unit, output)
+            return output
+
+        return block
+
+    def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        unused = [name for name, parameter in parameters.items() if parameter.grad is None]
+        if unused:
+            raise MissingRule(
+                f"{len(unused)} parameters get no gradient ({', '.join(unused[:3])}), on which DDP fails; "
+                "leave them out of the module, or use them in the loss.",
+                kind="a module with parameters that get no gradient",
+            )
+
+
+def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
+    """The error for a module that looks at values of floats, or at what follows from them."""
+    where = recorder.scopes[-1] if recorder.scopes else "the loss"
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return MissingRule(
+        f"{where} cannot be traced: {recorder.operation} needs values, and of floats only shapes are known "
+        f"({why}); let what is computed not depend on them, or trace the module without that part.",
+        kind="a module whose passes depend on values",
+    )
+
+
+def _cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """The inputs as they are called with: floats in the weights' type, as FSDP2 casts them."""
+    if dtype == torch.float32:
+        return inputs
+    return tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, inputs)
+
+
+def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor like this one, on tensors without data; integers are known."""
+    with recorder:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype)
+    has_values = not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex())
+    if isinstance(made, FakeTensor) and has_values:
+        made.real_tensor = tensor.detach().clone()
+    return made
+
+
+@contextmanager
+def _without_data(
+    module: nn.Module, recorder: Recorder, weights: torch.dtype
+) -> Iterator[dict[str, nn.Parameter]]:
+    """The module's parameters, of type `weights`, and its buffers have shapes only, and the module trains."""
+    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    training = {one: one.training for one in module.modules()}
+    made: dict[int, Any] = {}
+    try:
+        tables = [table for one in module.modules() for table in (one._parameters, one._buffers)]
+        own += [(table, dict(table)) for table in tables]
+        for table, before in own:
+            for name, tensor in before.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fake = _without_values(tensor.detach(), recorder, weights if is_parameter else None)
+                    recorder.known(fake)
+                    made[id(tensor)] = nn.Parameter(fake) if is_parameter else fake
+                table[name] = made[id(tensor)]
+        module.train()
+        with ExitStack() as stack:
+            for change in _passing_by(recorder):
+                stack.enter_context(change)
+            yield dict(module.named_parameters())
+    finally:
+        for table, before in own:
+            table.update(before)
+        for one, was in training.items():
+            one.training = was
+
+
+def _passing_by(recorder: Recorder) -> Iterator[Any]:
+    """What passes the dispatcher by, or asks whether tensors have data; and oneDNN is off.
+
+    Source: torch/utils/checkpoint.py (`fwd_cpu_state`); transformers.utils.import_utils (`is_fake_tensor`).
+    """
+    random_state = torch.get_rng_state
+
+    def random_state_seen() -> Tensor:
+        state = random_state()
+        recorder.seen(state, "get_rng_state")
+        return state
+
+    def listed(tensor: FakeTensor) -> Any:
+        return known_value(tensor).tolist()
+
+    yield _without_onednn()
+    yield patch.object(torch, "get_rng_state", random_state_seen)
+    yield patch.object(FakeTensor, "tolist", listed)
+    asks = sys.modules.get("transformers.utils.import_utils")
+    if asks is not None and hasattr(asks, "is_fake_tensor"):
+        yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """PyTorch's own kernels: what oneDNN's allocate depends on the model of the CPU."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+# --- Recordings ---
+
+
+def _recordings(
+    tracer: _Tracer, runs: Sequence[tuple[str, str]]
+) -> tuple[dict[Variant, Recording], Point | None]:
+    """Each variant of the module, for any size if rules are found, else for the example's.
+
+    Raises:
+        Unlike: the blocks are not equal.
+    """
+    recomputes = RECOMPUTES if tracer.blocks else ("none",)
+    variants = [(weights, autocast, again) for weights, autocast in runs for again in recomputes]
+    try:
+        found: dict[Variant, Recording] = {}
+        for variant in variants:
+            found[Variant(*variant, False)] = _for_any_size(tracer, variant, (2, 3), checked=not found)
+            try:
+                found[Variant(*variant, True)] = _for_any_size(tracer, variant, (1, 1), checked=False)
+            except MemplanError:
+                raise
+            except ValueError:  # normalisation over a batch refuses a single sample
+                continue
+        return found, None
+    except (MissingRule, Unlike):
+        point = tracer.example.point
+        alone = {Variant(*v, point[0] == 1): recording_of([tracer.run(point, *v)], [point]) for v in variants}
+        return alone, point
+
+
+def _for_any_size(
+    tracer: _Tracer, variant: tuple[str, str, str], batches: Point, *, checked: bool
+) -> Recording:
+    """What two runs of different sizes agree on; `checked`: and the run of the example's size too."""
+    example = tracer.example
+    points = list(zip(batches, _lengths(example), strict=True))
+    batch, length = example.point
+    if checked and batch > 1 and batch * length**2 <= MOST_MASKED:
+        points.append(example.point)
+    points = list(dict.fromkeys(points))
+    return recording_of([tracer.run(point, *variant) for point in points], points)
+
+
+def _lengths(example: Example) -> Point:
+    """The two lengths that are traced."""
+    length = example.point[1]
+    if not example.has_sequence:
+        return (1, 1)
+    if length >= max(LENGTHS):
+        return LENGTHS
+    if length < LEAST_LENGTH:
+        raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
+    return (length * 3 // 4, length)
+
+
+def _model(
+    tracer: _Tracer,
+    recordings: dict[Variant, Recording],
+    limits: Point | None,
+    name: str,
+    max_seq_len: int | None,
+) -> TracedModel:
+    example = tracer.example
+    named = {id(p): n for n, p in example.module.named_parameters()}
+    before: list[TracedTensor] = []
+    block: dict[str, TracedTensor] = {}
+    after: list[TracedTensor] = []
+    for parameter_name, parameter in example.module.named_parameters():
+        common = tracer.common(parameter_name)
+        tensor = TracedTensor(common, _fixed(parameter), "float32")
+        if common != parameter_name:
+            block.setdefault(common, tensor)
+        else:
+            (after if block else before).append(tensor)
+    config = getattr(example.module, "config", None)
+    known = getattr(config, "max_position_embeddings", None)
+    longest = max_seq_len or (known if isinstance(known, int) else None) or example.point[1]
+    return TracedModel(
+        name=name or type(example.module).__name__,
+        n_layers=len(tracer.blocks),
+        max_seq_len=checked_count("max_seq_len", longest),
+        tied=len(named) < sum(1 for _ in example.module.named_parameters(remove_duplicate=False)),
+        blocks=f"{tracer.path}.*" if tracer.path else "",
+        embed_parameters=tuple(before),
+        block_parameters=tuple(block.values()),
+        head_parameters=tuple(after),
+        module_buffers=tuple(
+            [TracedTensor(name, _fixed(one), _name(one)) for name, one in example.module.named_buffers()]
+        ),
+        inputs_of_step=tuple(_inputs_of_step(example)),
+        recordings=recordings,
+        device="cpu",
+        made_with=_made_with(example.module),
+        has_sequence=example.has_sequence,
+        limits=limits,
+    )
+
+
+def _fixed(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple([size_of([n], [(1, 1)]) for n in tensor.shape])
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
+    """What the step is given; a tensor that is given twice once."""
+    points = list(zip((2, 3), LENGTHS, strict=True))
+    for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
+        shapes = [example.resized(leaf, point).shape for point in points]
+        shape = tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
+        yield TracedTensor(leaf.name, shape, _name(leaf.value))
+
+
+def _made_with(module: nn.Module) -> str:
+    """The releases of torch and of the module's own package."""
+    package = type(module).__module__.partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", None)
+    own = f", {package} {version}" if package != "torch" and isinstance(version, str) else ""
+    return f"torch {torch.__version__.partition('+')[0]}{own}"

@@ -1,0 +1,288 @@
+"""From what a recorder has noted to a recording: equal blocks become one, sizes become rules.
+
+Two blocks are equal if the same happens in both, in the same order, to storages of equal sizes. What happens
+at one place in all of them happens to one buffer: the output of one block, which the next one frees, is the
+buffer that each block makes and each block frees.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from typing import Any, Final
+
+from memplan.errors import MissingRule
+from memplan.models.traced import DTYPES, PARTS, Recording, Size, Term, TracedBuffer, TracedEvent
+from memplan.shapes import DType, Kind
+from memplan.tracing.recorder import Event, Recorder, Segment, Stored
+
+RNG_STATE: Final = "get_rng_state"
+
+
+class Unlike(Exception):
+    """Blocks that should be equal are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A step in the parts of a recording, for one size of the input; events name storages by class."""
+
+    parts: Mapping[str, tuple[Event, ...]]
+    storages: tuple[Stored, ...]
+    kinds: tuple[Kind, ...]
+    boundary: int
+    boundary_grad: int
+
+
+def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
+    """The parts of a recorded step.
+
+    Raises:
+        Unlike: the blocks are not equal.
+    """
+    n = recorder.n_blocks
+    by_segment: dict[Segment, list[Event]] = {}
+    for event in recorder.events:
+        by_segment.setdefault(event.segment, []).append(event)
+
+    def part(phase: str, unit: int) -> list[Event]:
+        return list(_ordered(by_segment.get(Segment(phase, unit), [])))
+
+    same = _Classes(recorder, block_prefixes)
+    tails: dict[str, list[Event]] = {}
+    if n:
+        like = min(n, 2)
+        for phase in ("forward", "backward", "casts"):
+            representative = part(phase, like)
+            for unit in range(like + 1, n + 1):
+                found = part(phase, unit)
+                if unit == n:
+                    found, tails[phase] = same.without_extra_frees(found, representative)
+                same.unify(found, representative, f"block {unit - 1} differs from block {like - 1}")
+            same.unify_if_equal(part(phase, 1), representative)
+    parts = {
+        "embed": part("forward", 0),
+        "entry": part("forward", 1) if n else [],
+        "block": part("forward", min(n, 2)) if n else [],
+        "head": [*tails.get("forward", []), *part("forward", n + 1)],
+        "loss": part("forward", n + 2),
+        "embed_casts": part("casts", 0),
+        "block_casts": part("casts", min(n, 2)) if n else [],
+        "head_casts": [*part("casts", n + 1), *part("casts", n + 2)],
+        "loss_backward": part("backward", n + 2),
+        "head_backward": [*part("backward", n + 1), *tails.get("backward", [])],
+        "block_backward": part("backward", min(n, 2)) if n else [],
+        "entry_backward": part("backward", 1) if n else [],
+        "embed_backward": part("backward", 0),
+        "end": part("end", 0),
+    }
+    return same.numbered(parts)
+
+
+def _ordered(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, frees in a row by their storages' age: autocast drops its copies in no order."""
+    for kind, row in groupby(events, key=lambda event: event.kind):
+        found = list(row)
+        yield from sorted(found, key=lambda event: event.storage) if kind == "free" else found
+
+
+class _Classes:
+    """Storages that are one buffer of the recording."""
+
+    def __init__(self, recorder: Recorder, block_prefixes: Sequence[str]) -> None:
+        self.recorder = recorder
+        self.storages = recorder.storages
+        self._above = list(range(len(self.storages)))
+        self._prefixes = block_prefixes
+
+    def of(self, storage: int) -> int:
+        """The class of a storage."""
+        while self._above[storage] != storage:
+            self._above[storage] = self._above[self._above[storage]]
+            storage = self._above[storage]
+        return storage
+
+    def _join(self, one: int, other: int) -> None:
+        first, second = sorted((self.of(one), self.of(other)))
+        self._above[second] = first
+
+    def _alike(self, one: Event, other: Event) -> bool:
+        if one.kind != other.kind:
+            return False
+        if one.kind == "compute":
+            return bool(one.detail == other.detail)
+        if one.kind == "grad" and self.common(one.detail) != self.common(other.detail):
+            return False
+        mine, its = self._stored(one), self._stored(other)
+        return (mine.n_bytes, mine.dtype) == (its.n_bytes, its.dtype)
+
+    def _stored(self, event: Event) -> Stored:
+        return self.storages[event.storage] if event.storage >= 0 else Stored("", (), "", 0, 0)
+
+    def common(self, name: str) -> str:
+        """A parameter's name, with a * in the place of its block's number."""
+        for prefix in self._prefixes:
+            if name.startswith(f"{prefix}."):
+                return f"{prefix.rpartition('.')[0]}.*.{name[len(prefix) + 1 :]}"
+        return name
+
+    def unify(self, found: Sequence[Event], like: Sequence[Event], what: str) -> None:
+        """Make one buffer of the storages at each place of two equal blocks."""
+        for one, other in zip(found, like, strict=False):
+            if not self._alike(one, other):
+                raise Unlike(f"{what}: {self._text(one)}, where the other {self._text(other)}")
+        if len(found) != len(like):
+            raise Unlike(f"{what}: {len(found)} events, where the other has {len(like)}")
+        for one, other in zip(found, like, strict=True):
+            if one.storage >= 0 and other.storage >= 0:
+                self._join(one.storage, other.storage)
+
+    def unify_if_equal(self, found: Sequence[Event], like: Sequence[Event]) -> None:
+        """The same of the first block, which may differ."""
+        if len(found) == len(like) and all(map(self._alike, found, like)):
+            self.unify(found, like, "")
+
+    def without_extra_frees(
+        self, found: Sequence[Event], like: Sequence[Event]
+    ) -> tuple[list[Event], list[Event]]:
+        """The last block's events without what it frees beyond the others, and that."""
+        kept: list[Event] = []
+        extra: list[Event] = []
+        for event in found:
+            expected = like[len(kept)] if len(kept) < len(like) else None
+            if expected is not None and self._alike(event, expected):
+                kept.append(event)
+            elif event.kind == "free":
+                extra.append(event)
+            else:
+                kept.append(event)
+        return kept, extra
+
+    def _text(self, event: Event) -> str:
+        stored = self._stored(event)
+        return f"has {event.kind} of {stored.name or event.detail} ({stored.n_bytes} bytes)"
+
+    def numbered(self, parts: Mapping[str, Sequence[Event]]) -> Parts:
+        """The parts with classes numbered as they come."""
+        recorder, numbers, n = self.recorder, {}, count()
+        made: dict[str, tuple[Event, ...]] = {}
+        for part, events in parts.items():
+            found = []
+            for event in events:
+                if event.storage < 0 and event.kind != "compute":
+                    continue
+                if event.storage >= 0:
+                    own = self.of(event.storage)
+                    if own not in numbers:
+                        numbers[own] = next(n)
+                    event = event._replace(storage=numbers[own])
+                if event.kind == "grad":
+                    event = event._replace(detail=self.common(event.detail))
+                found.append(event)
+            made[part] = tuple(found)
+
+        def number(storage: int) -> int:
+            return numbers.get(self.of(storage), -1) if storage >= 0 else -1
+
+        like = min(recorder.n_blocks, 2)
+        kinds = {self.of(i): kind for i, kind in recorder.kinds.items()}
+        return Parts(
+            parts=made,
+            storages=tuple([self.storages[own] for own in numbers]),
+            kinds=tuple([kinds.get(own, "temporaries") for own in numbers]),
+            boundary=number(recorder.inputs.get(like, -1)),
+            boundary_grad=number(recorder.output_grads.get(like, -1)),
+        )
+
+
+# --- Sizes ---
+
+
+Point = tuple[int, int]
+"""Batch and length of a run."""
+
+
+def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
+    """The number that takes these values at these sizes of the input: the simplest that does.
+
+    >>> size_of((2 * 48 * 7, 3 * 80 * 7), ((2, 48), (3, 80)))
+    (Term(factor=7, batch_power=1, seq_power=1),)
+    >>> size_of((47, 79), ((2, 48), (3, 80)))
+    (Term(factor=1, batch_power=0, seq_power=1), Term(factor=-1, batch_power=0, seq_power=0))
+
+    Raises:
+        MissingRule: none is found.
+    """
+    if len(set(values)) == 1:
+        return (Term(values[0]),)
+    for i, j in POWERS:
+        units = [batch**i * length**j for batch, length in points]
+        factor, rest = divmod(values[0], units[0])
+        if not rest and all(value == factor * unit for value, unit in zip(values, units, strict=True)):
+            return (Term(factor, i, j),)
+    for i, j in POWERS:
+        units = [batch**i * length**j for batch, length in points]
+        if units[0] == units[1]:
+            continue
+        factor, rest = divmod(values[1] - values[0], units[1] - units[0])
+        constant = values[0] - factor * units[0]
+        if not rest and all(v == factor * u + constant for v, u in zip(values, units, strict=True)):
+            return (Term(factor, i, j), Term(constant))
+    raise MissingRule(f"sizes {values} follow from no rule of batch and length.")
+
+
+POWERS: Final = ((1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2), (2, 0))
+"""Of batch and length, in the order in which they are tried."""
+
+
+def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
+    """The recording that says what each of these runs did.
+
+    Raises:
+        Unlike: they did not do the same.
+        MissingRule: their sizes follow from no rule.
+    """
+    first = runs[0]
+    for other in runs[1:]:
+        for part in PARTS:
+            mine, its = first.parts[part], other.parts[part]
+            if [_skeleton(e) for e in mine] != [_skeleton(e) for e in its]:
+                raise Unlike(f"{part}: other things happen where sizes differ")
+    buffers = [
+        _buffer(stored, kind, points)
+        for stored, kind in zip(zip(*[r.storages for r in runs], strict=True), first.kinds, strict=True)
+    ]
+    parts = {
+        part: tuple(
+            [_event(events, points) for events in zip(*[run.parts[part] for run in runs], strict=True)]
+        )
+        for part in PARTS
+    }
+    return Recording(tuple(buffers), parts, first.boundary, first.boundary_grad)
+
+
+def _skeleton(event: Event) -> Any:
+    return event.kind, event.storage, event.detail if event.kind == "grad" else None
+
+
+def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> TracedBuffer:
+    one = stored[0]
+    n_bytes = size_of([each.n_bytes for each in stored], points)
+    dtype = DTYPES.get(one.dtype) or DType(one.dtype, one.itemsize)
+    shape: tuple[Size, ...]
+    try:
+        shape = tuple([size_of(dims, points) for dims in zip(*[each.shape for each in stored], strict=True)])
+    except (MissingRule, ValueError):
+        shape = (size_of([each.n_bytes // one.itemsize for each in stored], points),)
+    return TracedBuffer(one.name, shape, dtype, n_bytes, kind, one.name.endswith(RNG_STATE))
+
+
+def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
+    one = events[0]
+    match one.kind:
+        case "alloc" | "free":
+            return TracedEvent(one.kind, one.storage)
+        case "grad":
+            return TracedEvent("grad", one.storage, one.detail)
+    shape = tuple([size_of(dims, points) for dims in zip(*[e.detail.shape for e in events], strict=True)])
+    flops = size_of([event.detail.flops for event in events], points)
+    return TracedEvent("compute", phase=one.detail.phase, flops=flops, shape=shape, dtype=one.detail.dtype)

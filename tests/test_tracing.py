@@ -1,0 +1,267 @@
+"""Traced modules: equal to what memplan knows of its own ones; files of strangers; what is refused."""
+
+import json
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan import Gpt, InvalidValue, Llama, MissingRule, TracedModel, UnknownName
+from memplan.models.traced import model_from_trace
+from validate.systems.torch.modules import Transformer, token_loss
+
+SIZES: Any = {
+    "n_layers": 4,
+    "d_model": 64,
+    "n_heads": 4,
+    "d_ff": 176,
+    "vocab_size": 499,
+    "max_seq_len": 96,
+}
+EIGHT_BILLION = cast(Llama, memplan.preset("llama-3-8b"))
+FAMILIES = {"gpt": Gpt(name="gpt", **SIZES), "llama": Llama(name="llama", n_kv_heads=2, **SIZES)}
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"precision": "bf16", "micro_batch": 3, "optimizer": "sgd-momentum"},
+    {"precision": "bf16-mixed", "global_batch": 4, "seq_len": 77},
+    {"recompute": "full", "micro_batch": 2},
+    {"dp": 2, "global_batch": 6, "bucket_cap_bytes": 1 << 16},
+    {"dp": 2, "zero": 1, "seq_len": 64},
+    {"dp": 4, "zero": 2, "micro_batch": 5},
+    {"dp": 4, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
+    {"dp": 3, "zero": 3, "fsdp_blocks": 2},
+    {"dp": 2, "zero": 3, "fsdp_units": "model", "set_to_none": False},
+    {"dp": 2, "dp_replicate": 2, "zero": 3, "global_batch": 8, "recompute": "full", "recompute_blocks": 2},
+)
+
+A_FEW_SCALARS = 16
+"""Bytes: how the loss is scaled, whose numbers the kernels keep."""
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.w(x).sum()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    model = FAMILIES[request.param]
+    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
+    tokens = torch.randint(model.vocab_size, (2, 96))
+    return model, memplan.trace(module, tokens, targets=tokens.clone(), loss=token_loss)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_trace_of_our_own_module_says_what_its_family_says(pair, plan):
+    model, traced = pair
+    plan = {"precision": "fp32", "seq_len": 96, **plan}
+    if isinstance(model, Llama):
+        plan["seq_len"] = 96  # the module holds the angles of so many positions
+    told, known = (memplan.estimate(one, device="cpu", **plan) for one in (traced, model))
+    assert told.n_parameters == known.n_parameters
+    assert told.worst.states == known.worst.states
+    assert [(c.kind, c.axis, c.calls, c.payload_bytes) for c in told.collectives] == [
+        (c.kind, c.axis, c.calls, c.payload_bytes) for c in known.collectives
+    ]
+    # Kernels' own buffers are not at the worst instant, and the family's loss is outside autocast.
+    assert abs(told.peak.total_bytes - known.peak.total_bytes) <= A_FEW_SCALARS * plan.get("micro_batch", 1)
+    assert sum(told.worst.alive[b] * b.n_bytes for b in told.worst.alive) == told.peak.total_bytes
+    assert min(told.worst.alive.values()) > 0
+
+
+def test_a_trace_is_a_value(pair, tmp_path):
+    _, traced = pair
+    traced.save(tmp_path / "trace.json")
+    again = model_from_trace(tmp_path / "trace.json")
+    assert again == traced
+    assert hash(again) == hash(traced)
+    assert (
+        memplan.estimate(str(tmp_path / "trace.json"), zero=3, dp=2).peak
+        == memplan.estimate(traced, zero=3, dp=2).peak
+    )
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import memplan
+print(memplan.estimate({str(tmp_path / "trace.json")!r}).peak.total_bytes)
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert int(out) == memplan.estimate(traced).peak.total_bytes
+
+
+def test_tracing_leaves_the_module_as_it_was():
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
+    before = {name: (id(t), t.clone()) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+    memplan.trace(module, torch.ones(4, 8), loss=torch.sum)
+    assert not module.training
+    assert "forward" not in vars(module[0])
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        identity, value = before[name]
+        assert id(tensor) == identity
+        assert torch.equal(tensor, value)
+        assert tensor.grad is None
+
+
+def test_the_ledger_has_the_modules_own_names():
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    e = memplan.estimate(module, example_inputs=torch.ones(64, 8), loss=torch.sum, seq_len=1, micro_batch=512)
+    names = {buffer.name for buffer in e.worst.alive}
+    assert {"0.weight", "2.bias.exp_avg", "1: relu"} <= names
+
+
+def test_a_module_on_meta_of_any_size_is_traced():
+    with torch.device("meta"):
+        module = Transformer(EIGHT_BILLION, range(3), seq_len=64)
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    traced = memplan.trace(module, tokens, loss=lambda logits: logits.sum(), precisions=["fp32"])
+    assert traced.n_layers == 3
+    assert traced.n_parameters > 1e9
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [
+        ({"tp": 2}, "tp=2"),
+        ({"pp": 2}, "pp=2"),
+        ({"recompute": "selective"}, "selective"),
+        ({"precision": "fp16-mixed"}, "fp16-mixed"),
+        ({"dp": 2, "zero": 3, "fsdp_units": "block+ends"}, "block\\+ends"),
+        ({"device": "cuda"}, "traced with the kernels of device='cpu'"),
+        ({"engine": "textbook"}, "closed forms"),
+    ],
+)
+def test_what_a_trace_cannot_tell_is_refused(pair, plan, words):
+    with pytest.raises(MissingRule, match=words):
+        memplan.estimate(pair[1], **plan)
+
+
+class OnValues(Twice):
+    def forward(self, x):
+        y = self.w(x)
+        return y.sum() if (y > 0).any() else -y.sum()
+
+
+class Unused(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "module, options, error, words",
+    [
+        (nn.ReLU(), {}, InvalidValue, "no parameters"),
+        ("gpt2", {}, InvalidValue, r"no torch\.nn\.Module"),
+        (OnValues(), {}, MissingRule, r"OnValues cannot be traced: aten\.\S+ needs values"),
+        (Unused(), {}, MissingRule, r"2 parameters get no gradient \(idle"),
+        (Twice().requires_grad_(False), {}, MissingRule, "frozen"),
+        (nn.Linear(8, 8), {}, InvalidValue, "no loss"),
+        (nn.Linear(8, 8), {"loss": lambda y: y}, InvalidValue, "one number"),
+        (Twice(), {"blocks": "layers"}, UnknownName, "list of equal blocks"),
+        (Twice(), {"precisions": ["int3"]}, UnknownName, "precision"),
+        (Twice(), {"example_inputs": ()}, InvalidValue, "hold no tensor"),
+        (Twice(), {"example_inputs": 3}, InvalidValue, "a tensor, a tuple, or a dict"),
+    ],
+)
+def test_what_cannot_be_traced_says_why(module, options, error, words):
+    inputs = options.pop("example_inputs", torch.ones(4, 8)) if options else torch.ones(4, 8)
+    with pytest.raises(error, match=words):
+        memplan.trace(module, inputs, **options)
+
+
+def test_a_module_needs_an_example():
+    with pytest.raises(InvalidValue, match="example_inputs"):
+        memplan.estimate(Twice())
+
+
+def test_a_size_that_follows_from_no_rule_holds_for_itself_only():
+    class Odd(Twice):
+        def forward(self, x):
+            return self.w(x[: int(len(x) ** 0.5)]).sum()
+
+    traced = memplan.trace(Odd(), torch.ones(9, 8), precisions=["fp32"])
+    assert traced.limits == (9, 1)
+    assert memplan.estimate(traced, micro_batch=9, seq_len=1, precision="fp32").peak.total_bytes > 0
+    with pytest.raises(MissingRule, match="micro-batch of 9"):
+        memplan.estimate(traced, micro_batch=4, seq_len=1, precision="fp32")
+
+
+def changed(text: str, path: list[Any], value: object) -> str:
+    data = json.loads(text)
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return json.dumps(data, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (["name"], 3),
+        (["device"], "abacus"),
+        (["n_blocks"], -1),
+        (["n_blocks"], True),
+        (["limits"], [1]),
+        (["recordings"], []),
+        (["recordings", 0, "run"], ["float32"]),
+        (["recordings", 0, "run", 0], "float7"),
+        (["buffers", 0], ["x"]),
+        (["buffers", 0, 3], [[1, 99]]),
+        (["buffers", 0, 3], "many"),
+        (["buffers", 0, 4], "weightless"),
+        (["recordings", 0, "parts", "embed", 0], 100000),
+        (["recordings", 0, "parts", "embed", 0], [0, "w2"]),
+        (["recordings", 0, "parts", "embed"], None),
+        (["recordings", 0, "parts", "embed", 0], -100000),
+        (["recordings", 0, "buffers", 0], 100000),
+        (["recordings", 0, "boundary"], [0]),
+        (["embed_parameters", 0], ["w", "shape", "float32"]),
+    ],
+    ids=str,
+)
+def test_a_strangers_file_is_refused(tmp_path, path, value):
+    traced = memplan.trace(Twice(), torch.ones(4, 8), precisions=["fp32"])
+    traced.save(tmp_path / "t.json")
+    (tmp_path / "t.json").write_text(changed((tmp_path / "t.json").read_text(), path, value))
+    with pytest.raises(memplan.MemplanError, match=r"t\.json: "):
+        model_from_trace(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format":"memplan trace 1"}', "[" * 100_000])
+def test_what_is_no_trace_is_refused(tmp_path, text):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(InvalidValue, match=r"t\.json: "):
+        model_from_trace(tmp_path / "t.json")
+
+
+def test_the_command_line_traces_what_a_function_returns(tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from memplan.cli import commands
+
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(8, 1)), torch.ones(4, 8)\n"
+        "def whole():\n    module, x = make()\n"
+        "    return {'module': module, 'example_inputs': x, 'loss': torch.sum}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke
+    written = run(commands, ["trace", "mine:whole", "--out", "t.json"])
+    assert written.exit_code == 0, written.output
+    for model in ("mine:whole", "t.json"):
+        shown = run(commands, ["estimate", model, "--seq-len", "1", "--dp", "2", "--ledger"])
+        assert shown.exit_code == 0, shown.output
+        assert "0.weight" in shown.output
+    assert "no loss" in run(commands, ["estimate", "mine:make"]).output
+    assert "package.module:factory" in run(commands, ["estimate", "nothing:at_all"]).output
+    assert isinstance(model_from_trace("t.json"), TracedModel)

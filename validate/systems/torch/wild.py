@@ -1,0 +1,324 @@
+"""Other people's modules as they are, under a plan: transformers', torchvision's, and a few of everyone's.
+
+Their traces are in `data/traces`, written by `python -m validate.traces`.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import memplan
+from memplan import Plan, TracedModel
+from memplan.plan import Rank
+from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
+from validate.systems.torch.passes import Passes
+
+VOCABULARY: Final = 1000
+N_CLASSES: Final = 10
+IMAGE: Final = 32
+"""Rows and columns of an image."""
+
+Inputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wild:
+    """A module of someone else's: how it is made, what it is called with, what its loss is.
+
+    `inputs` are of so many samples and tokens; `loss` is of its output and of all inputs, of which the module
+    is called with those that are not named `targets`.
+    """
+
+    module: Callable[[], nn.Module]
+    inputs: Callable[[int, int, torch.Generator], Inputs]
+    seq_len: int = 1
+    package: str = "torch"
+
+
+def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
+    """The loss as most people compute it: the model's own, or cross-entropy with the targets."""
+    called = {name: value for name, value in inputs.items() if name != "targets"}
+    output = module(**called)
+    if "targets" in inputs:
+        targets = inputs["targets"]
+        return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
+    return cast(Tensor, output.loss)
+
+
+# --- transformers ---
+
+WIDTHS: Final = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""The sizes of most of them."""
+
+NO_DROPOUT: Final = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+GROUPED: Final = {**WIDTHS, "num_key_value_heads": 2}
+
+LANGUAGE: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 16}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**GROUPED, "head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 16}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, "head_dim": 16}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", GROUPED),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GROUPED),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", GROUPED),
+    "cohere": ("CohereForCausalLM", "CohereConfig", GROUPED),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", WIDTHS),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY,
+         "bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**WIDTHS, "ffn_dim": 256, "word_embed_proj_dim": 64, "dropout": 0.0},
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY},
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        {**WIDTHS, **NO_DROPOUT},
+    ),
+    "roberta": (
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        {**WIDTHS, **NO_DROPOUT, "max_position_embeddings": 130},
+    ),
+}  # fmt: skip
+"""Class, class of its configuration, and sizes."""
+
+
+def _language(model: str, config: str, sizes: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        transformers = import_module("transformers")
+        settings = getattr(transformers, config)(**sizes, use_cache=False)
+        return cast(nn.Module, getattr(transformers, model)(settings))
+
+    return made
+
+
+def _tokens(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
+    ids = torch.randint(3, VOCABULARY, (samples, seq_len), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _vit() -> nn.Module:
+    transformers = import_module("transformers")
+    sizes = {name: WIDTHS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    settings = transformers.ViTConfig(
+        **sizes, num_hidden_layers=4, image_size=IMAGE, patch_size=8, num_labels=N_CLASSES
+    )
+    return cast(nn.Module, transformers.ViTForImageClassification(settings))
+
+
+def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator) -> Inputs:
+    images = torch.randn(samples, 3, IMAGE, IMAGE, generator=generator)
+    return {"pixel_values": images, "labels": torch.randint(N_CLASSES, (samples,), generator=generator)}
+
+
+# --- torchvision and everyone's own ---
+
+
+def _resnet(depth: int) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        models = import_module("torchvision.models")
+        return cast(nn.Module, getattr(models, f"resnet{depth}")(num_classes=N_CLASSES))
+
+    return made
+
+
+def _images(samples: int, _seq_len: int, generator: torch.Generator) -> Inputs:
+    images = torch.randn(samples, 3, IMAGE, IMAGE, generator=generator)
+    return {"x": images, "targets": torch.randint(N_CLASSES, (samples,), generator=generator)}
+
+
+class Recurrent(nn.Module):
+    """A language model of two LSTM layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        self.lstm = nn.LSTM(64, 64, num_layers=2, batch_first=True)
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.lstm(self.embedding(x))[0]))
+
+
+def _next_tokens(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
+    text = torch.randint(VOCABULARY, (samples, seq_len + 1), generator=generator)
+    return {"x": text[:, :-1].clone(), "targets": text[:, 1:].clone()}
+
+
+class UNet(nn.Module):
+    """Down and up again over two scales, with the finer scale's features handed across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.SiLU())
+        self.down = nn.Conv2d(32, 64, 3, stride=2, padding=1)
+        self.middle = nn.Sequential(nn.GroupNorm(8, 64), nn.SiLU(), nn.Conv2d(64, 64, 3, padding=1))
+        self.up = nn.Conv2d(96, 32, 3, padding=1)
+        self.last = nn.Conv2d(32, N_CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = self.first(x)
+        coarse = self.middle(self.down(fine))
+        joined = torch.cat([fine, F.interpolate(coarse, scale_factor=2.0)], dim=1)
+        return cast(Tensor, self.last(F.silu(self.up(joined))).mean((2, 3)))
+
+
+class TwoTowers(nn.Module):
+    """Two networks side by side, whose outputs are multiplied, as in recommendation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+        self.item = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 64))
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return cast(Tensor, self.user(user) @ self.item(item).transpose(0, 1))
+
+
+def _pairs(samples: int, _seq_len: int, generator: torch.Generator) -> Inputs:
+    return {
+        "user": torch.randn(samples, 256, generator=generator),
+        "item": torch.randn(samples, 128, generator=generator),
+        "targets": torch.arange(samples),
+    }
+
+
+class Encoder(nn.Module):
+    """PyTorch's own transformer layers, four of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 176, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.layers(self.embedding(x))))
+
+
+WILD: Final[Mapping[str, Wild]] = {
+    **{
+        f"hf-{name}": Wild(module=_language(*how), inputs=_tokens, seq_len=64, package="transformers")
+        for name, how in LANGUAGE.items()
+    },
+    "hf-vit": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
+    "resnet-18": Wild(module=_resnet(18), inputs=_images, package="torchvision"),
+    "resnet-50": Wild(module=_resnet(50), inputs=_images, package="torchvision"),
+    "lstm": Wild(module=Recurrent, inputs=_next_tokens, seq_len=32),
+    "u-net": Wild(module=UNet, inputs=_images),
+    "two-towers": Wild(module=TwoTowers, inputs=_pairs),
+    "encoder": Wild(module=Encoder, inputs=_next_tokens, seq_len=64),
+}
+"""Other people's modules, by the name of their trace."""
+
+
+def wild_trace(name: str) -> TracedModel:
+    """One of them, traced anew."""
+    wild = WILD[name]
+    torch.manual_seed(0)
+    inputs = wild.inputs(2, wild.seq_len, torch.Generator().manual_seed(0))
+    module = wild.module()
+    with_targets = {name: value for name, value in inputs.items() if name != "targets"}
+    return memplan.trace(
+        module, with_targets, targets=inputs.get("targets"), name=name, max_seq_len=wild.seq_len
+    )
+
+
+# --- Under a plan ---
+
+
+def wild_module(
+    model: TracedModel, plan: Plan, mesh: DeviceMesh | None, device: torch.device, *, seed: int
+) -> nn.Module:
+    """The module as it trains under a plan."""
+    torch.manual_seed(seed)
+    module = WILD[model.name].module().to(device)
+    module.train()
+    if plan.precision == "bf16":
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    if plan.recompute == "full":
+        cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
+    if mesh is None:
+        return module
+    if plan.fsdp:
+        blocks = (
+            list(module.get_submodule(model.blocks.removesuffix(".*")).children()) if model.blocks else []
+        )
+        shard_weights(module, units_of_blocks(blocks, plan), plan, mesh)
+        return module
+    return replicated(module, plan, mesh["dp"])
+
+
+def wild_passes(
+    module: nn.Module, model: TracedModel, plan: Plan, at: Rank, device: torch.device, *, seed: int
+) -> Passes:
+    """Forward and backward of one step on this replica's part of the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = WILD[model.name].inputs(plan.global_batch, plan.seq_len, generator)
+    place = at.dp_replicate * plan.dp + at.dp
+    own: dict[int, Tensor] = {}
+    for value in drawn.values():
+        own.setdefault(id(value), value.chunk(plan.n_replicas)[place].clone().to(device))
+    inputs = {name: own[id(value)] for name, value in drawn.items()}
+    if model.name == "two-towers":
+        inputs["targets"] %= plan.micro_batch
+    n = plan.n_micro_batches
+    compute = torch_dtype(plan.formats.compute)
+    autocast = plan.mixed and not plan.fsdp
+
+    def loss(i: int) -> Tensor:
+        part = {name: value.chunk(n)[i] for name, value in inputs.items()}
+        if plan.precision == "bf16":
+            part = {
+                name: value.to(compute) if value.is_floating_point() else value
+                for name, value in part.items()
+            }
+        return loss_of(module, part) / n
+
+    def run() -> float:
+        total = 0.0
+        for i in range(n):
+            held = isinstance(module, DistributedDataParallel) and i < n - 1
+            with module.no_sync() if held else nullcontext():  # type: ignore[operator]
+                with torch.autocast(device.type, compute) if autocast else nullcontext():
+                    found = loss(i)
+                found.backward()
+            total += float(found.detach())
+            del found
+        return total
+
+    return run

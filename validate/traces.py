@@ -1,0 +1,19 @@
+"""Writes the traces of other people's modules: `python -m validate.traces [NAME ...]`; left out: all."""
+
+import sys
+
+from validate.shipped import data_folder
+from validate.systems.torch.wild import WILD, wild_trace
+
+
+def main(names: list[str]) -> None:
+    """Trace these modules anew."""
+    for name in names or WILD:
+        model = wild_trace(name)
+        model.save(data_folder() / "traces" / f"{name}.json")
+        found = f"{model.n_parameters:,} parameters, {model.n_layers} blocks, {model.made_with}"
+        print(f"{name}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
