@@ -350,6 +350,7 @@ class Tape:
         "phase",
         "products",
         "scope",
+        "shared",
     )
 
     def __init__(self, context: OpContext) -> None:
@@ -370,6 +371,8 @@ class Tape:
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
+        self.shared: dict[str, Tensor] = {}
+        """What the embedding makes for all blocks: it lives until the first block's backward pass is over."""
 
     def new(
         self,

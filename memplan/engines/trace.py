@@ -243,6 +243,7 @@ class _TracedStage:
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
+        self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
     def _end(self, name: str) -> None:
         """What was done since the last segment is the segment of this name."""
@@ -300,6 +301,7 @@ class _TracedStage:
         tape = self.tape
         incoming = _buffer_of_grad(tape)
         tape.backward(down_to=self.n_embed)
+        tape.shared.clear()
         self._end("block_backward")
         self.input_grad = tape.nodes[-1].grad
         self.boundary_grad = _buffer(self.input_grad)
@@ -347,7 +349,7 @@ class _TracedStage:
             blocks={
                 self.kind: Block(
                     forward=same(Without(*self.in_flight)(block)),
-                    backward=same(backward),
+                    backward=same(Without(*self.shared)(backward)),
                     entry=same(inside(block)),
                     entry_backward=same(inside(backward)),
                     casts=found["block_casts"],
