@@ -6,10 +6,11 @@ from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
+from memplan.engines.options import plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
-from memplan.plan import FIELDS, MESH_AXES
+from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
 
@@ -150,13 +151,14 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """The case as plain values; beside the plan's, how many micro-batches each replica accumulates."""
         model = {"family": family_of(self.model), **asdict(self.model)}
-        plan = asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
+        plan = plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
         return {**asdict(self), "model": model, "plan": plan, "learning_rate": self.learning_rate}
 
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
         model = {"family": family_of(self.model), **_not_default(self.model)}
-        return {**_not_default(self), "model": model, "plan": _not_default(self.plan)}
+        plan = {said.name: said.value for said in said_by(self.plan) if not said.is_default}
+        return {**_not_default(self), "model": model, "plan": plan}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Case":
@@ -171,7 +173,7 @@ class Case:
         family = FAMILIES[model.pop("family")]
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
-        return Case(model=family(**model), plan=Plan(**plan), **known)
+        return Case(model=family(**model), plan=plan_of(**plan), **known)
 
 
 def placed(case: Case, gpus: Gpus | None) -> Case:
@@ -258,10 +260,8 @@ def title(model: Decoder, plan: Plan) -> str:
     words += [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.precision == "fp32" else [plan.precision]
     words += [] if plan.optimizer == "adamw" else [plan.optimizer]
-    for option, field in FIELDS.items():
-        value = getattr(plan, option)
-        if field.word and value != Plan.__dataclass_fields__[option].default:
-            words.append(_option_words(field.word, value))
+    others = [said for said in said_by(plan) if said.field.word and not said.is_default]
+    words += [_option_words(said.field.word, said.value) for said in others]
     kind = ["tied"] if model.tied_head else []
     kind += ["dropout"] if model.dropout else []
     return f"{' '.join([model.name, *kind])}, {' '.join(words)}"
