@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick nogpu test lint wheel fuzz format bench notebooks
+.PHONY: help demo quick nogpu test lint wheel fuzz format bench notebooks gallery
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
@@ -21,6 +21,7 @@ help:
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      how long one estimate takes, and a million plans"
 	@echo "make notebooks  execute the notebooks in place"
+	@echo "make gallery    gallery/index.html: an example picture of each chart"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "memplan needs Python 3.11 or later, this is %d.%d; use make PYTHON=python3.11" % sys.version_info[:2])'
@@ -87,3 +88,6 @@ bench: $(READY)
 notebooks: $(READY)
 	for notebook in notebooks/*.ipynb; do \
 	    $(BIN)/jupyter-execute --inplace "$$notebook" || exit 1; done
+
+gallery: $(READY)
+	$(BIN)/python -m memplan.plots.gallery gallery

@@ -47,7 +47,7 @@ MOST_UNUSED_BYTES: Final = 20 * MiB
 MANY_PAGES: Final = 2**26
 """Pages that an expandable segment has addresses for where no limit of the GPU is known."""
 
-ADDRESS_BITS: Final = 60
+ADDRESS_BITS: Final = 128
 ADDRESS: Final = 2**ADDRESS_BITS - 1
 """The bits of a `PackedBlock` that are its address."""
 

@@ -13,9 +13,21 @@ from typing import Any, Final, NoReturn, TypeVar, get_args
 
 from memplan.budget import budget
 from memplan.device import DeviceType
+from memplan.engines.base import ENGINES
+from memplan.engines.options import option_fields
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
-from memplan.fields import Choice, Counts, Flag, Number, Registered, count_or_text, number_or_text
+from memplan.fields import (
+    Choice,
+    Counts,
+    Field,
+    Flag,
+    Number,
+    Registered,
+    count_or_text,
+    described_fields,
+    number_or_text,
+)
 from memplan.files import shown_path
 from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
 from memplan.models import (
@@ -33,8 +45,7 @@ from memplan.search.advise import advise
 from memplan.search.command import estimate_command as command_of
 from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
-from memplan.search.table import COLUMNS as SEARCH_COLUMNS
-from memplan.search.table import search_dict, search_rows
+from memplan.search.table import columns_of, search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
 from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
@@ -179,12 +190,12 @@ SEARCHED: Final = tuple(name for name in ESTIMATED if name not in ("global_batch
 def plan_options(**defaults: Any) -> Callable[[F], F]:
     """The flags of every field of a Plan, for a command; `defaults` where they differ from the plan's."""
     told = {name: Plan.__dataclass_fields__[name].default for name in ESTIMATED} | defaults
-    return _all_of([_plan_option(name, told[name]) for name in ESTIMATED])
+    return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in ESTIMATED])
 
 
-def _plan_option(name: str, default: Any) -> Callable[[F], F]:
+def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     """The flag of a field that takes one value."""
-    flag, field = _flag(name), FIELDS[name]
+    flag = _flag(name)
     match field:
         case Flag() if default:
             return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
@@ -207,7 +218,7 @@ def search_options() -> Callable[[F], F]:
 def _search_option(name: str) -> Callable[[F], F]:
     flag, field = _flag(name), FIELDS[name]
     if not field.varied:
-        return _plan_option(name, Plan.__dataclass_fields__[name].default)
+        return _plan_option(name, field, Plan.__dataclass_fields__[name].default)
     match field:
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
@@ -215,6 +226,39 @@ def _search_option(name: str) -> Callable[[F], F]:
             names = f"Of {', '.join(field.choices)}."
             return click.option(flag, type=_names, metavar="NAME,...", help=names)
     return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
+
+
+class EngineCommand(click.Command):
+    """A command that says `--engine`, with the flags of the options of the engine that is said."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
+        ctx.meta["options"] = _engine_options(said[-1]) if said else []
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*ctx.meta["options"], *super().get_params(ctx)]
+
+
+def _engine_options(engine: str) -> list[click.Parameter]:
+    """The flags of an engine's own options; none of an engine that there is not, which estimates refuse."""
+    kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
+    flags = click.Command(None)
+    if kind is not None:
+        for name, field in described_fields(kind).items():
+            _plan_option(name, field, kind.__dataclass_fields__[name].default)(flags)
+    return flags.params
+
+
+def engine_option() -> Callable[[F], F]:
+    """The flag of the engine."""
+    return click.option(
+        "--engine",
+        default="torch",
+        show_default=True,
+        help="torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict; "
+        "or another package's, which may have options of its own: --engine NAME -h.",
+    )
 
 
 def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
@@ -283,18 +327,12 @@ def _module_traced(name: str, **options: Any) -> str | Model:
     return traced_from_factory(name, **options)
 
 
-@commands.command("estimate")
+@commands.command("estimate", cls=EngineCommand)
 @click.argument("model")
 @implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
-@click.option(
-    "--engine",
-    default="torch",
-    show_default=True,
-    help="torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict; "
-    "or another package's.",
-)
+@engine_option()
 @_choice("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -336,7 +374,7 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
         click.echo(str(result))
 
 
-@commands.command("search")
+@commands.command("search", cls=EngineCommand)
 @click.argument("model")
 @implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
@@ -354,6 +392,7 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
     "sequence (the last two with micro-batches of 1 unless told otherwise).",
 )
 @search_options()
+@engine_option()
 @_count(
     "--keep",
     "How many of the plans that fit or may fit to show, else of the nearest; left out: "
@@ -372,7 +411,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     with _counting("plans") as progress:
         result = searched(model, progress=progress, **asked)
     if as_csv:
-        _print_csv(search_rows(result, model), SEARCH_COLUMNS)
+        _print_csv(search_rows(result, model), columns_of(result))
     elif as_json:
         _print_json(search_dict(result, model))
     elif reason := nothing_runs(result):
@@ -436,14 +475,13 @@ def fields_of(text: str) -> dict[str, Any]:
     Raises:
         UnknownName: a name that is no field of a plan.
     """
-    fields: dict[str, Any] = {}
-    for part in filter(None, re.split(r"[,\s]+", text)):
-        name, _, value = part.partition("=")
-        name = name.replace("-", "_")
-        if name not in FIELDS:
-            raise unknown_name("field of a plan", name, FIELDS)
-        fields[name] = FIELDS[name].parsed(value)
-    return fields
+    parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+", text))]
+    said = {name.replace("-", "_"): value for name, _, value in parts}
+    known = FIELDS | (option_fields(said["engine"]) if "engine" in said else {})
+    for name in said:
+        if name not in known:
+            raise unknown_name("field of a plan", name, known)
+    return {name: known[name].parsed(value) for name, value in said.items()}
 
 
 @contextmanager

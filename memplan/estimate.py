@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,6 +13,7 @@ from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
+from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -250,7 +251,8 @@ class Estimate:
     """What a plan asks of each GPU: per pipeline stage, the rank of it that holds most.
 
     `confirmed` is "measured" where the rules behind it have been compared with real runs (CPU ranks), and
-    "unmeasured" where they are read from sources only (CUDA). `time_model` turns work into seconds:
+    "unmeasured" with runs of the device's software without the device (CUDA), and "unconfirmed" where no
+    run has confirmed them. `time_model` turns work into seconds:
     `dataclasses.replace` puts another in its place. `device` is whose rules it was estimated by.
     """
 
@@ -475,7 +477,7 @@ class Estimate:
         return versioned(
             {
                 "model": model_dict(self.model),
-                "plan": asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
+                "plan": plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches},
                 "cluster": None if self.cluster is None else self.cluster.to_dict(),
                 "device": self.device.type,
                 "n_parameters": self.n_parameters,
@@ -582,6 +584,7 @@ def estimate(
     network: Link | str | None = None,
     margin: float | None = None,
     device: DeviceType | None = None,
+    **engine_options: Any,
 ) -> Estimate:
     """What one plan asks of each GPU.
 
@@ -623,6 +626,7 @@ def estimate(
         torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
+        **engine_options: that engine's own options, by their names.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
@@ -646,7 +650,7 @@ def estimate(
         asked["dp"] = _dp_left(cluster, n_other)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
     asked["seq_len"] = model.max_seq_len if seq_len is None else seq_len
-    return estimate_plan(model, Plan(**asked), cluster, device)
+    return estimate_plan(model, plan_of(**asked, **engine_options), cluster, device)
 
 
 def _dp_left(cluster: Cluster | None, n_other: int) -> int:

@@ -7,7 +7,7 @@ flags of the command line, the columns of a search and the names of cases are re
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final
 
 from memplan.checks import LARGEST, checked_choice, checked_count, checked_flag, checked_positive
@@ -164,6 +164,11 @@ class Name(Field):
 def described(default: Any, described_as: Field) -> Any:
     """A field of a dataclass with its default and its description."""
     return field(default=default, metadata={"field": described_as})
+
+
+def described_fields(kind: Any) -> dict[str, Field]:
+    """The descriptions of a dataclass's fields by name; fields without one are left out."""
+    return {each.name: each.metadata["field"] for each in fields(kind) if "field" in each.metadata}
 
 
 def count_or_text(value: object) -> int | str:

@@ -1,12 +1,23 @@
 """Plans: what can be asked of a cluster, and what is refused."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
-from memplan.fields import Choice, Count, Counts, Field, Flag, Name, Number, Registered, described
+from memplan.fields import (
+    Choice,
+    Count,
+    Counts,
+    Field,
+    Flag,
+    Name,
+    Number,
+    Registered,
+    described,
+    described_fields,
+)
 from memplan.precisions import PRECISIONS, Precision
 from memplan.record import Axis
 from memplan.schedules import SCHEDULES, Schedule
@@ -73,6 +84,7 @@ class Plan:
         gradient_as_bucket_view, static_graph, bucket_cap_bytes, ddp_comm_hook: DistributedDataParallel's.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
         torch_version: the release of PyTorch whose rules apply.
+        options: a value of the engine's own (`memplan.engines.options`); None: it has none, or its defaults.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -200,6 +212,7 @@ class Plan:
         "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
     )
     engine: str = described("torch", Name(text="Whose rules"))
+    options: Any = None
 
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
@@ -293,7 +306,7 @@ class Plan:
         return f"pp={self.pp} x {hybrid}dp={self.dp} x tp={self.tp}"
 
 
-FIELDS: Final[dict[str, Field]] = {each.name: each.metadata["field"] for each in fields(Plan)}
+FIELDS: Final[dict[str, Field]] = described_fields(Plan)
 """What each field of a plan takes: the one table of them."""
 
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from memplan.engines.options import said_by
 from memplan.estimate import Estimate, StageEstimate, notes_of
 from memplan.hardware import Cluster
 from memplan.models import Model
-from memplan.plan import Plan
+from memplan.plan import FIELDS, Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import binary_unit, human_bytes, scaled, time_unit
@@ -30,6 +31,7 @@ CONFIRMED: Final = {
     "measured": "CPU rules, confirmed by real runs: python -m validate compares them.",
     "unmeasured": "CUDA rules, confirmed by PyTorch's CUDA software without a GPU;\n"
     "no GPU run has confirmed them yet.",
+    "unconfirmed": "No run has confirmed these rules.",
 }
 DEVICES: Final = {"cuda": "CUDA rules", "cpu": "the CPU's rules, as `python -m validate` measures them"}
 
@@ -142,7 +144,7 @@ def _header(estimate: Estimate) -> str:
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),
         "options": f"precision={plan.precision}, optimizer={plan.optimizer}, {_recompute(plan)}, "
-        f"engine={plan.engine}{torch_version}",
+        f"engine={plan.engine}{torch_version}{_own_options(plan)}",
     }
     update = f", {plan.optimizer_impl}" if plan.optimizer_impl != "default" else ""
     update += f", clip_grad_norm={plan.clip_grad_norm:g}" if plan.clip_grad_norm is not None else ""
@@ -154,6 +156,12 @@ def _header(estimate: Estimate) -> str:
     if update:
         lines["update"] = f"{plan.optimizer}{update}"
     return "\n".join(wrapped(f"{label:<9}{line}", indent=" " * 9) for label, line in lines.items())
+
+
+def _own_options(plan: Plan) -> str:
+    """The options of the plan's engine that are not at their defaults."""
+    own = [said for said in said_by(plan) if said.name not in FIELDS and not said.is_default]
+    return "".join([f", {said.name}={said.value}" for said in own])
 
 
 def batch_text(plan: Plan) -> str:

@@ -335,6 +335,7 @@ class Tape:
         "_casts",
         "_expected",
         "_grads",
+        "_held",
         "_region",
         "_replayed",
         "_replaying",
@@ -368,6 +369,7 @@ class Tape:
         self._wanted: tuple[bool, ...] = ()
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
+        self._held: list[Tensor] = []
 
     def new(
         self,
@@ -381,6 +383,14 @@ class Tape:
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node)
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
+        self._held += tensors
+
+    def let_go(self) -> None:
+        """Drop what is held."""
+        self._held.clear()
 
     def workspace(self) -> Workspace:
         """A block of temporary buffers: `with tape.workspace() as temporary: temporary.new(...)`."""

@@ -11,7 +11,7 @@ import memplan
 from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, rounded_bytes
 from memplan.errors import InvalidValue
 from memplan.hardware.overheads import overhead_table
-from memplan.record import Alloc, Free, Stretch, allocs, chain, events, repeated, unrolled
+from memplan.record import Alloc, Free, Stretch, allocs, chain, events, passed, repeated, unrolled
 from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, Buffer
@@ -221,8 +221,13 @@ def buffer(n_mib: int, kind="temporaries") -> Buffer:
 
 
 def literal(stretch: Stretch) -> Stretch:
-    """The same step with every repetition written out."""
-    return chain("step", *(events(name, [event]) for name, event in unrolled(stretch)))
+    """The same step with every repetition written out, and its passes named."""
+    if not stretch.has_passes:
+        return chain("step", *(events(name, [event]) for name, event in unrolled(stretch)))
+    once = [literal(part) for part in stretch.parts]
+    if stretch.micro_batch is not None:
+        once = [passed(*stretch.micro_batch, *once)]
+    return chain("step", *once * stretch.repeats)
 
 
 def test_repetitions_that_change_nothing_may_be_left_out():

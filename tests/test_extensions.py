@@ -18,8 +18,10 @@ from memplan.cli import commands
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.errors import InvalidValue, MissingRule, PlanRefused, UnknownName
+from memplan.estimate import estimate_plan
+from memplan.fields import Choice, Count, described
 from memplan.memory import Alive
-from memplan.models import Family, Layers, Model, parameter_count, resolve
+from memplan.models import Decoder, Family, Layers, Model, parameter_count, preset, resolve
 from memplan.models.config import Config
 from memplan.models.families import Reader
 from memplan.ops import embedding, gather_sequence, gelu, linear, rms_norm
@@ -31,6 +33,7 @@ from memplan.replay import AllocatorProgram
 from memplan.schedules import Schedule
 from memplan.shapes import BF16, FP32, buffer_of
 from memplan.tape import Backend, Tensor
+from validate.cases import Case, title
 
 POINTS = """[memplan.engines]
 toy = test_extensions:TOY
@@ -57,15 +60,24 @@ def _no_pipeline(model: Model, plan: Plan) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyOptions:
+    """The toy's own options."""
+
+    spare_blocks: int = described(0, Count(text="Blocks whose output is kept twice", least=0, word="spare"))
+    style: str = described("plain", Choice(text="How it is played", choices=("plain", "loud")))
+
+
 class ToyEngine(Engine):
     """A framework of 16 bits that keeps one tensor of each block and reduces at the end."""
 
     name = "toy"
     plays = "a toy"
+    options = ToyOptions
     refusals = (_no_pipeline,)
 
     def confirmed_on(self, device: Device) -> Confirmation:
-        return "unmeasured"
+        return "unconfirmed"
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         yield self.play_rank(model, plan, Rank(), device, None)
@@ -77,6 +89,8 @@ class ToyEngine(Engine):
         grads = buffer_of("all gradients", weights.shape, BF16, "grads")
         shape = plan.micro_batch, plan.seq_len, model.d_model
         output = buffer_of("output of a block", shape, BF16, "activations")
+        options = plan.options or ToyOptions()
+        spare = buffer_of("spare outputs", (options.spare_blocks, *shape), BF16, "activations")
         flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_blocks
         forward = events(
             "block", [Alloc(output), Compute(phase="forward", flops=flops, shape=shape, dtype=BF16)]
@@ -88,7 +102,7 @@ class ToyEngine(Engine):
         reduced = Collective(kind="all_reduce", axis="dp", what="all gradients", payload_bytes=grads.n_bytes)
         step = chain(
             "step",
-            events("gradients", [Alloc(grads)]),
+            events("gradients", [Alloc(grads), Alloc(spare)]),
             repeated(chain("micro-batch", *steps), plan.n_micro_batches),
             events("reduction", [reduced] if plan.dp > 1 else []),
         )
@@ -235,6 +249,7 @@ def test_an_engines_plan_is_estimated_by_folds_over_its_record(installed):
     assert e.verdict == "fits"
     assert e.step_s > 0
     assert "engine=toy" in str(e)
+    assert "No run has confirmed these rules." in str(e)
 
 
 def test_an_engines_refusals_are_asked(installed):
@@ -359,6 +374,56 @@ def test_what_is_no_schedule_is_refused(installed):
         memplan.estimate(DEEP, **PIPELINE | {"schedule": "broken"})
 
 
+def test_an_engines_option_is_a_keyword_beside_a_plans(installed):
+    plain, spare = (memplan.estimate("gpt2", engine="toy", spare_blocks=n, **ASKED) for n in (0, 3))
+    assert spare.plan.options == ToyOptions(spare_blocks=3)
+    added = spare.peak.activations_bytes - plain.peak.activations_bytes
+    assert added == 3 * 2 * 512 * plain.model.d_model
+    assert "engine=toy, spare_blocks=3" in " ".join(str(spare).split())
+    assert spare.to_dict()["plan"]["spare_blocks"] == 3
+    assert isinstance(spare.model, Decoder)
+    assert title(spare.model, spare.plan).endswith("spare3")
+    case = Case(name="toy", model=spare.model, plan=spare.plan)
+    assert Case.from_dict(case.to_dict()).plan == case.plan
+
+
+def test_an_engines_option_is_checked(installed):
+    with pytest.raises(InvalidValue, match=r"spare_blocks=-1 is not allowed; use an integer from 0"):
+        memplan.estimate("gpt2", engine="toy", spare_blocks=-1)
+    with pytest.raises(UnknownName, match=r"unknown style 'lout'; did you mean 'loud'"):
+        memplan.estimate("gpt2", engine="toy", style="lout")
+    with pytest.raises(UnknownName, match=r"option of a plan 'spare_block'; did you mean 'spare_blocks'"):
+        memplan.estimate("gpt2", engine="toy", spare_block=1)
+    with pytest.raises(UnknownName, match=r"unknown option of a plan 'spare_blocks'"):
+        memplan.estimate("gpt2", spare_blocks=1)
+    with pytest.raises(InvalidValue, match=r"options=ToyOptions.* are not the options of engine='torch'"):
+        estimate_plan(preset("gpt2"), Plan(options=ToyOptions()))
+
+
+def test_an_engines_option_is_searched_with(installed):
+    job: dict[str, Any] = {"engine": "toy", "spare_blocks": 3, **ASKED}
+    found = memplan.search("gpt2", **job)
+    fitting = found[found["verdict"] == "fits"]
+    assert set(fitting["spare_blocks"]) == {3}
+    assert fitting["command"].str.endswith("--engine toy --spare-blocks 3").all()
+
+
+def test_an_engines_option_is_on_the_command_line(installed):
+    asked = ["--cluster", "8xh100-sxm", "--global-batch", "16", "--seq-len", "512", "--engine", "toy"]
+    for command in ("estimate", "search"):
+        run = CliRunner().invoke(commands, [command, "gpt2", *asked, "--spare-blocks", "3", "--json"])
+        assert run.exit_code == 0, run.output
+        assert '"spare_blocks": 3' in run.output
+    told = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "toy", "-h"])
+    assert "--style plain|loud" in told.output
+    refused = CliRunner().invoke(commands, ["estimate", "gpt2", "--spare-blocks", "3"])
+    assert refused.exit_code == 2
+    plans = "engine=toy,spare_blocks=1", "engine=toy,spare_blocks=3"
+    run = CliRunner().invoke(commands, ["compare", "gpt2", *plans, *asked[:-2]])
+    assert run.exit_code == 0, run.output
+    assert "spare_blocks" in run.output
+
+
 def test_closed_forms_are_not_searched():
     with pytest.raises(InvalidValue, match="engine='textbook' is closed-form accounting"):
         memplan.search("gpt2", engine="textbook", **ASKED)
@@ -402,12 +467,12 @@ def test_units_of_several_kinds_are_gathered_block_by_block(installed):
 
 
 def test_a_familys_plans_are_searched_and_printed(installed):
-    found = memplan.search("mixed-tiny", **ASKED | {"seq_len": 128})
-    best = found.iloc[0]
-    assert best["verdict"] == "fits"
-    every = memplan.search("mixed-tiny", **ASKED | {"seq_len": 128}, keep=None)
-    assert every.iloc[0]["step_s"] == best["step_s"]
-    assert "tp does not divide the model's operations" in found.attrs["refused_by"] or 8 in set(every["tp"])
+    asked = ASKED | {"seq_len": 128, "pp": (1, 2), "micro_batch": 2, "zero": 3, "offload": False}
+    best = memplan.search("mixed-tiny", **asked, keep=3)
+    every = memplan.search("mixed-tiny", **asked, keep=None)
+    assert best.iloc[0]["verdict"] == "fits"
+    assert list(best["step_s"][:3]) == list(every["step_s"][:3])
+    assert len(every) > 10
     run = CliRunner().invoke(commands, ["estimate", "mixed-tiny", "--zero", "3", "--dp", "2", "--ledger"])
     assert run.exit_code == 0, run.output
     assert "7 layers" in run.output

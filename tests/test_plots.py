@@ -12,6 +12,7 @@ import memplan
 from memplan import plots
 from memplan.errors import MemplanError
 from memplan.memory import running_bytes
+from memplan.plots.gallery import EXAMPLES, gallery
 from memplan.plots.measured import _pair
 from memplan.plots.memory import _ledger
 from memplan.plots.style import KINDS as PARTS
@@ -104,6 +105,16 @@ def test_nothing_of_any_chart_is_cut_off(one, staged):
         assert drawn.y0 >= -0.01, name
         assert drawn.x1 <= width_in + 0.01, name
         assert drawn.y1 <= height_in + 0.01, name
+
+
+def test_the_gallery_has_every_chart_and_its_lines(tmp_path):
+    assert set(EXAMPLES) == set(plots.__all__)
+    shown = {name: EXAMPLES[name] for name in ("ring_all_reduce", "predicted_beside_measured", "schedule")}
+    page = gallery(tmp_path, shown).read_text(encoding="utf-8")
+    for name in shown:
+        assert f'<img src="{name}.png"' in page
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert "plots.ring_all_reduce(4)</pre>" in page.replace("\n<", "<")
 
 
 def test_every_axis_has_a_unit_or_a_name(one, staged):

@@ -7,11 +7,12 @@ from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
+from memplan.engines.options import plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
 from memplan.models.traced import model_from_trace
-from memplan.plan import FIELDS, MESH_AXES
+from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
 from validate.shipped import data_folder
@@ -159,14 +160,15 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """The case as plain values; beside the plan's, how many micro-batches each replica accumulates."""
         model = _model_dict(self.model, asdict)
-        plan = asdict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
+        plan = plan_dict(self.plan) | {"n_micro_batches": self.plan.n_micro_batches}
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**known, "model": model, "plan": plan, "learning_rate": self.learning_rate}
 
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
         model = _model_dict(self.model, _not_default)
-        return {**_not_default(self), "model": model, "plan": _not_default(self.plan)}
+        plan = {said.name: said.value for said in said_by(self.plan) if not said.is_default}
+        return {**_not_default(self), "model": model, "plan": plan}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Case":
@@ -182,7 +184,7 @@ class Case:
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
         found = shipped_trace(model["name"]) if family == TracedModel.family else FAMILIES[family](**model)
-        return Case(model=found, plan=Plan(**plan), **known)
+        return Case(model=found, plan=plan_of(**plan), **known)
 
 
 def placed(case: Case, gpus: Gpus | None) -> Case:
@@ -287,10 +289,8 @@ def title(model: Decoder | TracedModel, plan: Plan) -> str:
     words += [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.precision == "fp32" else [plan.precision]
     words += [] if plan.optimizer == "adamw" else [plan.optimizer]
-    for option, field in FIELDS.items():
-        value = getattr(plan, option)
-        if field.word and value != Plan.__dataclass_fields__[option].default:
-            words.append(_option_words(field.word, value))
+    others = [said for said in said_by(plan) if said.field.word and not said.is_default]
+    words += [_option_words(said.field.word, said.value) for said in others]
     kind = []
     if isinstance(model, Decoder):
         kind = [word for word, yes in (("tied", model.tied_head), ("dropout", model.dropout)) if yes]

@@ -23,8 +23,8 @@ from memplan.tape import Backend
 Rule = Callable[[Model, Plan], None]
 """Raises `PlanRefused` or `MissingRule` if no plan of a model can be as this one says."""
 
-Confirmation = Literal["measured", "unmeasured"]
-"""Whether rules have been compared with runs of the framework, or are read from sources only."""
+Confirmation = Literal["measured", "unmeasured", "unconfirmed"]
+"""What rules were compared with: runs on the device itself, runs of its software without it, or no run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +137,8 @@ class Engine(ABC):
     """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
     gives_bounds: ClassVar[bool] = False
     """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
+    options: ClassVar[type[Any] | None] = None
+    """The type of its own options: a frozen dataclass of described fields; None: it has none."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 

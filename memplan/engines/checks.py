@@ -2,6 +2,7 @@
 
 from memplan.device import Device
 from memplan.engines.base import ENGINES
+from memplan.errors import InvalidValue, shown_value
 from memplan.models import Model
 from memplan.plan import Plan
 
@@ -12,8 +13,15 @@ def check_plan(model: Model, plan: Plan) -> None:
     Raises:
         UnknownName: an engine that there is not.
         PlanRefused: with value, rule and way out.
+        InvalidValue: options of another engine.
         MissingRule: an option that no rule of the engine covers yet.
     """
+    options = ENGINES.named(plan.engine).options
+    if plan.options is not None and (options is None or not isinstance(plan.options, options)):
+        raise InvalidValue(
+            f"options={shown_value(plan.options)} are not the options of engine={plan.engine!r}; use "
+            f"{'none' if options is None else options.__name__}."
+        )
     for rule in ENGINES.named(plan.engine).refusals:
         rule(model, plan)
 

@@ -21,7 +21,7 @@ from memplan.engines.trace import (
     run_block,
 )
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor
@@ -86,7 +86,7 @@ def split_traced(
         names.give(cut.segment(), trace.head)
         tape.leave_autocast()
         n_head = len(tape.nodes)
-        end = scaled_loss(share_of_loss(cross_entropy(logits)))
+        end = scaled_loss(share_of_loss(model.loss(logits)))
         held = Tensor(tape, logits.shape, logits.dtype, logits.storage)
         names.give(cut.segment(), trace.loss)
         grad = gradient_of_loss(tape)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
-from memplan.ops import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
 from memplan.shapes import INT64, Buffer, Parameter
@@ -266,7 +266,7 @@ class _TracedStage:
         logits = self.model.head(self.held["x"])
         del self.held["x"]
         n_head = self._end_forward("head")
-        end = cross_entropy(logits)
+        end = self.model.loss(logits)
         if self.keep_logits:
             self.held["output"] = logits
         del logits
@@ -294,13 +294,12 @@ class _TracedStage:
     def backward(self) -> None:
         """The way back through the block and the embedding."""
         tape = self.tape
-        incoming = tape.nodes[-1].grad
+        incoming = _buffer_of_grad(tape)
         tape.backward(down_to=self.n_embed)
         self._end("block_backward")
         self.input_grad = tape.nodes[-1].grad
         self.boundary_grad = _buffer(self.input_grad)
         _check_handed_on(incoming, self.boundary_grad, self.segments["block_backward"])
-        del incoming
         if self.first:
             self.input_grad = None
         tape.backward()
@@ -367,13 +366,16 @@ class _TracedStage:
         )
 
 
-def _check_handed_on(incoming: Tensor | None, boundary_grad: Buffer, backward: Segment) -> None:
+def _buffer_of_grad(tape: Tape) -> Buffer | None:
+    """The gradient that has reached the newest node; None if it is another stage's."""
+    grad = tape.nodes[-1].grad
+    return None if grad is None or grad.storage is None else grad.storage.buffer
+
+
+def _check_handed_on(incoming: Buffer | None, boundary_grad: Buffer, backward: Segment) -> None:
     """A block must add to the gradient that it gets and hand it on, as one with a residual sum does."""
-    if incoming is not None and incoming.storage is not None:
-        handed_on = incoming.storage.buffer is boundary_grad
-    else:
-        handed_on = AddToIncoming(boundary_grad) in backward.events
-    if not handed_on:
+    from_outside = incoming is None and AddToIncoming(boundary_grad) in backward.events
+    if incoming is not boundary_grad and not from_outside:
         raise MissingRule(
             "a block that does not add to its output's gradient in place and hand it on has no rule; end the "
             "block with a residual sum, and begin the head with a norm."

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, divisors_text, shown_value
+from memplan.ops import cross_entropy
+from memplan.record import Axis
 from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tensor
 
@@ -41,8 +43,13 @@ class Model(ABC):
     """Its name in the registry (`memplan.models.families`), if it is there."""
     implementation: ClassVar[str] = "reference"
     """Whose code the forward pass is written after, in a word."""
-    code: ClassVar[str] = "memplan's own modules (validate/modules.py)"
+    code: ClassVar[str] = "memplan's own modules (validate/systems/torch)"
     """That code, with its version, for people."""
+
+    axes: ClassVar[tuple[Axis, ...]] = ("pp", "tp")
+    """The mesh axes, beside the data axes, that the code can be divided over."""
+    chunks_loss: ClassVar[bool] = True
+    """Whether the loss can be computed piece by piece (`loss_chunks`)."""
 
     name: str
     d_model: int
@@ -100,6 +107,10 @@ class Model(ABC):
     def sizes(self) -> dict[str, Any]:
         """Its fields as plain values."""
         return asdict(self)
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """The loss of a micro-batch, a scalar."""
+        return cross_entropy(logits)
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -165,6 +176,18 @@ class Decoder(Model):
     @property
     def sizes_over_tp(self) -> Mapping[str, int]:
         return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size")}
+
+    def check_is_gpt(self) -> None:
+        """Raise unless there are as many key heads as query heads, as wide together as the model.
+
+        Raises:
+            InvalidValue: with the sizes.
+        """
+        if self.n_kv_heads != self.n_heads or self.n_heads * self.d_head != self.d_model:
+            raise InvalidValue(
+                f"n_kv_heads={self.n_kv_heads}, d_head={self.d_head}: a GPT has n_kv_heads = n_heads = "
+                f"{self.n_heads} and n_heads x d_head = d_model = {self.d_model}; leave both out."
+            )
 
     @property
     def output_name(self) -> str:

@@ -7,6 +7,7 @@ from memplan.errors import InvalidValue
 from memplan.models.base import Decoder
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
+from memplan.models.huggingface_gpt import ACTIVATIONS, HuggingFaceGpt
 from memplan.ops import (
     add_positions,
     attention,
@@ -37,11 +38,7 @@ class Gpt(Decoder):
 
     def __post_init__(self) -> None:
         Decoder.__post_init__(self)
-        if self.n_kv_heads != self.n_heads or self.n_heads * self.d_head != self.d_model:
-            raise InvalidValue(
-                f"n_kv_heads={self.n_kv_heads}, d_head={self.d_head}: a GPT has n_kv_heads = n_heads = "
-                f"{self.n_heads} and n_heads x d_head = d_model = {self.d_model}; leave both out."
-            )
+        self.check_is_gpt()
 
     @property
     def longest_seq_len(self) -> int:
@@ -81,13 +78,13 @@ class Gpt(Decoder):
         return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
 
 
-def _read(config: Config, name: str) -> Gpt:
+def _read(config: Config, name: str) -> HuggingFaceGpt:
     """Source: transformers, GPT2Config (defaults) and GPT2LMHeadModel."""
     config.refuse("add_cross_attention", "reorder_and_upcast_attn", "quantization_config")
-    config.one_of("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh", "gelu"))
     d_model = config.count("n_embd", 768)
-    return Gpt(
+    return HuggingFaceGpt(
         name=name,
+        activation=config.one_of("activation_function", "gelu_new", tuple(ACTIVATIONS)),
         n_layers=config.count("n_layer", 12),
         d_model=d_model,
         n_heads=config.count("n_head", 12),
@@ -107,4 +104,7 @@ def _single_dropout(config: Config) -> float:
     return rates["resid_pdrop"]
 
 
-GPT: Final = Family(implementations={"reference": Gpt}, readers={"gpt2": Reader("GPT2LMHeadModel", _read)})
+GPT: Final = Family(
+    implementations={"reference": Gpt, "huggingface": HuggingFaceGpt},
+    readers={"gpt2": Reader("GPT2LMHeadModel", _read)},
+)

@@ -34,11 +34,17 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 """
 
 from memplan.ops.attention import AttentionKernel, attention, attention_kernel
-from memplan.ops.elementwise import dropout, gelu, silu
+from memplan.ops.elementwise import dropout, gelu, gelu_new, silu
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
-from memplan.ops.heads import heads, merged_heads, repeated_heads, rope, rotation
-from memplan.ops.linear import Split, linear
-from memplan.ops.loss import cross_entropy, gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops.heads import feature_parts, heads, merged_heads, repeated_heads, rope, rotation
+from memplan.ops.linear import Split, conv1d, linear
+from memplan.ops.loss import (
+    cross_entropy,
+    gradient_of_loss,
+    scaled_loss,
+    share_of_loss,
+    shifted_cross_entropy,
+)
 from memplan.ops.norm import layer_norm, rms_norm, rms_norm_by_parts
 from memplan.ops.tensor_axis import gather_sequence
 
@@ -48,11 +54,14 @@ __all__ = [
     "add_positions",
     "attention",
     "attention_kernel",
+    "conv1d",
     "cross_entropy",
     "dropout",
     "embedding",
+    "feature_parts",
     "gather_sequence",
     "gelu",
+    "gelu_new",
     "gradient_of_loss",
     "heads",
     "layer_norm",
@@ -67,5 +76,6 @@ __all__ = [
     "rotation",
     "scaled_loss",
     "share_of_loss",
+    "shifted_cross_entropy",
     "silu",
 ]

@@ -1,8 +1,8 @@
 """Activations and dropout."""
 
 from memplan.checks import checked_fraction
-from memplan.shapes import BOOL
-from memplan.tape import Grads, Saved, Tensor
+from memplan.shapes import BOOL, FP32
+from memplan.tape import Expanded, Grads, Saved, Tensor
 
 
 def silu(x: Tensor) -> Tensor:
@@ -19,6 +19,60 @@ def gelu(x: Tensor) -> Tensor:
     Source: tools/autograd/derivatives.yaml (`gelu`).
     """
     return _activation(x, "gelu")
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), operation by operation; saves four tensors.
+
+    CUDA's autocast computes the power, and with it all but 0.5 x, in float32.
+
+    Source: transformers.activations, NewGELUActivation; aten/src/ATen/autocast_mode.h (`AT_FORALL_FP32`).
+    """
+    half = _times_number(x)
+    return _times(half, _plus_number(_tanh(_times_number(x + _times_number(_cubed(x))))))
+
+
+def _times_number(x: Tensor) -> Tensor:
+    return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), (), same_backward))
+
+
+def _plus_number(x: Tensor) -> Tensor:
+    return x.tape.new("sum", x.shape, x.dtype, x.tape.node((x.node,), (), lambda grad, saved: (grad,)))
+
+
+def _cubed(x: Tensor) -> Tensor:
+    context = x.tape.context
+    x = x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x
+    return x.tape.new("power", x.shape, x.dtype, x.tape.node((x.node,), (x,), power_backward))
+
+
+def power_backward(grad: Tensor, saved: Saved) -> Grads:
+    """The gradient of a constant power.
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`pow_backward`).
+    """
+    with grad.tape.workspace() as terms:
+        terms.new("power", grad.shape, grad.dtype)
+        terms.new("scaled power", grad.shape, grad.dtype)
+        return (grad.tape.new("grad", grad.shape, grad.dtype),)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    y = x.tape.new("tanh", x.shape, x.dtype)
+    y.node = x.tape.node((x.node,), (y.detach(),), same_backward)
+    return y
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """x y in the type of `y`, which may be wider; saves both."""
+    shape, narrow, wide = x.shape, x.dtype, y.dtype
+    if narrow == wide:
+        return x * y
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return Expanded(grad.tape.new("grad", shape, wide), shape, narrow), grad.tape.new("grad", shape, wide)
+
+    return x.tape.new("product", shape, wide, x.tape.node((x.node, y.node), (x, y), backward))
 
 
 def _activation(x: Tensor, name: str) -> Tensor:

@@ -58,13 +58,15 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
-    """x (batch, seq, d) plus p (seq, d); saves nothing. p's gradient is summed over the batch, even of one.
+    """x (batch, seq, d) plus p (seq, d) or (1, seq, d); saves nothing.
+
+    p's gradient is summed over the batch: of (seq, d) even over a batch of one.
 
     Source: tools/autograd/derivatives.yaml (`add.Tensor`).
     """
     tape, p_shape, dtype = x.tape, p.shape, p.dtype
     _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
-    check_equal("a sum with positions", tuple(row), p_shape)
+    check_equal("a sum with positions", tuple(row), p_shape[-2:])
     x.in_flight = ()
 
     def backward(grad: Tensor, saved: Saved) -> Grads:

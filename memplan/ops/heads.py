@@ -22,6 +22,30 @@ def heads(x: Tensor, d_head: int) -> Tensor:
     return y
 
 
+def feature_parts(x: Tensor, n: int) -> list[Tensor]:
+    """(batch, seq, width) as n views along its features; backward joins their gradients once all are there.
+
+    Source: torch:split, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    batch, seq, width = dims(x, "parts of the features", "batch", "seq", "width")
+    part = batch, seq, divided(width, n, "width", by="parts")
+    grads: list[Tensor] = []
+
+    def join(grad: Tensor, saved: Saved) -> Grads:
+        grads.append(grad)
+        whole = grad.tape.new("grad", shape, dtype)
+        grads.clear()
+        return (whole,)
+
+    def keep(grad: Tensor, saved: Saved) -> Grads:
+        grads.append(grad)
+        return (None,)
+
+    nodes = [tape.node((x.node if i == 0 else None,), (), keep if i else join) for i in range(n)]
+    return [Tensor(tape, part, dtype, x.storage, node, is_view=True) for node in nodes]
+
+
 def merged_heads(x: Tensor) -> Tensor:
     """(batch, seq, heads, d_head) as (batch, seq, heads x d_head); a copy where x is laid out by head.
 
@@ -52,7 +76,10 @@ def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tens
 
 
 def rotation(seq_len: int, d_head: int) -> Buffer:
-    """The angles of rotary positions as unit complex numbers."""
+    """The angles of rotary positions as unit complex numbers.
+
+    Source: torchtitan/models/llama/model.py (`precompute_freqs_cis`).
+    """
     return buffer_of("rotation", (seq_len, d_head // 2), COMPLEX64)
 
 

@@ -42,12 +42,23 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     return y if columns else reduced_over_tp(y)
 
 
+def conv1d(x: Tensor, name: str, n_out: int) -> Tensor:
+    """x W + b, with W (n_in, n_out): a linear whose weight is the other way round, whole on every rank.
+
+    Source: transformers.pytorch_utils, Conv1D.
+    """
+    _, _, n_in = dims(x, f"conv1d {name}", "batch", "seq", "n_in")
+    weight = x.tape.parameter(f"{name}.weight", (n_in, n_out))
+    bias = x.tape.parameter(f"{name}.bias", (n_out,))
+    return _product(x, weight, bias, name, divides_bias=False, again=False)
+
+
 def _product(
     x: Tensor, weight: Parameter, bias: Parameter | None, name: str, *, divides_bias: bool, again: bool
 ) -> Tensor:
     tape, dtype = x.tape, x.tape.context.autocast or x.dtype
     batch, seq, n_in = x.shape
-    n_out, _ = weight.shape
+    n_out = n_elements(weight.shape) // n_in
     _until_computed, node = _operands(x, weight, bias, dtype)
 
     def compute() -> tuple[Tensor]:
@@ -66,7 +77,7 @@ def _product(
 def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType) -> tuple[Saved, Node]:
     """x and the weight in the product's type, and the product's node."""
     tape, x_shape, w_shape = x.tape, x.shape, weight.shape
-    n_rows, n_out = n_elements(x_shape[:-1]), w_shape[0]
+    n_rows, n_out = n_elements(x_shape[:-1]), n_elements(w_shape) // x_shape[-1]
     b = None if bias is None else tape.weight(bias, dtype)
     w = tape.weight(weight, dtype)
     x.in_flight = ()

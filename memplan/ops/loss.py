@@ -28,6 +28,19 @@ def cross_entropy(logits: Tensor) -> Tensor:
     return tape.new("loss", (), FP32, _scalar_node(total))
 
 
+def shifted_cross_entropy(logits: Tensor) -> Tensor:
+    """The same of the next token, as transformers has it: targets are padded and shifted into a copy.
+
+    Source: transformers.loss.loss_utils, ForCausalLMLoss.
+    """
+    tape = logits.tape
+    batch, seq, _ = dims(logits, "shifted_cross_entropy", "batch", "seq", "vocabulary")
+    wide = tape.cast(logits, FP32)
+    with tape.workspace() as padded:
+        padded.new("padded targets", (batch, seq + 1), INT64)
+        return _cross_entropy(wide, tape.new("shifted targets", (batch, seq), INT64))
+
+
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
     """The loss of float32 logits; saves `targets` that were made for it."""
     tape, shape = logits.tape, logits.shape

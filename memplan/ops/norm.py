@@ -2,6 +2,7 @@
 
 from memplan.kernels import partial_rows
 from memplan.ops.dims import dims
+from memplan.ops.elementwise import power_backward
 from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
@@ -96,14 +97,7 @@ def _reciprocal_rms(x: Tensor) -> Tensor:
 
 
 def _square(x: Tensor) -> Tensor:
-    return x.tape.new("squares", x.shape, FP32, x.tape.node((x.node,), (x,), _power_backward))
-
-
-def _power_backward(grad: Tensor, saved: Saved) -> Grads:
-    with grad.tape.workspace() as terms:
-        terms.new("power", grad.shape, FP32)
-        terms.new("scaled power", grad.shape, FP32)
-        return (grad.tape.new("grad", grad.shape, FP32),)
+    return x.tape.new("squares", x.shape, FP32, x.tape.node((x.node,), (x,), power_backward))
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -117,7 +111,7 @@ def _mean(x: Tensor) -> Tensor:
 
 def _rsqrt(x: Tensor) -> Tensor:
     y = x.tape.new("rstd", x.shape, FP32)
-    y.node = x.tape.node((x.node,), (y.detach(),), _power_backward)
+    y.node = x.tape.node((x.node,), (y.detach(),), power_backward)
     return y
 
 

@@ -184,6 +184,7 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
         axes.axhline(budget.n_bytes / unit.n_bytes, label=budget.text, **DASHED)
     axes.set_xlim(values[0], values[-1])
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(0, 1.25 * highest / unit.n_bytes)
     _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
     axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))

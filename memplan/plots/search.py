@@ -154,8 +154,11 @@ def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="parameters (billions)")
     counts = sorted({each.plan.world_size for each in every})
     axes.set_xticks(counts, [f"{n:,}" for n in counts])
+    sizes = [each.n_parameters / 1e9 for each in every]
+    marks = [n * 10.0**p for p in range(-3, 5) for n in (1, 3)]
+    axes.set_yticks(marks, [f"{mark:,g}" for mark in marks])
+    axes.set_ylim(0.6 * min(sizes), 1.6 * max(sizes))
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,g}")
     axes.grid(color="0.9", linewidth=0.8)
     axes.margins(x=0.1)
     handles, labels = axes.get_legend_handles_labels()

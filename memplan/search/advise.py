@@ -1,14 +1,14 @@
 """What to change when a plan does not fit, each change with what it frees and what it costs."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.plan import RECOMPUTES, Plan
-from memplan.search.command import estimate_command
+from memplan.search.command import estimate_command, plan_values
 from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
@@ -177,11 +177,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
     plan, where = asked.plan, asked.cluster
     if where is None:
         return None
-    others = {
-        name: value
-        for name, value in asdict(plan).items()
-        if name not in ("dp", "dp_replicate") and value != Plan.__dataclass_fields__[name].default
-    }
+    others = {name: value for name, value in plan_values(plan).items() if name not in ("dp", "dp_replicate")}
     varied = {
         "tp": [n for n in divisors(plan.tp * plan.dp) if n % plan.tp == 0],
         "pp": [n for n in divisors(plan.pp * plan.dp) if n % plan.pp == 0],

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
+from memplan.engines.options import said_by
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
-from memplan.fields import Flag
 from memplan.hardware import Cluster, cluster, gpus_per_node
 from memplan.models import Model, implemented, preset, preset_names
-from memplan.plan import FIELDS, Plan
+from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 
 FIRST: Final = ("dp_replicate", "dp", "tp", "pp", "zero")
@@ -82,16 +82,15 @@ def _facts(where: Cluster) -> tuple[Any, ...]:
 
 def plan_values(plan: Plan) -> dict[str, Any]:
     """The fields of a plan that are not at their defaults."""
-    fields = Plan.__dataclass_fields__
-    names = (*FIRST, *ALWAYS, *(name for name in fields if name not in (*FIRST, *ALWAYS)))
-    values = {name: getattr(plan, name) for name in names}
-    return {name: value for name, value in values.items() if name in ALWAYS or value != fields[name].default}
+    said = {each.name: each.value for each in said_by(plan) if each.name in ALWAYS or not each.is_default}
+    order = [*FIRST, *ALWAYS, *said]
+    return {name: said[name] for name in dict.fromkeys(order) if name in said}
 
 
 def _flags(values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if isinstance(FIELDS.get(name), Flag):
+        if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         else:
             yield f"--{flag}"

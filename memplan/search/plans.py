@@ -129,7 +129,7 @@ class Grid:
 def unchecked(plan: Plan, **values: Any) -> Plan:
     """A plan with other values, which may be arrays, and which nothing checks."""
     other = object.__new__(Plan)
-    for name in FIELDS:
+    for name in Plan.__dataclass_fields__:
         object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
     return other
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
 from memplan.engines.base import ENGINES
-from memplan.errors import InvalidValue, PlanRefused, shown_value, unknown_name
+from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.models import Model, resolve
@@ -475,9 +476,6 @@ def common(*, global_batch: int, **options: Any) -> Plan:
     Raises:
         MemplanError: a name that is no field of a plan, or a value that no plan can have.
     """
-    for name in options:
-        if name not in Plan.__dataclass_fields__:
-            raise unknown_name("option of a plan", name, [*Plan.__dataclass_fields__])
     engine = options.get("engine", Plan.__dataclass_fields__["engine"].default)
     if ENGINES.named(engine).is_accounting:
         raise InvalidValue(
@@ -490,7 +488,7 @@ def common(*, global_batch: int, **options: Any) -> Plan:
     tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}, whole
     for tool in tools:
         try:
-            return Plan(global_batch=global_batch, **options, **tool)
+            return plan_of(global_batch=global_batch, **options, **tool)
         except PlanRefused as refusal:
             refusals.append(refusal)
     raise refusals[0]

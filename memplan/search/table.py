@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from memplan.engines.options import option_fields
 from memplan.estimate import Estimate
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
@@ -51,10 +52,15 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
     Raises:
         MemplanError: if pandas is not installed.
     """
-    result = frame(list(search_rows(found)), COLUMNS)
+    result = frame(list(search_rows(found)), columns_of(found))
     result.attrs |= counts(found)
     result.attrs |= {"model": found.model.name, "budget_bytes": found.cluster.budget_bytes}
     return result
+
+
+def columns_of(found: "Found") -> tuple[str, ...]:
+    """The names of the columns: those of all searches, then the engine's own options."""
+    return (*COLUMNS, *option_fields(found.base.engine))
 
 
 def counts(found: "Found") -> dict[str, Any]:
@@ -92,7 +98,7 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
             yield _row(each, tie, model)
     for values in found.refused:
         why = str(refusal(found.model, found.base, values))
-        yield dict.fromkeys(COLUMNS) | values | {"verdict": "refused", "why": why}
+        yield dict.fromkeys(columns_of(found)) | values | {"verdict": "refused", "why": why}
 
 
 def shown(found: "Found") -> list[Estimate]:
@@ -150,6 +156,7 @@ def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, A
         "tokens_per_s_per_gpu": estimated.tokens_per_s_per_gpu,
         "mfu": estimated.mfu,
         "command": estimate_command(estimated, model),
+        **{name: getattr(plan.options, name) for name in option_fields(plan.engine)},
     }
 
 

@@ -176,6 +176,7 @@ class ParamGroup:
     ) -> Iterator[CountedEvents]:
         """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
 
+        In torch 2.12 it is dropped last: the name of the loop that waits for it still refers to it.
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
         divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
         where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
@@ -190,7 +191,9 @@ class ParamGroup:
         kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
         output = self.reduce_output if self.casts_reduced else kept
         stale, comms.reduce_scatter = comms.reduce_scatter, self
-        yield (*(frees(stale.reduce_input) if stale is not None else ()), *allocs(self.reduce_input)), 1
+        dropped = frees(stale.reduce_input) if stale is not None else ()
+        drops_late = self.stage.plan.torch_version == "2.12"
+        yield (*(() if drops_late else dropped), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
         if self.stage.device.casts_in_copies and self.dtype != last.dtype:
@@ -213,6 +216,8 @@ class ParamGroup:
             yield from self._downloads(has_sharded_grads)
         if kept is self.passing:
             yield frees(kept), int(self.casts_reduced or not self.replicates)
+        if drops_late:
+            yield dropped, 1
 
     @cached_property
     def _reduce_scatter(self) -> Collective:

@@ -8,7 +8,7 @@ from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
-from memplan.plan import Plan
+from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import BF16, FP32
 
 
@@ -21,6 +21,18 @@ def _check_sizes(model: Model, plan: Plan) -> None:
     check_divided(plan, sizes, pad)
     if refused := not_divided(model, plan.tp):
         raise PlanRefused(refused, kind="tp does not divide the model's operations")
+
+
+def _check_code(model: Model, plan: Plan) -> None:
+    """What the model's code cannot be divided over."""
+    options = [axis for axis in MESH_AXES if axis in ("pp", "tp") and axis not in model.axes]
+    for name in [*options, *([] if model.chunks_loss else ["loss_chunks"])]:
+        if (n := getattr(plan, name)) > 1:
+            raise MissingRule(
+                f"{name}={n} has no rule for {model.code}, the implementation {model.implementation!r} of "
+                f"{model.name}; use {name}=1, or another implementation.",
+                kind=f"{name} on code of a model that has no rule for it",
+            )
 
 
 def _check_ends(model: Model, plan: Plan) -> None:
@@ -217,6 +229,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
 
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_traced,
+    _check_code,
     _check_sizes,
     check_sequence,
     check_layers,

@@ -1,0 +1,92 @@
+"""GPT-2 as transformers runs it: fused projections, a GELU of eight operations, transposed weights."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.checks import checked_choice
+from memplan.models.base import Decoder
+from memplan.ops import (
+    add_positions,
+    attention,
+    conv1d,
+    dropout,
+    embedding,
+    feature_parts,
+    gelu,
+    gelu_new,
+    heads,
+    layer_norm,
+    learned_positions,
+    linear,
+    merged_heads,
+    position_ids,
+    shifted_cross_entropy,
+)
+from memplan.record import Axis
+from memplan.tape import Tensor
+
+ACTIVATIONS: Final = {"gelu_new": gelu_new, "gelu_pytorch_tanh": gelu, "gelu": gelu}
+"""Rules of the activations, by their names in a config.json."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceGpt(Decoder):
+    """`GPT2LMHeadModel` with PyTorch's attention (`sdpa`) and its own loss, without a cache.
+
+    What its forward functions have a name for lives until they return: the embeddings until the last block
+    has run, attention's output until its block has.
+
+    Neglects: masks of a byte per token.
+    Source: transformers.models.gpt2.modeling_gpt2 (5.23).
+    """
+
+    family: ClassVar[str] = "gpt"
+    implementation: ClassVar[str] = "huggingface"
+    code: ClassVar[str] = "transformers 5.23, GPT2LMHeadModel"
+    axes: ClassVar[tuple[Axis, ...]] = ()
+    chunks_loss: ClassVar[bool] = False
+
+    activation: str = "gelu_new"
+
+    def __post_init__(self) -> None:
+        Decoder.__post_init__(self)
+        self.check_is_gpt()
+        checked_choice("activation", self.activation, tuple(ACTIVATIONS))
+
+    @property
+    def longest_seq_len(self) -> int:
+        return self.max_seq_len
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded = embedding(tokens, "transformer.wte", self.vocab_size, self.d_model)
+        ids = position_ids(tokens).view(1, tokens.shape[1])
+        positions = learned_positions(ids, "transformer.wpe", self.max_seq_len, self.d_model)
+        tokens.tape.hold(embedded, positions)
+        return dropout(add_positions(embedded, positions), self.dropout)
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        attended = self._attention(layer_norm(x, "ln_1"))
+        x = attended + x
+        return x + self._feed_forward(layer_norm(x, "ln_2"))
+
+    def _attention(self, x: Tensor) -> Tensor:
+        parts = feature_parts(conv1d(x, "attn.c_attn", 3 * self.d_model), 3)
+        q, k, v = (heads(part, self.d_head) for part in parts)
+        y = merged_heads(attention(q, k, v, dropout=self.dropout))
+        return dropout(conv1d(y, "attn.c_proj", self.d_model), self.dropout)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        x = conv1d(x, "mlp.c_fc", self.d_ff)
+        x = ACTIVATIONS[self.activation](x)
+        x = conv1d(x, "mlp.c_proj", self.d_model)
+        return dropout(x, self.dropout)
+
+    def head(self, x: Tensor) -> Tensor:
+        x = layer_norm(x, "transformer.ln_f")
+        x.tape.let_go()
+        name = "transformer.wte" if self.tied_head else "lm_head"
+        return linear(x, name, self.vocab_size, bias=False, split="columns")
+
+    def loss(self, logits: Tensor) -> Tensor:
+        return shifted_cross_entropy(logits)
