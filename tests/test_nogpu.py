@@ -6,6 +6,7 @@ What PyTorch's CUDA build makes of it is measured outside CI, and replayed from 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,3 +188,22 @@ def test_every_nvidia_gpu_of_the_table_says_its_capability():
         known = gpu(name)
         assert known.device.capability == known.capability
         assert known.multiprocessors > 100
+
+
+COMPILED = """
+import torch
+module = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU()).cuda()
+x = torch.empty(4, 64, device="cuda", requires_grad=True)
+y = torch.compile(module)(x)
+y.sum().backward()
+print(tuple(y.shape), x.grad is not None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+def test_a_compiled_module_runs_forward_and_backward():
+    here = dict(os.environ) | environment_for(gpu("h100-sxm"))
+    command = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
+    assert done.stdout.splitlines()[-1] == "(4, 256) True"
