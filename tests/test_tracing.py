@@ -195,6 +195,25 @@ def test_a_size_that_follows_from_no_rule_holds_for_itself_only():
         memplan.estimate(traced, micro_batch=4, seq_len=1, precision="fp32")
 
 
+def test_a_loop_over_the_sequence_holds_for_its_length_and_any_batch():
+    class Unrolled(Twice):
+        def forward(self, x):
+            state = x.new_zeros(len(x), 8, dtype=torch.float32)
+            for _ in range(x.shape[1]):
+                state = self.w(state).relu()
+            return state.sum()
+
+    traced = memplan.trace(Unrolled(), torch.zeros(2, 6, dtype=torch.int64), precisions=["fp32"])
+    assert traced.limits == (0, 6)
+    peaks = [
+        memplan.estimate(traced, micro_batch=n, seq_len=6, precision="fp32").peak.total_bytes
+        for n in (64, 128)
+    ]
+    assert peaks[0] < peaks[1] < 2 * peaks[0]
+    with pytest.raises(MissingRule, match="seq_len=6"):
+        memplan.estimate(traced, seq_len=8, precision="fp32")
+
+
 def changed(text: str, path: list[Any], value: object) -> str:
     data = json.loads(text)
     at = data

@@ -183,7 +183,10 @@ def without_blocks(trace: Trace) -> Trace:
 
 
 def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
-    """The block of another trace: its boundary is one trace's, its parameters those of a block `like` it."""
+    """The block of another trace in the buffers of one: what passes between blocks, what the embedding sends.
+
+    Its parameters are those of a block `like` it.
+    """
     (block,) = other.blocks.values()
     if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
         raise MissingRule(
@@ -195,6 +198,7 @@ def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
     parameters = dict(zip(block.parameters, (like or block).parameters, strict=True))
     grads = gradients((like or block).backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
+    renamed |= dict(zip(other.in_flight, one.in_flight, strict=True))
     for parameter, grad in gradients(block.backward).items():
         renamed[grad] = grads[parameters[parameter]]
     same = _Renamed(renamed, parameters)

@@ -157,7 +157,7 @@ class TracedModel(Model):
         device: whose kernels the trace is of.
         made_with: the releases it was traced with.
         has_sequence: whether sizes follow `seq_len`; if not, it is 1.
-        limits: the batch and length that were traced, where sizes are known for nothing else.
+        limits: the batch (0: any) and length that were traced, where nothing is known of others.
     """
 
     family: ClassVar[str] = "traced"
@@ -215,10 +215,12 @@ class TracedModel(Model):
         Raises:
             MissingRule: it was not recorded so, or not for these sizes.
         """
-        if self.limits is not None and (batch, seq_len) != self.limits:
+        if self.limits is not None and self.limits not in ((batch, seq_len), (0, seq_len)):
+            size, length = self.limits
+            samples = f"a micro-batch of {size} and " if size else ""
             raise MissingRule(
-                f"{self.name} was traced with a micro-batch of {self.limits[0]} and seq_len="
-                f"{self.limits[1]}, and its sizes follow from no other rule; use these, or trace it again.",
+                f"{self.name} was traced with {samples}seq_len={length}, and what it does at other sizes "
+                "follows from no rule; use these, or trace it again.",
                 kind="a traced model at a size that was not traced",
             )
         if not self.has_sequence and seq_len != 1:
@@ -446,7 +448,7 @@ def _items(value: Any, what: str, *kinds: Any) -> list[Any]:
 
 
 def _count(values: list[Any], i: int) -> int:
-    return checked_count("limits", values[i] if len(values) == 2 else None)
+    return checked_count("limits", values[i] if len(values) == 2 else None, least=i)
 
 
 def _size(value: Any) -> Size:

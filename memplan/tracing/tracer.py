@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 from unittest.mock import patch
@@ -367,36 +367,56 @@ def _recordings(
     Raises:
         Unlike: the blocks are not equal.
     """
+    batch, length = tracer.example.point
+    for lengths in dict.fromkeys((_lengths(tracer.example), (length, length))):
+        try:
+            found = _for_any_batch(tracer, runs, lengths)
+        except (MissingRule, Unlike):
+            continue
+        return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, length)
+    alone = {
+        Variant(*variant, batch == 1): recording_of(
+            [tracer.run((batch, length), *variant)], [(batch, length)]
+        )
+        for variant in _variants(tracer, runs)
+    }
+    return alone, (batch, length)
+
+
+def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Types of weights and of autocast, and what is recomputed."""
     recomputes = RECOMPUTES if tracer.blocks else ("none",)
-    variants = [(weights, autocast, again) for weights, autocast in runs for again in recomputes]
-    try:
-        found: dict[Variant, Recording] = {}
-        for variant in variants:
-            found[Variant(*variant, False)] = _for_any_size(tracer, variant, (2, 3), checked=not found)
-            try:
-                found[Variant(*variant, True)] = _for_any_size(tracer, variant, (1, 1), checked=False)
-            except MemplanError:
-                raise
-            except ValueError:  # normalisation over a batch refuses a single sample
-                continue
-        return found, None
-    except (MissingRule, Unlike):
-        point = tracer.example.point
-        alone = {Variant(*v, point[0] == 1): recording_of([tracer.run(point, *v)], [point]) for v in variants}
-        return alone, point
+    return [(weights, autocast, again) for weights, autocast in runs for again in recomputes]
 
 
-def _for_any_size(
-    tracer: _Tracer, variant: tuple[str, str, str], batches: Point, *, checked: bool
-) -> Recording:
-    """What two runs of different sizes agree on; `checked`: and the run of the example's size too."""
-    example = tracer.example
-    points = list(zip(batches, _lengths(example), strict=True))
-    batch, length = example.point
-    if checked and batch > 1 and batch * length**2 <= MOST_MASKED:
-        points.append(example.point)
-    points = list(dict.fromkeys(points))
-    return recording_of([tracer.run(point, *variant) for point in points], points)
+def _for_any_batch(
+    tracer: _Tracer, runs: Sequence[tuple[str, str]], lengths: Point
+) -> dict[Variant, Recording]:
+    """Each variant for any batch, and for any length if there are two."""
+    found: dict[Variant, Recording] = {}
+    for variant in _variants(tracer, runs):
+        checked = (tracer.example.point,) if not found and _can_be_checked(tracer.example.point) else ()
+        several = list(zip((2, 3), lengths, strict=True))
+        found[Variant(*variant, False)] = _agreed(tracer, variant, (*several, *checked))
+        try:
+            found[Variant(*variant, True)] = _agreed(tracer, variant, list(zip((1, 1), lengths, strict=True)))
+        except MemplanError:
+            raise
+        except ValueError:  # normalisation over a batch refuses a single sample
+            continue
+    return found
+
+
+def _can_be_checked(point: Point) -> bool:
+    """Whether a run of the example's own size is like the others, and its masks are small."""
+    batch, length = point
+    return batch > 1 and batch * length**2 <= MOST_MASKED
+
+
+def _agreed(tracer: _Tracer, variant: tuple[str, str, str], points: Iterable[Point]) -> Recording:
+    """What runs of several sizes agree on."""
+    each = list(dict.fromkeys(points))
+    return recording_of([tracer.run(point, *variant) for point in each], each)
 
 
 def _lengths(example: Example) -> Point:

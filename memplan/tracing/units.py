@@ -11,7 +11,7 @@ from itertools import count, groupby
 from typing import Any, Final
 
 from memplan.errors import MissingRule
-from memplan.models.traced import DTYPES, PARTS, Recording, Size, Term, TracedBuffer, TracedEvent
+from memplan.models.traced import DTYPES, PARTS, Recording, Size, Term, TracedBuffer, TracedEvent, size_at
 from memplan.shapes import DType, Kind
 from memplan.tracing.recorder import Event, Recorder, Segment, Stored
 
@@ -230,6 +230,23 @@ def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
     raise MissingRule(f"sizes {values} follow from no rule of batch and length.")
 
 
+def product(*sizes: Size) -> Size:
+    """The product of sizes, terms of equal powers added up.
+
+    >>> product((Term(8),), (Term(1, 1),), (Term(1, 0, 1), Term(1)))
+    (Term(factor=8, batch_power=1, seq_power=1), Term(factor=8, batch_power=1, seq_power=0))
+    """
+    terms = {(0, 0): 1}
+    for size in sizes:
+        multiplied: dict[tuple[int, int], int] = {}
+        for (i, j), n in terms.items():
+            for factor, more_i, more_j in size:
+                powers = i + more_i, j + more_j
+                multiplied[powers] = multiplied.get(powers, 0) + n * factor
+        terms = multiplied
+    return tuple([Term(n, *powers) for powers, n in terms.items() if n]) or (Term(0),)
+
+
 POWERS: Final = ((1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2), (2, 0))
 """Of batch and length, in the order in which they are tried."""
 
@@ -266,13 +283,15 @@ def _skeleton(event: Event) -> Any:
 
 def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> TracedBuffer:
     one = stored[0]
-    n_bytes = size_of([each.n_bytes for each in stored], points)
     dtype = DTYPES.get(one.dtype) or DType(one.dtype, one.itemsize)
-    shape: tuple[Size, ...]
-    try:
-        shape = tuple([size_of(dims, points) for dims in zip(*[each.shape for each in stored], strict=True)])
-    except (MissingRule, ValueError):
-        shape = (size_of([each.n_bytes // one.itemsize for each in stored], points),)
+    all_bytes = [each.n_bytes for each in stored]
+    if len({len(each.shape) for each in stored}) > 1:
+        raise Unlike(f"{one.name} has other dims where sizes differ")
+    shape = tuple([size_of(dims, points) for dims in zip(*[each.shape for each in stored], strict=True)])
+    n_bytes = product((Term(one.itemsize),), *shape)
+    if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not the tensor's alone
+        n_bytes = size_of(all_bytes, points)
+        shape = (size_of([n // one.itemsize for n in all_bytes], points),)
     return TracedBuffer(one.name, shape, dtype, n_bytes, kind, one.name.endswith(RNG_STATE))
 
 
