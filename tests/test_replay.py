@@ -184,7 +184,7 @@ def test_every_axis_was_run_alone_and_in_mixes_of_two_and_three():
     }
 
 
-@pytest.mark.parametrize("family", ("gpt", "llama"))
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_both_families_ran_both_schedules_and_tensor_parallelism_with_and_without_sp(family):
     plans = [plan_of(record) for record in RECORDS if record.case["model"]["family"] == family]
     assert {plan.schedule for plan in plans if plan.pp > 1} >= {"gpipe", "1f1b"}
