@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick nogpu test lint wheel fuzz format bench notebooks gallery
+.PHONY: help demo quick nogpu test lint wheel fuzz format bench notebooks gallery readme
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
@@ -21,6 +21,7 @@ help:
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      how long one estimate takes, and a million plans"
 	@echo "make notebooks  execute the notebooks in place"
+	@echo "make readme     what the README shows of its commands, and its pictures"
 	@echo "make gallery    gallery/index.html: an example picture of each chart"
 
 $(READY): pyproject.toml constraints.txt
@@ -91,3 +92,7 @@ notebooks: $(READY)
 
 gallery: $(READY)
 	$(BIN)/python -m memplan.plots.gallery gallery
+
+readme: $(READY)
+	$(BIN)/python -m tests.readme
+	$(BIN)/python -m memplan.plots.gallery notebooks/pictures step_timeline schedule front

@@ -8,7 +8,7 @@ that it has had before, the repetitions in between are left out. Where no state 
 micro-batches are replayed, of one and of two more, and the growth of the peaks is extrapolated.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -25,7 +25,7 @@ from memplan.allocator import (
     rounded_bytes,
 )
 from memplan.memory import Alive, add_net
-from memplan.record import Alloc, Event, Stretch, chain, changes, repeated
+from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, repeated
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
@@ -56,6 +56,7 @@ class AllocatorProgram:
         states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
         oldest_first: buffers of which the oldest block is freed first.
+        handed_over: what takes the place, and the name, of a buffer that a pass frees.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
     """
@@ -70,6 +71,7 @@ class AllocatorProgram:
     update_name: str = ""
     beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
+    handed_over: Mapping[Buffer, Buffer] = field(default_factory=dict)
     takes_oldest: bool = False
     streams: Mapping[Buffer, str] = field(default_factory=dict)
 
@@ -264,14 +266,6 @@ def _n_events(stretch: Stretch) -> int:
     return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
 
 
-def _parts(stretch: Stretch) -> Iterator[tuple[int, str]]:
-    """The stage and the part of each pass of a micro-batch in a stretch."""
-    if stretch.micro_batch is not None:
-        yield stretch.micro_batch
-    for part in stretch.parts:
-        yield from _parts(part)
-
-
 def _most_repeats(stretch: Stretch) -> int:
     """The repetitions of the longest loop over micro-batches."""
     if stretch.micro_batch is not None or not stretch.has_passes:
@@ -321,11 +315,14 @@ def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
     )
 
 
-MicroBatch = tuple[int, int, bool]
-"""A stage, the number of its micro-batch, and whether it is in the second part of a split backward pass."""
+SPLIT: Final = {"backward-input": 1, "backward-weight": 2}
+"""The parts of a split backward pass."""
 
-OUTSIDE: Final[MicroBatch] = (-1, 0, False)
-"""The key of blocks that are allocated outside all passes."""
+MicroBatch = tuple[int, int, int]
+"""A stage, the number of its micro-batch, and which part of a split backward pass made it; 0 if none did."""
+
+OUTSIDE: Final[MicroBatch] = (-1, 0, 0)
+"""What no pass has made."""
 
 
 _Operation = tuple[Pool, int, int, Buffer | None]
@@ -352,9 +349,8 @@ class _Replay:
                 self.beside.setdefault(buffer, []).append(group)
         self.states = program.states
         self.not_yet = Counter(program.kept)
-        self.parts: dict[int, set[str]] = {}
-        for stage, part in _parts(program.step):
-            self.parts.setdefault(stage, set()).add(part)
+        self.halfway: dict[int, deque[int]] = {}
+        """Of each stage the micro-batches between the two parts of their backward passes."""
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
         self.compiled: dict[Stretch, list[_Operation]] = {}
         self._play(self._operations(program.setup))
@@ -409,21 +405,25 @@ class _Replay:
         Addresses are counted without the gaps that segments have left which were given back.
         """
         passes, allocator = self.passes, self.allocator
-        over = {stage: min([passes[stage, part] for part in parts]) for stage, parts in self.parts.items()}
+        halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]
+        over = {stage: min(passes[stage, "forward"], passes[stage, "backward"]) for stage, _ in passes}
+        for stage, n in reversed(halfway):
+            over[stage] = min(over[stage], n - 1)
         same = allocator.n_given_back == self.n_given_back
         names = None if same else allocator.places()
         held = frozenset(self._held_blocks(over, names))
         in_use = (block for found in self.held.values() for blocks in found.values() for block in blocks)
-        return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held
+        ages = frozenset((stage, n - passes[stage, "forward"]) for stage, n in halfway)
+        return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held, ages
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
         for buffer, found in self.held.items():
             for i, (key, blocks) in enumerate(found.items()):
-                stage, n, second = key
+                stage, n, split = key
                 past = n <= over.get(stage, 0) and key != self.current
                 age = None if past else n - self.passes[stage, "forward"]
-                yield buffer, i, stage, age, second, *(blocks if names is None else map(names, blocks))
+                yield buffer, i, stage, age, split, *(blocks if names is None else map(names, blocks))
 
     def _all_held(self) -> Alive:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
@@ -453,9 +453,7 @@ class _Replay:
     def _once(self, stretch: Stretch) -> None:
         before = self.current
         if stretch.micro_batch is not None:
-            stage, part = stretch.micro_batch
-            self.passes[stage, part] += 1
-            self.current = stage, self.passes[stage, part], part == "backward-weight"
+            self.current = self._micro_batch(*stretch.micro_batch)
         if stretch.events:
             if stretch not in self.compiled:
                 self.compiled[stretch] = self._operations(stretch.events)
@@ -463,6 +461,17 @@ class _Replay:
         for part_ in stretch.parts:
             self._run(part_)
         self.current = before
+
+    def _micro_batch(self, stage: int, part: PassPart) -> MicroBatch:
+        """The one that a pass is for: those of each direction come in order."""
+        if part == "backward-weight" and self.halfway.get(stage):
+            return stage, self.halfway[stage].popleft(), SPLIT[part]
+        direction = "forward" if part == "forward" else "backward"
+        self.passes[stage, direction] += 1
+        n = self.passes[stage, direction]
+        if part == "backward-input":
+            self.halfway.setdefault(stage, deque()).append(n)
+        return stage, n, SPLIT.get(part, 0)
 
     def _operations(self, events: Sequence[Event]) -> list[_Operation]:
         """The operations of a stretch's events; a free of an own allocation knows it by its index."""
@@ -531,7 +540,9 @@ class _Replay:
     def _free(self, buffer: Buffer) -> None:
         """Free a block of a buffer: the newest of the current micro-batch, or of the last that has one.
 
-        The second part of a split backward pass frees the oldest block of its micro-batch's first part.
+        The second part of a split backward pass goes through the module from the first block to the last: of
+        what the forward pass has made it frees the oldest, of what the first part has made, which went the
+        other way, the newest.
         """
         if not buffer.n_bytes:
             return
@@ -542,13 +553,21 @@ class _Replay:
         if buffer in self.program.oldest_first:
             current, newest = next(iter(held)), 0
         elif current not in held:
-            if current[2] and (*current[:2], False) in held:
-                current, newest = (*current[:2], False), 0
-            else:
-                current = next(reversed(held))
-        blocks = held[current]
-        self.allocator.release(self.requests[buffer][0], blocks.pop(newest))
-        if not blocks:
-            del held[current]
+            stage, n, split = current
+            earlier = [made for part in range(split - 1, -1, -1) if (made := (stage, n, part)) in held]
+            current = earlier[0] if earlier else next(reversed(held))
+            newest = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
+        self.allocator.release(self.requests[buffer][0], self._taken(buffer, current, newest))
+        if buffer in self.program.handed_over:
+            block = self._taken(self.program.handed_over[buffer], self.current)
+            self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)
+
+    def _taken(self, buffer: Buffer, of: MicroBatch, i: int = -1) -> PackedBlock:
+        """The i-th block of a buffer and micro-batch, which is no longer held."""
+        held = self.held[buffer]
+        block = held[of].pop(i)
+        if not held[of]:
+            del held[of]
             if not held:
                 del self.held[buffer]
+        return block

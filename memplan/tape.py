@@ -350,6 +350,7 @@ class Tape:
         "phase",
         "products",
         "scope",
+        "shared",
     )
 
     def __init__(self, context: OpContext) -> None:
@@ -370,6 +371,8 @@ class Tape:
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
+        self.shared: dict[str, Tensor] = {}
+        """What the embedding makes for all blocks: it lives until the first block's backward pass is over."""
 
     def new(
         self,
@@ -538,19 +541,20 @@ class Tape:
             return self.cast(x, dtype)
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
 
-    def product(self, result: Tensor | None, *, biased: bool = False, may_be_first: bool = True) -> None:
+    def product(self, result: Tensor | None, *, biased: bool = False) -> None:
         """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
 
         From torch 2.15 on the workspace is freed with each product. Before, the first product of a pass
-        brings one that stays: what products that `may_be_first` allocate is kept, and where a split backward
-        pass does without the result (None), what was allocated before.
+        brings one that stays: the results are kept, of which one is the first. None: it is not asked for.
         """
-        device, release, newest = self.context.device, self.context.torch_release, self.events[-1]
-        if release < FREES_WORKSPACES and may_be_first and isinstance(newest, Alloc):
+        if result is None or result.storage is None:
+            return
+        device, release, buffer = self.context.device, self.context.torch_release, result.storage.buffer
+        if release < FREES_WORKSPACES:
             if biased:
-                newest.buffer.role = Role.BIASED_PRODUCT
-            self.products["forward" if self.phase == "forward" else "backward"].add(newest.buffer)
-        if release >= FREES_WORKSPACES and result is not None and not device.on_cpu:
+                buffer.role = Role.BIASED_PRODUCT
+            self.products["forward" if self.phase == "forward" else "backward"].add(buffer)
+        elif not device.on_cpu:
             n_bytes = LT_WORKSPACE_BYTES if biased else product_workspace_bytes(device, release)
             with self.workspace() as held:
                 held.new("cuBLAS workspace", (n_bytes,), UINT8)

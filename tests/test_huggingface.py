@@ -4,13 +4,15 @@ import contextlib
 import json
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import InvalidValue, MemplanError, UnknownName
-from memplan.models import Llama, implemented, model_from_config, preset
+from memplan.models import implemented, model_from_config, preset
+from memplan.models.huggingface_llama import HuggingFaceLlama
 
 GPT2 = {
     "activation_function": "gelu_new",
@@ -74,13 +76,14 @@ def test_the_published_gpt2_is_the_preset(read):
 
 
 def test_the_published_llama_3_8b_is_the_preset(read):
-    assert sizes(read(LLAMA_3_8B)) == sizes(preset("llama-3-8b"))
+    assert implemented(read(LLAMA_3_8B, "llama-3-8b.json"), "reference") == preset("llama-3-8b")
 
 
 def test_absent_and_null_keys_take_transformers_defaults(read):
     assert sizes(read({"model_type": "gpt2"})) == sizes(read(GPT2))
     llama = read({"model_type": "llama", "num_key_value_heads": None, "head_dim": None})
-    assert sizes(llama) == {**sizes(preset("llama-2-7b")), "max_seq_len": 2048}
+    named = replace(llama, name="llama-2-7b", max_seq_len=4096)
+    assert implemented(named, "reference") == preset("llama-2-7b")
 
 
 def test_every_key_is_read(read):
@@ -89,7 +92,7 @@ def test_every_key_is_read(read):
     assert read(GPT2 | {"tie_word_embeddings": False}).tied_head is False
     assert read(GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)).dropout == 0.0
     llama = read(LLAMA_3_8B | {"head_dim": 64, "attention_bias": True, "mlp_bias": True})
-    assert isinstance(llama, Llama)
+    assert isinstance(llama, HuggingFaceLlama)
     assert (llama.d_head, llama.attention_bias, llama.mlp_bias) == (64, True, True)
     assert read(LLAMA_3_8B | {"tie_word_embeddings": True}).tied_head is True
 
@@ -102,7 +105,7 @@ def test_rope_theta_is_read_where_transformers_5_writes_it(read):
 
 def test_the_architecture_alone_is_enough(read):
     assert read({"architectures": ["GPT2LMHeadModel"]}).code == "transformers 5.23, GPT2LMHeadModel"
-    assert isinstance(read({"architectures": ["LlamaForCausalLM"]}), Llama)
+    assert isinstance(read({"architectures": ["LlamaForCausalLM"]}), HuggingFaceLlama)
 
 
 def test_the_name_is_the_folders_or_the_files(read, tmp_path):

@@ -5,10 +5,11 @@ them, and nothing is run: a rule that goes wrong fails here in seconds, without 
 """
 
 from collections import Counter
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,6 +29,9 @@ REAL = [record for record in RECORDS if record.case["tensors"] == "real"]
 AT_TRUE_SIZE = [record for record in RECORDS if record.case["tensors"] == "fake"]
 """Of tensors that have shapes and no data."""
 
+PLACES = {id(record): i for i, record in enumerate(EVERY)}
+STATES = ("weights_bytes", "grads_bytes", "optimizer_bytes")
+
 Entry = tuple[str, str, int, int]
 """A collective's kind, axis, calls, payload bytes."""
 
@@ -40,9 +44,29 @@ def plan_of(record: Record) -> Plan:
     return Case.from_dict(record.case).plan
 
 
-def predicted(record: Record, rank: dict[str, Any]) -> StageEstimate:
-    case = Case.from_dict(record.case)
-    return rank_estimate(case.model, case.plan, case.plan.place(rank["rank"]), case.kernels, case.talks_by)
+class Said(NamedTuple):
+    """What is predicted of a rank."""
+
+    states: dict[str, int]
+    collectives: set[Entry]
+    peak_bytes: int
+
+
+def predicted(record: Record) -> dict[int, Said]:
+    """What is predicted of each measured rank: worked out once for all tests."""
+    return _predicted(PLACES[id(record)])
+
+
+@cache
+def _predicted(place: int) -> dict[int, Said]:
+    case = Case.from_dict(EVERY[place].case)
+    found = {}
+    for rank in ranks_of(EVERY[place]):
+        at = case.plan.place(rank["rank"])
+        estimated = rank_estimate(case.model, case.plan, at, case.kernels, case.talks_by)
+        states = {kind: getattr(estimated.states, kind) for kind in STATES}
+        found[rank["rank"]] = Said(states, entries(estimated), estimated.peak_bytes)
+    return found
 
 
 def entries(estimated: StageEstimate) -> set[Entry]:
@@ -55,7 +79,8 @@ def entries(estimated: StageEstimate) -> set[Entry]:
 
 
 def peak_errors(record: Record) -> list[float]:
-    return [predicted(record, rank).peak_bytes / rank["peak_bytes"] - 1 for rank in ranks_of(record)]
+    said = predicted(record)
+    return [said[rank["rank"]].peak_bytes / rank["peak_bytes"] - 1 for rank in ranks_of(record)]
 
 
 def ranks_of(record: Record) -> list[dict[str, Any]]:
@@ -79,16 +104,15 @@ def test_every_rank_was_measured_in_a_run_that_trained_rightly(record):
 
 @every_case
 def test_states_equal_the_measured_ones_to_the_byte(record):
-    kinds = ("weights_bytes", "grads_bytes", "optimizer_bytes")
-    said = {r["rank"]: {k: getattr(predicted(record, r).states, k) for k in kinds} for r in ranks_of(record)}
-    assert said == {r["rank"]: {k: r[k] for k in kinds} for r in ranks_of(record)}
+    said = {rank: each.states for rank, each in predicted(record).items()}
+    assert said == {r["rank"]: {kind: r[kind] for kind in STATES} for r in ranks_of(record)}
 
 
 @every_case
 def test_collectives_equal_the_counted_ones(record):
     for rank in ranks_of(record):
         counted = {(c["kind"], c["axis"], c["calls"], c["payload_bytes"]) for c in rank["collectives"]}
-        said = entries(predicted(record, rank))
+        said = predicted(record)[rank["rank"]].collectives
         assert said == counted, f"rank {rank['rank']}: predicted and measured differ in {said ^ counted}"
 
 

@@ -91,7 +91,7 @@ def test_every_plan_has_the_figures_of_its_estimate(
 def test_the_frame_says_why_not():
     asked: dict[str, Any] = {"global_batch": 8, "seq_len": 128, "keep": 5, "tp": [1, 3]}
     frame = memplan.search(LARGER, cluster=limited("4xh100-sxm", 3), **asked)
-    assert [*dict.fromkeys(frame["verdict"])] == ["fits", "cannot say", "refused"]
+    assert [*dict.fromkeys(frame["verdict"])] == ["fits", "cannot say", "does not fit", "refused"]
     said = dict(iter(frame.groupby("verdict")))
     assert said["cannot say"]["why"].str.contains("; 3.00 GiB are usable, less a margin of 5%").all()
     assert said["fits"]["why"].isna().all()

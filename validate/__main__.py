@@ -376,7 +376,7 @@ def sweep(
         click.echo(f"stopped by {stop}{has}", err=True)
         sys.exit(stop.exit_code)
     if not as_json:
-        if suite in SEARCHES:
+        if suite == "gpu-frontier":
             click.echo("\n".join(map(str, frontiers(gpus, records))))
         click.echo(report.summary(records))
     _finish(records)

@@ -11,6 +11,7 @@ from memplan.engines.options import plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
+from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import model_from_trace
 from memplan.plan import MESH_AXES
 from memplan.tape import Backend
@@ -230,7 +231,7 @@ def check_case(case: Case) -> None:
         )
 
 
-FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama}
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama, "torchtitan": TorchtitanLlama}
 """The models that can be run (`validate.modules`), by their family."""
 
 
@@ -245,7 +246,8 @@ def runnable(named: object) -> Decoder:
         if isinstance(model, cls):
             return model
     what = f"{model.family} ({model.implementation})"
-    raise unknown_name("model to run:", what, [f"{name} (reference)" for name in FAMILIES])
+    known = [f"{cls.family} ({cls.implementation})" for cls in FAMILIES.values()]
+    raise unknown_name("model to run:", what, known)
 
 
 def family_of(model: Decoder | TracedModel) -> str:

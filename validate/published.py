@@ -8,6 +8,7 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -21,7 +22,11 @@ from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
 from memplan.text_tables import printable, text_table
 from memplan.units import GiB
+from validate.records import read_records
 from validate.shipped import data_folder
+
+NOGPU_RUNS: Final = data_folder() / "measurements" / "nogpu" / "h200-published.jsonl"
+"""Runs of the rows that torchtitan ran on H100, on one that is not there, with the memory of an H200."""
 
 ROWS: Final = data_folder() / "published" / "memory.csv"
 """The rows that come with memplan."""
@@ -104,7 +109,8 @@ class Compared:
     """One row: `reason` why there is no prediction, or what was published and predicted.
 
     `published_bytes` is None where only success or failure is published (`ran`); `predicted_bytes` is of the
-    same kind. `differences`: what the row did beyond the plan that is predicted.
+    same kind; so is `nogpu_bytes`, what PyTorch's CUDA build makes of the plan where no GPU is.
+    `differences`: what the row did beyond the plan that is predicted.
     """
 
     row: Row
@@ -114,6 +120,7 @@ class Compared:
     published_bytes: int | None = None
     predicted_bytes: int | None = None
     verdict: Verdict | None = None
+    nogpu_bytes: int | None = None
 
     @property
     def source(self) -> str:
@@ -158,6 +165,7 @@ class Compared:
             "mem_kind": self.row["mem_kind"],
             "published_bytes": self.published_bytes,
             "predicted_bytes": self.predicted_bytes,
+            "nogpu_bytes": self.nogpu_bytes,
             "error": self.error,
             "ran": self.ran,
             "verdict": self.verdict,
@@ -219,12 +227,17 @@ def _bytes(peak_gib: str) -> int:
     return checked_count("peak_mem_gib in bytes", round(float(peak_gib) * GiB), most=LARGEST_GPU_BYTES)
 
 
+def comparable_estimate(row: Row) -> Estimate:
+    """What memplan says of the plan of a row that it can express."""
+    model = MODELS[row["model"]]
+    return estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
+
+
 def _compared(row: Row) -> Compared:
     reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
     if reason:
         return Compared(row=row, reason=reason)
-    model = MODELS[row["model"]]
-    e = estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
+    e = comparable_estimate(row)
     peak_gib = row["peak_mem_gib"]
     return Compared(
         row=row,
@@ -233,6 +246,7 @@ def _compared(row: Row) -> Compared:
         published_bytes=_bytes(peak_gib) if peak_gib else None,
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
+        nogpu_bytes=_nogpu_bytes(row),
     )
 
 
@@ -258,7 +272,7 @@ def _plan(row: Row) -> dict[str, Any]:
         "global_batch": degrees["dp"] * micro_batch * int(row["grad_accum"] or 1),
         "seq_len": int(row["seq_len"]),
         "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
-        "clip_grad_norm": 1.0 if _by_torchtitan(row) else None,
+        "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
         **_recompute(row),
     }
@@ -276,7 +290,8 @@ def _chunks_loss(row: Row) -> bool:
     return row["framework"] == "torchtune" and row["row_id"] >= "torchtune-0953"
 
 
-def _by_torchtitan(row: Row) -> bool:
+def by_torchtitan(row: Row) -> bool:
+    """Whether torchtitan ran it, whose settings are known."""
     return "torchtitan" in row["framework"] or row["row_id"].startswith("torchao")
 
 
@@ -285,10 +300,27 @@ def _held_bytes(row: Row, e: Estimate) -> int | None:
 
     Source: torchtitan's run_llama_train.sh (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
     """
-    replay = e.worst.replay("expandable_segments:True" if _by_torchtitan(row) else "")
+    replay = e.worst.replay("expandable_segments:True" if by_torchtitan(row) else "")
     if replay is None:
         return None
     return replay.reserved_bytes if row["mem_kind"] == "reserved" else replay.allocated_bytes
+
+
+def _nogpu_bytes(row: Row) -> int | None:
+    """What a run of the row's plan without a GPU held, of the published kind; None if there was none."""
+    measured = _nogpu_runs().get(row["row_id"])
+    if measured is None:
+        return None
+    after = measured["allocator"][-1]
+    held: int = after["reserved_bytes" if row["mem_kind"] == "reserved" else "allocated_bytes"]
+    return held
+
+
+@cache
+def _nogpu_runs() -> dict[str, Any]:
+    """The measurements of the first ranks that `validate sweep --suite gpu-published` ran, by their rows."""
+    records = read_records(NOGPU_RUNS)
+    return {r.case["name"].partition(",")[0]: r.measured["ranks"][0] for r in records if r.measured}
 
 
 def _plan_text(row: Row, e: Estimate) -> str:
@@ -321,15 +353,16 @@ def _memory(source: str, rows: Sequence[Compared]) -> str:
     measured = [c for c in rows if c.error is not None]
     if not measured:
         return ""
-    cells = [("row", "plan", "GiB", "memplan", "error", "but for")]
+    cells = [("row", "plan", "GiB", "memplan", "error", "nogpu", "but for")]
     cells += [(c.number, c.plan, *_figures(c), "+".join(c.differences)) for c in measured]
     held = measured[0].row["mem_kind"].partition(" ")[0]
-    return f"{source}: {held}\n{text_table(cells, '<<>>><', flexible=1)}"
+    return f"{source}: {held}\n{text_table(cells, '<<>>>><', flexible=1)}"
 
 
-def _figures(c: Compared) -> tuple[str, str, str]:
+def _figures(c: Compared) -> tuple[str, str, str, str]:
     published, predicted = (c.published_bytes or 0) / GiB, (c.predicted_bytes or 0) / GiB
-    return f"{published:.2f}", f"{predicted:.2f}", f"{c.error:+.1%}"
+    nogpu = "" if c.nogpu_bytes is None else f"{c.nogpu_bytes / GiB:.2f}"
+    return f"{published:.2f}", f"{predicted:.2f}", f"{c.error:+.1%}", nogpu
 
 
 def _verdicts(source: str, rows: Iterable[Compared]) -> str:

@@ -112,6 +112,7 @@ class DataParallelism:
         gathers: bytes sent beside any computation.
         reducing: the share of backward passes that reduce gradients.
         states_bytes: weights, what is kept beside them, and optimizer state.
+        unsharded_bytes: gathered weights that stay from their first forward pass to the last backward pass.
         grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
         updated_bytes: the weights that the rank's optimizer updates.
     """
@@ -121,6 +122,7 @@ class DataParallelism:
     gathers: Mapping[Axis, Any]
     reducing: Any
     states_bytes: Any
+    unsharded_bytes: Any
     grads_bytes: Any
     updated_bytes: Any
 

@@ -42,25 +42,13 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
     for one, _ in model.parameters:
         named[one.name] = Parameter(one.name, shape_at(one.shape, 1, 1), context.weight_dtype)
 
-    def event(traced: TracedEvent) -> Event:
-        match traced.kind:
-            case "alloc":
-                return Alloc(buffers[traced.buffer])
-            case "free":
-                return Free(buffers[traced.buffer])
-            case "grad":
-                return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
-        return Compute(
-            phase=traced.phase,
-            flops=size_at(traced.flops, batch, seq_len),
-            shape=shape_at(traced.shape, batch, seq_len),
-            dtype=DTYPES[traced.dtype],
-        )
-
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
 
-    part = {name: Segment(tuple(map(event, events))) for name, events in recording.parts.items()}
+    part = {
+        name: Segment(tuple([_event(one, buffers, named, batch, seq_len) for one in events]))
+        for name, events in recording.parts.items()
+    }
     loss = part["loss_backward"]
     head, after_head = part["head"], part["loss"]
     if context.autocast is not None:  # which the loss is computed in
@@ -92,6 +80,25 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
         boundary=_buffer(buffers, recording.boundary, context.weight_dtype),
         sent=_buffer(buffers, recording.boundary, context.weight_dtype),
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
+    )
+
+
+def _event(
+    traced: TracedEvent, buffers: list[Buffer], named: dict[str, Parameter], batch: int, seq_len: int
+) -> Event:
+    """A recorded event at a micro-batch and a sequence length."""
+    match traced.kind:
+        case "alloc":
+            return Alloc(buffers[traced.buffer])
+        case "free":
+            return Free(buffers[traced.buffer])
+        case "grad":
+            return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
+    return Compute(
+        phase=traced.phase,
+        flops=size_at(traced.flops, batch, seq_len),
+        shape=shape_at(traced.shape, batch, seq_len),
+        dtype=DTYPES[traced.dtype],
     )
 
 

@@ -4,6 +4,7 @@ What a block's first part makes for the block before is kept until that block's 
 whole backward pass it cannot be put together from the trace of a single block.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,7 +78,7 @@ def split_traced(
         tape.leave_autocast()
         ends.append(len(tape.nodes))
     held = Tensor(tape, x.shape, x.dtype, x.storage)
-    loss = head = EMPTY
+    of_loss = of_head = EMPTY
     grad: Tensor | None = None
     held_loss: Tensor | None = None
     if last:
@@ -95,23 +96,25 @@ def split_traced(
         held_loss = Tensor(tape, end.shape, end.dtype, end.storage)
         del end, logits
         split.input(down_to=n_head)
-        loss = names(cut.segment())
+        of_loss = cut.segment()
         split.input(down_to=ends[-1])
-        head = names(cut.segment())
+        of_head = cut.segment()
     else:
         split = SplitBackward(tape)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
         del x
         cut.segment()
-    blocks: list[tuple[Segment, int]] = []
+    of_blocks: list[tuple[Segment, int]] = []
     input_grad = None
     for i in reversed(range(len(times))):
         split.input(down_to=ends[i])
         if i == 0:
             input_grad = tape.nodes.pop().grad
-            names.call(input_grad, trace.boundary_grad)
-        blocks.append((names(cut.segment(), repeats=times[i]), times[i]))
+        of_blocks.append((cut.segment(), times[i]))
     grad = None
+    names.call(input_grad, trace.boundary_grad)
+    loss, head = names(of_loss), names(of_head)
+    blocks = [(names(segment, repeats=n), n) for segment, n in of_blocks]
     split.end_input()
     end_input = names.by_repeats(cut.segment())
     second = _second_part(split, names, cut, list(zip(ends[1:], times, strict=True)))
@@ -147,10 +150,15 @@ def _kinds(runs: BlockRuns) -> Iterator[BlockKind]:
         yield from repeat(kind, min(n, MOST_ALIKE + 1))
 
 
+_Like = tuple[str, Shape, DType, Kind, bool]
+"""What equal buffers have in common, and whether they are results of products."""
+
+
 class _Names:
     """Gives the buffers of a run of several blocks the names that they have in the trace of one block.
 
-    Equal buffers that the trace does not have share a name.
+    Buffers that the trace does not have share a name with their equals in other blocks: the first of its kind
+    that a block makes with the first ones, the second with the second ones.
 
     Knows how often each buffer's block recurs.
     """
@@ -160,7 +168,8 @@ class _Names:
         self.grads = trace.gradients()
         self.known: dict[Buffer, Buffer | None] = {}
         self.repeats: dict[Buffer, int] = {}
-        self.alike: dict[tuple[str, Shape, DType, Kind, bool], Buffer] = {}
+        self.alike: dict[tuple[_Like, int], Buffer] = {}
+        self.made: Counter[_Like] = Counter()
 
     def leave_out(self, segment: Segment) -> None:
         """What belongs to the schedule."""
@@ -179,6 +188,7 @@ class _Names:
 
     def __call__(self, segment: Segment, repeats: int = 1) -> Segment:
         """A segment of the backward pass, of a block that recurs so often."""
+        self.made.clear()
         for event in segment.events:
             if isinstance(event, AccumulateGrad):
                 self.known[event.buffer] = self.grads[event.parameter]
@@ -216,6 +226,7 @@ class _Names:
 
     def _known(self, buffer: Buffer) -> Buffer | None:
         if buffer not in self.known:
-            key = buffer.name, buffer.shape, buffer.dtype, buffer.kind, buffer in self.products
-            self.known[buffer] = self.alike.setdefault(key, buffer)
+            like = buffer.name, buffer.shape, buffer.dtype, buffer.kind, buffer in self.products
+            self.known[buffer] = self.alike.setdefault((like, self.made[like]), buffer)
+            self.made[like] += 1
         return self.known[buffer]

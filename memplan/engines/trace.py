@@ -183,7 +183,10 @@ def without_blocks(trace: Trace) -> Trace:
 
 
 def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
-    """The block of another trace: its boundary is one trace's, its parameters those of a block `like` it."""
+    """The block of another trace in the buffers of one: what passes between blocks, what the embedding sends.
+
+    Its parameters are those of a block `like` it.
+    """
     (block,) = other.blocks.values()
     if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
         raise MissingRule(
@@ -195,6 +198,7 @@ def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
     parameters = dict(zip(block.parameters, (like or block).parameters, strict=True))
     grads = gradients((like or block).backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
+    renamed |= dict(zip(other.in_flight, one.in_flight, strict=True))
     for parameter, grad in gradients(block.backward).items():
         renamed[grad] = grads[parameters[parameter]]
     same = _Renamed(renamed, parameters)
@@ -239,6 +243,7 @@ class _TracedStage:
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
+        self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
     def _end(self, name: str) -> None:
         """What was done since the last segment is the segment of this name."""
@@ -296,6 +301,7 @@ class _TracedStage:
         tape = self.tape
         incoming = _buffer_of_grad(tape)
         tape.backward(down_to=self.n_embed)
+        tape.shared.clear()
         self._end("block_backward")
         self.input_grad = tape.nodes[-1].grad
         self.boundary_grad = _buffer(self.input_grad)
@@ -343,7 +349,7 @@ class _TracedStage:
             blocks={
                 self.kind: Block(
                     forward=same(Without(*self.in_flight)(block)),
-                    backward=same(backward),
+                    backward=same(Without(*self.shared)(backward)),
                     entry=same(inside(block)),
                     entry_backward=same(inside(backward)),
                     casts=found["block_casts"],

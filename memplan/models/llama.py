@@ -8,6 +8,7 @@ from memplan.errors import InvalidValue
 from memplan.models.base import Decoder
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
+from memplan.models.huggingface_llama import HuggingFaceLlama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.ops import (
     attention,
@@ -84,7 +85,7 @@ class Llama(Decoder):
         return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
 
 
-def _read(config: Config, name: str) -> Llama:
+def _read(config: Config, name: str) -> HuggingFaceLlama:
     """Source: transformers, LlamaConfig (defaults) and LlamaForCausalLM."""
     config.refuse("quantization_config")
     config.one_of("hidden_act", "silu", ("silu", "swish"))
@@ -93,7 +94,7 @@ def _read(config: Config, name: str) -> Llama:
             f"attention_dropout={rate} is not allowed: memplan's Llama has no dropout; set it to 0.0."
         )
     n_heads = config.count("num_attention_heads", 32)
-    return Llama(
+    return HuggingFaceLlama(
         name=name,
         n_layers=config.count("num_hidden_layers", 32),
         d_model=config.count("hidden_size", 4096),
@@ -111,6 +112,6 @@ def _read(config: Config, name: str) -> Llama:
 
 
 LLAMA: Final = Family(
-    implementations={"reference": Llama, "torchtitan": TorchtitanLlama},
+    implementations={"reference": Llama, "torchtitan": TorchtitanLlama, "huggingface": HuggingFaceLlama},
     readers={"llama": Reader("LlamaForCausalLM", _read)},
 )

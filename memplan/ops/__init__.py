@@ -36,7 +36,16 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 from memplan.ops.attention import AttentionKernel, attention, attention_kernel
 from memplan.ops.elementwise import dropout, gelu, gelu_new, silu
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
-from memplan.ops.heads import feature_parts, heads, merged_heads, repeated_heads, rope, rotation
+from memplan.ops.heads import (
+    feature_parts,
+    halves_rotation,
+    heads,
+    merged_heads,
+    repeated_heads,
+    rope,
+    rope_by_halves,
+    rotation,
+)
 from memplan.ops.linear import Split, conv1d, linear
 from memplan.ops.loss import (
     cross_entropy,
@@ -63,6 +72,7 @@ __all__ = [
     "gelu",
     "gelu_new",
     "gradient_of_loss",
+    "halves_rotation",
     "heads",
     "layer_norm",
     "learned_positions",
@@ -73,6 +83,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_by_parts",
     "rope",
+    "rope_by_halves",
     "rotation",
     "scaled_loss",
     "share_of_loss",

@@ -5,8 +5,8 @@ other (`Tensor.head_major`); the operations after them copy them back to one tok
 """
 
 from memplan.ops.dims import dims, divided
-from memplan.shapes import COMPLEX64, FP32, Buffer, buffer_of
-from memplan.tape import Grads, Saved, Tensor
+from memplan.shapes import COMPLEX64, FP32, Buffer, DType, buffer_of
+from memplan.tape import Grads, Saved, Tensor, Workspace
 
 DIMS = ("batch", "seq", "heads", "d_head")
 
@@ -105,6 +105,64 @@ def rope(x: Tensor) -> Tensor:
     turned = tape.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
     turned.node = tape.node((turned.node,), (), lambda grad, saved: (_token_major(grad),))
     return tape.cast(turned, dtype)
+
+
+def halves_rotation(tokens: Tensor, d_head: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions, (1, seq, d_head) in the type of the weights.
+
+    Neglects: the angles that they are made from, which are gone before the first block.
+    Source: transformers.models.llama.modeling_llama, LlamaRotaryEmbedding.forward.
+    """
+    tape = tokens.tape
+    shape, dtype = (1, tokens.shape[1], d_head), tape.context.weight_dtype
+    return tape.new("cosines", shape, dtype), tape.new("sines", shape, dtype)
+
+
+def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x cos + (-x2, x1) sin, operation by operation, in the wider of their types; saves both tables.
+
+    Source: transformers.models.llama.modeling_llama, apply_rotary_pos_emb.
+    """
+    tape, shape, dtype, wide = x.tape, x.shape, x.dtype, cosines.dtype
+    half = (*shape[:3], divided(shape[3], 2, "d_head", by="halves"))
+    copies = dtype != wide and tape.context.device.casts_in_copies
+
+    def times_table(into: Workspace, name: str) -> None:
+        with tape.workspace() as copied:
+            if copies:
+                copied.new(f"copy as {wide.name}", shape, wide)
+            into.new(name, shape, wide)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        with grad.tape.workspace() as rotated, grad.tape.workspace() as halves:
+            _in_type_of(grad, dtype, halves)
+            with grad.tape.workspace() as negated:
+                negated.new("negated half", half, dtype)
+                grad_x = grad.tape.new("grad", shape, dtype)
+            rotated.new("grad of a half", shape, dtype)
+        with grad.tape.workspace() as turned:
+            _in_type_of(grad, dtype, turned)
+        return (grad_x,)
+
+    node = tape.node((x.node,), (cosines, sines), backward)
+    with tape.workspace() as products:
+        times_table(products, "times cosines")
+        with tape.workspace() as rotated:
+            with tape.workspace() as negated:
+                negated.new("negated half", half, dtype)
+                rotated.new("halves in turn", shape, dtype)
+            times_table(products, "times sines")
+        return tape.new("rotated", shape, wide, node)
+
+
+def _in_type_of(grad: Tensor, dtype: DType, into: Workspace) -> None:
+    """The product of a gradient and a table, then in another type, where it is of another."""
+    if dtype == grad.dtype:
+        into.new("grad times table", grad.shape, dtype)
+        return
+    with grad.tape.workspace() as wide:
+        wide.new("grad times table", grad.shape, grad.dtype)
+        into.new(f"grad as {dtype.name}", grad.shape, dtype)
 
 
 def attention_flops(q: Tensor) -> int:

@@ -87,14 +87,14 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
         grad.tape.product(grad_w)
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
-        grad.tape.product(grad_x, may_be_first=False)
+        grad.tape.product(grad_x)
         return grad_x, grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
         grad.tape.product(grad_x)
         grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
-        grad.tape.product(grad_w, may_be_first=False)
+        grad.tape.product(grad_w)
         rows = grad.view(n_rows, n_out)
         grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(1) else None
         return grad_x, grad_b, grad_w

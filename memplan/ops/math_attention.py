@@ -109,7 +109,7 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
 def _product(tape: Tape, name: str, shape: Shape) -> Tensor:
     """The result of a product for each head."""
     y = tape.new(name, shape, FP32)
-    tape.product(y, may_be_first=False)
+    tape.product(y)
     return y
 
 

@@ -21,6 +21,7 @@ def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
     tape, stream = x.tape, x.tape.context.stream
     if tape.context.tp == 1:
         return x
+    x.in_flight = ()
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return (redistributed(grad, Partial(), stream, "activation gradients"),)

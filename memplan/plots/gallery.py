@@ -1,6 +1,6 @@
 """A page with an example picture of every chart and the lines that draw it.
 
-`python -m memplan.plots.gallery FOLDER` writes it.
+`python -m memplan.plots.gallery FOLDER` writes it; with names of charts, of these only.
 """
 
 import sys
@@ -153,4 +153,5 @@ def gallery(folder: Path, examples: Mapping[str, Callable[[], "Figure"]] = EXAMP
 
 
 if __name__ == "__main__":
-    print(gallery(Path(sys.argv[1] if len(sys.argv) > 1 else "gallery")))
+    folder, *names = sys.argv[1:] or ["gallery"]
+    print(gallery(Path(folder), {name: EXAMPLES[name] for name in names or EXAMPLES}))

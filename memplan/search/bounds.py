@@ -139,8 +139,14 @@ class _FirstRank(NamedTuple):
     n_crossing: int
 
 
-_UnderWay = Mapping[Part, Column]
-"""How many forward passes of each part the first rank has saved at an instant: [m, 1], or [m, blocks]."""
+class _Instant(NamedTuple):
+    """The forward passes of each part that the first rank has saved: [m, 1], or [m, blocks].
+
+    `every_stage`: whether each of its stages has saved one [m].
+    """
+
+    saved: Mapping[Part, Column]
+    every_stage: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ def _pipeline(key: _Schedule) -> _FirstRank:
 
 
 @lru_cache(maxsize=4096)
-def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_UnderWay, _UnderWay, NDArray[np.bool_]]:
+def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_Instant, _Instant, NDArray[np.bool_]]:
     """Before the first rank's first backward pass, and when all its stages had one and another is to come.
 
     And whether there is such an instant [m].
@@ -220,7 +226,7 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_UnderWay, _UnderWa
     own = plan.stages_of(0)
     ends = {"embedding": 0, "head": plan.n_stages - 1}
 
-    def held(times: Column) -> _UnderWay:
+    def held(times: Column) -> _Instant:
         parts: dict[Part, Column] = {
             name: (times @ np.array([i == end for i in own]))[:, None] for name, end in ends.items()
         }
@@ -229,7 +235,7 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_UnderWay, _UnderWa
             blocks = np.array([_n_of(kind, stages[i]) for i in own])
             parts[BlockKind(kind, again=True)] = times @ again
             parts[BlockKind(kind, again=False)] = (times @ blocks)[:, None] - times @ again
-        return parts
+        return _Instant(parts, np.all(times > 0, axis=1, keepdims=True)[:, 0])
 
     return held(first), held(later), np.array([after is not None for _, after in found])
 
@@ -435,24 +441,28 @@ def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
 
 def _least_bytes(plans: _Plans) -> Bytes:
     """Bytes that no plan holds less than on its first rank, at the worst of two instants."""
-    at_first, later, there = (np.concatenate(found) for found in zip(*_saved(plans), strict=True))
     own = _pipeline(plans.schedules[0]).parts
     elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
     data = plans.data_parallelism(elements)
+    both = zip(*_saved(plans, data.unsharded_bytes), strict=True)
+    at_first, later, there = (np.concatenate(found) for found in both)
     held = np.maximum(at_first, np.where(there, later + data.grads_bytes, 0))
     found: Bytes = np.floor((data.states_bytes + held) * (1 - ROUNDING))
     return found
 
 
-def _saved(plans: _Plans) -> Iterator[tuple[Any, Any, Any]]:
-    """Of each grid's cells what is saved at both instants, and whether there is the later one."""
+def _saved(plans: _Plans, unsharded_bytes: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What each grid's cells have saved and gathered at both instants; whether there is the later one."""
     each = {part: plans.of("saved_bytes", part) for part in plans.parts}
+    gathered = np.broadcast_to(unsharded_bytes, plans.m.shape)
     for i, key in enumerate(plans.schedules):
         own = slice(plans.starts[i], plans.starts[i + 1])
         ms, place = np.unique(plans.m[own], return_inverse=True)
         *instants, there = _under_way(key, tuple(ms.tolist()))
         place = place.ravel()
         first, later = (
-            sum([n[place] * each[part][own] for part, n in instant.items()]) for instant in instants
+            sum([n[place] * each[part][own] for part, n in instant.saved.items()])
+            + instant.every_stage[place, None] * gathered[own]
+            for instant in instants
         )
         yield first, later, there[place, None]

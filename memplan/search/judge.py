@@ -80,10 +80,13 @@ class Judge:
         self.model, self.cluster, self.time_model = model, cluster, time_model
         self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
         """A roofline that is a lower bound of every step time."""
-        usable = inf if cluster.budget_bytes is None else cluster.budget_bytes - slack_bytes
-        most = n_communicators(*[2] * len(MESH_AXES))
-        self._room = usable - np.array([outside_allocator(n).high_bytes for n in range(most + 1)], np.float64)
-        """Bytes that may be allocated, by the number of communicators, which take memory too."""
+        budget, usable = (inf if n is None else n for n in (cluster.budget_bytes, cluster.gpu.usable_bytes))
+        outside = [outside_allocator(n) for n in range(n_communicators(*[2] * len(MESH_AXES)) + 1)]
+        self._room = np.array([budget - slack_bytes - each.high_bytes for each in outside], np.float64)
+        """Bytes that may be allocated within the budget, by the number of communicators."""
+        self._most = np.array([usable - each.low_bytes for each in outside], np.float64)
+        """Bytes of which more surely do not fit."""
+        self._is_again = slack_bytes > 0
 
     def bounds(self, grids: Sequence[Grid]) -> Iterator[tuple[Grid, Bounds]]:
         """Each grid with lower bounds of its plans' bytes and seconds."""
@@ -91,10 +94,14 @@ class Judge:
 
     def room_bytes(self, grid: Grid) -> NDArray[np.float64]:
         """Bytes that a plan of each cell may allocate within the budget: [cell, 1]."""
-        axes = (grid.structure[axis] if axis in grid.structure else grid.cells[axis] for axis in MESH_AXES)
-        return self._room_of(*axes)[:, None]
+        return np.asarray(self._room[_communicators(grid)], np.float64)
 
-    def _room_of(self, *axes: Any) -> NDArray[np.float64]:
+    def may_be_shown(self, grid: Grid, memory: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether each plan may be within the budget, or at least may fit where a first search asks."""
+        most = self._room if self._is_again else np.maximum(self._room, self._most)
+        return np.asarray(memory <= most[_communicators(grid)], np.bool_)
+
+    def _room_of(self, *axes: int) -> NDArray[np.float64]:
         """Bytes that may be allocated within the budget, given the ranks along each axis of a mesh."""
         return np.asarray(self._room[n_communicators(*axes)], np.float64)
 
@@ -135,6 +142,12 @@ class Judge:
     def __call__(self, plan: Plan) -> Judged:
         """A plan's figures, whether it is within the budget or not."""
         return self.judged(cast(Estimate, self.estimate(plan)))
+
+
+def _communicators(grid: Grid) -> NDArray[np.int64]:
+    """The number of communicators of each cell's plans: [cell, 1]."""
+    axes = [grid.structure[axis] if axis in grid.structure else grid.cells[axis] for axis in MESH_AXES]
+    return np.asarray(n_communicators(*cast(Any, axes)))[:, None]
 
 
 def _axes(plan: Plan) -> tuple[int, ...]:
@@ -200,7 +213,7 @@ def _pooled(judge: Judge, grids: Grids, objective: str, most: int) -> tuple[Pool
     for batch in grids():
         for grid, (memory, seconds) in judge.bounds(batch):
             n_plans += len(grid)
-            pool.add(grid, _keys(grid, objective, memory, seconds), memory <= judge.room_bytes(grid))
+            pool.add(grid, _keys(grid, objective, memory, seconds), judge.may_be_shown(grid, memory))
     return pool, n_plans, n_plans - pool.n_seen
 
 
@@ -243,7 +256,7 @@ def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
         for grid, (memory, seconds) in judge.bounds(batch):
             n_plans += len(grid)
             pool = Pool(len(grid))
-            pool.add(grid, [seconds, memory], memory <= judge.room_bytes(grid))
+            pool.add(grid, [seconds, memory], judge.may_be_shown(grid, memory))
             n_beyond += len(grid) - pool.n_seen
             for entry in pool:
                 if any(

@@ -14,7 +14,7 @@ WITHOUT: Final = ", without the GPU"
 """What the name of a case's twin ends in."""
 
 
-def gpu_both(gpus: Gpus | None, _records: Sequence[Record]) -> list[Case]:
+def gpu_both(gpus: Gpus | None, records: Sequence[Record]) -> list[Case]:
     """Each case of `gpu-single` on the machine's GPU, and right after it where that GPU is not there.
 
     Raises:
@@ -25,7 +25,7 @@ def gpu_both(gpus: Gpus | None, _records: Sequence[Record]) -> list[Case]:
             "gpu-both runs each case on a GPU and without it, and PyTorch sees no GPU here; "
             "use --suite gpu-single --device nogpu."
         )
-    return [case for on_gpu in gpu_single(gpus) for case in (on_gpu, twin(on_gpu))]
+    return [] if records else [case for on_gpu in gpu_single(gpus) for case in (on_gpu, twin(on_gpu))]
 
 
 def twin(case: Case) -> Case:

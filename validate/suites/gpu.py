@@ -17,6 +17,7 @@ from memplan.tape import Backend
 from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
 from validate.predict import estimated_rank
+from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.models import in_small
 
 LLAMA_100M: Final = Llama(
@@ -218,12 +219,33 @@ def _reserved_bytes(case: Case) -> int | None:
     return None if replay is None else replay.reserved_bytes
 
 
+def gpu_published(gpus: Gpus | None) -> tuple[Case, ...]:
+    """What torchtitan ran on H100, eager, and published: the first rank, with expandable segments."""
+    found = []
+    for row in read_rows(ROWS):
+        known = compared(row)
+        if by_torchtitan(row) and "H100" in row["gpu"] and known.error is not None and not known.differences:
+            estimated = comparable_estimate(row)
+            model, plan = estimated.model, estimated.plan
+            if gpus is None and isinstance(model, Decoder):
+                model, plan = narrow(model), in_short(plan)
+            name = f"{row['row_id']}, {known.plan}"
+            found.append(Case(name=name, model=runnable(model), plan=plan, backend="fake", rank=0))
+    return tuple(found if gpus is None else (_published(case, gpus) for case in found))
+
+
+def _published(case: Case, gpus: Gpus) -> Case:
+    placed = replace(case, device=gpus.device, gpu=gpus.known_as, alloc_conf="expandable_segments:True")
+    return replace(placed, steps=UNTIMED_STEPS, timeout_s=PATIENCE_S)
+
+
 GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-single": gpu_single,
     "gpu-standin": gpu_standin,
     "gpu-shared": gpu_shared,
     "gpu-nccl": gpu_nccl,
     "gpu-allocator": gpu_allocator,
+    "gpu-published": gpu_published,
 }
 
 PATIENCE_S: Final = 600.0

@@ -28,6 +28,7 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
         gathers={},
         reducing=1 / plan.n_micro_batches if several else np.where(plan.pp == 1, 1.0, 0.0),
         updated_bytes=share * weights,
+        unsharded_bytes=0.0,
         states_bytes=((2 if several else 1) + share * N_MOMENTS[plan.optimizer]) * weights,
         grads_bytes=0.0 if keeps_grads else elements * plan.formats.accumulate.itemsize,
     )
@@ -53,6 +54,7 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
         gathers={"dp": gathered * formats.gather.itemsize * part},
         reducing=np.where(pp == 1, 1.0, 0.0),
         updated_bytes=weights,
+        unsharded_bytes=np.where((plan.zero == 2) & (dp > 1), elements * formats.gather.itemsize, 0.0),
         states_bytes=0.0 if plan.offload else (1 + N_MOMENTS[plan.optimizer]) * weights,
         grads_bytes=np.where(pp > 1, elements * formats.reduce.itemsize, grads) if plan.set_to_none else 0.0,
     )

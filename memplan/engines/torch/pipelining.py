@@ -20,7 +20,7 @@ from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
 from memplan.orders import Action, ActionKind, Loop, counts
-from memplan.record import PassPart, Stretch, chain, events, frees, passed, repeated
+from memplan.record import Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
 from memplan.tape import HOLD_WHAT_IS_SENT
 
@@ -164,9 +164,11 @@ class _Runtime:
     """The actions of one rank's step, for schedules of several stages on a rank or of split backward passes.
 
     Handles of what is sent are kept to the end, and gloo's hold the tensors. What passes between two stages
-    of the same rank is not sent: it takes the place of the buffer that the last step has left.
+    of the same rank is not sent: it takes the place of the buffer that the last step has left. The pipeline's
+    first stage goes back as a whole where others begin the second part.
 
-    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
+    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`,
+    `torch.distributed.pipelining.stage:_PipelineStageBase.backward_weight_one_chunk`.
     """
 
     def __init__(self, stages: RankStages, modules: Sequence[Module]) -> None:
@@ -227,9 +229,16 @@ class _Runtime:
                 return cast(FSDPModule, module).reshard()
             case "reduce":
                 return chain("gradient reduction", *module.reduce_grads())
-            case _:
-                part: PassPart = "backward" if action.kind == "last-backward" else action.kind
-                return passed(action.local, part, *module.wait_for_unshard(), *self._pass(action, module))
+        turns = (*module.wait_for_unshard(), *self._pass(action, module))
+        match action.kind:
+            case "backward-input" if module.stage.first:
+                return chain("backward", *turns)
+            case "backward-weight" if module.stage.first:
+                return passed(action.local, "backward", *turns)
+            case "last-backward":
+                return passed(action.local, "backward", *turns)
+            case part:
+                return passed(action.local, part, *turns)
 
     def _pass(self, action: Action, module: Module) -> Iterator[Stretch]:
         local, stage = action.local, module.stage

@@ -50,7 +50,8 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         beside=stages.kept_workspaces,
         takes_oldest=stages.plan.torch_version == "2.12",
         kept=left_behind(stages) + _kept_by_hooks(own),
-        oldest_first=frozenset(_oldest_first([*own, *first])),
+        oldest_first=frozenset(_oldest_first(stages, [*own, *first])),
+        handed_over=dict(_handed_over(stages)),
         streams=dict([*_streams(own), *_streams(first)]),
     )
 
@@ -195,8 +196,27 @@ def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:
     return kept
 
 
-def _oldest_first(modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
-    """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds."""
+def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
+    """What a stage receives from another one of the rank, and what that has made of it.
+
+    Source: `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_fwd_input`,
+    `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_bwd_input`.
+    """
+    local = {index: i for i, index in enumerate(stages.indices)}
+    for index, i in local.items():
+        if index + 1 in local:
+            after = local[index + 1]
+            yield stages.received[after][0], stages.stages[i].trace.sent
+            yield stages.received[i][1], stages.stages[after].trace.boundary_grad
+
+
+def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
+    """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds.
+
+    And what stages receive into, where a stage of the same rank hands over its own tensor instead.
+    """
+    for received in stages.received:
+        yield from received
     for one in modules:
         if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))

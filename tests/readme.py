@@ -1,0 +1,57 @@
+"""The README's commands and what it shows of their output: `python -m tests.readme` writes it anew.
+
+A block in which `...` stands for lines left out keeps its lines; it is only checked.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from memplan.cli import commands
+from validate.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"```sh\n((?:memplan|python -m validate) .*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL)
+LEFT_OUT = "..."
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Each command with what is shown of its output."""
+    return ((match[1], match[2]) for match in BLOCK.finditer(text))
+
+
+def output_of(command: str) -> str:
+    """What a command of the README prints."""
+    words = shlex.split(command.replace("\\\n", " ").partition("   #")[0])
+    group, words = (commands, words[1:]) if words[0] == "memplan" else (main, words[3:])
+    asked = [
+        name for word in words for name in (sorted(map(str, ROOT.glob(word))) if "*" in word else [word])
+    ]
+    found = [str(ROOT / word) if word.startswith("data/") else word for word in asked]
+    return CliRunner().invoke(group, found).output.rstrip("\n")
+
+
+def missing(shown: str, output: str) -> list[str]:
+    """The lines that are shown but are not in the output, in their order.
+
+    >>> missing("a\\n...\\nc", "a\\nb\\nc"), missing("c\\na", "a\\nb\\nc")
+    ([], ['a'])
+    """
+    left = iter(output.splitlines())
+    return [line for line in shown.splitlines() if line not in ("", LEFT_OUT) and line not in left]
+
+
+def rewritten(text: str) -> str:
+    """The README with the output of every command whose whole output it shows."""
+    for command, shown in blocks(text):
+        if LEFT_OUT not in shown.splitlines():
+            text = text.replace(f"```text\n{shown}\n```", f"```text\n{output_of(command)}\n```")
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
