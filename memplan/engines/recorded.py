@@ -21,7 +21,8 @@ def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...
     if context.device.type != model.device:
         raise MissingRule(
             f"{model.name} was traced with the kernels of device={model.device!r}, and those of "
-            f"{context.device.type!r} differ; use device={model.device!r}, or trace it there.",
+            f"{context.device.type!r} differ, of which no traces are made yet; use device={model.device!r} "
+            "without a cluster.",
             kind="a traced model on a device that it was not traced for",
         )
     return joined([_recorded(model, context, kind) for kind in kinds], kinds)
@@ -32,7 +33,7 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
     recording = model.recording(
         weights=context.weight_dtype.name,
         autocast="" if context.autocast is None else context.autocast.name,
-        recompute=kind.recompute if model.n_layers else "none",
+        recompute=kind.recompute,
         batch=batch,
         seq_len=seq_len,
     )

@@ -162,7 +162,7 @@ class TracedModel(Model):
 
     family: ClassVar[str] = "traced"
     implementation: ClassVar[str] = "traced"
-    code: ClassVar[str] = "the module itself, traced"
+    code: ClassVar[str] = "the module's own"
 
     d_model: int = 0
     n_layers: int

@@ -33,6 +33,8 @@ def wild() -> tuple[Case, ...]:
             if "recompute" in options and one.package != "transformers":
                 continue
             model, plan = shipped_trace(name), Plan(**options, seq_len=one.seq_len)
+            if plan.recompute != "none" and not model.n_layers:
+                continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             found.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))
     return tuple(found)

@@ -213,6 +213,11 @@ def _check_traced(model: Model, plan: Plan) -> None:
         (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
         (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
         (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
+        (
+            plan.recompute == "full" and not model.n_layers,
+            "recompute='full'",
+            "recompute='none': it has no blocks",
+        ),
         (plan.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
         (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
         (plan.offload, "offload", "offload=False"),
