@@ -155,7 +155,7 @@ def test_a_suite_from_a_file_tries_every_combination_of_its_lists(tmp_path):
             "[[case]]\nmodel = { family = 'lama' }\n",
             "case 1: unknown model family 'lama'; did you mean 'llama'",
         ),
-        ("[[case]]\nmodel = { family = 'llama' }\n", "case 1: the model has no n_layers; a llama"),
+        ("[[case]]\nmodel = { family = 'llama' }\n", "case 1: the model has no d_model; a llama"),
         ("[[case]]\n[[case]]\n", "case 2: a case named 'llama-small, one rank' is there already"),
         ("[[case]]\nsteps = 'many'\n", "case 1: steps='many' is not allowed; use an integer from 6"),
         ("[[case]]\nseed = 1.5\n", "case 1: seed=1.5 is not allowed; use an integer from 0"),
