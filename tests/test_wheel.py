@@ -107,7 +107,9 @@ def test_the_readmes_commands_run_outside_the_repository(installed, block, tmp_p
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)\n```", README, re.DOTALL), ids=["python"])
+@pytest.mark.parametrize(
+    "block", re.findall(r"```python\n(.*?)\n```", README, re.DOTALL), ids=["a preset", "a module"]
+)
 def test_the_readmes_python_runs_outside_the_repository(installed, block, tmp_path):
     (tmp_path / "block.py").write_text(block)
     done = run(installed, "python block.py", tmp_path)

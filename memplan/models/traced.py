@@ -168,17 +168,17 @@ class TracedModel(Model):
     n_layers: int
     blocks: str
     tied: bool
-    embed_parameters: tuple[TracedTensor, ...]
-    block_parameters: tuple[TracedTensor, ...]
-    head_parameters: tuple[TracedTensor, ...]
-    module_buffers: tuple[TracedTensor, ...]
-    inputs_of_step: tuple[TracedTensor, ...]
-    recordings: Mapping[Variant, Recording]
+    embed_parameters: tuple[TracedTensor, ...] = field(repr=False)
+    block_parameters: tuple[TracedTensor, ...] = field(repr=False)
+    head_parameters: tuple[TracedTensor, ...] = field(repr=False)
+    module_buffers: tuple[TracedTensor, ...] = field(repr=False)
+    inputs_of_step: tuple[TracedTensor, ...] = field(repr=False)
+    recordings: Mapping[Variant, Recording] = field(repr=False)
     device: DeviceType
     made_with: str
     has_sequence: bool
     limits: tuple[int, int] | None = None
-    digest: str = field(default="", init=False)
+    digest: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
         text = json.dumps(_plain(self), separators=(",", ":"))
