@@ -349,6 +349,8 @@ class _Replay:
                 self.beside.setdefault(buffer, []).append(group)
         self.states = program.states
         self.not_yet = Counter(program.kept)
+        self.handed_over: Alive = Counter()
+        """How often each buffer has been replaced by what another stage has made."""
         self.halfway: dict[int, deque[int]] = {}
         """Of each stage the micro-batches between the two parts of their backward passes."""
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
@@ -383,6 +385,9 @@ class _Replay:
         if first and program.first_step is not None:
             net: Alive = Counter()
             add_net(program.step, net, 1)
+            for buffer, n in self.handed_over.items():
+                net[buffer] += n
+                net[program.handed_over[buffer]] -= n
             self.at_rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
         at_rest = self.at_rest
         for buffer, n in (left - at_rest).items():
@@ -510,6 +515,8 @@ class _Replay:
                     self._hold(buffer, allocate(pool, n_bytes))
                 else:
                     self._free(buffer)
+                    if buffer in self.program.handed_over:
+                        self._hand_over(buffer)
             elif n_bytes:
                 blocks[place] = allocate(pool, n_bytes)
             else:
@@ -558,9 +565,12 @@ class _Replay:
             current = earlier[0] if earlier else next(reversed(held))
             newest = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
         self.allocator.release(self.requests[buffer][0], self._taken(buffer, current, newest))
-        if buffer in self.program.handed_over:
-            block = self._taken(self.program.handed_over[buffer], self.current)
-            self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)
+
+    def _hand_over(self, buffer: Buffer) -> None:
+        """Put what another stage of the rank has made in the place of a buffer that a pass has freed."""
+        block = self._taken(self.program.handed_over[buffer], self.current)
+        self.handed_over[buffer] += 1
+        self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)
 
     def _taken(self, buffer: Buffer, of: MicroBatch, i: int = -1) -> PackedBlock:
         """The i-th block of a buffer and micro-batch, which is no longer held."""
