@@ -39,11 +39,12 @@ from memplan.checks import checked_count, checked_positive
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.files import file_text, of_file, shown_path
 from memplan.models import Decoder
+from memplan.plan import FIELDS
 from validate.cases import FAMILIES, LEAST_STEPS, Case, runnable, title
 from validate.suites.models import SMALL
 
 CASE_KEYS: Final = ("name", "model", "steps", "seed", "timeout_s")
-PLAN_KEYS: Final = tuple(field.name for field in fields(Plan))
+PLAN_KEYS: Final = tuple(FIELDS)
 
 LARGEST_BYTES: Final = 2**20
 """A suite is written by people."""
