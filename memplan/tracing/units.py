@@ -206,7 +206,7 @@ def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
 
     >>> size_of((2 * 48 * 7, 3 * 80 * 7), ((2, 48), (3, 80)))
     (Term(factor=7, batch_power=1, seq_power=1),)
-    >>> size_of((47, 79), ((2, 48), (3, 80)))
+    >>> size_of((47, 79, 79), ((2, 48), (3, 80), (2, 80)))
     (Term(factor=1, batch_power=0, seq_power=1), Term(factor=-1, batch_power=0, seq_power=0))
 
     Raises:
