@@ -26,7 +26,6 @@ Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
 OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
 Recompute = Literal["none", "selective", "full"]
 FsdpUnits = Literal["block", "block+ends", "model"]
-DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
 TorchVersion = Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
 
 
@@ -36,7 +35,6 @@ N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 RECOMPUTES: Final = ("none", "selective", "full")
 FSDP_UNITS: Final = ("block", "block+ends", "model")
-DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
@@ -81,10 +79,10 @@ class Plan:
         optimizer_impl: one parameter at a time, all at once, or in one kernel; "default": torch's choice.
         clip_grad_norm: the largest norm of the whole gradient; None: not clipped.
         set_to_none: gradients are freed after the step rather than zeroed.
-        gradient_as_bucket_view, static_graph, bucket_cap_bytes, ddp_comm_hook: DistributedDataParallel's.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
         torch_version: the release of PyTorch whose rules apply.
-        options: a value of the engine's own (`memplan.engines.options`); None: it has none, or its defaults.
+        options: the engine's own options, a value of its `Engine.options`; None: all at their defaults.
+            `memplan.engines.options.plan_of` makes a plan with them from flat keywords.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -185,33 +183,19 @@ class Plan:
     set_to_none: bool = described(
         True, Flag(text="Free the gradients after a step rather than zero them", word="set-to-none")
     )
-    gradient_as_bucket_view: bool = described(
-        False, Flag(text="DDP's gradients are views of its buckets", tool="ddp", word="bucket-view")
-    )
-    static_graph: bool = described(
-        False, Flag(text="DDP may rely on the same graph in each step", tool="ddp", word="static-graph")
-    )
-    bucket_cap_bytes: int | None = described(
-        None,
-        Count(
-            text="Bytes of DDP's buckets",
-            left_out="25 MiB, the first one 1 MiB",
-            optional=True,
-            tool="ddp",
-            word="bucket",
-        ),
-    )
-    ddp_comm_hook: DdpCommHook = described(
-        "none",
-        Choice(text="DDP's compression of gradients", choices=DDP_COMM_HOOKS, tool="ddp", word="hook"),
-    )
     loss_chunks: int = described(
         1, Count(text="Pieces of the sequence whose loss is computed in turn", word="chunks")
     )
     torch_version: TorchVersion = described(
         "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
     )
-    engine: str = described("torch", Name(text="Whose rules"))
+    engine: str = described(
+        "torch",
+        Name(
+            text="Whose rules: torch, what PyTorch allocates; textbook, the papers' formulas, for teaching, "
+            "never a verdict; or another package's"
+        ),
+    )
     options: Any = None
 
     def __post_init__(self) -> None:
@@ -355,7 +339,6 @@ def _check_tools(plan: Plan) -> None:
             kind="HSDP (dp_replicate) with a ZeRO stage that shards no weights",
         )
     tools = {
-        "ddp": ("DistributedDataParallel", plan.ddp, "zero=0 or 1 and dp of 2 or more"),
         "fsdp": ("FSDP2", plan.fsdp, "zero=2 or 3"),
     }
     for tool, (name, used, way_out) in tools.items():
@@ -369,17 +352,6 @@ def _check_tools(plan: Plan) -> None:
                     f"not use; leave it out, or use {way_out}.",
                     kind="options of DDP or FSDP2 on plans that do not use it",
                 )
-
-
-def _check_static_graph(plan: Plan) -> None:
-    if plan.static_graph and plan.n_micro_batches > 1:
-        single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
-        raise PlanRefused(
-            f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
-            "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
-            f"static_graph=False{single}.",
-            kind="static_graph with gradient accumulation, which fails in PyTorch",
-        )
 
 
 def _check_options(plan: Plan) -> None:
@@ -409,7 +381,6 @@ PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
     _check_batch,
     _check_sequence,
     _check_tools,
-    _check_static_graph,
     _check_options,
 )
 """What no plan may contradict, in the order in which it is asked."""

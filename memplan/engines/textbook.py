@@ -454,10 +454,6 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "optimizer_impl": ("default",),
     "clip_grad_norm": (None,),
     "set_to_none": (True,),
-    "gradient_as_bucket_view": (False,),
-    "static_graph": (False,),
-    "bucket_cap_bytes": (None,),
-    "ddp_comm_hook": ("none",),
     "loss_chunks": (1,),
     "torch_version": ("2.13",),
 }

@@ -7,7 +7,7 @@ left out.
 from importlib.util import find_spec
 from typing import Any, Final
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from validate.cases import Case, shipped_trace, title
 from validate.systems.torch.wild import WILD
 
@@ -32,7 +32,7 @@ def wild() -> tuple[Case, ...]:
         for options in PLANS:
             if "recompute" in options and one.package != "transformers":
                 continue
-            model, plan = shipped_trace(name), Plan(**options, seq_len=one.seq_len)
+            model, plan = shipped_trace(name), plan_of(**options, seq_len=one.seq_len)
             if plan.recompute != "none" and not model.n_layers:
                 continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from memplan.engines.base import DataParallelism
+from memplan.engines.torch.options import torch_options
 from memplan.plan import N_MOMENTS, Plan
 
 
@@ -15,13 +16,14 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
     """The figures of `Engine.data_parallelism`."""
     if np.min(plan.zero) >= 2:
         return _fully_sharded(plan, elements, block_elements, single_stage)
+    options = torch_options(plan)
     stored, dp = plan.formats.stored.itemsize, plan.dp
     several = bool(np.min(dp) > 1)
     weights = elements * stored
     part = (dp - 1) / dp
     share = np.where(plan.zero == 1, 1 / dp, 1)
-    reduces = several and plan.ddp_comm_hook == "none"
-    keeps_grads = not plan.set_to_none or (several and plan.gradient_as_bucket_view)
+    reduces = several and options.ddp_comm_hook == "none"
+    keeps_grads = not plan.set_to_none or (several and options.gradient_as_bucket_view)
     return DataParallelism(
         waits={"dp": (plan.zero == 1) * weights * part} if several else {},
         reductions={"dp": 2 * weights * part} if reduces else {},

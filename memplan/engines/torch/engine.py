@@ -6,6 +6,7 @@ from typing import Any, final
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.torch.bounds import data_parallelism
+from memplan.engines.torch.options import TorchOptions
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
@@ -26,6 +27,7 @@ class TorchEngine(Engine):
     name = "torch"
     plays = "PyTorch 2.13"
     refusals = REFUSALS
+    options = TorchOptions
     gives_bounds = True
 
     def check_device(self, plan: Plan, device: Device) -> None:

@@ -6,10 +6,42 @@ from typing import Final
 
 from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
+from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import BF16, FP32
+
+USUAL: Final = TorchOptions()
+
+
+DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
+"""The options that DistributedDataParallel alone has."""
+
+
+def _check_tools(model: Model, plan: Plan) -> None:
+    """Options of a wrapper that the plan does not use."""
+    tools = (("DistributedDataParallel", DDP_OPTIONS, plan.ddp, "zero=0 or 1 and dp of 2 or more"),)
+    options = torch_options(plan)
+    for tool, names, used, way_out in tools:
+        for name in names:
+            if not used and (value := getattr(options, name)) != getattr(USUAL, name):
+                raise PlanRefused(
+                    f"{name}={value!r} is an option of {tool}, which zero={plan.zero}, dp={plan.dp} does not "
+                    f"use; leave it out, or use {way_out}.",
+                    kind="options of DDP or FSDP2 on plans that do not use it",
+                )
+
+
+def _check_static_graph(model: Model, plan: Plan) -> None:
+    if torch_options(plan).static_graph and plan.n_micro_batches > 1:
+        single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
+        raise PlanRefused(
+            f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
+            "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
+            f"static_graph=False{single}.",
+            kind="static_graph with gradient accumulation, which fails in PyTorch",
+        )
 
 
 def _check_sizes(model: Model, plan: Plan) -> None:
@@ -233,6 +265,8 @@ def _check_traced(model: Model, plan: Plan) -> None:
 
 
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+    _check_tools,
+    _check_static_graph,
     _check_traced,
     _check_code,
     _check_sizes,

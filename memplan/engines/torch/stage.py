@@ -10,6 +10,7 @@ from typing import Final
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
+from memplan.engines.torch.options import torch_options
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
@@ -45,6 +46,7 @@ class Stage:
     ) -> None:
         self.model = model
         self.plan = plan
+        self.options = torch_options(plan)
         self.device = device
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
@@ -195,6 +197,7 @@ class RankStages:
         self.rank = rank
         one = stages[0]
         self.model, self.plan, self.device, self.backend = one.model, one.plan, one.device, one.backend
+        self.options = one.options
         self.weight_dtype, self.offloads, self.update_device = (
             one.weight_dtype,
             one.offloads,
@@ -344,7 +347,7 @@ class RankStages:
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
             if self.plan.ddp:
-                kind: Kind = "grads" if self.plan.gradient_as_bucket_view else "temporaries"
+                kind: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, kind)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
@@ -353,7 +356,7 @@ class RankStages:
                     alive[buffer_of(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
                 if len(names) == 2:
                     alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
-        if self.plan.static_graph:
+        if self.options.static_graph:
             n_parameters = sum(n for _, n in self.counted_parameters())
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
@@ -406,7 +409,7 @@ class RankStages:
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
         keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
-        if not keeps or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
+        if not keeps or self.options.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
         n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})

@@ -69,7 +69,7 @@ def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive
 def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
     """What holds zeroed gradients between steps beside DDP's buckets: FSDP2 has one tensor per unit."""
     if not stages.plan.fsdp:
-        return Counter() if stages.plan.gradient_as_bucket_view else stages.grads
+        return Counter() if stages.options.gradient_as_bucket_view else stages.grads
     found: Alive = Counter()
     for one in modules:
         if isinstance(one, FSDPModule) and not stages.offloads:
