@@ -28,13 +28,10 @@ from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, 
 from memplan.models import Model, TracedModel, model_dict, parameter_count, resolve
 from memplan.plan import (
     FIELDS,
-    FsdpUnits,
     Optimizer,
-    OptimizerImpl,
     Plan,
     Rank,
     Recompute,
-    TorchVersion,
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
@@ -566,14 +563,9 @@ def estimate(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     layers_per_stage: Sequence[int] | None = None,
-    fsdp_units: FsdpUnits = "block",
-    fsdp_blocks: int = 1,
     offload: bool = False,
-    optimizer_impl: OptimizerImpl = "default",
     clip_grad_norm: float | None = None,
-    set_to_none: bool = True,
     loss_chunks: int = 1,
-    torch_version: TorchVersion = "2.13",
     engine: str = "torch",
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
@@ -607,14 +599,9 @@ def estimate(
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".
         virtual_stages: pipeline stages on each rank of the pipeline.
         layers_per_stage: blocks of each stage in model order; left out, as even as possible.
-        fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
-        fsdp_blocks: blocks in a row that share a unit.
-        offload: FSDP2 keeps weights, gradients and optimizer state on the host.
-        optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
+        offload: weights, gradients and optimizer state are kept on the host (FSDP2).
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
-        set_to_none: gradients are freed after the step rather than zeroed.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
@@ -624,10 +611,15 @@ def estimate(
             what `python -m validate` measures on processes of this machine.
         **options: the engine's own options, here those of "torch"; `memplan estimate --engine NAME -h` lists
             another's.
+            fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
+            fsdp_blocks: blocks in a row that share a unit.
+            optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
+            set_to_none: gradients are freed after the step rather than zeroed.
             gradient_as_bucket_view: DDP's gradients are views of its buckets.
             static_graph: DDP may rely on the same graph in each step.
             bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
             ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
+            torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, final
+from typing import Any, final
 
 from memplan.checks import LARGEST, checked_choice, checked_count, checked_flag, checked_positive
 from memplan.errors import InvalidValue, shown_value
@@ -26,7 +26,6 @@ class Field(ABC):
         text: what it says, for people.
         left_out: what is taken where it is left out, for people; empty: its default, which is shown.
         optional: whether None, which stands for `left_out`, is a value.
-        tool: the tool that alone has the option; empty: the field is of every plan.
         varied: whether a search tries all its values.
         word: how the name of a case says it where it is not the default; empty: not by its value alone.
     """
@@ -34,7 +33,6 @@ class Field(ABC):
     text: str
     left_out: str = ""
     optional: bool = False
-    tool: Literal["", "ddp", "fsdp"] = ""
     varied: bool = False
     word: str = ""
 

@@ -22,7 +22,7 @@ from memplan.engines.checks import check_device, check_plan
 from memplan.engines.options import plan_of, with_said
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.fsdp import grouped
-from memplan.engines.torch.options import DDP_COMM_HOOKS, torch_options
+from memplan.engines.torch.options import DDP_COMM_HOOKS, FSDP_UNITS, OPTIMIZER_IMPLS, torch_options
 from memplan.engines.torch.param_group import Row
 from memplan.engines.torch.pipelining import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
@@ -32,8 +32,6 @@ from memplan.estimate import StageEstimate, rank_estimate
 from memplan.memory import n_bytes_of, running_bytes
 from memplan.models import Decoder, Layers, Model
 from memplan.plan import (
-    FSDP_UNITS,
-    OPTIMIZER_IMPLS,
     OPTIMIZERS,
     RECOMPUTES,
     Rank,
@@ -251,7 +249,11 @@ def test_a_step_leaves_its_gradients_and_nothing_else(case):
     left: Counter[Buffer] = Counter()
     for event in one_by_one(rank.record.step):
         left[event.buffer] += event.sign
-    if rank.record.host is not None or not plan.set_to_none or torch_options(plan).gradient_as_bucket_view:
+    if (
+        rank.record.host is not None
+        or not torch_options(plan).set_to_none
+        or torch_options(plan).gradient_as_bucket_view
+    ):
         assert not any(left.values())
         return
     assert {buffer.kind for buffer, n in left.items() if n} == {"grads"}
@@ -518,7 +520,7 @@ def test_replicas_of_shards_hold_the_shards_and_one_micro_batch_more_of_nothing(
     more_ranks_bytes = 4 * 2 * case.plan.world_size if case.device.on_cpu else 0
     assert (beside.states, beside.rest_bytes) == (alone.states, alone.rest_bytes + more_ranks_bytes)
     assert beside.peak_bytes >= alone.peak_bytes
-    keeps = case.plan.set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
+    keeps = torch_options(case.plan).set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
     if keeps and not case.of().offloads:
         assert beside.peak_bytes == alone.peak_bytes + more_ranks_bytes
 
@@ -608,7 +610,7 @@ def test_offloaded_states_are_the_hosts_and_cross_to_the_device_as_they_are_need
     assert copied["weights to the GPU"] * case.plan.dp == gathered * narrower
     fresh, added = (copied.get(what, 0) for what in ("gradients to the host", "gradients to be added"))
     reductions = 1 if case.plan.pp > 1 else case.plan.n_micro_batches
-    assert fresh == (kept.states.grads_bytes if case.plan.set_to_none else 0)
+    assert fresh == (kept.states.grads_bytes if torch_options(case.plan).set_to_none else 0)
     assert fresh + added == reductions * kept.states.grads_bytes
 
 
@@ -705,7 +707,7 @@ def test_gradients_that_are_views_of_buckets_are_in_them_between_steps_and_nowhe
     assert views.states == copies.states
     assert views.collectives == copies.collectives
     assert views.peak_bytes <= copies.peak_bytes
-    zeroed = 0 if case.plan.set_to_none else copies.states.grads_bytes
+    zeroed = 0 if torch_options(case.plan).set_to_none else copies.states.grads_bytes
     assert views.rest_bytes == copies.rest_bytes - zeroed
     grads = [n * b.n_bytes for b, n in views.record.rest.items() if b.kind == "grads"]
     assert sum(grads) == views.states.grads_bytes
@@ -756,7 +758,7 @@ def workspaces(rank) -> int:
 @laws(80)
 @given(cases(device=st.just(CPU)))
 def test_one_kernel_holds_no_more_than_a_loop_or_lists(case):
-    assume(case.plan.optimizer in ("adam", "adamw") and case.plan.optimizer_impl == "fused")
+    assume(case.plan.optimizer in ("adam", "adamw") and torch_options(case.plan).optimizer_impl == "fused")
     for other in ("for-loop", "foreach"):
         assert case.on().peak_bytes <= case.on(optimizer_impl=other).peak_bytes
         assert case.on().states == case.on(optimizer_impl=other).states

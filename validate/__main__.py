@@ -18,7 +18,7 @@ import torch
 from memplan.checks import checked_count
 from memplan.cli import SETTINGS, Commands, PlanCommand, command_line, plan_options
 from memplan.engines.checks import check_plan
-from memplan.engines.options import plan_of
+from memplan.engines.options import plan_of, with_said
 from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
 from memplan.units import human_bytes
@@ -99,7 +99,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
     return replace(found, n=given.world_size) if found is not None and given is not None else found
 
 
-@main.command(cls=PlanCommand)
+@main.command(cls=PlanCommand, defaults={"torch_version": installed_version()})
 @click.option(
     "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
 )
@@ -163,7 +163,7 @@ def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
     )
 
 
-@main.command(cls=PlanCommand)
+@main.command(cls=PlanCommand, defaults={"torch_version": installed_version()})
 @click.argument("case", required=False)
 @click.option(
     "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
@@ -410,7 +410,7 @@ def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: 
 
 def _as_installed(case: Case) -> Case:
     """The case under the rules of the PyTorch that runs it."""
-    return replace(case, plan=replace(case.plan, torch_version=installed_version()))
+    return replace(case, plan=with_said(case.plan, torch_version=installed_version()))
 
 
 def _place(suite: str, gpus: Gpus | None) -> str:

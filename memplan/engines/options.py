@@ -22,10 +22,15 @@ USUAL_ENGINE: Final = str(Plan.__dataclass_fields__["engine"].default)
 class EngineOptions(TypedDict, total=False):
     """The options of memplan's own engines, so that type checkers and editors know them."""
 
+    fsdp_units: Literal["block", "block+ends", "model"]
+    fsdp_blocks: int
+    optimizer_impl: Literal["default", "for-loop", "foreach", "fused"]
+    set_to_none: bool
     gradient_as_bucket_view: bool
     static_graph: bool
     bucket_cap_bytes: int | None
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
+    torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
 
 
 class Said(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Literal, TypedDict
 
 from memplan.engines.options import EngineOptions
 from memplan.hardware import Link
-from memplan.plan import FsdpUnits, Optimizer, OptimizerImpl, Recompute, TorchVersion
+from memplan.plan import Optimizer, Recompute
 from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
@@ -32,13 +32,8 @@ class PlanOptions(EngineOptions, total=False):
     precision: str
     optimizer: Optimizer
     layers_per_stage: Sequence[int] | None
-    fsdp_units: FsdpUnits
-    fsdp_blocks: int
-    optimizer_impl: OptimizerImpl
     clip_grad_norm: float | None
-    set_to_none: bool
     loss_chunks: int
-    torch_version: TorchVersion
     engine: str
 
 

@@ -206,13 +206,13 @@ class DistributedDataParallel(StageModule[DdpState]):
         super().__init__(
             stage,
             DdpState(
-                has_grads=not plan.set_to_none,
+                has_grads=not stage.options.set_to_none,
                 require_backward_grad_sync=False,
                 require_forward_param_sync=plan.pp == 1,
             ),
         )
         self.hook = stage.options.ddp_comm_hook
-        self.into_views = stage.options.gradient_as_bucket_view and plan.set_to_none
+        self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
         self.grads = stage.trace.gradients()
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":

@@ -6,14 +6,37 @@ from typing import Final, final
 from memplan.fields import Choice, Count, Flag, described
 from memplan.plan import Plan
 
+FSDP_UNITS: Final = ("block", "block+ends", "model")
+OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
+TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptions:
-    """The torch engine's own options, by the names that PyTorch has for them."""
+    """The torch engine's own options."""
 
+    fsdp_units: str = described(
+        "block",
+        Choice(
+            text="What FSDP2 gathers together: each block, the ends too, or the whole model",
+            choices=FSDP_UNITS,
+            word="units",
+        ),
+    )
+    fsdp_blocks: int = described(1, Count(text="Blocks in a row that share a unit", word="blocks"))
+    optimizer_impl: str = described(
+        "default",
+        Choice(
+            text="One parameter at a time, all at once, one kernel, or torch's choice of these",
+            choices=OPTIMIZER_IMPLS,
+            word="impl",
+        ),
+    )
+    set_to_none: bool = described(
+        True, Flag(text="Free the gradients after a step rather than zero them", word="set-to-none")
+    )
     gradient_as_bucket_view: bool = described(
         False, Flag(text="DDP's gradients are views of its buckets", word="bucket-view")
     )
@@ -32,6 +55,15 @@ class TorchOptions:
     ddp_comm_hook: str = described(
         "none", Choice(text="DDP's compression of gradients", choices=DDP_COMM_HOOKS, word="hook")
     )
+    torch_version: str = described(
+        "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
+    )
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """PyTorch's release as numbers, which compare as releases do."""
+        major, _, minor = self.torch_version.partition(".")
+        return int(major), int(minor)
 
 
 def torch_options(plan: Plan) -> TorchOptions:

@@ -77,7 +77,7 @@ class Stage:
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
-            torch_release=plan.torch_release,
+            torch_release=self.options.release,
         )
 
     @cached_property
@@ -223,7 +223,7 @@ class RankStages:
 
     def with_gradients_freed(self) -> "RankStages":
         """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
-        plan = replace(self.plan, set_to_none=True)
+        plan = replace(self.plan, options=replace(self.options, set_to_none=True))
         other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
         return other
@@ -307,7 +307,7 @@ class RankStages:
     @property
     def counts_steps(self) -> bool:
         """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
-        on_device = self.update_device.on_cpu or self.plan.optimizer_impl == "fused"
+        on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
         return on_device and len(MOMENTS[self.plan.optimizer]) == 2
 
     @cached_property
@@ -374,7 +374,7 @@ class RankStages:
         `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
         (`Engine::thread_init`).
         """
-        release = self.plan.torch_release
+        release = self.options.release
         idle = not any(stage.n_blocks or stage.last for stage in self.stages)
         if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
             return ()
@@ -408,10 +408,10 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
+        keeps = not self.device.on_cpu and self.options.release < FREES_WORKSPACES
         if not keeps or self.options.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
-        n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
+        n_bytes = product_workspace_bytes(self.device, self.options.release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property

@@ -59,7 +59,7 @@ def updates(stages: RankStages) -> list[Stretch]:
 
 def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive:
     """What is kept of gradients from step to step: zeroed ones, and what a hook of DDP's keeps."""
-    kept = Counter() if stages.plan.set_to_none else _grads_at_rest(stages, modules)
+    kept = Counter() if stages.options.set_to_none else _grads_at_rest(stages, modules)
     for one in modules:
         if isinstance(one, DistributedDataParallel):
             kept = kept + one.between_steps

@@ -192,7 +192,7 @@ def shard_weights(
 
 def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
     """What FSDP2 gathers together below the root."""
-    ends = plan.fsdp_units == "block+ends"
+    ends = torch_options(plan).fsdp_units == "block+ends"
     if ends and stage.embedding is not None:
         yield stage.embedding
     yield from units_of_blocks(list(stage.blocks.values()), plan)
@@ -202,8 +202,8 @@ def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Modul
 
 def units_of_blocks(blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
     """Each block, or so many in a row, or none."""
-    n = plan.fsdp_blocks
-    if plan.fsdp_units != "model":
+    n = torch_options(plan).fsdp_blocks
+    if torch_options(plan).fsdp_units != "model":
         yield from blocks if n == 1 else (blocks[i : i + n] for i in range(0, len(blocks), n))
 
 
