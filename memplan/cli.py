@@ -14,11 +14,12 @@ from typing import Any, Final, NoReturn, TypeVar, get_args
 from memplan.budget import budget
 from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
-from memplan.engines.options import USUAL_ENGINE, plan_fields
+from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
 from memplan.fields import (
     Choice,
+    Count,
     Counts,
     Field,
     Flag,
@@ -188,23 +189,21 @@ def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
     return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
 
 
+METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
+"""What stands for a value of a field in the help of its flag."""
+
+
 def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     """The flag of a field that takes one value."""
-    flag = _flag(name)
+    flag, told = _flag(name), {"default": default, "help": field.help, "show_default": default is not None}
     match field:
         case Flag() if default:
-            return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
+            return click.option(f"{flag}/--no{flag[1:]}", **told)
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
         case Choice() | Registered():
-            return _choice(flag, field.choices, default, field.help)
-        case Counts():
-            return click.option(flag, type=_counts, metavar="N,N,...", help=field.help)
-        case Number():
-            return click.option(flag, type=number_or_text, metavar="X", help=field.help)
-        case Name():
-            return click.option(flag, default=default, show_default=True, metavar="NAME", help=field.help)
-    return _count(flag, field.help, default=default)
+            return click.option(flag, metavar="|".join(field.choices), **told)
+    return click.option(flag, type=field.parsed, metavar=METAVARS[type(field)], **told)
 
 
 def search_options() -> Callable[[F], F]:
@@ -246,7 +245,16 @@ class PlanCommand(click.Command):
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
                 _plan_option(name, field, default)(flags)
         ctx.meta["options"] = flags.params
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            owner = engine_of_option(error.option_name.strip("-").removeprefix("no-").replace("-", "_"))
+            if owner is None:
+                raise
+            told = (
+                f"{error.option_name} is an option of engine {owner}, not of {engine}; leave it out, or use"
+            )
+            raise Refused(f"{told} --engine {owner}.") from None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), *ctx.meta.get("options", ())]

@@ -13,7 +13,7 @@ from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
-from memplan.engines.options import EngineOptions, plan_dict, plan_of
+from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -539,6 +539,7 @@ def device_of(cluster: Cluster | None) -> Device:
     return H100 if cluster is None else cluster.gpu.device
 
 
+@shows(EngineOptions)
 def estimate(
     model: Model | str | os.PathLike[str] | Any,
     *,

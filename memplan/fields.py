@@ -53,9 +53,9 @@ class Field(ABC):
     def _checked(self, name: str, value: object) -> Any:
         """`checked` of a value that is not left out."""
 
-    @abstractmethod
     def parsed(self, text: str) -> Any:
         """What a text stands for; the text itself where it stands for nothing, which is then refused."""
+        return text
 
 
 @final
@@ -87,7 +87,7 @@ class Counts(Field):
         return tuple(checked_count(name, n, least=0) for n in value)
 
     def parsed(self, text: str) -> tuple[int | str, ...]:
-        return tuple(map(count_or_text, text.split("+")))
+        return tuple(map(count_or_text, re.split("[+,]", text)))
 
 
 @final
@@ -124,9 +124,6 @@ class Choice(Field):
     def _checked(self, name: str, value: object) -> str:
         return checked_choice(name, value, self.choices)
 
-    def parsed(self, text: str) -> str:
-        return text
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +140,6 @@ class Registered(Field):
     def _checked(self, name: str, value: object) -> str:
         return self.registry.checked_name(value)
 
-    def parsed(self, text: str) -> str:
-        return text
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +148,6 @@ class Name(Field):
 
     def _checked(self, name: str, value: object) -> str:
         return value if isinstance(value, str) else shown_value(value)
-
-    def parsed(self, text: str) -> str:
-        return text
 
 
 def described(default: Any, described_as: Field) -> Any:

@@ -420,9 +420,11 @@ def test_an_engines_option_is_on_the_command_line(installed):
         assert run.exit_code == 0, run.output
         assert '"spare_blocks": 3' in run.output
     told = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "toy", "-h"])
-    assert "--style plain|loud" in told.output
-    refused = CliRunner().invoke(commands, ["estimate", "gpt2", "--spare-blocks", "3"])
-    assert refused.exit_code == 2
+    assert "--style plain|loud" in told.output.partition("Options of engine toy:")[2]
+    for flag, owner, other in (("--spare-blocks", "toy", "torch"), ("--no-set-to-none", "torch", "toy")):
+        refused = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", other, flag])
+        assert refused.exit_code == 2
+        assert f"{flag} is an option of engine {owner}, not of {other}" in refused.output
     plans = "engine=toy,spare_blocks=1", "engine=toy,spare_blocks=3"
     run = CliRunner().invoke(commands, ["compare", "gpt2", *plans, *asked[:-2]])
     assert run.exit_code == 0, run.output

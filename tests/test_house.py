@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from inspect import signature
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -15,6 +16,7 @@ import memplan
 from memplan.engines.base import ENGINES
 from memplan.engines.options import EngineOptions, option_fields
 from memplan.fields import Choice
+from memplan.plan import FIELDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(memplan.__file__).parent
@@ -117,7 +119,8 @@ def test_the_options_that_editors_know_are_those_of_the_engines():
     """They are said three times: to type checkers, in the docstring of `memplan.estimate`, and as checked."""
     told = get_type_hints(EngineOptions)
     known = {name: field for engine in ENGINES.own for name, field in option_fields(engine).items()}
-    assert told.keys() == known.keys()
+    assert told.keys() == known.keys() <= signature(memplan.estimate).parameters.keys()
+    assert {*FIELDS, *known} <= signature(memplan.search).parameters.keys()
     for name, field in known.items():
         assert f"            {name}: " in memplan.estimate.__doc__
         if isinstance(field, Choice):

@@ -5,15 +5,18 @@ An engine names the value's type in `Engine.options`: a frozen dataclass, each o
 the names of cases and the JSON.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple, TypedDict
+from inspect import Parameter, signature
+from typing import Any, Final, Literal, NamedTuple, TypedDict, TypeVar
 
 from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.fields import Field, described_fields
 from memplan.plan import FIELDS, Plan
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 USUAL_ENGINE: Final = str(Plan.__dataclass_fields__["engine"].default)
 """The engine of a plan that names none."""
@@ -31,6 +34,22 @@ class EngineOptions(TypedDict, total=False):
     bucket_cap_bytes: int | None
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
+
+
+def shows(keywords: Any) -> Callable[[F], F]:
+    """Lets `help` and completion know what a function's `**options` can be: the keys of a TypedDict."""
+
+    def shown(function: F) -> F:
+        own = signature(function)
+        *named, rest = own.parameters.values()
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+            for name, hint in keywords.__annotations__.items()
+        ]
+        vars(function)["__signature__"] = own.replace(parameters=[*named, *more, rest])
+        return function
+
+    return shown
 
 
 class Said(NamedTuple):
@@ -77,23 +96,25 @@ def plan_of(**values: Any) -> Plan:
     kind, known = ENGINES.named(plan.engine).options, option_fields(plan.engine)
     others = {name: value for name, value in values.items() if name not in FIELDS}
     for name in others.keys() - known.keys():
-        raise _no_option(name, others[name], plan.engine)
+        if (owner := engine_of_option(name)) is not None:
+            raise InvalidValue(
+                f"{name}={shown_value(others[name])} is an option of engine={owner!r}, not of "
+                f"engine={plan.engine!r}; leave it out, or use engine={owner!r}."
+            )
+        raise unknown_name("option of a plan", name, plan_fields(plan.engine))
     if kind is None:
         return plan
     options = kind(**{name: known[name].checked(name, value) for name, value in others.items()})
     return plan if options == kind() else replace(plan, options=options)
 
 
-def _no_option(name: str, value: object, engine: str) -> MemplanError:
-    """The error for a keyword that is neither a plan's field nor an option of the engine."""
-    for other in ENGINES.names():
+def engine_of_option(name: str) -> str | None:
+    """The engine that has an option of this name; None if none has."""
+    for engine in ENGINES.names():
         with suppress(MemplanError, ImportError):
-            if name in option_fields(other):
-                return InvalidValue(
-                    f"{name}={shown_value(value)} is an option of engine={other!r}, not of "
-                    f"engine={engine!r}; leave it out, or use engine={other!r}."
-                )
-    return unknown_name("option of a plan", name, plan_fields(engine))
+            if name in option_fields(engine):
+                return engine
+    return None
 
 
 def said_by(plan: Plan) -> Iterator[Said]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from memplan.checks import checked_choice, checked_count, checked_flag
 from memplan.engines.base import ENGINES
-from memplan.engines.options import USUAL_ENGINE, plan_of
+from memplan.engines.options import USUAL_ENGINE, plan_of, shows
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
@@ -166,6 +166,7 @@ def _slack_bytes(estimated: Estimate) -> int:
     return (estimated.reserved_bytes or 0) - estimated.worst.peak_bytes
 
 
+@shows(PlanOptions)
 def search(
     model: Model | str | os.PathLike[str],
     *,
@@ -209,10 +210,10 @@ def search(
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the least headroom: the fraction of usable memory that a plan which "fits" leaves free; left
             out, 0.05.
-        options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
-            `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
-            `schedule`, `offload`) take one value or several and all that make a difference if left out
-            (`recompute_blocks`: None); the others one value.
+        **options: fields of `memplan.Plan` and options of its engine. Those that a search varies (`dp`,
+            `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
+            `recompute`, `recompute_blocks`, `schedule`, `offload`) take one value or several and all that
+            make a difference if left out (`recompute_blocks`: None); the others one value.
 
     Returns:
         A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
