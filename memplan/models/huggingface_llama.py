@@ -36,6 +36,7 @@ class HuggingFaceLlama(Decoder):
     code: ClassVar[str] = "transformers 5.23, LlamaForCausalLM"
     axes: ClassVar[tuple[Axis, ...]] = ()
     chunks_loss: ClassVar[bool] = False
+    computes_loss: ClassVar[bool] = True
 
     attention_bias: bool = False
     mlp_bias: bool = False
