@@ -84,20 +84,18 @@ class Config:
         """The `model_type`, or that of the architecture; `known` are architectures by type.
 
         Raises:
-            UnknownName: one that memplan does not know, by name.
+            UnknownName: an architecture without a type that memplan does not know, by name.
             InvalidValue: a file that names neither.
         """
         architecture, found = self.architecture, self.values.get("model_type")
-        if found is None:
-            found = next((kind for kind, name in known.items() if name == architecture), None)
         if found is None and architecture is None:
             raise InvalidValue(
                 f"names neither model_type nor architectures; add model_type, one of {', '.join(known)}."
             )
-        if not isinstance(found, str) or found not in known:
-            raise unknown_name("model architecture", architecture if found is None else found, known)
-        if architecture not in (None, known[found]):
-            raise unknown_name(f"{found} architecture", architecture, [known[found]])
+        if found is None:
+            found = next((kind for kind, name in known.items() if name == architecture), None)
+        if not isinstance(found, str):
+            raise unknown_name("model architecture", self.values.get("model_type", architecture), known)
         return found
 
 
