@@ -179,7 +179,10 @@ def test_a_bad_gpt2_value_is_named_with_its_rule(read, change, message):
             "n_kv_heads=5 does not divide n_heads=32; use one of 1, 2, 4, 8, 16, 32",
         ),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not allowed"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not allowed: memplan's Llama has no dropout"),
+        (
+            {"attention_dropout": 0.1},
+            "attention_dropout=0.1 is not allowed: memplan has no rule for it here; set it to 0.0",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not allowed; memplan knows silu"),
         ({"rope_theta": -1}, "rope_theta=-1 is not allowed; use a positive number"),
         ({"rope_theta": "10000"}, "rope_theta='10000' is not allowed"),
