@@ -59,7 +59,7 @@ BLOCK = [
 
 
 def test_gradients_are_ready_in_the_order_of_the_backward_pass():
-    made, late = ready_order(stage())
+    made, late = ready_order(stage().trace, stage().runs)
     ends = ["head.output.weight", "head.norm.weight", "head.norm.bias"]
     tables = ["embedding.positions.weight", "embedding.tokens.weight"]
     assert names(made) == [*ends, *(f"blocks.*.{name}" for name in BLOCK * 2), *tables]
@@ -67,7 +67,8 @@ def test_gradients_are_ready_in_the_order_of_the_backward_pass():
 
 
 def test_beside_tensor_parallelism_the_divided_modules_gradients_come_last_from_the_end_of_the_model():
-    made, late = ready_order(stage(tp=2))
+    divided = stage(tp=2)
+    made, late = ready_order(divided.trace, divided.runs)
     linear = [f"blocks.*.{name}" for name in BLOCK * 2 if "norm" not in name]
     assert names(late) == ["head.output.weight", *linear, "embedding.tokens.weight"]
     assert names(made)[:2] == ["head.norm.weight", "head.norm.bias"]

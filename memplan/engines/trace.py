@@ -169,8 +169,8 @@ def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
     one, *others = traces
     blocks = dict(one.blocks)
     for kind, other in zip(kinds[1:], others, strict=True):
-        like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
-        blocks[kind] = _as_in(one, other, like)
+        known_one = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
+        blocks[kind] = _as_in(one, other, known_one)
     return replace(one, blocks=blocks)
 
 
@@ -189,10 +189,10 @@ def without_blocks(trace: Trace) -> Trace:
     )
 
 
-def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
+def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
     """The block of another trace in the buffers of one: what passes between blocks, what the embedding sends.
 
-    Its parameters are those of a block `like` it.
+    Its parameters are the ones of `same_kind`: a block of its kind that has been traced before, or None.
     """
     (block,) = other.blocks.values()
     if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
@@ -202,8 +202,8 @@ def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
         )
     if other.boundary.kind == "activations":
         one.boundary.kind = one.sent.kind = "activations"
-    parameters = dict(zip(block.parameters, (like or block).parameters, strict=True))
-    grads = gradients((like or block).backward)
+    parameters = dict(zip(block.parameters, (same_kind or block).parameters, strict=True))
+    grads = gradients((same_kind or block).backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
     renamed |= dict(zip(other.in_flight, one.in_flight, strict=True))
     for parameter, grad in gradients(block.backward).items():

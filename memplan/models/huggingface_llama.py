@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from memplan.checks import checked_flag, checked_positive
-from memplan.models.base import Decoder
+from memplan.models.decoders import LlamaDecoder
 from memplan.ops import (
     attention,
     embedding,
@@ -24,28 +23,17 @@ from memplan.tape import Tensor
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceLlama(Decoder):
+class HuggingFaceLlama(LlamaDecoder):
     """`LlamaForCausalLM` with PyTorch's attention (`sdpa`) and its own loss, without a cache.
 
     Neglects: means of a norm, 4 bytes a token; masks of a byte per token.
     Source: transformers.models.llama.modeling_llama (5.23).
     """
 
-    family: ClassVar[str] = "llama"
     implementation: ClassVar[str] = "huggingface"
     code: ClassVar[str] = "transformers 5.23, LlamaForCausalLM"
     axes: ClassVar[tuple[Axis, ...]] = ()
     chunks_loss: ClassVar[bool] = False
-
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        Decoder.__post_init__(self)
-        checked_flag("attention_bias", self.attention_bias)
-        checked_flag("mlp_bias", self.mlp_bias)
-        object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         names = "rotary_emb.inv_freq", "rotary_emb.original_inv_freq"

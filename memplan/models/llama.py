@@ -1,57 +1,35 @@
 """Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import Final, final
 
-from memplan.checks import checked_flag, checked_positive
 from memplan.errors import InvalidValue
-from memplan.models.base import Decoder
 from memplan.models.config import Config
+from memplan.models.decoders import LlamaDecoder
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface_llama import HuggingFaceLlama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.ops import (
     attention,
-    embedding,
     gather_sequence,
     heads,
     linear,
     merged_heads,
     rms_norm,
     rope,
-    rotation,
     silu,
 )
-from memplan.shapes import Buffer
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama(Decoder):
+class Llama(LlamaDecoder):
     """The Llama family.
 
     Source: Touvron et al. 2023, Grattafiori et al. 2024; parameters as in Hugging Face's `LlamaForCausalLM`.
     `max_seq_len` is the trained context, not a limit: rotary positions have no table of weights.
     """
-
-    family: ClassVar[str] = "llama"
-
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        Decoder.__post_init__(self)
-        checked_flag("attention_bias", self.attention_bias)
-        checked_flag("mlp_bias", self.mlp_bias)
-        object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
-
-    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        return (rotation(seq_len, self.d_head),)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self._attention(rms_norm(x, "attention_norm"))

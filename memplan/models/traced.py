@@ -1,7 +1,7 @@
 """A model that was traced from someone's `torch.nn.Module`: what its passes do, for any batch and length.
 
-`memplan.trace` makes one. Here it is a value, written as JSON and read back without torch: a file holds data
-only, and all of it is checked.
+`memplan.trace` makes one. It is written as JSON and read back without torch. A file holds data only, no code,
+and every field is checked when it is read.
 """
 
 import hashlib
@@ -151,7 +151,7 @@ class TracedTensor(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedModel(Model):
-    """Someone's module, traced; two are equal if they were traced alike.
+    """A model traced from a `torch.nn.Module`; two are equal if their traces have the same content.
 
     Attributes whose meaning their name does not tell:
         d_model: nothing; what is handed from block to block is recorded.

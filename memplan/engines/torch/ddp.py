@@ -66,7 +66,7 @@ def low_rank(parameter: Parameter) -> tuple[int, int] | None:
     return (p, q) if (p + q) * POWERSGD_LEAST_RATE < n * m else None
 
 
-def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
+def ready_order(trace: Trace, runs: BlockRuns) -> tuple[list[Parameter], list[Parameter]]:
     """Parameters in the order their gradients are ready: those ready as they are made, and the late ones.
 
     Of a tied weight's uses the last one counts. Beside tensor parallelism DDP holds plain weights and makes
@@ -75,10 +75,6 @@ def ready_order(stage: Stage) -> tuple[list[Parameter], list[Parameter]]:
 
     Source: `torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor`.
     """
-    return _ready_order(stage.trace, stage.runs)
-
-
-def _ready_order(trace: Trace, runs: BlockRuns) -> tuple[list[Parameter], list[Parameter]]:
     blocks = [(trace.blocks[kind], n) for kind, n in runs]
     made = [
         *ready(trace.head_backward),
@@ -104,7 +100,7 @@ def buckets(stage: Stage) -> list[list[Parameter]]:
 
 @lru_cache(maxsize=256)
 def _buckets(trace: Trace, runs: BlockRuns, cap_bytes: int | None) -> list[list[Parameter]]:
-    made, late = _ready_order(trace, runs)
+    made, late = ready_order(trace, runs)
     return ddp_buckets([*made, *late], cap_bytes)
 
 

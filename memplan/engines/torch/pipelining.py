@@ -180,7 +180,7 @@ class _Runtime:
         self.order = plan_order(plan, stages.rank.pp)
         self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
         self.own: dict[tuple[Stretch, int], Stretch] = {}
-        self.alike: list[Module | int] = [
+        self.played_as: list[Module | int] = [
             local if self._next_is_here(local) or self._previous_is_here(local) else module.original
             for local, module in enumerate(modules)
         ]
@@ -206,7 +206,7 @@ class _Runtime:
 
     def _act(self, action: Action) -> Stretch:
         module = self.modules[action.local]
-        key = action.kind, self.alike[action.local], module.state
+        key = action.kind, self.played_as[action.local], module.state
         if key not in self.done:
             made = self._acted(action, module)
             self.done[key] = made, module.state
