@@ -133,6 +133,11 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     return {said.name: said.value for said in said_by(plan)}
 
 
+def not_usual(plan: Plan) -> dict[str, Any]:
+    """What a plan says that is not what it would say if it were left out, as flat plain values."""
+    return {said.name: said.value for said in said_by(plan) if not said.is_default}
+
+
 def with_said(plan: Plan, **values: Any) -> Plan:
     """The plan with other values of its fields or of its engine's options.
 

@@ -27,16 +27,12 @@ def _check_wrappers(model: Model, plan: Plan) -> None:
         "offload": plan.offload
     }
     for name, value in told.items():
-        if value == getattr(USUAL, name, False):
-            continue
         ddp = name in DDP_OPTIONS
-        if not (plan.ddp if ddp else plan.fsdp):
-            wrapper, way_out = ("FSDP2", "zero=2 or 3")
-            if ddp:
-                wrapper, way_out = "DistributedDataParallel", "zero=0 or 1 and dp of 2 or more"
+        if value != getattr(USUAL, name, False) and not (plan.ddp if ddp else plan.fsdp):
+            wrapper = "DistributedDataParallel" if ddp else "FSDP2"
             raise PlanRefused(
                 f"{name}={value!r} is an option of {wrapper}, which zero={plan.zero}, dp={plan.dp} does not "
-                f"use; leave it out, or use {way_out}.",
+                f"use; leave it out, or use zero={'0 or 1 and dp of 2 or more' if ddp else '2 or 3'}.",
                 kind="options of DDP or FSDP2 on plans that do not use it",
             )
 
