@@ -92,7 +92,7 @@ def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) ->
             event for each in (*forward, *backward) for event in each.events if isinstance(event, Collective)
         ]
         return Costs(
-            elements=sum([p.n_elements for p in parameters]),
+            elements=sum([p.n_elements for p in parameters if p.requires_grad]),
             flops=sum([event.flops for each in flops for event in each.events if isinstance(event, Compute)]),
             sent_bytes=sum([engine.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
             saved_bytes=sum([each.stretch("").net_bytes for each in forward]),

@@ -50,10 +50,10 @@ def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
     """What page-locked weights and gradients are short of a power of two."""
     itemsize = stages.weight_dtype.itemsize
     for parameter, n in stages.counted_parameters():
-        for what, elements in (
-            ("", padded_shard_elements(parameter, stages.plan.dp)),
-            (".grad", stages.weight_elements(parameter)),
-        ):
+        held = [("", padded_shard_elements(parameter, stages.plan.dp))]
+        if parameter.requires_grad:
+            held.append((".grad", stages.weight_elements(parameter)))
+        for what, elements in held:
             spare = page_locked_bytes(elements * itemsize) - elements * itemsize
             if spare:
                 yield buffer_of(f"{parameter.name}{what} (rest of its page-locked block)", (spare,), UINT8), n

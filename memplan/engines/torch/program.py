@@ -10,7 +10,7 @@ from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
-from memplan.engines.torch.stage import RankStages, Stage
+from memplan.engines.torch.stage import RankStages, Stage, trained
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
@@ -131,7 +131,8 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
 def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
     """Each weight as it is made: FSDP2's shard has no padding yet."""
     for parameter in parameters:
-        yield buffer_of(parameter.name, (stages.weight_elements(parameter),), stages.weight_dtype, "weights")
+        dtype = stages.stored_dtype(parameter)
+        yield buffer_of(parameter.name, (stages.weight_elements(parameter),), dtype, "weights")
 
 
 def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
@@ -170,7 +171,7 @@ def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
 
     Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`.
     """
-    return _flat([stage.parameters()], stages) if stages.plan.ddp else []
+    return _flat([trained(stage.parameters())], stages) if stages.plan.ddp else []
 
 
 def _later_buckets(stages: RankStages) -> list[Buffer]:

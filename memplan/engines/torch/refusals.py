@@ -255,6 +255,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
     if not isinstance(model, TracedModel):
         return
     options = torch_options(plan)
+    integers = model.integer_dtypes
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
     traced_alone = (
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
@@ -269,6 +270,11 @@ def _check_traced(model: Model, plan: Plan) -> None:
         (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
         (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
         (plan.offload, "offload", "offload=False"),
+        (
+            plan.fsdp and bool(integers),
+            f"zero={plan.zero} of weights of {', '.join(integers)}",
+            "zero=0 or 1",
+        ),
         (other_release, f"torch_version={options.torch_version!r}", f"that of {model.made_with}"),
     )
     for asked, what, other in traced_alone:

@@ -1,7 +1,7 @@
 """Pipeline stages, and one rank of them: its part of the parameters, what it holds between steps."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -17,7 +17,7 @@ from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_worksp
 from memplan.memory import Alive
 from memplan.models import Layers, Model, TracedModel
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.shapes import FP32, INT32, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
+from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
 from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
@@ -153,6 +153,11 @@ class Stage:
         return list(found.items())
 
 
+def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of the parameters that have gradients."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
 def mesh_bytes(world_size: int, device: Device) -> int:
     """What `DeviceMesh` keeps of the ranks in the device's memory: their numbers, on the host.
 
@@ -256,12 +261,20 @@ class RankStages:
         """Every parameter of the rank, stage by stage, in the module's order."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
+    def trained_parameters(self) -> list[Parameter]:
+        """The parameters that have gradients, in the module's order: the optimizer's."""
+        return trained(self.parameters())
+
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
         for stage in self.stages:
             found.update(dict(stage.counted_parameters()))
         return list(found.items())
+
+    def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
+        """Those that have gradients."""
+        return [(parameter, n) for parameter, n in self.counted_parameters() if parameter.requires_grad]
 
     def on_fullest_rank(self) -> "RankStages":
         """The same stages on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
@@ -283,7 +296,11 @@ class RankStages:
     @cached_property
     def partition(self) -> list[list[Parameter]]:
         """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
-        return _partition(tuple(self.parameters()), self.plan.dp)
+        return _partition(tuple(self.trained_parameters()), self.plan.dp)
+
+    def stored_dtype(self, parameter: Parameter) -> DType:
+        """The type that a parameter is stored in: of integers their own."""
+        return self.weight_dtype if parameter.is_floating_point else parameter.dtype
 
     def weight_elements(self, parameter: Parameter) -> int:
         """Elements of a parameter that this rank stores."""
@@ -341,11 +358,13 @@ class RankStages:
             shape = parameter.shape
             if self.plan.fsdp:
                 shape = (elements * shape[0] // parameter.n_elements, *shape[1:])
-            alive[buffer_of(parameter.name, shape, dtype, "weights")] += n
+            alive[buffer_of(parameter.name, shape, self.stored_dtype(parameter), "weights")] += n
             if self.plan.fsdp:
                 padding = padded_shard_elements(parameter, self.plan.dp) - elements
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
+            if not parameter.requires_grad:
+                continue
             if self.plan.ddp:
                 kind: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, kind)] += n
@@ -357,7 +376,7 @@ class RankStages:
                 if len(names) == 2:
                     alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
         if self.options.static_graph:
-            n_parameters = sum(n for _, n in self.counted_parameters())
+            n_parameters = sum(n for _, n in self.counted_trained_parameters())
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
@@ -452,7 +471,7 @@ class RankStages:
     def grads(self) -> Alive:
         """The gradients that the optimizer sees."""
         found: Alive = Counter()
-        for parameter, n in self.counted_parameters():
+        for parameter, n in self.counted_trained_parameters():
             shape: Shape = (self.weight_elements(parameter),) if self.plan.fsdp else parameter.grad_shape
             found[buffer_of(f"{parameter.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n
         return found

@@ -74,5 +74,5 @@ def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> A
     for one in modules:
         if isinstance(one, FSDPModule) and not stages.offloads:
             for unit, times in one.units:
-                found[unit.reduced] += times
+                found[unit.reduced] += times * bool(unit.trained)
     return found

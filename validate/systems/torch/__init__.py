@@ -22,10 +22,13 @@ from validate.systems.torch.wild import wild_module, wild_passes
 class TorchTraining(Training):
     """The passes of a rank's stages and their optimizer."""
 
-    def __init__(self, run: Passes, update: Update, axis_of_group: Mapping[str, str]) -> None:
+    def __init__(
+        self, run: Passes, update: Update, axis_of_group: Mapping[str, str], frozen: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__(axis_of_group)
         self._run = run
         self._update = update
+        self._frozen = frozen
 
     def gradients(self) -> float | None:
         return self._run()
@@ -34,7 +37,7 @@ class TorchTraining(Training):
         self._update()
 
     def weights(self) -> Sequence[Tensor]:
-        return [_local(weight) for weight in self._update.parameters]
+        return [_local(weight) for weight in (*self._update.parameters, *self._frozen)]
 
     def grads(self) -> Sequence[Tensor]:
         return [_local(weight.grad) for weight in self._update.parameters if weight.grad is not None]
@@ -72,9 +75,9 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     if isinstance(model, TracedModel):
         module = wild_module(model, plan, mesh, device, seed=case.seed)
         update = update_of([module], plan, mesh, device, learning_rate=case.learning_rate)
-        return TorchTraining(
-            wild_passes(module, model, plan, at, device, seed=case.seed), update, axis_of_group(mesh)
-        )
+        frozen = [weight for weight in module.parameters() if not weight.requires_grad]
+        run = wild_passes(module, model, plan, at, device, seed=case.seed)
+        return TorchTraining(run, update, axis_of_group(mesh), frozen)
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
     seed = case.seed if case.computes else None

@@ -88,13 +88,13 @@ def update_of(
 def optimizer_of(
     modules: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh | None, *, learning_rate: float
 ) -> Optimizer:
-    """The plan's optimizer over the stages' parameters, its state divided over the data axis at ZeRO 1.
+    """The plan's optimizer over the trained parameters, its state divided over the data axis at ZeRO 1.
 
     Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
     """
     kind = OPTIMIZERS[plan.optimizer]
     options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+    parameters = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
     if plan.zero == 1 and mesh is not None:
         return ZeroRedundancyOptimizer(
             parameters,
