@@ -235,16 +235,20 @@ class PlanCommand(click.Command):
         super().__init__(*args, **attributes)
         self.defaults = defaults or {}
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
-        ctx.meta["engine"] = engine = [USUAL_ENGINE, *said][-1]
+    def options_of(self, engine: str) -> list[click.Parameter]:
+        """The flags of an engine's own options; none of an unknown engine, which is refused later."""
         kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
         flags = click.Command(None)
         if kind is not None:
             for name, field in described_fields(kind).items():
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
                 _plan_option(name, field, default)(flags)
-        ctx.meta["options"] = flags.params
+        return flags.params
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
+        ctx.meta["engine"] = engine = [USUAL_ENGINE, *said][-1]
+        ctx.meta["options"] = self.options_of(engine)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

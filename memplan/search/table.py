@@ -97,9 +97,10 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
         for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
             row = _row(each, tie, model)
             yield {name: row[name] for name in columns}
+    said = plan_dict(found.base)
     for values in found.refused:
         why = str(refusal(found.model, found.base, values))
-        yield dict.fromkeys(columns) | values | {"verdict": "refused", "why": why}
+        yield {name: said.get(name) for name in columns} | values | {"verdict": "refused", "why": why}
 
 
 def shown(found: "Found") -> list[Estimate]:
