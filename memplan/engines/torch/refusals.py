@@ -14,7 +14,6 @@ from memplan.shapes import BF16, FP32
 
 USUAL: Final = TorchOptions()
 
-
 DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
 FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
 """What DistributedDataParallel alone, and FSDP2 alone, can be told."""
@@ -23,10 +22,8 @@ FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
 def _check_wrappers(model: Model, plan: Plan) -> None:
     """Options of a wrapper that the plan does not use."""
     options = torch_options(plan)
-    told = {name: getattr(options, name) for name in (*DDP_OPTIONS, *FSDP_OPTIONS)} | {
-        "offload": plan.offload
-    }
-    for name, value in told.items():
+    told = {name: getattr(options, name) for name in (*DDP_OPTIONS, *FSDP_OPTIONS)}
+    for name, value in (told | {"offload": plan.offload}).items():
         ddp = name in DDP_OPTIONS
         if value != getattr(USUAL, name, False) and not (plan.ddp if ddp else plan.fsdp):
             wrapper = "DistributedDataParallel" if ddp else "FSDP2"
