@@ -62,14 +62,14 @@ class Opt(HuggingFaceDecoder):
         return x + positions
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        attended = self.attention(self.norm(x, "self_attn_layer_norm"))
+        attended = self.attention(self.norm(x, "self_attn_layer_norm"), kind)
         x = x + dropout(attended, self.dropout)
         del attended
         y = relu(self.projected(self.norm(x, "final_layer_norm"), "fc1", self.d_ff))
         y = self.projected(y, "fc2", self.d_model)
         return x + dropout(y, self.dropout)
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, kind: str) -> Tensor:
         q = heads_of(times_number(self.projected(x, "self_attn.q_proj", self.d_model)), self.d_head)
         k, v = (self.head_projection(x, name, self.n_heads) for name in ("k_proj", "v_proj"))
         return self.projected(merged_heads(attention(q, k, v)), "self_attn.out_proj", self.d_model)
