@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from memplan import MissingRule, estimate, parameter_count
+from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.models import Decoder, model_from_config
@@ -76,7 +77,7 @@ def test_a_family_holds_what_transformers_own_module_was_measured_to_hold(record
     name = case.model.name.removeprefix("hf-")
     model = READERS[KINDS[name]].read(Config(LANGUAGE[name][2]), case.model.name)
     if case.plan.fsdp and not case.model.n_blocks:
-        case = replace(case, plan=replace(case.plan, fsdp_units="model"))
+        case = replace(case, plan=plan_of(**{**plan_dict(case.plan), "fsdp_units": "model"}))
     ids_bytes = 8 * case.plan.global_batch // case.plan.n_replicas * case.plan.seq_len
     measured = record.measured["ranks"][0]
     said = rank_estimate(model, case.plan, case.plan.place(0), case.kernels, case.talks_by)

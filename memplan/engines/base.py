@@ -77,9 +77,9 @@ class RankRecord:
 class Costs(NamedTuple):
     """What one micro-batch takes of one tensor rank for a part of the model.
 
-    Elements of its weights; FLOPs of its forward pass, of a recomputed block those that are done again; bytes
-    that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the backward
-    pass.
+    Elements of its trained weights; FLOPs of its forward pass, of a recomputed block those that are done
+    again; bytes that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the
+    backward pass.
     """
 
     elements: int

@@ -48,7 +48,8 @@ class BlockKind(NamedTuple):
 class Block:
     """One kind of block in both directions, and its parameters in the order of the module.
 
-    `entry`, `entry_backward`: as a stage's first block, which waits for the embedding's collective. Where its
+    `entry`, `entry_backward`, `entry_casts`: as a stage's first block, which waits for the embedding's
+    collective. Where its
     input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
     autocast kept of the block's weights, when the forward pass ends.
     """
@@ -57,6 +58,7 @@ class Block:
     backward: Segment
     entry: Segment
     entry_backward: Segment
+    entry_casts: Segment
     casts: Segment
     parameters: tuple[Parameter, ...]
 
@@ -78,6 +80,9 @@ class Trace:
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
         in_flight: what the embedding's collective holds until the first block reads its result.
+        blocks_require_grad: whether a backward pass goes through the blocks, for something that is trained in
+            or before them.
+        entry_requires_grad: whether it goes on to what is before them.
     """
 
     embed: Segment = EMPTY
@@ -101,6 +106,8 @@ class Trace:
     sent: Buffer
     boundary_grad: Buffer
     in_flight: tuple[Buffer, ...] = ()
+    blocks_require_grad: bool = True
+    entry_requires_grad: bool = True
 
     def gradients(self) -> dict[Parameter, Buffer]:
         """The gradients that a backward pass leaves."""
@@ -356,6 +363,7 @@ class _TracedStage:
                     backward=same(Without(*self.shared)(backward)),
                     entry=same(inside(block)),
                     entry_backward=same(inside(backward)),
+                    entry_casts=found["block_casts"],
                     casts=found["block_casts"],
                     parameters=self.parameters["block"],
                 )

@@ -89,6 +89,8 @@ class Recorder(ShapesMode):
         """Storage of the first tensor that each block is called with."""
         self.output_grads: dict[int, int] = {}
         """Storage of the gradient of each block's output."""
+        self.entry_requires_grad = False
+        """Whether the first block is called with a tensor that has a gradient."""
         self.kinds: dict[int, Kind] = {}
         """Of storages that are no temporaries."""
         self.recomputing = False
@@ -114,8 +116,11 @@ class Recorder(ShapesMode):
         """A unit's forward pass begins."""
         self._first_node = torch.autograd._get_sequence_nr()
         self._begin(unit)
-        for tensor in tensors(arguments)[:1]:
+        called_with = tensors(arguments)
+        for tensor in called_with[:1]:
             self.inputs[unit] = self.storage_of(tensor)
+        if unit == 1:
+            self.entry_requires_grad = any(tensor.requires_grad for tensor in called_with)
 
     def left(self, unit: int, output: Any = ()) -> None:
         """A unit's forward pass has returned; it goes on until something else computes."""

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
-from memplan.engines.torch.stage import Stage
+from memplan.engines.torch.stage import Stage, trained
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
@@ -40,10 +40,15 @@ class ParamGroup:
         self.dp_rank = dp_rank
         self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
+        trained_parts = [EqualParameters(tuple(trained(part.parameters)), part.n) for part in self.parts]
+        self.trained = [part for part in trained_parts if part.parameters]
         self.reshards = reshards
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
         self.dtype = formats.reduce
-        shards = sum([part.n * sum(map(self.shard, part.parameters)) for part in self.parts])
+        shards, reduced = (
+            sum([part.n * sum(map(self.shard, part.parameters)) for part in found])
+            for found in (self.parts, self.trained)
+        )
         self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), formats.gather)
         self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), formats.gather)
         self.inputs, self.uploads = self._inputs(name, shards)
@@ -51,11 +56,11 @@ class ParamGroup:
             ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), formats.gather) for p in part], times)
             for part, times in self.parts
         ]
-        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * shards,), self.dtype)
-        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), self.dtype)
-        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), formats.accumulate, "grads")
-        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), formats.accumulate)
-        self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (shards,), self.dtype)
+        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * reduced,), self.dtype)
+        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * reduced,), self.dtype)
+        self.reduced = buffer_of(f"{name}.grad (sharded)", (reduced,), formats.accumulate, "grads")
+        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
+        self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
 
     def shard(self, parameter: Parameter) -> int:
@@ -160,7 +165,7 @@ class ParamGroup:
         `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor`.
         """
         own = dict(grads)
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             found: list[Event] = []
             for p in parameters:
                 if p.grad_placements != p.placements:
@@ -174,7 +179,7 @@ class ParamGroup:
     def reduce_grads(
         self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
     ) -> Iterator[CountedEvents]:
-        """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
+        """Reduce-scatter the unsharded gradients, if any; the input of the one before is dropped first.
 
         In torch 2.12 it is dropped last: the name of the loop that waits for it still refers to it.
         The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
@@ -185,19 +190,23 @@ class ParamGroup:
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
         aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
         """
-        own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
-        padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.parts]
+        stale, comms.reduce_scatter = comms.reduce_scatter, self if self.trained else None
+        dropped = frees(stale.reduce_input) if stale is not None else ()
+        if not self.trained:
+            yield dropped, 1
+            return
+        own = [([grads[p] for p in parameters], times) for parameters, times in self.trained]
+        padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.trained]
         (*_, last), times = own[-1]
         kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
         output = self.reduce_output if self.casts_reduced else kept
-        stale, comms.reduce_scatter = comms.reduce_scatter, self
-        dropped = frees(stale.reduce_input) if stale is not None else ()
-        drops_late = self.stage.plan.torch_version == "2.12"
+        comms.reduced = True
+        drops_late = self.stage.options.torch_version == "2.12"
         yield (*(() if drops_late else dropped), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
         if self.stage.device.casts_in_copies and self.dtype != last.dtype:
-            for parameters, n in self.parts:
+            for parameters, n in self.trained:
                 copies = [self._chunks(p, grads[p].dtype) for p in parameters]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
         for buffers, n in padded:
@@ -245,7 +254,7 @@ class ParamGroup:
         what = "gradients to be added" if has_sharded_grads else "gradients to the host"
         overlap: Overlap = "nothing" if has_sharded_grads else "compute"
         plan = self.stage.plan
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             for p in parameters:
                 n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
                 copied = Collective(
@@ -262,6 +271,8 @@ class ParamGroup:
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
         """
+        if not self.trained:
+            return
         if self.casts_reduced:
             yield frees(self.reduce_output), self.replicates
         elif self.passes_on(has_sharded_grads):
@@ -302,7 +313,7 @@ class ParamGroup:
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed`,
         aten/src/ATen/TensorIterator.cpp (`compute_types`).
         """
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             found: list[Event] = []
             for p in parameters:
                 copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
@@ -313,12 +324,15 @@ class ParamGroup:
 class CommContext:
     """The collectives of a pass whose results are still held, and the group that is gathered ahead.
 
+    `reduced`: whether any gradients have been reduced.
+
     Plays `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext`.
     """
 
     def __init__(self) -> None:
         self.all_gather: ParamGroup | None = None
         self.reduce_scatter: ParamGroup | None = None
+        self.reduced = False
         self.prefetched: ParamGroup | None = None
 
 
@@ -337,7 +351,7 @@ class Units:
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        plan, trace, again = stage.plan, stage.trace, stage.plan.zero == 3
+        options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
         blocks = [EqualParameters(parameters, n) for parameters, n in stage.block_parameters]
 
@@ -347,16 +361,16 @@ class Units:
 
         self.root = self.embed = self.head = None
         self.rows: list[Row] = []
-        if plan.fsdp_units == "model":
+        if options.fsdp_units == "model":
             self.root = unit("root", embed, *blocks, head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
             return
-        if plan.fsdp_units == "block":
+        if options.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
-        for shared, times in _rows_of(blocks, plan.fsdp_blocks):
+        for shared, times in _rows_of(blocks, options.fsdp_blocks):
             size = sum([part.n for part in shared])
             if shared not in made:
                 made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
