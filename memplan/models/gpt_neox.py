@@ -12,7 +12,6 @@ from memplan.ops import (
     gelu,
     heads,
     layer_norm,
-    linear,
     merged_heads,
     rope_of_part,
 )
@@ -68,9 +67,7 @@ class GptNeox(HuggingFaceDecoder):
         return self.projected(x, "mlp.dense_4h_to_h", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        x = self.norm(x, "gpt_neox.final_layer_norm")
-        x.tape.let_go()
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(self.norm(x, "gpt_neox.final_layer_norm"))
 
     @property
     def output_name(self) -> str:

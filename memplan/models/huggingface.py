@@ -110,8 +110,12 @@ class HuggingFaceDecoder(Decoder, ABC):
         return self.projected(gated, "mlp.down_proj", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        x = self.norm(x, "model.norm")
+        return self.logits(self.norm(x, "model.norm"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits of what the blocks have made and the last norm; that lives until the loss is there."""
         x.tape.let_go()
+        x.tape.hold(x)
         return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
 
     @property
@@ -119,7 +123,9 @@ class HuggingFaceDecoder(Decoder, ABC):
         return "model.embed_tokens" if self.tied_head else "lm_head"
 
     def loss(self, logits: Tensor) -> Tensor:
-        return shifted_cross_entropy(logits)
+        found = shifted_cross_entropy(logits)
+        logits.tape.let_go()
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from memplan.ops import (
     embedding,
     layer_norm,
     learned_positions,
-    linear,
     merged_heads,
     relu,
     times_number,
@@ -75,9 +74,7 @@ class Opt(HuggingFaceDecoder):
         return self.projected(merged_heads(attention(q, k, v)), "self_attn.out_proj", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        x = self.norm(x, "model.decoder.final_layer_norm")
-        x.tape.let_go()
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(self.norm(x, "model.decoder.final_layer_norm"))
 
     @property
     def output_name(self) -> str:
