@@ -11,11 +11,11 @@ from memplan import MissingRule, estimate, parameter_count
 from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
-from memplan.models import Decoder, model_from_config
+from memplan.models import Decoder, model_from_config, preset, preset_names, preset_source
 from memplan.models.config import Config
 from memplan.models.families import FAMILIES
 from memplan.models.mistral import Mistral
-from validate.cases import OF_TRANSFORMERS, Case
+from validate.cases import OF_TRANSFORMERS, OWN, Case
 from validate.records import read_records
 from validate.suites.families import QUIRKS, SIZES
 from validate.systems.torch.configs import config_of
@@ -41,6 +41,15 @@ def test_a_published_model_has_as_many_parameters_as_transformers_gives_it(row, 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(row["config"]))
     assert parameter_count(model_from_config(file)) == row["parameters"]
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if preset(name).family not in OWN])
+def test_a_preset_of_a_family_is_the_published_model(name, tmp_path):
+    source = preset_source(name).removeprefix("config.json of ").partition(";")[0]
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(next(row for row in PUBLISHED if row["model"] == source)["config"]))
+    assert preset(name) == model_from_config(file)
+    assert estimate(name, seq_len=256).to_dict()["model"]["implementation"] == "huggingface"
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 A flat list of models and of plans, crossed.
 """
 
-from importlib.util import find_spec
 from typing import Any, Final
 
 from memplan import Plan
@@ -44,9 +43,7 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def families() -> tuple[Case, ...]:
-    """Every family under every plan; none where transformers is not installed."""
-    if find_spec("transformers") is None:
-        return ()
+    """Every family under every plan."""
     cases = []
     for name, quirks in QUIRKS.items():
         cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{name}"]

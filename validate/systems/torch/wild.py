@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan import Plan, TracedModel
+from memplan.errors import PlanRefused
 from memplan.models import Decoder
 from memplan.plan import Rank
 from validate.systems.torch.configs import config_of
@@ -341,6 +343,8 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
     kind, (architecture,) = values["model_type"], values["architectures"]
 
     def module() -> nn.Module:
+        if find_spec("transformers") is None:
+            raise PlanRefused("transformers is not installed; pip install 'memplan[huggingface]'.")
         transformers = import_module("transformers")
         settings = transformers.CONFIG_MAPPING[kind].from_dict({**values, "use_cache": False})
         return cast(nn.Module, getattr(transformers, architecture)(settings))
