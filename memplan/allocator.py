@@ -321,7 +321,7 @@ class CachingAllocator:
         self.release(block.pool, block.n_bytes << ADDRESS_BITS | block.address)
 
     def pool_of(self, n_bytes: int, stream: str) -> Pool:
-        """The pool for a stream's requests of so many bytes.
+        """The pool that serves requests of `n_bytes` on a stream: the small or the large one.
 
         Source: `get_pool`.
         """
@@ -498,7 +498,7 @@ class CachingAllocator:
         return address
 
     def _reserve(self, n_bytes: int) -> bool:
-        """Reserve so many bytes more; False if the driver does not have them."""
+        """Add `n_bytes` to the reserved bytes; False, and nothing added, if the driver has fewer left."""
         if self.limit_bytes is not None and self.reserved_bytes + n_bytes > self.limit_bytes:
             return False
         self.reserved_bytes += n_bytes
@@ -506,7 +506,9 @@ class CachingAllocator:
         return True
 
     def _expanded(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
-        """The first range of free and unmapped bytes that is long enough, with memory mapped to all of it.
+        """Take the first free range of `n_bytes` or more in an expandable segment: its address and bytes.
+
+        What is not mapped yet is mapped first. None if the driver has too little memory.
 
         Source: `try_allocate_expandable_block`, `find_expandable_block`.
         """

@@ -352,7 +352,7 @@ class _Replay:
         self.handed_over: Alive = Counter()
         """How often each buffer has been replaced by what another stage has made."""
         self.halfway: dict[int, deque[int]] = {}
-        """Of each stage the micro-batches between the two parts of their backward passes."""
+        """For each stage, the micro-batches that have had the first part of a split backward pass only."""
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
         self.compiled: dict[Stretch, list[_Operation]] = {}
         self._play(self._operations(program.setup))
@@ -468,7 +468,7 @@ class _Replay:
         self.current = before
 
     def _micro_batch(self, stage: int, part: PassPart) -> MicroBatch:
-        """The one that a pass is for: those of each direction come in order."""
+        """The micro-batch of the stage's next pass: passes of each direction take micro-batches in order."""
         if part == "backward-weight" and self.halfway.get(stage):
             return stage, self.halfway[stage].popleft(), SPLIT[part]
         direction = "forward" if part == "forward" else "backward"

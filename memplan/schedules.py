@@ -29,7 +29,7 @@ In thirds of what a micro-batch takes of a stage: a forward pass, each half of a
 """
 
 MicroBatches = Callable[[int, int, int], tuple[int, str]]
-"""The least number of micro-batches, of these or more, that pp ranks of so many stages can run; and why."""
+"""(pp, stages per rank, wanted) to the least possible number of micro-batches, and the reason for it."""
 
 
 @final

@@ -90,7 +90,8 @@ class Parameter:
 
     `placements` say for each mesh axis how it is laid out: a weight that has some is a DTensor;
     `grad_placements` say it of its gradient as the backward pass makes it. `shape`, `n_elements` and
-    `n_bytes` are of what the rank holds, `grad_shape` is of what it has of the gradient.
+    `n_bytes` are of what the rank holds, `grad_shape` is of what it has of the gradient. One that does not
+    require a gradient is frozen: it has neither gradient nor optimizer state.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class Parameter:
         "n_elements",
         "name",
         "placements",
+        "requires_grad",
         "shape",
     )
 
@@ -113,9 +115,11 @@ class Parameter:
         placements: Placements | None = None,
         grad_placements: Placements | None = None,
         mesh: Mapping[str, int] | None = None,
+        requires_grad: bool = True,
     ) -> None:
         self.name = name
         self.dtype = dtype
+        self.requires_grad = requires_grad
         self.placements = placements or {}
         self.grad_placements = grad_placements or self.placements
         self.shape = local_shape(whole_shape, self.placements, mesh or {})
@@ -126,6 +130,11 @@ class Parameter:
     def lay_out_grad_like_weight(self) -> None:
         """Cut what the rank has of the gradient to what it holds of the weight."""
         self.grad_placements, self.grad_shape = self.placements, self.shape
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether its type is the precision's to say."""
+        return "float" in self.dtype.name
 
     @property
     def is_dtensor(self) -> bool:

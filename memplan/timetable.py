@@ -20,7 +20,7 @@ FORWARDS: Final[dict[PassPart, int]] = {
     "backward-input": 1,
     "backward-weight": 1,
 }
-"""Products of a pass, in those of a forward pass: `memplan.steptime.backward_flops`."""
+"""FLOPs of a pass as a multiple of the forward pass's: `memplan.steptime.backward_flops`."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""The README's commands and what it shows of their output: `python -m tests.readme` writes it anew.
+"""The READMEs' commands and what they show of their output: `python -m tests.readme` writes it anew.
 
 A block in which `...` stands for lines left out keeps its lines; it is only checked.
 """
@@ -15,6 +15,8 @@ from validate.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+MORE = ROOT / "memplan" / "README.md", ROOT / "validate" / "README.md"
+"""What the README refers to for details."""
 BLOCK = re.compile(r"```sh\n((?:memplan|python -m validate) .*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL)
 LEFT_OUT = "..."
 
@@ -25,7 +27,7 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def output_of(command: str) -> str:
-    """What a command of the README prints."""
+    """What a command of a README prints."""
     words = shlex.split(command.replace("\\\n", " ").partition("   #")[0])
     group, words = (commands, words[1:]) if words[0] == "memplan" else (main, words[3:])
     asked = [
@@ -46,7 +48,7 @@ def missing(shown: str, output: str) -> list[str]:
 
 
 def rewritten(text: str) -> str:
-    """The README with the output of every command whose whole output it shows."""
+    """A README with the output of every command whose whole output it shows."""
     for command, shown in blocks(text):
         if LEFT_OUT not in shown.splitlines():
             text = text.replace(f"```text\n{shown}\n```", f"```text\n{output_of(command)}\n```")
@@ -54,4 +56,5 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in (README, *MORE):
+        file.write_text(rewritten(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress
 
-from memplan import Gpt, Plan, estimate
+from memplan import Gpt, estimate
 from memplan.device import CPU
+from memplan.engines.options import plan_of
 from memplan.engines.torch import RankStages, Stage
 from memplan.engines.torch.ddp import (
     POWERSGD_LEAST_RATE,
@@ -29,7 +30,7 @@ GPT = Gpt(name="gpt", n_layers=2, d_model=16, n_heads=2, d_ff=32, vocab_size=64,
 
 
 def stage(**plan) -> Stage:
-    (only,) = RankStages(GPT, Plan(**{"dp": 2, "seq_len": 8, "precision": "fp32", **plan}), Rank(), CPU)
+    (only,) = RankStages(GPT, plan_of(**{"dp": 2, "seq_len": 8, "precision": "fp32", **plan}), Rank(), CPU)
     return only
 
 
@@ -59,7 +60,7 @@ BLOCK = [
 
 
 def test_gradients_are_ready_in_the_order_of_the_backward_pass():
-    made, late = ready_order(stage())
+    made, late = ready_order(stage().trace, stage().runs)
     ends = ["head.output.weight", "head.norm.weight", "head.norm.bias"]
     tables = ["embedding.positions.weight", "embedding.tokens.weight"]
     assert names(made) == [*ends, *(f"blocks.*.{name}" for name in BLOCK * 2), *tables]
@@ -67,7 +68,8 @@ def test_gradients_are_ready_in_the_order_of_the_backward_pass():
 
 
 def test_beside_tensor_parallelism_the_divided_modules_gradients_come_last_from_the_end_of_the_model():
-    made, late = ready_order(stage(tp=2))
+    divided = stage(tp=2)
+    made, late = ready_order(divided.trace, divided.runs)
     linear = [f"blocks.*.{name}" for name in BLOCK * 2 if "norm" not in name]
     assert names(late) == ["head.output.weight", *linear, "embedding.tokens.weight"]
     assert names(made)[:2] == ["head.norm.weight", "head.norm.bias"]

@@ -95,7 +95,11 @@ def test_no_verdict_is_contradicted(everything):
 def test_the_readme_shows_what_the_command_prints(printed):
     assert printed.exit_code == 0
     assert max(map(len, printed.output.splitlines())) <= WIDTH
-    shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("python -m validate published\n```")[2]
+    shown = (
+        (ROOT / "validate" / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("python -m validate published\n```")[2]
+    )
     blocks = shown.split("```text\n")[1].split("```")[0].strip("\n").split("\n...\n")
     assert len(blocks) > 1
     for block in blocks:

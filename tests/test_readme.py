@@ -1,24 +1,44 @@
-"""The README shows what its commands print; the pictures in it are there."""
+"""The READMEs show what their commands print; what they link to and the pictures in them are there."""
 
 import re
 
 import pytest
 
-from tests.readme import README, blocks, missing, output_of
+from tests.readme import MORE, README, blocks, missing, output_of
 
-TEXT = README.read_text(encoding="utf-8")
+TEXTS = {file: file.read_text(encoding="utf-8") for file in (README, *MORE)}
 REPORTS = [
-    (command, shown) for command, shown in blocks(TEXT) if command.startswith("python -m validate report")
+    (command, shown)
+    for text in TEXTS.values()
+    for command, shown in blocks(text)
+    if command.startswith("python -m validate report")
 ]
 
 
 @pytest.mark.parametrize("command,shown", REPORTS, ids=[command for command, _ in REPORTS])
-def test_reports_in_the_readme_are_what_the_command_prints(command, shown):
+def test_reports_in_the_readmes_are_what_the_command_prints(command, shown):
     assert missing(shown, output_of(command)) == []
 
 
 def test_every_picture_of_the_readme_is_there():
-    pictures = re.findall(r'<img src="([^"]+)"', TEXT)
+    pictures = re.findall(r'<img src="([^"]+)"', TEXTS[README])
     assert len(pictures) == 3
     for picture in pictures:
         assert (README.parent / picture).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=[str(file.relative_to(README.parent)) for file in TEXTS])
+def test_links_lead_to_files_and_headings_that_are_there(file):
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", TEXTS[file])
+    assert links
+    for path, heading in links:
+        target = (file.parent / path).resolve() if path else file
+        assert target.exists(), path
+        if heading:
+            assert heading in anchors(target.read_text(encoding="utf-8")), (path, heading)
+
+
+def anchors(text: str) -> set[str]:
+    """What a page's headings are linked by: lower case, dashes for spaces, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -163,7 +163,7 @@ class Unused(Twice):
         ("gpt2", {}, InvalidValue, r"no torch\.nn\.Module"),
         (OnValues(), {}, MissingRule, r"OnValues cannot be traced: aten\.\S+ needs values"),
         (Unused(), {}, MissingRule, r"2 parameters get no gradient \(idle"),
-        (Twice().requires_grad_(False), {}, MissingRule, "frozen"),
+        (Twice().requires_grad_(False), {}, InvalidValue, "all parameters of Twice are frozen"),
         (nn.Linear(8, 8), {}, InvalidValue, "no loss"),
         (nn.Linear(8, 8), {"loss": lambda y: y}, InvalidValue, "one number"),
         (Twice(), {"blocks": "layers"}, UnknownName, "list of equal blocks"),

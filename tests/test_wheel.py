@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import readme
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = "\n".join([file.read_text(encoding="utf-8") for file in (readme.README, *readme.MORE)])
 COMMANDS = [block for block in re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL) if "make " not in block]
-"""The README's commands for a terminal; those of `make` are for a checkout, which CI runs anyway."""
+"""The READMEs' commands for a terminal; those of `make` are for a checkout, which CI runs anyway."""
 
 (SUITE,) = re.findall(r"```toml\n(.*?)\n```", README, re.DOTALL)
-"""The README's suite, which its commands call mine.toml."""
+"""The READMEs' suite, which their commands call mine.toml."""
 
 NOT_RUN = (
     "pip install",

@@ -77,9 +77,9 @@ class RankRecord:
 class Costs(NamedTuple):
     """What one micro-batch takes of one tensor rank for a part of the model.
 
-    Elements of its weights; FLOPs of its forward pass, of a recomputed block those that are done again; bytes
-    that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the backward
-    pass.
+    Elements of its trained weights; FLOPs of its forward pass, of a recomputed block those that are done
+    again; bytes that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the
+    backward pass.
     """
 
     elements: int
@@ -169,7 +169,9 @@ class Engine(ABC):
     def data_parallelism(
         self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
     ) -> DataParallelism:
-        """What data parallelism takes of a rank with so many elements of weights, and of its blocks' weights.
+        """Lower bounds of the bytes that data parallelism sends and holds on one rank.
+
+        `elements` counts the elements of the rank's weights before sharding, `block_elements` of its blocks.
 
         The plan's fields may be arrays over plans that all have one data-parallel rank, or all several, and
         all ZeRO 0 or 1, or all 2 or 3; `single_stage`: whether their schedules have one stage per rank.

@@ -7,7 +7,7 @@ from memplan.engines.trace import Block, BlockKind, Segment, Trace, joined
 from memplan.errors import MissingRule
 from memplan.models.traced import DTYPES, TracedEvent, TracedModel, TracedTensor, buffer_at, shape_at, size_at
 from memplan.record import AccumulateGrad, Alloc, Compute, Event, Free
-from memplan.shapes import Buffer, DType, Parameter
+from memplan.shapes import FP32, Buffer, DType, Parameter
 from memplan.tape import OpContext
 
 
@@ -40,7 +40,7 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
     buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
     named: dict[str, Parameter] = {}
     for one, _ in model.parameters:
-        named[one.name] = Parameter(one.name, shape_at(one.shape, 1, 1), context.weight_dtype)
+        named[one.name] = _parameter(one, context.weight_dtype)
 
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
@@ -67,6 +67,7 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
                 backward=part["block_backward"],
                 entry=part["entry"],
                 entry_backward=part["entry_backward"],
+                entry_casts=part["entry_casts"],
                 casts=part["block_casts"],
                 parameters=own(model.block_parameters),
             )
@@ -80,7 +81,15 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
         boundary=_buffer(buffers, recording.boundary, context.weight_dtype),
         sent=_buffer(buffers, recording.boundary, context.weight_dtype),
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
+        blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
+        entry_requires_grad=recording.entry_requires_grad,
     )
+
+
+def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
+    """A parameter in the type that weights are computed with; integers stay as they are."""
+    own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
+    return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
 
 
 def _event(

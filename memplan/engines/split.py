@@ -150,7 +150,7 @@ def _kinds(runs: BlockRuns) -> Iterator[BlockKind]:
         yield from repeat(kind, min(n, MOST_ALIKE + 1))
 
 
-_Like = tuple[str, Shape, DType, Kind, bool]
+_Signature = tuple[str, Shape, DType, Kind, bool]
 """What equal buffers have in common, and whether they are results of products."""
 
 
@@ -168,8 +168,8 @@ class _Names:
         self.grads = trace.gradients()
         self.known: dict[Buffer, Buffer | None] = {}
         self.repeats: dict[Buffer, int] = {}
-        self.alike: dict[tuple[_Like, int], Buffer] = {}
-        self.made: Counter[_Like] = Counter()
+        self.by_signature: dict[tuple[_Signature, int], Buffer] = {}
+        self.made: Counter[_Signature] = Counter()
 
     def leave_out(self, segment: Segment) -> None:
         """What belongs to the schedule."""
@@ -226,7 +226,7 @@ class _Names:
 
     def _known(self, buffer: Buffer) -> Buffer | None:
         if buffer not in self.known:
-            like = buffer.name, buffer.shape, buffer.dtype, buffer.kind, buffer in self.products
-            self.known[buffer] = self.alike.setdefault((like, self.made[like]), buffer)
-            self.made[like] += 1
+            signature = buffer.name, buffer.shape, buffer.dtype, buffer.kind, buffer in self.products
+            self.known[buffer] = self.by_signature.setdefault((signature, self.made[signature]), buffer)
+            self.made[signature] += 1
         return self.known[buffer]

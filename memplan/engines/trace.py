@@ -48,7 +48,8 @@ class BlockKind(NamedTuple):
 class Block:
     """One kind of block in both directions, and its parameters in the order of the module.
 
-    `entry`, `entry_backward`: as a stage's first block, which waits for the embedding's collective. Where its
+    `entry`, `entry_backward`, `entry_casts`: as a stage's first block, which waits for the embedding's
+    collective. Where its
     input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
     autocast kept of the block's weights, when the forward pass ends.
     """
@@ -57,6 +58,7 @@ class Block:
     backward: Segment
     entry: Segment
     entry_backward: Segment
+    entry_casts: Segment
     casts: Segment
     parameters: tuple[Parameter, ...]
 
@@ -78,6 +80,9 @@ class Trace:
         boundary: the tensor handed from block to block; `sent` is that from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
         in_flight: what the embedding's collective holds until the first block reads its result.
+        blocks_require_grad: whether a backward pass goes through the blocks, for something that is trained in
+            or before them.
+        entry_requires_grad: whether it goes on to what is before them.
     """
 
     embed: Segment = EMPTY
@@ -101,6 +106,8 @@ class Trace:
     sent: Buffer
     boundary_grad: Buffer
     in_flight: tuple[Buffer, ...] = ()
+    blocks_require_grad: bool = True
+    entry_requires_grad: bool = True
 
     def gradients(self) -> dict[Parameter, Buffer]:
         """The gradients that a backward pass leaves."""
@@ -162,8 +169,8 @@ def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
     one, *others = traces
     blocks = dict(one.blocks)
     for kind, other in zip(kinds[1:], others, strict=True):
-        like = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
-        blocks[kind] = _as_in(one, other, like)
+        known_one = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
+        blocks[kind] = _as_in(one, other, known_one)
     return replace(one, blocks=blocks)
 
 
@@ -182,10 +189,10 @@ def without_blocks(trace: Trace) -> Trace:
     )
 
 
-def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
+def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
     """The block of another trace in the buffers of one: what passes between blocks, what the embedding sends.
 
-    Its parameters are those of a block `like` it.
+    Its parameters are the ones of `same_kind`: a block of its kind that has been traced before, or None.
     """
     (block,) = other.blocks.values()
     if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
@@ -195,8 +202,8 @@ def _as_in(one: Trace, other: Trace, like: Block | None) -> Block:
         )
     if other.boundary.kind == "activations":
         one.boundary.kind = one.sent.kind = "activations"
-    parameters = dict(zip(block.parameters, (like or block).parameters, strict=True))
-    grads = gradients((like or block).backward)
+    parameters = dict(zip(block.parameters, (same_kind or block).parameters, strict=True))
+    grads = gradients((same_kind or block).backward)
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
     renamed |= dict(zip(other.in_flight, one.in_flight, strict=True))
     for parameter, grad in gradients(block.backward).items():
@@ -270,8 +277,12 @@ class _TracedStage:
         tape = self.tape
         logits = self.model.head(self.held["x"])
         del self.held["x"]
-        n_head = self._end_forward("head")
-        end = self.model.loss(logits)
+        if self.model.computes_loss:
+            end = self.model.loss(logits)
+            n_head = self._end_forward("head")
+        else:
+            n_head = self._end_forward("head")
+            end = self.model.loss(logits)
         if self.keep_logits:
             self.held["output"] = logits
         del logits
@@ -352,6 +363,7 @@ class _TracedStage:
                     backward=same(Without(*self.shared)(backward)),
                     entry=same(inside(block)),
                     entry_backward=same(inside(backward)),
+                    entry_casts=found["block_casts"],
                     casts=found["block_casts"],
                     parameters=self.parameters["block"],
                 )

@@ -50,6 +50,8 @@ class Model(ABC):
     """The mesh axes, beside the data axes, that the code can be divided over."""
     chunks_loss: ClassVar[bool] = True
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
+    computes_loss: ClassVar[bool] = False
+    """Whether the module computes its loss itself: as a part of its forward pass, and of its autocast."""
 
     name: str
     d_model: int
@@ -101,7 +103,7 @@ class Model(ABC):
         return ()
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
-        """What a step is given for so many samples; the first is the pipeline's first stage's only."""
+        """The input tensors for `samples` sequences; only the first pipeline stage gets the first of them."""
         return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
 
     def sizes(self) -> dict[str, Any]:
@@ -176,18 +178,6 @@ class Decoder(Model):
     @property
     def sizes_over_tp(self) -> Mapping[str, int]:
         return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size")}
-
-    def check_is_gpt(self) -> None:
-        """Raise unless there are as many key heads as query heads, as wide together as the model.
-
-        Raises:
-            InvalidValue: with the sizes.
-        """
-        if self.n_kv_heads != self.n_heads or self.n_heads * self.d_head != self.d_model:
-            raise InvalidValue(
-                f"n_kv_heads={self.n_kv_heads}, d_head={self.d_head}: a GPT has n_kv_heads = n_heads = "
-                f"{self.n_heads} and n_heads x d_head = d_model = {self.d_model}; leave both out."
-            )
 
     @property
     def output_name(self) -> str:

@@ -1,11 +1,11 @@
 """GPT-2 and GPT-3: learned positions, LayerNorm, biases, GELU, dropout, tied or untied head."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import Final, final
 
 from memplan.errors import InvalidValue
-from memplan.models.base import Decoder
 from memplan.models.config import Config
+from memplan.models.decoders import GptDecoder
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface_gpt import ACTIVATIONS, HuggingFaceGpt
 from memplan.ops import (
@@ -27,22 +27,12 @@ from memplan.tape import Tensor
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpt(Decoder):
+class Gpt(GptDecoder):
     """The GPT family.
 
     Source: Radford et al. 2019 (GPT-2), Brown et al. 2020 (GPT-3); parameters as in Hugging Face's
     `GPT2LMHeadModel`. `dropout` is the probability of embeddings, of attention weights and of residuals.
     """
-
-    family: ClassVar[str] = "gpt"
-
-    def __post_init__(self) -> None:
-        Decoder.__post_init__(self)
-        self.check_is_gpt()
-
-    @property
-    def longest_seq_len(self) -> int:
-        return self.max_seq_len
 
     def embed(self, tokens: Tensor) -> Tensor:
         ids = position_ids(tokens)

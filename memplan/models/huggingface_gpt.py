@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 from memplan.checks import checked_choice
-from memplan.models.base import Decoder
+from memplan.models.decoders import GptDecoder
 from memplan.ops import (
     add_positions,
     attention,
@@ -31,7 +31,7 @@ ACTIVATIONS: Final = {"gelu_new": gelu_new, "gelu_pytorch_tanh": gelu, "gelu": g
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceGpt(Decoder):
+class HuggingFaceGpt(GptDecoder):
     """`GPT2LMHeadModel` with PyTorch's attention (`sdpa`) and its own loss, without a cache.
 
     What its forward functions have a name for lives until they return: the embeddings until the last block
@@ -41,22 +41,17 @@ class HuggingFaceGpt(Decoder):
     Source: transformers.models.gpt2.modeling_gpt2 (5.23).
     """
 
-    family: ClassVar[str] = "gpt"
     implementation: ClassVar[str] = "huggingface"
     code: ClassVar[str] = "transformers 5.23, GPT2LMHeadModel"
     axes: ClassVar[tuple[Axis, ...]] = ()
     chunks_loss: ClassVar[bool] = False
+    computes_loss: ClassVar[bool] = True
 
     activation: str = "gelu_new"
 
     def __post_init__(self) -> None:
-        Decoder.__post_init__(self)
-        self.check_is_gpt()
+        GptDecoder.__post_init__(self)
         checked_choice("activation", self.activation, tuple(ACTIVATIONS))
-
-    @property
-    def longest_seq_len(self) -> int:
-        return self.max_seq_len
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded = embedding(tokens, "transformer.wte", self.vocab_size, self.d_model)

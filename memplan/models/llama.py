@@ -1,57 +1,35 @@
 """Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import Final, final
 
-from memplan.checks import checked_flag, checked_positive
-from memplan.errors import InvalidValue
-from memplan.models.base import Decoder
 from memplan.models.config import Config
+from memplan.models.decoders import LlamaDecoder
 from memplan.models.families import Family, Reader
+from memplan.models.huggingface import decoder_sizes
 from memplan.models.huggingface_llama import HuggingFaceLlama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.ops import (
     attention,
-    embedding,
     gather_sequence,
     heads,
     linear,
     merged_heads,
     rms_norm,
     rope,
-    rotation,
     silu,
 )
-from memplan.shapes import Buffer
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama(Decoder):
+class Llama(LlamaDecoder):
     """The Llama family.
 
     Source: Touvron et al. 2023, Grattafiori et al. 2024; parameters as in Hugging Face's `LlamaForCausalLM`.
     `max_seq_len` is the trained context, not a limit: rotary positions have no table of weights.
     """
-
-    family: ClassVar[str] = "llama"
-
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        Decoder.__post_init__(self)
-        checked_flag("attention_bias", self.attention_bias)
-        checked_flag("mlp_bias", self.mlp_bias)
-        object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
-
-    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        return (rotation(seq_len, self.d_head),)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self._attention(rms_norm(x, "attention_norm"))
@@ -87,24 +65,18 @@ class Llama(Decoder):
 
 def _read(config: Config, name: str) -> HuggingFaceLlama:
     """Source: transformers, LlamaConfig (defaults) and LlamaForCausalLM."""
-    config.refuse("quantization_config")
     config.one_of("hidden_act", "silu", ("silu", "swish"))
-    if (rate := config.fraction("attention_dropout", 0.0)) > 0:
-        raise InvalidValue(
-            f"attention_dropout={rate} is not allowed: memplan's Llama has no dropout; set it to 0.0."
-        )
-    n_heads = config.count("num_attention_heads", 32)
     return HuggingFaceLlama(
-        name=name,
-        n_layers=config.count("num_hidden_layers", 32),
-        d_model=config.count("hidden_size", 4096),
-        n_heads=n_heads,
-        n_kv_heads=config.count("num_key_value_heads", n_heads),
-        d_head=config.count("head_dim", 0),
-        d_ff=config.count("intermediate_size", 11008),
-        vocab_size=config.count("vocab_size", 32000),
-        max_seq_len=config.count("max_position_embeddings", 2048),
-        tied_head=config.flag("tie_word_embeddings", default=False),
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=32,
+            d_model=4096,
+            n_heads=32,
+            d_ff=11008,
+            vocab_size=32000,
+            max_seq_len=2048,
+        ),
         attention_bias=config.flag("attention_bias", default=False),
         mlp_bias=config.flag("mlp_bias", default=False),
         rope_theta=config.rope_theta,

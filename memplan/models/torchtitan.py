@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from memplan.checks import checked_positive
-from memplan.models.base import Decoder
+from memplan.models.decoders import RotaryDecoder
 from memplan.ops import (
     attention,
-    embedding,
     gather_sequence,
     heads,
     linear,
@@ -15,16 +13,14 @@ from memplan.ops import (
     repeated_heads,
     rms_norm_by_parts,
     rope,
-    rotation,
     silu,
 )
-from memplan.shapes import Buffer
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchtitanLlama(Decoder):
+class TorchtitanLlama(RotaryDecoder):
     """`memplan.Llama` with norms in parts and a copy of the keys and values for each query head.
 
     Selective recomputation is torchtitan's: it keeps every second product only.
@@ -36,18 +32,6 @@ class TorchtitanLlama(Decoder):
     family: ClassVar[str] = "llama"
     implementation: ClassVar[str] = "torchtitan"
     code: ClassVar[str] = "torchtitan of October 2024"
-
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        Decoder.__post_init__(self)
-        object.__setattr__(self, "rope_theta", checked_positive("rope_theta", self.rope_theta))
-
-    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        return (rotation(seq_len, self.d_head),)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self._attention(rms_norm_by_parts(x, "attention_norm"))

@@ -1,7 +1,7 @@
 """A model that was traced from someone's `torch.nn.Module`: what its passes do, for any batch and length.
 
-`memplan.trace` makes one. Here it is a value, written as JSON and read back without torch: a file holds data
-only, and all of it is checked.
+`memplan.trace` makes one. It is written as JSON and read back without torch. A file holds data only, no code,
+and every field is checked when it is read.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value,
 from memplan.files import file_text, of_file
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
 from memplan.record import Phase
-from memplan.shapes import KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
+from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
 
 FORMAT: Final = "memplan trace 1"
@@ -46,7 +46,7 @@ RECOMPUTES: Final = ("none", "full")
 """What of the blocks may be run again in a trace."""
 
 PARTS: Final = (
-    "embed", "entry", "block", "head", "loss", "embed_casts", "block_casts", "head_casts",
+    "embed", "entry", "block", "head", "loss", "embed_casts", "entry_casts", "block_casts", "head_casts",
     "loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward", "end",
 )  # fmt: skip
 """The parts of a recorded step. `entry` is the first block, `block` any other, `head` all after the last one;
@@ -120,21 +120,28 @@ class Variant(NamedTuple):
 class Recording(NamedTuple):
     """Forward and backward pass of a micro-batch.
 
-    `boundary` is the buffer that blocks are called with, `boundary_grad` its gradient (-1: no blocks).
+    `boundary` is the buffer that blocks are called with (-1: no blocks), `boundary_grad` its gradient (-1:
+    none, as nothing is trained in the blocks or before them); `entry_requires_grad`: whether anything is
+    trained before the blocks, so that the first one's input has a gradient too.
     """
 
     buffers: tuple[TracedBuffer, ...]
     parts: Mapping[str, tuple[TracedEvent, ...]]
     boundary: int
     boundary_grad: int
+    entry_requires_grad: bool
 
 
 class TracedTensor(NamedTuple):
-    """A parameter, a buffer of the module, or an input; where inputs go, `shape` depends on their sizes."""
+    """A parameter, a buffer of the module, or an input; where inputs go, `shape` depends on their sizes.
+
+    A parameter that does not require a gradient is frozen.
+    """
 
     name: str
     shape: tuple[Size, ...]
     dtype: str
+    requires_grad: bool = True
 
     def buffer(self, batch: int, seq_len: int) -> Buffer:
         """Itself for these sizes of the input."""
@@ -144,7 +151,7 @@ class TracedTensor(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedModel(Model):
-    """Someone's module, traced; two are equal if they were traced alike.
+    """A model traced from a `torch.nn.Module`; two are equal if their traces have the same content.
 
     Attributes whose meaning their name does not tell:
         d_model: nothing; what is handed from block to block is recorded.
@@ -201,6 +208,16 @@ class TracedModel(Model):
         """Every parameter and how often there is one like it."""
         ends = [(one, 1) for one in (*self.embed_parameters, *self.head_parameters)]
         return [*ends, *[(one, self.n_layers) for one in self.block_parameters]]
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of the parameters that are not trained."""
+        return tuple([one.name for one, _ in self.parameters if not one.requires_grad])
+
+    @property
+    def integer_dtypes(self) -> tuple[str, ...]:
+        """The types of parameters that are not of floats."""
+        return tuple(sorted({one.dtype for one, _ in self.parameters if one.dtype != FP32.name}))
 
     @property
     def n_parameters(self) -> int:
@@ -290,6 +307,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "limits": model.limits,
         "tied": model.tied,
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
+        "frozen": model.frozen,
         "recordings": [
             {"run": list(variant), **_plain_recording(recording, table)}
             for variant, recording in model.recordings.items()
@@ -325,7 +343,7 @@ def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, A
     return {
         "buffers": [table.setdefault(row, len(table)) for row in rows],
         "parts": {part: list(map(_plain_event, events)) for part, events in recording.parts.items()},
-        "boundary": [recording.boundary, recording.boundary_grad],
+        "boundary": [recording.boundary, recording.boundary_grad, recording.entry_requires_grad],
     }
 
 
@@ -395,10 +413,11 @@ def _model(data: Any) -> TracedModel:
         raise InvalidValue(f"is no trace; a trace's format is {FORMAT!r}: write one with TracedModel.save.")
     of = _Reader(data)
     limits = of("limits", list | None)
+    frozen = of("frozen", list)
     tensors: dict[str, Any] = {
-        name: tuple([_tensor(one, name) for one in of(name, list)]) for name in TENSORS
+        name: tuple([_tensor(one, name, frozen) for one in of(name, list)]) for name in TENSORS
     }
-    names = {one.name for name in TENSORS[:3] for one in tensors[name]}
+    names = {one.name for name in TENSORS[:3] for one in tensors[name] if one.requires_grad}
     device = of("device", str)
     if device not in get_args(DeviceType):
         raise InvalidValue(f"device={shown_value(device)} is not allowed; use one of {get_args(DeviceType)}.")
@@ -477,9 +496,9 @@ def _dtype(name: Any) -> DType:
     return DTYPES[name]
 
 
-def _tensor(value: Any, what: str) -> TracedTensor:
+def _tensor(value: Any, what: str, frozen: list[Any]) -> TracedTensor:
     name, shape, dtype = _items(value, what, str, list, str)
-    return TracedTensor(name, _shape(shape), _dtype(dtype).name)
+    return TracedTensor(name, _shape(shape), _dtype(dtype).name, requires_grad=name not in frozen)
 
 
 def _variant(value: list[Any]) -> Variant:
@@ -493,13 +512,15 @@ def _variant(value: list[Any]) -> Variant:
 def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str]) -> Recording:
     buffers = [table[_place(one, len(table))] for one in within("buffers", list)]
     parts = _Reader(within("parts", dict))
-    boundary = _items(within("boundary", list), "boundary", int, int)
+    *boundary, entry_requires_grad = _items(within("boundary", list), "boundary", int, int, bool)
     for i in boundary:
         checked_count("boundary", i, least=-1, most=len(buffers) - 1)
     return Recording(
         tuple(buffers),
         {part: tuple([_event(e, len(buffers), parameters) for e in parts(part, list)]) for part in PARTS},
-        *boundary,
+        boundary[0],
+        boundary[1],
+        entry_requires_grad,
     )
 
 
@@ -526,7 +547,7 @@ def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
     if isinstance(value, list) and len(value) == 2:
         buffer, parameter = value
         if not isinstance(parameter, str) or parameter not in parameters:
-            raise _wrong(f"parameter {shown_value(parameter)} is none of the module's")
+            raise _wrong(f"parameter {shown_value(parameter)} is none that the module trains")
         return TracedEvent("grad", _place(buffer, n_buffers), parameter)
     phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
     if phase not in get_args(Phase):

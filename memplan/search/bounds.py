@@ -318,7 +318,7 @@ class _Plans:
 
     @property
     def runs(self) -> list[tuple[int, BlockKind, BlockKind]]:
-        """Of each kind how many blocks the model has, one that is not recomputed, one that is."""
+        """For each kind of block: how many the model has, one that is not recomputed, one that is."""
         return [
             (_n_of(kind, self.model.layers), BlockKind(kind, again=False), BlockKind(kind, again=True))
             for kind in self.model.kinds
@@ -348,7 +348,7 @@ class _Plans:
         return np.repeat(found, np.diff(self.starts), axis=0)
 
     def data_parallelism(self, elements: Any) -> DataParallelism:
-        """What data parallelism takes of a rank with so many elements of weights."""
+        """Lower bounds of what data parallelism sends and holds on a rank whose weights have `elements`."""
         engine, blocks = ENGINES.named(self.base.engine), self.all_block_elements / self.pp
         return engine.data_parallelism(self.plan, elements, blocks, self.single)
 

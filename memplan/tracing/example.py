@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from memplan.errors import InvalidValue, MissingRule, shown_value, unknown_name
+from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.tracing.shapes import Shapes
 from memplan.tracing.units import Point
 
@@ -126,16 +126,15 @@ def _check_module(module: nn.Module) -> None:
     parameters = dict(module.named_parameters())
     if not parameters:
         raise InvalidValue(f"{type(module).__name__} has no parameters; there is nothing to train.")
-    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-    if frozen:
-        raise MissingRule(
-            f"{len(frozen)} parameters are frozen ({frozen[0]} ...), which no rule knows yet; use "
-            "requires_grad_(True), whose gradients and states are more.",
-            kind="a module with frozen parameters",
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise InvalidValue(
+            f"all parameters of {type(module).__name__} are frozen; train one (requires_grad_(True))."
         )
-    odd = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
-    if odd:
-        raise InvalidValue(f"parameter {odd[0]} is of {parameters[odd[0]].dtype}; use real floats.")
+    for name, parameter in parameters.items():
+        if parameter.is_complex() or parameter.is_quantized:
+            raise InvalidValue(
+                f"parameter {name} is of {parameter.dtype}; use real floats, or plain integers, frozen."
+            )
 
 
 def standard_loss(output: Any, targets: Tensor | None = None) -> Tensor:

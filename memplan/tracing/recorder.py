@@ -13,22 +13,14 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
+from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.shapes import Shapes, tensors
-from memplan.tracing.values import KnownValues
-
-DEVICE: Final = torch.ops.prim.device.default
-"""Asked of a tensor all the time; moves nothing."""
 
 SUMS: Final = torch.ops.aten.add.Tensor
 """How autograd adds two gradients where it sees a mode such as this one: never in place."""
-
-SHAPES: Final = torch._C._TorchDispatchModeKey.FAKE
-"""The key of PyTorch's own mode for tensors without data."""
 
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
@@ -78,16 +70,14 @@ class _Watch(weakref.ref[UntypedStorage]):
     number: int
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(ShapesMode):
     """Notes what happens to storages, unit by unit.
 
     `n_blocks` units in the middle are the blocks; the one after them is the head, then the loss.
     """
 
     def __init__(self, n_blocks: int, shapes: Shapes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.shapes = shapes
-        self._values = KnownValues(self.shapes.mode)
+        super().__init__(shapes)
         self.n_blocks = n_blocks
         self.events: list[Event] = []
         self.storages: list[Stored] = []
@@ -99,6 +89,8 @@ class Recorder(TorchDispatchMode):
         """Storage of the first tensor that each block is called with."""
         self.output_grads: dict[int, int] = {}
         """Storage of the gradient of each block's output."""
+        self.entry_requires_grad = False
+        """Whether the first block is called with a tensor that has a gradient."""
         self.kinds: dict[int, Kind] = {}
         """Of storages that are no temporaries."""
         self.recomputing = False
@@ -108,10 +100,6 @@ class Recorder(TorchDispatchMode):
         self._units: list[int] = [0]
         self._alive: dict[int, _Watch] = {}
         self._made_in: list[int] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     # --- What the run tells ---
 
@@ -128,8 +116,11 @@ class Recorder(TorchDispatchMode):
         """A unit's forward pass begins."""
         self._first_node = torch.autograd._get_sequence_nr()
         self._begin(unit)
-        for tensor in tensors(arguments)[:1]:
+        called_with = tensors(arguments)
+        for tensor in called_with[:1]:
             self.inputs[unit] = self.storage_of(tensor)
+        if unit == 1:
+            self.entry_requires_grad = any(tensor.requires_grad for tensor in called_with)
 
     def left(self, unit: int, output: Any = ()) -> None:
         """A unit's forward pass has returned; it goes on until something else computes."""
@@ -170,35 +161,21 @@ class Recorder(TorchDispatchMode):
 
     # --- What the dispatcher is asked for ---
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = {} if kwargs is None else kwargs
-        if torch._C._get_dispatch_mode(SHAPES) is not None:
-            return func(*args, **named)
-        if types and tuple(types) != (FakeTensor,):
-            return NotImplemented
-        if func is DEVICE:
-            return args[0].fake_device
+    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._locate()
         self.operation = func
         if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
-            self._values.result(SUMS, (args, named), lambda: args[0])
+            self._values.result(SUMS, (args, kwargs), lambda: args[0])
             return args[0]
-        out = self._values.result(func, (args, named), lambda: self.shapes.result(func, types, args, named))
+        out = self.result(func, types, args, kwargs)
         results = tensors(out)
-        for tensor in results:
-            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta":
-                self.seen(tensor, func)
+        for tensor in on_a_device(results):
+            self.seen(tensor, func)
         self._workspace(func, args, results)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
-            flops = counted(*args, **named, out_val=out)
+            flops = counted(*args, **kwargs, out_val=out)
             done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out

@@ -3,7 +3,9 @@
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import islice
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -35,6 +37,9 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 
 LENGTHS: Final = (48, 80)
 """Sequences that are traced where the example is longer: short, so that masks can be computed."""
+
+FEW: Final = 3
+"""Blocks that show what all do: the first, the one that stands for the others, the last."""
 
 LEAST_LENGTH: Final = 4
 """Of the example's sequence: two lengths are traced."""
@@ -71,7 +76,7 @@ def trace(
     that runs at several sizes agree on.
 
     Args:
-        module: the module, all of whose parameters are trained.
+        module: the module; parameters that do not require a gradient are frozen.
         example_inputs: what it is called with: a tensor, a tuple, or a dict of keywords.
         loss: from its output (and `targets`) to the loss; left out, the output's `loss`, the output itself
             if it is a single number, or cross-entropy with the targets.
@@ -124,14 +129,19 @@ def _runs(precision: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Tracer:
-    """Runs a module with its blocks in one list."""
+    """Runs a module with its blocks in one list.
+
+    The first run goes through all blocks, which must be equal. Where a run through the first few of them is
+    recorded as the same, those after it go through no more.
+    """
 
     def __init__(self, example: Example, path: str) -> None:
         self.example = example
         self.path = path
-        found = example.module.get_submodule(path) if path else None
-        self.blocks = [] if found is None else list(found.children())
-        self.prefixes = [] if found is None else [f"{path}.{name}" for name, _ in found.named_children()]
+        self.list = example.module.get_submodule(path) if path else nn.ModuleList()
+        self.n_blocks = len(self.list._modules)
+        self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
+        self._few: bool | None = None
 
     def common(self, name: str) -> str:
         """A name in the module, with a * in the place of a block's number."""
@@ -146,7 +156,30 @@ class _Tracer:
         Raises:
             MissingRule: what happens depends on values that are not known.
         """
-        recorder = Recorder(len(self.blocks), self.example.shapes)
+        run = partial(self._run, point, weights, autocast, recompute)
+        if self._few:
+            with self._first_blocks():
+                return run()
+        whole = run()
+        if self._few is None:
+            self._few = False
+            if self.n_blocks > FEW:
+                with suppress(Exception), self._first_blocks():  # the module's code may need all of them
+                    self._few = run() == whole
+        return whole
+
+    @contextmanager
+    def _first_blocks(self) -> Iterator[None]:
+        """The list has its first blocks only."""
+        every = self.list._modules
+        self.list._modules = dict(islice(every.items(), FEW))
+        try:
+            yield
+        finally:
+            self.list._modules = every
+
+    def _run(self, point: Point, weights: str, autocast: str, recompute: str) -> Parts:
+        recorder = Recorder(len(self.list._modules), self.example.shapes)
         with _without_data(self.example.module, recorder, getattr(torch, weights)) as parameters:
             inputs, targets = self._inputs(point, recorder)
             recorder.events.clear()
@@ -174,7 +207,7 @@ class _Tracer:
     def _loss(self, recorder: Recorder, inputs: Any, targets: Any) -> Tensor:
         example = self.example
         output = example.module(**inputs) if example.is_mapping else example.module(*inputs)
-        recorder.left(len(self.blocks) + 1)
+        recorder.left(recorder.n_blocks + 1)
         found = example.loss(output, targets) if example.has_targets else example.loss(output)
         if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
             raise InvalidValue(
@@ -200,13 +233,15 @@ class _Tracer:
             return lambda parameter: recorder.grad_made(parameter, name)
 
         return [
-            parameter.register_post_accumulate_grad_hook(made(name)) for name, parameter in parameters.items()
+            parameter.register_post_accumulate_grad_hook(made(name))
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
         ]
 
     @contextmanager
     def _watched(self, recorder: Recorder, *, again: bool) -> Iterator[None]:
         """The recorder is told which module runs; blocks are run `again` in the backward pass."""
-        units = {block: i for i, block in enumerate(self.blocks, start=1)}
+        units = {block: i for i, block in enumerate(self.list.children(), start=1)}
         before: list[tuple[nn.Module, Any]] = []
         try:
             for path, one in self.example.module.named_modules():
@@ -252,11 +287,11 @@ class _Tracer:
         return block
 
     def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        unused = [name for name, parameter in parameters.items() if parameter.grad is None]
+        unused = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         if unused:
             raise MissingRule(
                 f"{len(unused)} parameters get no gradient ({', '.join(unused[:3])}), on which DDP fails; "
-                "leave them out of the module, or use them in the loss.",
+                "freeze them (requires_grad_(False)), or use them in the loss.",
                 kind="a module with parameters that get no gradient",
             )
 
@@ -289,6 +324,18 @@ def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | Non
     return made
 
 
+def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
+    """A parameter, of type `weights` if it is one of floats, or a buffer, on tensors without data."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    known = tensor.detach()
+    if is_parameter:  # nothing is asked of the values of weights
+        known = torch.empty_like(known, device="meta")
+    dtype = weights if is_parameter and tensor.is_floating_point() else None
+    made = _without_values(known, recorder, dtype)
+    recorder.known(made)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+
+
 @contextmanager
 def _without_data(
     module: nn.Module, recorder: Recorder, weights: torch.dtype
@@ -305,10 +352,7 @@ def _without_data(
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fake = _without_values(tensor.detach(), recorder, weights if is_parameter else None)
-                    recorder.known(fake)
-                    made[id(tensor)] = nn.Parameter(fake) if is_parameter else fake
+                    made[id(tensor)] = _like(tensor, recorder, weights)
                 table[name] = made[id(tensor)]
         module.train()
         with ExitStack() as stack:
@@ -385,7 +429,7 @@ def _recordings(
 
 def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
     """Types of weights and of autocast, and what is recomputed."""
-    recomputes = RECOMPUTES if tracer.blocks else ("none",)
+    recomputes = RECOMPUTES if tracer.n_blocks else ("none",)
     return [(weights, autocast, again) for weights, autocast in runs for again in recomputes]
 
 
@@ -445,7 +489,7 @@ def _model(
     after: list[TracedTensor] = []
     for parameter_name, parameter in example.module.named_parameters():
         common = tracer.common(parameter_name)
-        tensor = TracedTensor(common, _fixed(parameter), "float32")
+        tensor = TracedTensor(common, _fixed(parameter), _stored(parameter), parameter.requires_grad)
         if common != parameter_name:
             block.setdefault(common, tensor)
         else:
@@ -455,7 +499,7 @@ def _model(
     longest = max_seq_len or (known if isinstance(known, int) else None) or example.point[1]
     return TracedModel(
         name=name or type(example.module).__name__,
-        n_layers=len(tracer.blocks),
+        n_layers=tracer.n_blocks,
         max_seq_len=checked_count("max_seq_len", longest),
         tied=len(named) < sum(1 for _ in example.module.named_parameters(remove_duplicate=False)),
         blocks=f"{tracer.path}.*" if tracer.path else "",
@@ -476,6 +520,11 @@ def _model(
 
 def _fixed(tensor: Tensor) -> tuple[Any, ...]:
     return tuple([size_of([n], [(1, 1)]) for n in tensor.shape])
+
+
+def _stored(parameter: Tensor) -> str:
+    """A parameter's type: that of floats is the plan's."""
+    return "float32" if parameter.is_floating_point() else _name(parameter)
 
 
 def _name(tensor: Tensor) -> str:

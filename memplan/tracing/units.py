@@ -24,13 +24,17 @@ class Unlike(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A step in the parts of a recording, for one size of the input; events name storages by class."""
+    """A step in the parts of a recording, for one size of the input; events name storages by class.
+
+    The segment of an event is its part.
+    """
 
     parts: Mapping[str, tuple[Event, ...]]
     storages: tuple[Stored, ...]
     kinds: tuple[Kind, ...]
     boundary: int
     boundary_grad: int
+    entry_requires_grad: bool
 
 
 def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
@@ -66,6 +70,7 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
         "head": [*tails.get("forward", []), *part("forward", n + 1)],
         "loss": part("forward", n + 2),
         "embed_casts": part("casts", 0),
+        "entry_casts": part("casts", 1) if n else [],
         "block_casts": part("casts", min(n, 2)) if n else [],
         "head_casts": [*part("casts", n + 1), *part("casts", n + 2)],
         "loss_backward": part("backward", n + 2),
@@ -177,7 +182,7 @@ class _Classes:
                     event = event._replace(storage=numbers[own])
                 if event.kind == "grad":
                     event = event._replace(detail=self.common(event.detail))
-                found.append(event)
+                found.append(event._replace(segment=Segment(part, 0)))
             made[part] = tuple(found)
 
         def number(storage: int) -> int:
@@ -191,6 +196,7 @@ class _Classes:
             kinds=tuple([kinds.get(own, "temporaries") for own in numbers]),
             boundary=number(recorder.inputs.get(like, -1)),
             boundary_grad=number(recorder.output_grads.get(like, -1)),
+            entry_requires_grad=recorder.entry_requires_grad,
         )
 
 
@@ -274,7 +280,7 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
         )
         for part in PARTS
     }
-    return Recording(tuple(buffers), parts, first.boundary, first.boundary_grad)
+    return Recording(tuple(buffers), parts, first.boundary, first.boundary_grad, first.entry_requires_grad)
 
 
 def _skeleton(event: Event) -> Any:

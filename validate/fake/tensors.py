@@ -11,14 +11,12 @@ import torch.nn.parallel.distributed as ddp
 from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.tracing.shapes import Shapes, tensors
-from memplan.tracing.values import KnownValues, known_value
+from memplan.tracing.mode import ShapesMode, on_a_device
+from memplan.tracing.shapes import Shapes
+from memplan.tracing.values import known_value
 from validate.fake.lifetimes import Lifetimes
-
-DEVICE: Final = torch.ops.prim.device.default
-"""Asked of a tensor all the time; moves nothing."""
 
 ENTERS: Final = torch.ops.profiler._record_function_enter_new.default
 LEAVES: Final = torch.ops.profiler._record_function_exit._RecordFunction
@@ -32,66 +30,34 @@ Source: torch/distributed/_functional_collectives.py (`_wrap_tensor_autograd`, `
 torch/csrc/distributed/c10d/Functional.cpp (`wait_tensor`).
 """
 
-SHAPES: Final = torch._C._TorchDispatchModeKey.FAKE
-"""The key of PyTorch's own mode for tensors without data."""
 
-
-class WithoutData(TorchDispatchMode):
-    """Runs on shapes alone what the dispatcher is asked for, and sees every storage that is made.
-
-    Operations on wrappers (DTensor and the like) are passed on, so that those inside are seen. What is on
-    `meta` is in no device's memory, and what PyTorch runs on shapes of its own accord, as DTensor does to
-    learn a result's, is in nobody's.
-
-    PyTorch's mode for such tensors is asked for results, but never active: PyTorch would take an active one
-    for a compiler's and go other ways (`torch.distributed._functional_collectives._are_we_tracing`).
-    """
+class WithoutData(ShapesMode):
+    """Runs on shapes alone what the dispatcher is asked for, and sees every storage that is made."""
 
     def __init__(self, lifetimes: Lifetimes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._shapes = Shapes()
-        self._values = KnownValues(self._shapes.mode)
+        super().__init__(Shapes())
         self._lifetimes = lifetimes
         self.keeps_books = False
         """Whether integers are real: PyTorch's C++ code is about to read them without the dispatcher."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; making sure of that at each operation would take longer than it."""
-        return False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = {} if kwargs is None else kwargs
-        if torch._C._get_dispatch_mode(SHAPES) is not None:
-            return func(*args, **named)
-        if types and tuple(types) != (FakeTensor,):
-            return NotImplemented
-        if func is DEVICE:
-            return args[0].fake_device
-        if self.keeps_books and not types and named.get("dtype", torch.int) in (torch.int, torch.long):
+    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.keeps_books and not types and kwargs.get("dtype", torch.int) in (torch.int, torch.long):
             with _disable_current_modes():
-                return func(*args, **named)
+                return func(*args, **kwargs)
         if func is ENTERS:
             self._lifetimes.entered(args[0])
-            return func(*args, **named)
+            return func(*args, **kwargs)
         if func is LEAVES:
             self._lifetimes.left()
-            return func(*args, **named)
+            return func(*args, **kwargs)
         if func._schema.name == WRAPS:
             return AsyncCollectiveTensor(args[0])
         if func._schema.name == WAITS:
             return args[0]
         self._lifetimes.operation = func
-        out = self._values.result(func, (args, named), lambda: self._shapes.result(func, types, args, named))
-        for tensor in tensors(out):
-            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta":
-                self._lifetimes.seen(tensor)
+        out = self.result(func, types, args, kwargs)
+        for tensor in on_a_device(out):
+            self._lifetimes.seen(tensor)
         return out
 
 

@@ -21,12 +21,12 @@ from validate.sweep import share_of
 AxisRow = Mapping[str, Any]
 """One row of `validate.report.tables.by_axis`."""
 
-HEADER = f"{'case':<31}{'predicted':>14}{'measured':>14}{'peak':>9}{'states':>7}{'coll':>5}"
+HEADER = f"{'case':<29}{'predicted':>15}{'measured':>15}{'peak':>9}{'states':>7}{'coll':>5}"
 
 
 def header() -> str:
     """The table's head: what the columns are."""
-    units = f"{'':<31}{'bytes':>14}{'bytes':>14}{'error':>9}{'off':>7}{'off':>5}"
+    units = f"{'':<29}{'bytes':>15}{'bytes':>15}{'error':>9}{'off':>7}{'off':>5}"
     return f"{HEADER}\n{units}\n{'-' * len(HEADER)}"
 
 
@@ -35,8 +35,8 @@ def row(record: Record) -> str:
 
     A case that did not run shows its outcome, and below it the reason's last line.
     """
-    name, *rest = textwrap.wrap(printable(record.case["name"]), 30, subsequent_indent="  ") or [""]
-    lines = [f"{name:<31}{_figures(record)}".rstrip(), *rest]
+    name, *rest = textwrap.wrap(printable(record.case["name"]), 28, subsequent_indent="  ") or [""]
+    lines = [f"{name:<29}{_figures(record)}".rstrip(), *rest]
     if record.outcome != "ok":
         lines += textwrap.wrap(
             printable(record.headline), 79, initial_indent="    ", subsequent_indent="    "
@@ -49,12 +49,12 @@ def row(record: Record) -> str:
 
 def _figures(record: Record) -> str:
     if record.measured is None or record.outcome != "ok":
-        return f"{record.outcome:>14}"
+        return f"{record.outcome:>15}"
     if record.fullest_peaks is None or record.peak_error is None:
-        return f"{'-':>14}{max(rank['peak_bytes'] for rank in record.measured['ranks']):>14,}"
+        return f"{'-':>15}{max(rank['peak_bytes'] for rank in record.measured['ranks']):>15,}"
     ahead, seen = record.fullest_peaks
     off = f"{record.states_off_bytes:>7}{record.collectives_off:>5}"
-    return f"{ahead:>14,}{seen:>14,}{record.peak_error:>+9.4%}{off}"
+    return f"{ahead:>15,}{seen:>15,}{record.peak_error:>+9.4%}{off}"
 
 
 def listing(records: Sequence[Record], axes: Iterable[AxisRow], *, brief: bool = False) -> str:

@@ -7,7 +7,7 @@ left out.
 from importlib.util import find_spec
 from typing import Any, Final
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from validate.cases import Case, shipped_trace, title
 from validate.systems.torch.wild import WILD
 
@@ -20,6 +20,16 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed"},
     {"dp": 2, "zero": 3, "micro_batch": 4, "precision": "fp32", "recompute": "full"},
 )
+
+FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 2, "zero": 1, "micro_batch": 2, "global_batch": 8},
+    {"dp": 2, "zero": 2, "micro_batch": 2, "global_batch": 8},
+    {"dp": 2, "zero": 3, "fsdp_blocks": 2, "micro_batch": 2, "precision": "bf16"},
+    {"dp": 2, "zero": 3, "fsdp_units": "model", "micro_batch": 2},
+    {"dp": 2, "dp_replicate": 2, "zero": 3, "micro_batch": 2, "global_batch": 16, "precision": "bf16-mixed"},
+    {"micro_batch": 2, "optimizer": "sgd-momentum", "clip_grad_norm": 1.0, "set_to_none": False},
+)
+"""For modules that are frozen in part, beside the others."""
 """Without recomputation every module, with it those of transformers, which have their own."""
 
 
@@ -29,11 +39,14 @@ def wild() -> tuple[Case, ...]:
     for name, one in WILD.items():
         if find_spec(one.package) is None:
             continue
-        for options in PLANS:
+        model = shipped_trace(name)
+        for options in (*PLANS, *(FROZEN_PLANS if model.frozen else ())):
             if "recompute" in options and one.package != "transformers":
                 continue
-            model, plan = shipped_trace(name), Plan(**options, seq_len=one.seq_len)
+            plan = plan_of(**options, seq_len=one.seq_len)
             if plan.recompute != "none" and not model.n_layers:
+                continue
+            if plan.fsdp and model.integer_dtypes:
                 continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             found.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))

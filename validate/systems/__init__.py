@@ -40,7 +40,7 @@ class Training(ABC):
 
     @abstractmethod
     def weights(self) -> Sequence[Tensor]:
-        """This rank's own tensors that the optimizer updates: of a weight that is divided, its part."""
+        """This rank's own tensors of weights, trained or frozen: of a weight that is divided, its part."""
 
     @abstractmethod
     def grads(self) -> Sequence[Tensor]:

@@ -6,6 +6,7 @@ from typing import Any, final
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.torch.bounds import data_parallelism
+from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
@@ -26,6 +27,7 @@ class TorchEngine(Engine):
     name = "torch"
     plays = "PyTorch 2.13"
     refusals = REFUSALS
+    options = TorchOptions
     gives_bounds = True
 
     def check_device(self, plan: Plan, device: Device) -> None:
@@ -50,10 +52,11 @@ class TorchEngine(Engine):
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
             )
-        if plan.torch_version != "2.13":
+        version = torch_options(plan).torch_version
+        if version != "2.13":
             yield (
-                f"torch_version={plan.torch_version}: what its CUDA software does differently from 2.13's "
-                "was looked for with one rank (without a GPU); of several ranks only 2.13's is confirmed."
+                f"torch_version={version}: what it does differently from 2.13 was compared on up to "
+                "8 ranks of small models (without a GPU); most plans on file ran with 2.13."
             )
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
@@ -89,7 +92,7 @@ def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) ->
             event for each in (*forward, *backward) for event in each.events if isinstance(event, Collective)
         ]
         return Costs(
-            elements=sum([p.n_elements for p in parameters]),
+            elements=sum([p.n_elements for p in parameters if p.requires_grad]),
             flops=sum([event.flops for each in flops for event in each.events if isinstance(event, Compute)]),
             sent_bytes=sum([engine.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
             saved_bytes=sum([each.stretch("").net_bytes for each in forward]),

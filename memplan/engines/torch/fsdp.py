@@ -58,7 +58,7 @@ class FSDPModule(StageModule[FsdpState]):
                 unshard_issued=False,
                 has_unsummed_grads=False,
                 has_sums=False,
-                has_sharded_grads=not stage.plan.set_to_none,
+                has_sharded_grads=not stage.options.set_to_none,
                 recomputed_last=False,
                 deferring=(),
             ),
@@ -203,11 +203,15 @@ class FSDPModule(StageModule[FsdpState]):
         return chain("forward", *parts)
 
     def _backward(self) -> Stretch:
-        """The backward pass: groups are gathered one ahead if they were freed."""
+        """The backward pass: groups are gathered one ahead if they were freed.
+
+        It ends where nothing is trained before. What was gathered ahead beyond that is dropped at the end.
+        """
         trace, units, comms = self.trace, self.units, CommContext()
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = [*[group for group, *_ in rows], units.embed]
+        rows = rows if trace.blocks_require_grad else []
         head, n_loss = self._added(trace.head_backward), trace.n_loss_backward
         parts = [events("backward: loss", head[:n_loss])]
         turns = [*self.prefetch(units.head or order[0], comms)] if units.root is not None else []
@@ -215,7 +219,7 @@ class FSDPModule(StageModule[FsdpState]):
         turns += self.post_backward(units.head, comms)
         parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
-        for (group, segments, times, closes), following in zip(rows, order[1:], strict=True):
+        for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
             turns = [*self.pre_backward(group, following, comms)]
             for segment, n in segments:
                 body = self._added(segment)
@@ -223,9 +227,12 @@ class FSDPModule(StageModule[FsdpState]):
                 outer = False
             turns += self.post_backward(group, comms) if closes else ()
             parts.append(repeated(in_order("backward: block", turns), times))
-        turns = [*self.pre_backward(units.embed, None, comms), (self._added(trace.embed_backward), 1)]
+        goes_on = trace.entry_requires_grad and trace.blocks_require_grad
+        turns = [*self.pre_backward(units.embed, None, comms)] if goes_on else []
+        turns.append((self._added(trace.embed_backward), 1))
         turns += self.post_backward(units.root, comms)
-        turns += [*(self._late() if late else ()), *self.post_backward(units.embed, comms)]
+        turns += self._late() if late else ()
+        turns += self.post_backward(units.embed, comms) if goes_on else self._not_visited(comms)
         turns += self.finalize_backward(comms)
         parts.append(in_order("backward: embedding", turns))
         self._passed_backward()
@@ -336,7 +343,33 @@ class FSDPModule(StageModule[FsdpState]):
         for group, row, times in grouped(order, reversed(self.units.rows)):
             size = sum([n for _, n in row])
             ahead = ahead - times * size
-            yield group, row, times, not late or size > 1 or ahead >= self.n_recomputed
+            in_its_turn = not late or size > 1 or ahead >= self.n_recomputed
+            yield group, row, times, in_its_turn and (ahead > 0 or self._takes_grad)
+
+    @property
+    def _takes_grad(self) -> bool:
+        """Whether the first block's input has a gradient, after which its group is reduced."""
+        return not self.stage.first or self.trace.entry_requires_grad
+
+    def _not_visited(self, comms: CommContext) -> Iterator[CountedEvents]:
+        """The end of groups whose inputs have no gradient: freed and reduced after the root, in order.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
+        """
+        visited = self.trace.blocks_require_grad
+        named = [(self.units.embed, 1, False)]
+        named += [(group, n, visited) for group, _, n in self.units.rows]
+        for i, (group, n, was_visited) in enumerate(named):
+            if group is None:
+                continue
+            if was_visited:
+                yield from self.post_backward(group, comms) if i == 1 else ()
+            elif self.state.weights == "whole" or not group.reshards:
+                yield from repeatedly(self.post_backward(group, comms), n)
+            else:
+                yield from group.reduce_grads(
+                    self.grads, comms, has_sharded_grads=self.state.has_sharded_grads
+                )
 
     def _late(self) -> Iterator[CountedEvents]:
         """The sums of the recomputed blocks' groups, after all others."""
@@ -351,10 +384,13 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
-        if comms.reduce_scatter is not None:
+        if comms.reduced:
             for group, times in self.units:
                 finalized = group.finalize_backward(has_sharded_grads=self.state.has_sharded_grads)
                 yield from repeatedly(finalized, times)
+        if comms.prefetched is not None:
+            yield frees(comms.prefetched.flat), 1
+        if comms.reduce_scatter is not None:
             yield frees(comms.reduce_scatter.reduce_input), 1
 
     # --- What a schedule does between passes ---
@@ -372,7 +408,7 @@ class FSDPModule(StageModule[FsdpState]):
         parts: list[Stretch] = []
         comms = CommContext()
         units = list(self.units)
-        for group, times in units if self.stage.plan.torch_release < (2, 15) else reversed(units):
+        for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
             added = list(self._accumulated(group)) if summed and self.state.has_unsummed_grads else []
             for n in (1, times - 1):
                 reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)

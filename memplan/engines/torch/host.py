@@ -37,7 +37,7 @@ def host_of(stages: RankStages) -> HostRecord | None:
     pageable = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
     pinned = states - pageable + stages.grads + Counter(dict(_rest_of_blocks(stages)))
     plan = stages.plan
-    older = not plan.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
+    older = not stages.options.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
     added = list(stages.grads) if older else []
     arrived = [buffer_of(f"{b.name} (arrived, to be added)", b.shape, b.dtype) for b in added]
     copies = [event for buffer in arrived for event in (*allocs(buffer), *frees(buffer))]
@@ -50,10 +50,10 @@ def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
     """What page-locked weights and gradients are short of a power of two."""
     itemsize = stages.weight_dtype.itemsize
     for parameter, n in stages.counted_parameters():
-        for what, elements in (
-            ("", padded_shard_elements(parameter, stages.plan.dp)),
-            (".grad", stages.weight_elements(parameter)),
-        ):
+        held = [("", padded_shard_elements(parameter, stages.plan.dp))]
+        if parameter.requires_grad:
+            held.append((".grad", stages.weight_elements(parameter)))
+        for what, elements in held:
             spare = page_locked_bytes(elements * itemsize) - elements * itemsize
             if spare:
                 yield buffer_of(f"{parameter.name}{what} (rest of its page-locked block)", (spare,), UINT8), n

@@ -126,8 +126,10 @@ class StageModule(ABC, Generic[State]):
             parts.append(trace.head.stretch("forward: head"))
         if self.stage.op_context.autocast:
             parts.append(trace.embed_casts.stretch("forward: end of autocast"))
-            for block, n in self.stage.blocks:
-                parts.append(repeated(block.casts.stretch("forward: end of autocast"), n))
+            (entry, n_entry), *others = self.stage.blocks
+            casts = [(entry.entry_casts, min(1, n_entry)), (entry.casts, n_entry - 1)]
+            for segment, n in (*casts, *[(block.casts, n) for block, n in others]):
+                parts.append(repeated(segment.stretch("forward: end of autocast"), max(0, n)))
             parts.append(trace.head_casts.stretch("forward: end of autocast"))
         if release is not None:
             parts.append(release)
@@ -219,7 +221,7 @@ class PlainModule(StageModule[PlainState]):
     """A module without a wrapper: no other rank has its weights."""
 
     def __init__(self, stage: Stage) -> None:
-        super().__init__(stage, PlainState(has_grads=not stage.plan.set_to_none))
+        super().__init__(stage, PlainState(has_grads=not stage.options.set_to_none))
 
     @property
     def has_grads(self) -> bool:

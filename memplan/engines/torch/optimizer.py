@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from memplan.engines.torch.sharding import partial_sum
-from memplan.engines.torch.stage import MOMENTS, RankStages
+from memplan.engines.torch.stage import MOMENTS, RankStages, trained
 from memplan.placements import Partial, Shard
 from memplan.plan import MESH_AXES, Plan
 from memplan.record import Axis, Collective, Event, Stretch, allocs, chain, events, frees, repeated
@@ -45,7 +45,7 @@ def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:
     if stages.plan.zero == 1:
         sent = [
             Collective(kind="broadcast", axis="dp", what="updated weights", payload_bytes=p.n_bytes, calls=n)
-            for p, n in stages.counted_parameters()
+            for p, n in stages.counted_trained_parameters()
         ]
         yield events("broadcast of updated weights", sent)
 
@@ -77,8 +77,8 @@ def implementation(stages: RankStages) -> str:
 
     Source: `torch.optim.optimizer:_default_to_fused_or_foreach`.
     """
-    if stages.plan.optimizer_impl != "default":
-        return stages.plan.optimizer_impl
+    if stages.options.optimizer_impl != "default":
+        return stages.options.optimizer_impl
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
@@ -205,7 +205,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     Source: `torch.nn.utils.clip_grad:_get_total_norm`, `torch.distributed.tensor._ops._math_ops:_NormPartial`
     (raised to the power, all-reduced, and back).
     """
-    one_by_one = stages.plan.optimizer_impl == "for-loop"
+    one_by_one = stages.options.optimizer_impl == "for-loop"
     for group in _lists(_held(stages, in_order), apart=stages.plan.tp > 1):
         partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)
@@ -254,7 +254,7 @@ def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
     `torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_`.
     """
     plan = stages.plan
-    (first, _), *_ = stages.counted_parameters()
+    (first, _), *_ = stages.counted_trained_parameters()
     if plan.fsdp:
         yield "dp"
     if plan.tp > 1 and not plan.ddp:
@@ -276,7 +276,7 @@ def _lists(counted: Counted, *, apart: bool) -> list[Counted]:
 
 def _held(stages: RankStages, in_order: bool) -> Counted:
     """The parameters that this rank has gradients of."""
-    return [(p, 1) for p in stages.parameters()] if in_order else stages.counted_parameters()
+    return [(p, 1) for p in stages.trained_parameters()] if in_order else stages.counted_trained_parameters()
 
 
 def _updated(stages: RankStages, in_order: bool) -> Counted:
@@ -291,14 +291,14 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
     if stages.owned is not None:
         yield stages.owned, 1
     elif in_order:
-        yield stages.parameters(), 1
+        yield stages.trained_parameters(), 1
     else:
         for stage in stages:
-            yield stage.trace.embed_parameters, 1
+            yield trained(stage.trace.embed_parameters), 1
             for block, n in stage.blocks:
-                yield block.parameters, min(1, n)
-                yield block.parameters, max(0, n - 1)
-            yield stage.trace.head_parameters, 1
+                yield trained(block.parameters), min(1, n)
+                yield trained(block.parameters), max(0, n - 1)
+            yield trained(stage.trace.head_parameters), 1
 
 
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
-from memplan.engines.torch.stage import Stage
+from memplan.engines.torch.stage import Stage, trained
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
@@ -40,10 +40,15 @@ class ParamGroup:
         self.dp_rank = dp_rank
         self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
+        trained_parts = [EqualParameters(tuple(trained(part.parameters)), part.n) for part in self.parts]
+        self.trained = [part for part in trained_parts if part.parameters]
         self.reshards = reshards
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
         self.dtype = formats.reduce
-        shards = sum([part.n * sum(map(self.shard, part.parameters)) for part in self.parts])
+        shards, reduced = (
+            sum([part.n * sum(map(self.shard, part.parameters)) for part in found])
+            for found in (self.parts, self.trained)
+        )
         self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), formats.gather)
         self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), formats.gather)
         self.inputs, self.uploads = self._inputs(name, shards)
@@ -51,11 +56,11 @@ class ParamGroup:
             ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), formats.gather) for p in part], times)
             for part, times in self.parts
         ]
-        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * shards,), self.dtype)
-        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), self.dtype)
-        self.reduced = buffer_of(f"{name}.grad (sharded)", (shards,), formats.accumulate, "grads")
-        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (shards,), formats.accumulate)
-        self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (shards,), self.dtype)
+        self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * reduced,), self.dtype)
+        self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * reduced,), self.dtype)
+        self.reduced = buffer_of(f"{name}.grad (sharded)", (reduced,), formats.accumulate, "grads")
+        self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
+        self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
 
     def shard(self, parameter: Parameter) -> int:
@@ -160,7 +165,7 @@ class ParamGroup:
         `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor`.
         """
         own = dict(grads)
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             found: list[Event] = []
             for p in parameters:
                 if p.grad_placements != p.placements:
@@ -174,7 +179,7 @@ class ParamGroup:
     def reduce_grads(
         self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
     ) -> Iterator[CountedEvents]:
-        """Reduce-scatter the unsharded gradients; the input of the one before is dropped first.
+        """Reduce-scatter the unsharded gradients, if any; the input of the one before is dropped first.
 
         In torch 2.12 it is dropped last: the name of the loop that waits for it still refers to it. Before
         2.15 the last gradient is held until the end by the loop that collected them. What is reduced becomes
@@ -183,14 +188,18 @@ class ParamGroup:
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
         torch 2.15's `FSDPParamGroup._take_unsharded_grads_to_reduce`.
         """
-        own = [([grads[p] for p in parameters], times) for parameters, times in self.parts]
+        stale, comms.reduce_scatter = comms.reduce_scatter, self if self.trained else None
+        dropped = frees(stale.reduce_input) if stale is not None else ()
+        if not self.trained:
+            yield dropped, 1
+            return
+        own = [([grads[p] for p in parameters], times) for parameters, times in self.trained]
         (*_, last), times = own[-1]
         kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
         output = self.reduce_output if self.casts_reduced else kept
-        stale, comms.reduce_scatter = comms.reduce_scatter, self
-        dropped = frees(stale.reduce_input) if stale is not None else ()
-        drops_late = self.stage.plan.torch_release == (2, 12)
-        held = (last,) if self.stage.plan.torch_release < (2, 15) else ()
+        comms.reduced = True
+        drops_late = self.stage.options.release == (2, 12)
+        held = (last,) if self.stage.options.release < (2, 15) else ()
         yield (*(() if drops_late else dropped), *allocs(self.reduce_input)), 1
         yield from self._chunk_cat(grads)
         for buffers, n in own[:-1]:
@@ -220,18 +229,18 @@ class ParamGroup:
         all at once before that, but for CUDA's kernel that takes bfloat16 and float32.
 
         Source: aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`),
-        torch/csrc/distributed/fsdp/ChunkCat.cpp, ChunkCat.cu (`chunk_cat_mixed_dtype`).
+        torch/csrc/distributed/fsdp/ChunkCat.cpp (`chunk_cat_mixed_dtype`).
         """
-        dtypes = {grads[p].dtype for parameters, _ in self.parts for p in parameters}
+        dtypes = {grads[p].dtype for parameters, _ in self.trained for p in parameters}
         widened = [([], 0)] if len(dtypes) == 1 else list(self._widened(grads))
         if len(dtypes) > 1:
             dtypes = {self.dtype}
         (dtype,) = dtypes
-        padded = [(list(self._padded(parameters, dtype)), times) for parameters, times in self.parts]
+        padded = [(list(self._padded(parameters, dtype)), times) for parameters, times in self.trained]
         for buffers, n in (*widened, *padded):
             yield allocs(*buffers), n
         if self.stage.device.casts_in_copies and self.dtype != dtype:
-            for parameters, n in self.parts:
+            for parameters, n in self.trained:
                 copies = [self._chunks(p, dtype) for p in parameters]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
         for buffers, n in (*padded, *widened):
@@ -239,7 +248,7 @@ class ParamGroup:
 
     def _widened(self, grads: dict[Parameter, Buffer]) -> Iterator[tuple[list[Buffer], int]]:
         """Copies in the type they are reduced in of the gradients that have another."""
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             narrow = [p for p in parameters if grads[p].dtype != self.dtype]
             in_kernel = not self.stage.device.on_cpu and all(grads[p].dtype == BF16 for p in narrow)
             yield (
@@ -275,7 +284,7 @@ class ParamGroup:
         what = "gradients to be added" if has_sharded_grads else "gradients to the host"
         overlap: Overlap = "nothing" if has_sharded_grads else "compute"
         plan = self.stage.plan
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             for p in parameters:
                 n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
                 copied = Collective(
@@ -292,6 +301,8 @@ class ParamGroup:
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
         """
+        if not self.trained:
+            return
         if self.casts_reduced:
             yield frees(self.reduce_output), self.replicates
         elif self.passes_on(has_sharded_grads):
@@ -332,7 +343,7 @@ class ParamGroup:
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed`,
         aten/src/ATen/TensorIterator.cpp (`compute_types`).
         """
-        for parameters, times in self.parts:
+        for parameters, times in self.trained:
             found: list[Event] = []
             for p in parameters:
                 copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
@@ -343,12 +354,15 @@ class ParamGroup:
 class CommContext:
     """The collectives of a pass whose results are still held, and the group that is gathered ahead.
 
+    `reduced`: whether any gradients have been reduced.
+
     Plays `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext`.
     """
 
     def __init__(self) -> None:
         self.all_gather: ParamGroup | None = None
         self.reduce_scatter: ParamGroup | None = None
+        self.reduced = False
         self.prefetched: ParamGroup | None = None
 
 
@@ -367,7 +381,7 @@ class Units:
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        plan, trace, again = stage.plan, stage.trace, stage.plan.zero == 3
+        options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
         blocks = [EqualParameters(parameters, n) for parameters, n in stage.block_parameters]
 
@@ -377,16 +391,16 @@ class Units:
 
         self.root = self.embed = self.head = None
         self.rows: list[Row] = []
-        if plan.fsdp_units == "model":
+        if options.fsdp_units == "model":
             self.root = unit("root", embed, *blocks, head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
             return
-        if plan.fsdp_units == "block":
+        if options.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
-        for shared, times in _rows_of(blocks, plan.fsdp_blocks):
+        for shared, times in _rows_of(blocks, options.fsdp_blocks):
             size = sum([part.n for part in shared])
             if shared not in made:
                 made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)

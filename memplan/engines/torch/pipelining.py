@@ -23,7 +23,6 @@ from memplan.memory import Alive
 from memplan.orders import Action, ActionKind, Loop, counts
 from memplan.record import Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
-from memplan.tape import HOLD_WHAT_IS_SENT
 
 Module = StageModule[Any]
 
@@ -65,7 +64,7 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     Source: `torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches`.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
-    keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
+    keeps_sent = stage.keeps_sent
 
     def backward(i: int) -> Stretch:
         if i == m - 1:
@@ -100,7 +99,7 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
     stage, m = module.stage, stages.plan.n_micro_batches
     warm_up = min(m, stages.plan.pp - stages.rank.pp)
     last_turn, sent_alone = m - warm_up, warm_up - 2
-    holds = stage.backend in HOLD_WHAT_IS_SENT and not stage.last and 0 <= sent_alone < last_turn
+    holds = stage.keeps_sent and not stage.last and 0 <= sent_alone < last_turn
     release = module.release()
 
     def done(i: int) -> list[Stretch]:
@@ -165,11 +164,11 @@ class _Runtime:
         self.stages = stages
         self.indices = stages.indices
         self.modules = modules
-        self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
+        self.keeps_sent = stages.stages[0].keeps_sent
         self.order = plan_order(plan, stages.rank.pp)
         self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
         self.own: dict[tuple[Stretch, int], Stretch] = {}
-        self.alike: list[Module | int] = [
+        self.played_as: list[Module | int] = [
             local if self._next_is_here(local) or self._previous_is_here(local) else module.original
             for local, module in enumerate(modules)
         ]
@@ -195,7 +194,7 @@ class _Runtime:
 
     def _act(self, action: Action) -> Stretch:
         module = self.modules[action.local]
-        key = action.kind, self.alike[action.local], module.state
+        key = action.kind, self.played_as[action.local], module.state
         if key not in self.done:
             made = self._acted(action, module)
             self.done[key] = made, module.state

@@ -10,7 +10,7 @@ from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
-from memplan.engines.torch.stage import RankStages, Stage
+from memplan.engines.torch.stage import RankStages, Stage, trained
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
@@ -33,7 +33,7 @@ def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
 def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
     """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
     own = _own(stages, modules)
-    fresh = None if stages.plan.set_to_none else stages.with_gradients_freed()
+    fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return AllocatorProgram(
@@ -48,7 +48,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
         beside=stages.kept_workspaces,
-        takes_oldest=stages.plan.torch_version == "2.12",
+        takes_oldest=stages.options.torch_version == "2.12",
         kept=left_behind(stages) + _kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first(stages, [*own, *first])),
         handed_over=dict(_handed_over(stages)),
@@ -131,7 +131,8 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
 def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
     """Each weight as it is made: FSDP2's shard has no padding yet."""
     for parameter in parameters:
-        yield buffer_of(parameter.name, (stages.weight_elements(parameter),), stages.weight_dtype, "weights")
+        dtype = stages.stored_dtype(parameter)
+        yield buffer_of(parameter.name, (stages.weight_elements(parameter),), dtype, "weights")
 
 
 def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
@@ -142,7 +143,7 @@ def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Ite
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
     """
-    trace, units = stage.trace, stages.plan.fsdp_units
+    trace, units = stage.trace, stages.options.fsdp_units
     blocks = [parameters for parameters, n in stage.block_parameters for _ in range(n)]
     of_the_root: list[Event] = []
     for i, parameters in enumerate((trace.embed_parameters, *blocks, trace.head_parameters)):
@@ -170,7 +171,7 @@ def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
 
     Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`.
     """
-    return _flat([stage.parameters()], stages) if stages.plan.ddp else []
+    return _flat([trained(stage.parameters())], stages) if stages.plan.ddp else []
 
 
 def _later_buckets(stages: RankStages) -> list[Buffer]:

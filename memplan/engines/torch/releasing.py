@@ -21,7 +21,6 @@ from memplan.engines.torch.lowering import Step, steps
 from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
 from memplan.engines.torch.stage import RankStages
 from memplan.record import PassPart, Stretch, chain, passed, repeated
-from memplan.tape import HOLD_WHAT_IS_SENT
 
 Module = StageModule[Any]
 
@@ -43,7 +42,7 @@ def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     Gloo's handles keep the gradients that were sent to the end, and what was received last until the next.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
-    keeps = stages.backend in HOLD_WHAT_IS_SENT
+    keeps = stage.keeps_sent
     early = lets_outputs_go(module)
 
     def backward(i: int) -> Stretch:

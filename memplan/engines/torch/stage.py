@@ -1,7 +1,7 @@
 """Pipeline stages, and one rank of them: its part of the parameters, what it holds between steps."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -10,14 +10,15 @@ from typing import Final
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
+from memplan.engines.torch.options import torch_options
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Layers, Model, TracedModel
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.shapes import FP32, INT32, UINT8, Buffer, Kind, Parameter, Role, Shape, buffer_of
-from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
+from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
+from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -45,6 +46,7 @@ class Stage:
     ) -> None:
         self.model = model
         self.plan = plan
+        self.options = torch_options(plan)
         self.device = device
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
@@ -75,7 +77,7 @@ class Stage:
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
-            torch_release=plan.torch_release,
+            torch_release=self.options.release,
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
         )
 
@@ -86,7 +88,7 @@ class Stage:
         Source: torch 2.15's `FSDPParamGroup._set_unsharded_grad_dtypes` (`Tensor.grad_dtype`).
         """
         formats = self.plan.formats
-        return self.plan.fsdp and formats.reduce != formats.gather and self.plan.torch_release >= (2, 15)
+        return self.plan.fsdp and formats.reduce != formats.gather and self.options.release >= (2, 15)
 
     @property
     def widens_grads(self) -> bool:
@@ -100,7 +102,16 @@ class Stage:
 
         Source: torch 2.15's `_RecvInfo.allocate_buffer`, `_RecvInfo.take_buffer`.
         """
-        return self.plan.torch_release < (2, 15)
+        return self.options.release < (2, 15)
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether the handle of a send holds the tensor until it is waited for: not NCCL's of a batch (2.11).
+
+        Source: `torch.distributed.pipelining.schedules:_batch_p2p` (in 2.11 always `batch_isend_irecv`).
+        """
+        in_batches = self.backend in NCCL and self.options.release < (2, 12)
+        return self.backend in HOLD_WHAT_IS_SENT and not in_batches
 
     @cached_property
     def runs(self) -> BlockRuns:
@@ -175,6 +186,11 @@ class Stage:
         return list(found.items())
 
 
+def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of the parameters that have gradients."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
 def mesh_bytes(world_size: int, device: Device) -> int:
     """What `DeviceMesh` keeps of the ranks in the device's memory: their numbers, on the host.
 
@@ -219,6 +235,7 @@ class RankStages:
         self.rank = rank
         one = stages[0]
         self.model, self.plan, self.device, self.backend = one.model, one.plan, one.device, one.backend
+        self.options = one.options
         self.weight_dtype, self.offloads, self.update_device = (
             one.weight_dtype,
             one.offloads,
@@ -244,7 +261,7 @@ class RankStages:
 
     def with_gradients_freed(self) -> "RankStages":
         """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
-        plan = replace(self.plan, set_to_none=True)
+        plan = replace(self.plan, options=replace(self.options, set_to_none=True))
         other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
         return other
@@ -277,12 +294,20 @@ class RankStages:
         """Every parameter of the rank, stage by stage, in the module's order."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
+    def trained_parameters(self) -> list[Parameter]:
+        """The parameters that have gradients, in the module's order: the optimizer's."""
+        return trained(self.parameters())
+
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
         for stage in self.stages:
             found.update(dict(stage.counted_parameters()))
         return list(found.items())
+
+    def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
+        """Those that have gradients."""
+        return [(parameter, n) for parameter, n in self.counted_parameters() if parameter.requires_grad]
 
     def on_fullest_rank(self) -> "RankStages":
         """The same stages on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
@@ -304,7 +329,11 @@ class RankStages:
     @cached_property
     def partition(self) -> list[list[Parameter]]:
         """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
-        return _partition(tuple(self.parameters()), self.plan.dp)
+        return _partition(tuple(self.trained_parameters()), self.plan.dp)
+
+    def stored_dtype(self, parameter: Parameter) -> DType:
+        """The type that a parameter is stored in: of integers their own."""
+        return self.weight_dtype if parameter.is_floating_point else parameter.dtype
 
     def weight_elements(self, parameter: Parameter) -> int:
         """Elements of a parameter that this rank stores."""
@@ -330,7 +359,7 @@ class RankStages:
     @property
     def counts_steps(self) -> bool:
         """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
-        on_device = self.update_device.on_cpu or self.plan.optimizer_impl == "fused"
+        on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
         return on_device and len(MOMENTS[self.plan.optimizer]) == 2
 
     @cached_property
@@ -364,13 +393,15 @@ class RankStages:
             shape = parameter.shape
             if self.plan.fsdp:
                 shape = (elements * shape[0] // parameter.n_elements, *shape[1:])
-            alive[buffer_of(parameter.name, shape, dtype, "weights")] += n
+            alive[buffer_of(parameter.name, shape, self.stored_dtype(parameter), "weights")] += n
             if self.plan.fsdp:
                 padding = padded_shard_elements(parameter, self.plan.dp) - elements
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
+            if not parameter.requires_grad:
+                continue
             if self.plan.ddp:
-                kind: Kind = "grads" if self.plan.gradient_as_bucket_view else "temporaries"
+                kind: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, kind)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
@@ -379,8 +410,8 @@ class RankStages:
                     alive[buffer_of(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
                 if len(names) == 2:
                     alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
-        if self.plan.static_graph:
-            n_parameters = sum(n for _, n in self.counted_parameters())
+        if self.options.static_graph:
+            n_parameters = sum(n for _, n in self.counted_trained_parameters())
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
@@ -397,7 +428,7 @@ class RankStages:
         `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
         (`Engine::thread_init`).
         """
-        release = self.plan.torch_release
+        release = self.options.release
         idle = not any(stage.n_blocks or stage.last for stage in self.stages)
         if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
             return ()
@@ -431,10 +462,10 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
-        if not keeps or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
+        keeps = not self.device.on_cpu and self.options.release < FREES_WORKSPACES
+        if not keeps or self.options.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
-        n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
+        n_bytes = product_workspace_bytes(self.device, self.options.release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property
@@ -449,7 +480,7 @@ class RankStages:
 
         Source: torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.cpp (`barrierImpl`).
         """
-        keeps = self.backend in NCCL and self.plan.torch_release >= (2, 15) and self.plan.world_size > 1
+        keeps = self.backend in NCCL and self.options.release >= (2, 15) and self.plan.world_size > 1
         return Counter([buffer_of("what a barrier sums", (), FP32)] * keeps)
 
     @property
@@ -484,7 +515,7 @@ class RankStages:
     def grads(self) -> Alive:
         """The gradients that the optimizer sees."""
         found: Alive = Counter()
-        for parameter, n in self.counted_parameters():
+        for parameter, n in self.counted_trained_parameters():
             shape: Shape = (self.weight_elements(parameter),) if self.plan.fsdp else parameter.grad_shape
             found[buffer_of(f"{parameter.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n
         return found

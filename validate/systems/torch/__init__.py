@@ -1,7 +1,6 @@
 """PyTorch itself: modules, a plan applied to them (`parallelize`), the passes and the update of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,8 +8,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from memplan import TracedModel
+from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused
-from memplan.plan import TorchVersion
 from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
@@ -23,10 +22,13 @@ from validate.systems.torch.wild import wild_module, wild_passes
 class TorchTraining(Training):
     """The passes of a rank's stages and their optimizer."""
 
-    def __init__(self, run: Passes, update: Update, axis_of_group: Mapping[str, str]) -> None:
+    def __init__(
+        self, run: Passes, update: Update, axis_of_group: Mapping[str, str], frozen: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__(axis_of_group)
         self._run = run
         self._update = update
+        self._frozen = frozen
 
     def gradients(self) -> float | None:
         return self._run()
@@ -35,7 +37,7 @@ class TorchTraining(Training):
         self._update()
 
     def weights(self) -> Sequence[Tensor]:
-        return [_local(weight) for weight in self._update.parameters]
+        return [_local(weight) for weight in (*self._update.parameters, *self._frozen)]
 
     def grads(self) -> Sequence[Tensor]:
         return [_local(weight.grad) for weight in self._update.parameters if weight.grad is not None]
@@ -50,10 +52,10 @@ class TorchTraining(Training):
         return scaled / self._update.scaler.get_scale() ** 2
 
 
-def installed_version() -> TorchVersion:
+def installed_version() -> str:
     """The release of PyTorch that is installed, in a plan's words: "2.13"."""
     major, minor, *_ = torch.__version__.split(".")
-    return cast(TorchVersion, f"{major}.{minor}")
+    return f"{major}.{minor}"
 
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
@@ -63,18 +65,19 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         PlanRefused: for another release of PyTorch than the one that is installed.
     """
     model, plan, at = case.model, case.plan, case.plan.place(rank)
-    if plan.torch_version != installed_version():
+    asked = torch_options(plan).torch_version
+    if asked != installed_version():
         raise PlanRefused(
-            f"torch_version={plan.torch_version!r} cannot be run: PyTorch {torch.__version__} is installed; "
+            f"torch_version={asked!r} cannot be run: PyTorch {torch.__version__} is installed; "
             "leave it out, or install that release."
         )
     mesh = device_mesh(plan, device)
     if isinstance(model, TracedModel):
         module = wild_module(model, plan, mesh, device, seed=case.seed)
         update = update_of([module], plan, mesh, device, learning_rate=case.learning_rate)
-        return TorchTraining(
-            wild_passes(module, model, plan, at, device, seed=case.seed), update, axis_of_group(mesh)
-        )
+        frozen = [weight for weight in module.parameters() if not weight.requires_grad]
+        run = wild_passes(module, model, plan, at, device, seed=case.seed)
+        return TorchTraining(run, update, axis_of_group(mesh), frozen)
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
     seed = case.seed if case.computes else None

@@ -143,6 +143,82 @@ def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator) ->
     return {"pixel_values": images, "labels": torch.randint(N_CLASSES, (samples,), generator=generator)}
 
 
+# --- Frozen in part ---
+
+RANK: Final = 8
+"""Columns of LoRA's two factors."""
+
+LEVELS: Final = 16
+"""Values of a weight of four bits."""
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and a trained product of two thin matrices beside it (arXiv:2106.09685)."""
+
+    def __init__(self, base: nn.Module, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(n_in, RANK, bias=False)
+        self.b = nn.Linear(RANK, n_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.base(x) + 2.0 * self.b(self.a(x)))
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer with weights of four bits, which become floats when they are used (arXiv:2305.14314)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True)
+        bits = ((weight / scale + 1) / 2 * (LEVELS - 1)).round().to(torch.uint8)
+        self.packed = nn.Parameter(bits[:, ::2] * LEVELS + bits[:, 1::2], requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bits = torch.stack([self.packed // LEVELS, self.packed % LEVELS], -1).flatten(1)
+        return F.linear(x, (bits.to(x.dtype) * (2 / (LEVELS - 1)) - 1) * self.scale.to(x.dtype))
+
+
+def _lora(model: str, *, quantized: bool) -> Callable[[], nn.Module]:
+    """A language model whose own weights are frozen, beside whose linear layers others are trained."""
+    of_language = _language(*LANGUAGE[model])
+
+    def made() -> nn.Module:
+        module = of_language().requires_grad_(False)
+        blocks = module.get_submodule("model.layers")
+        for name, one in list(blocks.named_modules()):
+            if isinstance(one, nn.Linear):
+                base = FourBitLinear(one) if quantized else one
+                blocks.set_submodule(name, LoraLinear(base, one.in_features, one.out_features))
+        return module
+
+    return made
+
+
+def _probe(whole: Callable[[], nn.Module], base: str) -> Callable[[], nn.Module]:
+    """A model of which all but the head is frozen."""
+
+    def made() -> nn.Module:
+        module = whole()
+        module.get_submodule(base).requires_grad_(False)
+        return module
+
+    return made
+
+
+def _classifier() -> nn.Module:
+    transformers = import_module("transformers")
+    settings = transformers.BertConfig(**WIDTHS, **NO_DROPOUT, num_labels=N_CLASSES, classifier_dropout=0.0)
+    return cast(nn.Module, transformers.BertForSequenceClassification(settings))
+
+
+def _labelled_text(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
+    ids = torch.randint(3, VOCABULARY, (samples, seq_len), generator=generator)
+    return {"input_ids": ids, "labels": torch.randint(N_CLASSES, (samples,), generator=generator)}
+
+
 # --- torchvision and everyone's own ---
 
 
@@ -235,6 +311,16 @@ WILD: Final[Mapping[str, Wild]] = {
         for name, how in LANGUAGE.items()
     },
     "hf-vit": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
+    "hf-llama-lora": Wild(
+        module=_lora("llama", quantized=False), inputs=_tokens, seq_len=64, package="transformers"
+    ),
+    "hf-llama-qlora": Wild(
+        module=_lora("llama", quantized=True), inputs=_tokens, seq_len=64, package="transformers"
+    ),
+    "hf-bert-probe": Wild(
+        module=_probe(_classifier, "bert"), inputs=_labelled_text, seq_len=64, package="transformers"
+    ),
+    "hf-vit-probe": Wild(module=_probe(_vit, "vit"), inputs=_labelled_images, package="transformers"),
     "resnet-18": Wild(module=_resnet(18), inputs=_images, package="torchvision"),
     "resnet-50": Wild(module=_resnet(50), inputs=_images, package="torchvision"),
     "lstm": Wild(module=Recurrent, inputs=_next_tokens, seq_len=32),
@@ -269,7 +355,8 @@ def wild_module(
     module.train()
     if plan.precision == "bf16":
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)
     if plan.recompute == "full":
         cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:

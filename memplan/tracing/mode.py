@@ -1,0 +1,80 @@
+"""The dispatch mode under which PyTorch's own code runs on shapes, integers and masks alone."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.values import KnownValues
+
+DEVICE: Final = torch.ops.prim.device.default
+"""Returns the device of a tensor, which PyTorch asks for all the time."""
+
+SHAPES: Final = torch._C._TorchDispatchModeKey.FAKE
+"""The key of PyTorch's own mode for tensors without data."""
+
+
+class ShapesMode(TorchDispatchMode, ABC):
+    """Runs operations on tensors without data (`Shapes`) and on known values (`KnownValues`).
+
+    A subclass says in `run` what it notes about an operation. Operations on wrappers (DTensor and the like)
+    are passed on, so that the ones inside are seen.
+
+    PyTorch's mode for such tensors is asked for results, but never active: PyTorch would take an active one
+    for a compiler's and go other ways (`torch.distributed._functional_collectives._are_we_tracing`).
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes = shapes
+        self._values = KnownValues(shapes.mode)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; making sure of that at each operation would take longer than it."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = {} if kwargs is None else kwargs
+        if torch._C._get_dispatch_mode(SHAPES) is not None:
+            return func(*args, **named)
+        if types and tuple(types) != (FakeTensor,):
+            return NotImplemented
+        if func is DEVICE:
+            return args[0].fake_device
+        return self.run(func, types, args, named)
+
+    @abstractmethod
+    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operation on tensors without data; usually `result`."""
+
+    def result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the operation returns: tensors without data, with their values where they are known."""
+        return self._values.result(
+            func, (args, kwargs), lambda: self.shapes.result(func, types, args, kwargs)
+        )
+
+
+def on_a_device(results: Any) -> tuple[Tensor, ...]:
+    """The tensors of a result that take memory: those on `meta` do not.
+
+    What PyTorch runs on shapes of its own accord, as DTensor does to learn a result's, is on `meta`.
+    """
+    return tuple(
+        [
+            tensor
+            for tensor in tensors(results)
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta"
+        ]
+    )
