@@ -212,9 +212,12 @@ def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
 
 
 def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
-    """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds.
+    """What is freed once its successor is there: flat weights of FSDP2, what a schedule holds by a name.
 
-    And what stages receive into, where a stage of the same rank hands over its own tensor instead.
+    A schedule's names are those of the logits, and of the sent gradient of a stage's input. And what stages
+    receive into, where a stage of the same rank hands over its own tensor instead.
+
+    Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches` (`bwd_sends`).
     """
     for received in stages.received:
         yield from received
@@ -222,8 +225,10 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
         yield from (one.received_input, one.received_grad)
         if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
-        if one.stage.last and one.stage.plan.pp > 1:
-            yield from (event.buffer for event in one.trace.release.events if isinstance(event, Free))
+        if one.stage.plan.pp > 1:
+            held = [one.trace.release] if one.stage.last else []
+            held += [] if one.stage.first else [one.trace.release_input_grad]
+            yield from (e.buffer for segment in held for e in segment.events if isinstance(e, Free))
 
 
 def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]]:
