@@ -38,7 +38,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
-        start=tuple(_received(stages)),
+        start=(*allocs(*stages.barrier.elements()), *_received(stages)),
         first_step=None if fresh is None else _step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
@@ -107,7 +107,7 @@ def _received(stages: RankStages) -> Iterator[Event]:
     Source: `torch.distributed.pipelining.schedules:PipelineScheduleMulti._initialize_stages`.
     """
     n = stages.plan.n_micro_batches
-    received = list(zip(stages, stages.received, strict=True))
+    received = [found for found in zip(stages, stages.received, strict=True) if found[0].keeps_received]
     for stage, (inputs, _) in received:
         yield from allocs(*[inputs] * (0 if stage.first else n))
     for stage, (_, gradient) in reversed(received):
@@ -205,7 +205,7 @@ def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
     """
     local = {index: i for i, index in enumerate(stages.indices)}
     for index, i in local.items():
-        if index + 1 in local:
+        if index + 1 in local and stages.stages[i].keeps_received:
             after = local[index + 1]
             yield stages.received[after][0], stages.stages[i].trace.sent
             yield stages.received[i][1], stages.stages[after].trace.boundary_grad
@@ -222,6 +222,7 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
     for received in stages.received:
         yield from received
     for one in modules:
+        yield from (one.received_input, one.received_grad)
         if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
         if one.stage.plan.pp > 1:
