@@ -9,6 +9,7 @@ from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
+from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage, trained
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
@@ -38,11 +39,11 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
-        start=(*allocs(*stages.barrier.elements()), *_received(stages)),
+        start=tuple(_received(stages)),
         first_step=None if fresh is None else _step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
-            *allocs(*_later_buckets(stages), *stages.hook_workspaces.elements()),
+            *allocs(*_later_buckets(stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
         ),
         step=_step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
@@ -214,8 +215,8 @@ def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
 def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
     """What is freed once its successor is there: flat weights of FSDP2, what a schedule holds by a name.
 
-    A schedule's names are those of the logits, and of the sent gradient of a stage's input. And what stages
-    receive into, where a stage of the same rank hands over its own tensor instead.
+    A schedule's names are those of the logits, and of the sent gradient of a stage's input; of an output that
+    it lets go of, the next one's forward pass is over. And what stages receive into.
 
     Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches` (`bwd_sends`).
     """
@@ -226,7 +227,7 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
         if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
         if one.stage.plan.pp > 1:
-            held = [one.trace.release] if one.stage.last else []
+            held = [one.trace.release] if one.stage.last or lets_outputs_go(one) else []
             held += [] if one.stage.first else [one.trace.release_input_grad]
             yield from (e.buffer for segment in held for e in segment.events if isinstance(e, Free))
 

@@ -33,7 +33,9 @@ LAST_PARTS: Final = ("backward", "backward-weight")
 
 def lets_outputs_go(module: Module) -> bool:
     """Whether a stage's output goes when it has been sent, not at the end of its backward pass."""
-    return not (module.stage.last or module.stage.plan.ddp)
+    stage = module.stage
+    single = stage.plan.pipeline_schedule.single_stage
+    return single and not (stage.keeps_received or stage.last or stage.plan.ddp)
 
 
 def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
