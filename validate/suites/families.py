@@ -5,7 +5,7 @@ A flat list of models and of plans, crossed.
 
 from typing import Any, Final
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from validate.cases import OF_TRANSFORMERS, Case, title
 
@@ -49,7 +49,7 @@ def families() -> tuple[Case, ...]:
         cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{name}"]
         model = cls(**{**SIZES, "name": f"transformers-{name}", **quirks})
         for options in PLANS:
-            plan = Plan(**options, seq_len=64)
+            plan = plan_of(**options, seq_len=64)
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             cases.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))
     return tuple(cases)
