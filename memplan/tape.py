@@ -93,6 +93,7 @@ class OpContext:
     gradients are laid out like them as soon as they are made. `casts_inputs`: what blocks are called with is
     cast to the type of the weights, as FSDP2 does. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
+    `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     """
 
     device: Device = H100
@@ -107,6 +108,7 @@ class OpContext:
     seq_len: int = 1024
     loss_chunks: int = 1
     torch_release: Release = (2, 13)
+    keeps_wide_grads: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

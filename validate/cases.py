@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
-from memplan.engines.options import plan_dict, plan_of, said_by
+from memplan.engines.options import not_usual, plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
@@ -171,8 +171,7 @@ class Case:
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
         model = _model_dict(self.model, _not_default)
-        plan = {said.name: said.value for said in said_by(self.plan) if not said.is_default}
-        return {**_not_default(self), "model": model, "plan": plan}
+        return {**_not_default(self), "model": model, "plan": not_usual(self.plan)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Case":
