@@ -90,7 +90,8 @@ class OpContext:
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
     `remakes_dtensors`: weights are plain tensors of which DTensors are made for each pass, as DDP does: their
-    gradients are laid out like them as soon as they are made. `loss_chunks`: pieces of the
+    gradients are laid out like them as soon as they are made. `casts_inputs`: what blocks are called with is
+    cast to the type of the weights, as FSDP2 does. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     """
@@ -102,6 +103,7 @@ class OpContext:
     tp: int = 1
     sequence_parallel: bool = False
     remakes_dtensors: bool = False
+    casts_inputs: bool = False
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
@@ -401,6 +403,19 @@ class Tape:
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
         self._held += tensors
+
+    def cast_arguments(self) -> None:
+        """Cast what a block is called with, of float32, to the type of the weights, if wrappers do.
+
+        Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward.
+        """
+        if self.context.casts_inputs:
+            wide = {name: x for name, x in self.shared.items() if x.dtype == FP32}
+            self.hold(*wide.values())
+            dtype = self.context.weight_dtype
+            self.shared |= {
+                name: self.new(f"{name} as {dtype.name}", x.shape, dtype) for name, x in wide.items()
+            }
 
     def let_go(self) -> None:
         """Drop what is held, and what the blocks were called with."""

@@ -268,8 +268,10 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_no_value_of_any_key_escapes_as_another_error(tmp_path_factory, data):
-    base = data.draw(st.sampled_from([GPT2, LLAMA_3_8B]))
-    keys = [*base, "rope_parameters", "head_dim", "n_inner", "tie_word_embeddings", "mlp_bias"]
+    others = ("mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt", "starcoder2")
+    base = data.draw(st.sampled_from([GPT2, LLAMA_3_8B, *({"model_type": kind} for kind in others)]))
+    keys = [*base, *LLAMA_3_8B, "rope_parameters", "head_dim", "n_inner", "mlp_bias", "sliding_window"]
+    keys += ["partial_rotary_factor", "attn_logit_softcapping", "ffn_dim", "hidden_activation"]
     changes = data.draw(st.dictionaries(st.sampled_from(keys), values, max_size=3))
     file = tmp_path_factory.mktemp("any") / "config.json"
     file.write_text(json.dumps(base | changes))

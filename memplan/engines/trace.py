@@ -404,6 +404,7 @@ def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
     """A block of the model, recomputed or not."""
     name, recompute = kind
     with tape.named(f"{name}.*"):
+        tape.cast_arguments()
         if recompute == "none":
             return model.block(x, name)
         return tape.recomputed(lambda y: model.block(y, name), x, selective=recompute == "selective")

@@ -46,7 +46,9 @@ def config_of(model: Decoder) -> dict[str, Any]:
         values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
     if kind == "opt":
         values["word_embed_proj_dim"] = model.d_model
-    if "window" in model.sizes():
+    if kind == "gemma2":  # a window changes none of its sizes, and has to be there
+        values["sliding_window"] = model.max_seq_len // 2
+    elif "window" in model.sizes():
         values["sliding_window"] = values["sliding_window"] or None
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return {"model_type": kind, "architectures": [reader.architecture], **values, **ids}
