@@ -54,6 +54,7 @@ EXPECTED = {
     "h100-standin": (57, (57, 57, 57), EXACT),  # NCCL's own process group; the other two the fake one
     "b200-standin": (57, (57, 57, 57), EXACT),
     "a100-allocator": (158, (158, 158, 158), EXACT),
+    "b200-allocator": (158, (158, 158, 158), EXACT),
     "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
     "a100-frontier": (87, (87, 87, 87), EXACT),
     "h100-frontier": (89, (89, 89, 89), EXACT),
