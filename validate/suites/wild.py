@@ -4,12 +4,14 @@ A flat list of plans, each with every module that can run it. Modules of a packa
 left out.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
 
 from memplan import Plan
-from validate.cases import Case, shipped_trace, title
-from validate.systems.torch.wild import WILD
+from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
+from validate.gpus import Gpus
+from validate.systems.torch.wild import AT_TRUE_SIZE, IN_SMALL
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "precision": "fp32"},
@@ -36,7 +38,7 @@ FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
 def wild() -> tuple[Case, ...]:
     """Every module under every plan that it can run."""
     found = []
-    for name, one in WILD.items():
+    for name, one in IN_SMALL.items():
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
@@ -50,4 +52,38 @@ def wild() -> tuple[Case, ...]:
                 continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             found.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))
+    return tuple(found)
+
+
+GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"precision": "bf16"},
+    {"precision": "bf16", "dp": 8},
+    {"precision": "bf16-mixed", "dp": 8, "zero": 3},
+)
+"""One GPU; one rank of eight under DDP and under FSDP2."""
+
+
+def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
+    """Other people's models at true size, on one GPU or as a rank of eight; without a GPU the small ones."""
+    if gpus is None:
+        return wild()
+    found = []
+    for name, one in AT_TRUE_SIZE.items():
+        if find_spec(one.package) is None:
+            continue
+        model = shipped_trace(name)
+        for options in GPU_PLANS:
+            plan = Plan(**options, seq_len=one.seq_len, micro_batch=one.gpu_batch or 1)
+            case = Case(
+                name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",
+                model=model,
+                plan=plan,
+                steps=UNTIMED_STEPS,
+                timeout_s=600.0,
+                device=gpus.device,
+                gpu=gpus.known_as,
+            )
+            if plan.world_size > 1:
+                case = replace(case, backend="nccl" if gpus.device == "nogpu" else "fake", rank=0)
+            found.append(case)
     return tuple(found)
