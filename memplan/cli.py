@@ -14,14 +14,16 @@ from typing import Any, Final, NoReturn, TypeVar, get_args
 from memplan.budget import budget
 from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
-from memplan.engines.options import option_fields
+from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import estimate
 from memplan.fields import (
     Choice,
+    Count,
     Counts,
     Field,
     Flag,
+    Name,
     Number,
     Registered,
     count_or_text,
@@ -180,39 +182,34 @@ def implementation_option() -> Callable[[F], F]:
     )
 
 
-ESTIMATED: Final = tuple(name for name in FIELDS if name != "engine")
-"""The fields of a plan that have a flag wherever a plan is asked for."""
+def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
+    """The flags of the fields of a Plan, for a command; `defaults` where they differ from the plan's."""
+    told = {name: Plan.__dataclass_fields__[name].default for name in FIELDS} | defaults
+    chosen = [name for name in FIELDS if name not in left_out]
+    return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
 
-SEARCHED: Final = tuple(name for name in ESTIMATED if name not in ("global_batch", "seq_len"))
-"""The fields that have a flag in a search, beside those of its jobs."""
 
-
-def plan_options(**defaults: Any) -> Callable[[F], F]:
-    """The flags of every field of a Plan, for a command; `defaults` where they differ from the plan's."""
-    told = {name: Plan.__dataclass_fields__[name].default for name in ESTIMATED} | defaults
-    return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in ESTIMATED])
+METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
+"""What stands for a value of a field in the help of its flag."""
 
 
 def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     """The flag of a field that takes one value."""
-    flag = _flag(name)
+    flag, told = _flag(name), {"default": default, "help": field.help, "show_default": default is not None}
     match field:
         case Flag() if default:
-            return click.option(f"{flag}/--no{flag[1:]}", default=True, show_default=True, help=field.help)
+            return click.option(f"{flag}/--no{flag[1:]}", **told)
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
         case Choice() | Registered():
-            return _choice(flag, field.choices, default, field.help)
-        case Counts():
-            return click.option(flag, type=_counts, metavar="N,N,...", help=field.help)
-        case Number():
-            return click.option(flag, type=number_or_text, metavar="X", help=field.help)
-    return _count(flag, field.help, default=default)
+            return click.option(flag, metavar="|".join(field.choices), **told)
+    return click.option(flag, type=field.parsed, metavar=METAVARS[type(field)], **told)
 
 
 def search_options() -> Callable[[F], F]:
     """Flags of a search: of a field that it varies values and ranges with commas between, as in 1-4,8."""
-    return _all_of([_search_option(name) for name in SEARCHED])
+    searched = [name for name in FIELDS if name not in ("global_batch", "seq_len")]
+    return _all_of([_search_option(name) for name in searched])
 
 
 def _search_option(name: str) -> Callable[[F], F]:
@@ -228,37 +225,47 @@ def _search_option(name: str) -> Callable[[F], F]:
     return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
 
 
-class EngineCommand(click.Command):
-    """A command that says `--engine`, with the flags of the options of the engine that is said."""
+class PlanCommand(click.Command):
+    """A command with a plan's flags, and those of the options of the engine that `--engine` names.
+
+    `defaults` are those of options where they differ from the engine's.
+    """
+
+    def __init__(self, *args: Any, defaults: Mapping[str, Any] | None = None, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.defaults = defaults or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
-        ctx.meta["options"] = _engine_options(said[-1]) if said else []
-        return super().parse_args(ctx, args)
+        ctx.meta["engine"] = engine = [USUAL_ENGINE, *said][-1]
+        kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
+        flags = click.Command(None)
+        if kind is not None:
+            for name, field in described_fields(kind).items():
+                default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
+                _plan_option(name, field, default)(flags)
+        ctx.meta["options"] = flags.params
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            owner = engine_of_option(error.option_name.strip("-").removeprefix("no-").replace("-", "_"))
+            if owner is None:
+                raise
+            told = (
+                f"{error.option_name} is an option of engine {owner}, not of {engine}; leave it out, or use"
+            )
+            raise Refused(f"{told} --engine {owner}.") from None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*ctx.meta["options"], *super().get_params(ctx)]
+        return [*super().get_params(ctx), *ctx.meta.get("options", ())]
 
-
-def _engine_options(engine: str) -> list[click.Parameter]:
-    """The flags of an engine's own options; none of an engine that there is not, which estimates refuse."""
-    kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
-    flags = click.Command(None)
-    if kind is not None:
-        for name, field in described_fields(kind).items():
-            _plan_option(name, field, kind.__dataclass_fields__[name].default)(flags)
-    return flags.params
-
-
-def engine_option() -> Callable[[F], F]:
-    """The flag of the engine."""
-    return click.option(
-        "--engine",
-        default="torch",
-        show_default=True,
-        help="torch: what PyTorch allocates; textbook: the papers' formulas, for teaching, never a verdict; "
-        "or another package's, which may have options of its own: --engine NAME -h.",
-    )
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = ctx.meta.pop("options")
+        super().format_options(ctx, formatter)
+        ctx.meta["options"] = own
+        if own:
+            with formatter.section(f"Options of engine {ctx.meta['engine']}"):
+                formatter.write_dl([row for each in own if (row := each.get_help_record(ctx)) is not None])
 
 
 def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
@@ -327,12 +334,11 @@ def _module_traced(name: str, **options: Any) -> str | Model:
     return traced_from_factory(name, **options)
 
 
-@commands.command("estimate", cls=EngineCommand)
+@commands.command("estimate", cls=PlanCommand)
 @click.argument("model")
 @implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
-@engine_option()
 @_choice("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -355,7 +361,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
         click.echo(f"\nLedger of {where} at its worst instant\n{ledger_text(found)}")
 
 
-@commands.command("budget")
+@commands.command("budget", cls=PlanCommand)
 @click.argument("model")
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
@@ -374,7 +380,7 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
         click.echo(str(result))
 
 
-@commands.command("search", cls=EngineCommand)
+@commands.command("search", cls=PlanCommand)
 @click.argument("model")
 @implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
@@ -392,7 +398,6 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
     "sequence (the last two with micro-batches of 1 unless told otherwise).",
 )
 @search_options()
-@engine_option()
 @_count(
     "--keep",
     "How many of the plans that fit or may fit to show, else of the nearest; left out: "
@@ -420,7 +425,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
         click.echo(search_text(result, model))
 
 
-@commands.command("advise")
+@commands.command("advise", cls=PlanCommand)
 @click.argument("model")
 @implementation_option()
 @cluster_options()
@@ -477,7 +482,7 @@ def fields_of(text: str) -> dict[str, Any]:
     """
     parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+", text))]
     said = {name.replace("-", "_"): value for name, _, value in parts}
-    known = FIELDS | (option_fields(said["engine"]) if "engine" in said else {})
+    known = plan_fields(said.get("engine", USUAL_ENGINE))
     for name in said:
         if name not in known:
             raise unknown_name("field of a plan", name, known)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_device, check_plan
-from memplan.engines.options import plan_dict, plan_of
+from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
 from memplan.errors import InvalidValue
 from memplan.hardware import (
     Cluster,
@@ -28,14 +28,10 @@ from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, 
 from memplan.models import Model, TracedModel, model_dict, parameter_count, resolve
 from memplan.plan import (
     FIELDS,
-    DdpCommHook,
-    FsdpUnits,
     Optimizer,
-    OptimizerImpl,
     Plan,
     Rank,
     Recompute,
-    TorchVersion,
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
@@ -543,6 +539,7 @@ def device_of(cluster: Cluster | None) -> Device:
     return H100 if cluster is None else cluster.gpu.device
 
 
+@shows(EngineOptions)
 def estimate(
     model: Model | str | os.PathLike[str] | Any,
     *,
@@ -567,24 +564,15 @@ def estimate(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     layers_per_stage: Sequence[int] | None = None,
-    fsdp_units: FsdpUnits = "block",
-    fsdp_blocks: int = 1,
     offload: bool = False,
-    optimizer_impl: OptimizerImpl = "default",
     clip_grad_norm: float | None = None,
-    set_to_none: bool = True,
-    gradient_as_bucket_view: bool = False,
-    static_graph: bool = False,
-    bucket_cap_bytes: int | None = None,
-    ddp_comm_hook: DdpCommHook = "none",
     loss_chunks: int = 1,
-    torch_version: TorchVersion = "2.13",
     engine: str = "torch",
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
     device: DeviceType | None = None,
-    **engine_options: Any,
+    **options: Unpack[EngineOptions],
 ) -> Estimate:
     """What one plan asks of each GPU.
 
@@ -612,26 +600,27 @@ def estimate(
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".
         virtual_stages: pipeline stages on each rank of the pipeline.
         layers_per_stage: blocks of each stage in model order; left out, as even as possible.
-        fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
-        fsdp_blocks: blocks in a row that share a unit.
-        offload: FSDP2 keeps weights, gradients and optimizer state on the host.
-        optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
+        offload: weights, gradients and optimizer state are kept on the host (FSDP2).
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
-        set_to_none: gradients are freed after the step rather than zeroed.
-        gradient_as_bucket_view: DDP's gradients are views of its buckets.
-        static_graph: DDP may rely on the same graph in each step.
-        bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
-        ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
             that another package has registered.
-        **engine_options: that engine's own options, by their names.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
+        **options: the engine's own options, here those of "torch"; `memplan estimate --engine NAME -h` lists
+            another's.
+            fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
+            fsdp_blocks: blocks in a row that share a unit.
+            optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
+            set_to_none: gradients are freed after the step rather than zeroed.
+            gradient_as_bucket_view: DDP's gradients are views of its buckets.
+            static_graph: DDP may rely on the same graph in each step.
+            bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
+            ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
+            torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
@@ -650,7 +639,7 @@ def estimate(
         asked["dp"] = _dp_left(cluster, n_other)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
     asked["seq_len"] = model.max_seq_len if seq_len is None else seq_len
-    return estimate_plan(model, plan_of(**asked, **engine_options), cluster, device)
+    return estimate_plan(model, plan_of(**asked, **options), cluster, device)
 
 
 def _dp_left(cluster: Cluster | None, n_other: int) -> int:

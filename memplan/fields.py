@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, final
+from typing import Any, final
 
 from memplan.checks import LARGEST, checked_choice, checked_count, checked_flag, checked_positive
 from memplan.errors import InvalidValue, shown_value
@@ -26,7 +26,6 @@ class Field(ABC):
         text: what it says, for people.
         left_out: what is taken where it is left out, for people; empty: its default, which is shown.
         optional: whether None, which stands for `left_out`, is a value.
-        tool: the tool that alone has the option; empty: the field is of every plan.
         varied: whether a search tries all its values.
         word: how the name of a case says it where it is not the default; empty: not by its value alone.
     """
@@ -34,7 +33,6 @@ class Field(ABC):
     text: str
     left_out: str = ""
     optional: bool = False
-    tool: Literal["", "ddp", "fsdp"] = ""
     varied: bool = False
     word: str = ""
 
@@ -55,9 +53,9 @@ class Field(ABC):
     def _checked(self, name: str, value: object) -> Any:
         """`checked` of a value that is not left out."""
 
-    @abstractmethod
     def parsed(self, text: str) -> Any:
         """What a text stands for; the text itself where it stands for nothing, which is then refused."""
+        return text
 
 
 @final
@@ -89,7 +87,7 @@ class Counts(Field):
         return tuple(checked_count(name, n, least=0) for n in value)
 
     def parsed(self, text: str) -> tuple[int | str, ...]:
-        return tuple(map(count_or_text, text.split("+")))
+        return tuple(map(count_or_text, re.split("[+,]", text)))
 
 
 @final
@@ -126,9 +124,6 @@ class Choice(Field):
     def _checked(self, name: str, value: object) -> str:
         return checked_choice(name, value, self.choices)
 
-    def parsed(self, text: str) -> str:
-        return text
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +140,6 @@ class Registered(Field):
     def _checked(self, name: str, value: object) -> str:
         return self.registry.checked_name(value)
 
-    def parsed(self, text: str) -> str:
-        return text
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +148,6 @@ class Name(Field):
 
     def _checked(self, name: str, value: object) -> str:
         return value if isinstance(value, str) else shown_value(value)
-
-    def parsed(self, text: str) -> str:
-        return text
 
 
 def described(default: Any, described_as: Field) -> Any:

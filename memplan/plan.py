@@ -23,21 +23,13 @@ from memplan.record import Axis
 from memplan.schedules import SCHEDULES, Schedule
 
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
-OptimizerImpl = Literal["default", "for-loop", "foreach", "fused"]
 Recompute = Literal["none", "selective", "full"]
-FsdpUnits = Literal["block", "block+ends", "model"]
-DdpCommHook = Literal["none", "fp16", "bf16", "powersgd"]
-TorchVersion = Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
 
 
 OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
 N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 """What each optimizer keeps for every weight."""
-OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 RECOMPUTES: Final = ("none", "selective", "full")
-FSDP_UNITS: Final = ("block", "block+ends", "model")
-DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
-TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
@@ -75,16 +67,11 @@ class Plan:
             activations, dropout, casts and residual sums are computed again, and under sequence parallelism
             the sequence is all-gathered again. (The textbook's "selective" is the paper's: attention's core.)
         recompute_blocks: recompute only that many blocks at the start of each stage; None: all.
-        fsdp_units: what FSDP2 gathers together: each "block", the ends too ("block+ends"), or the "model".
-        fsdp_blocks: how many blocks in a row share a unit.
-        offload: FSDP2 keeps weights, gradients and optimizer state on the host.
-        optimizer_impl: one parameter at a time, all at once, or in one kernel; "default": torch's choice.
+        offload: weights, gradients and optimizer state are kept on the host.
         clip_grad_norm: the largest norm of the whole gradient; None: not clipped.
-        set_to_none: gradients are freed after the step rather than zeroed.
-        gradient_as_bucket_view, static_graph, bucket_cap_bytes, ddp_comm_hook: DistributedDataParallel's.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        torch_version: the release of PyTorch whose rules apply.
-        options: a value of the engine's own (`memplan.engines.options`); None: it has none, or its defaults.
+        options: the engine's own options, a value of its `Engine.options`; None: all at their defaults.
+            `memplan.engines.options.plan_of` makes a plan with them from flat keywords.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -161,20 +148,8 @@ class Plan:
         None,
         Counts(text="Blocks of each stage", left_out="as even as possible", optional=True, word="layers"),
     )
-    fsdp_units: FsdpUnits = described(
-        "block", Choice(text="What FSDP2 gathers together", choices=FSDP_UNITS, tool="fsdp", word="units")
-    )
-    fsdp_blocks: int = described(
-        1, Count(text="Blocks in a row that share a unit", tool="fsdp", word="blocks")
-    )
     offload: bool = described(
-        False, Flag(text="FSDP2 keeps the states on the host", tool="fsdp", varied=True, word="offload")
-    )
-    optimizer_impl: OptimizerImpl = described(
-        "default",
-        Choice(
-            text="One parameter at a time, all at once, or one kernel", choices=OPTIMIZER_IMPLS, word="impl"
-        ),
+        False, Flag(text="Keep the states on the host (FSDP2)", varied=True, word="offload")
     )
     clip_grad_norm: float | None = described(
         None,
@@ -182,36 +157,16 @@ class Plan:
             text="Clip the norm of the gradient to this", left_out="no clipping", optional=True, word="clip"
         ),
     )
-    set_to_none: bool = described(
-        True, Flag(text="Free the gradients after a step rather than zero them", word="set-to-none")
-    )
-    gradient_as_bucket_view: bool = described(
-        False, Flag(text="DDP's gradients are views of its buckets", tool="ddp", word="bucket-view")
-    )
-    static_graph: bool = described(
-        False, Flag(text="DDP may rely on the same graph in each step", tool="ddp", word="static-graph")
-    )
-    bucket_cap_bytes: int | None = described(
-        None,
-        Count(
-            text="Bytes of DDP's buckets",
-            left_out="25 MiB, the first one 1 MiB",
-            optional=True,
-            tool="ddp",
-            word="bucket",
-        ),
-    )
-    ddp_comm_hook: DdpCommHook = described(
-        "none",
-        Choice(text="DDP's compression of gradients", choices=DDP_COMM_HOOKS, tool="ddp", word="hook"),
-    )
     loss_chunks: int = described(
         1, Count(text="Pieces of the sequence whose loss is computed in turn", word="chunks")
     )
-    torch_version: TorchVersion = described(
-        "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
+    engine: str = described(
+        "torch",
+        Name(
+            text="Whose rules: torch, what PyTorch allocates; textbook, the papers' formulas, for teaching, "
+            "never a verdict; or another package's"
+        ),
     )
-    engine: str = described("torch", Name(text="Whose rules"))
     options: Any = None
 
     def __post_init__(self) -> None:
@@ -263,12 +218,6 @@ class Plan:
     def splits_backward(self) -> bool:
         """Whether backward passes are taken apart: a pipeline's, by its schedule."""
         return self.pp > 1 and self.pipeline_schedule.splits_backward
-
-    @property
-    def torch_release(self) -> tuple[int, int]:
-        """PyTorch's release as numbers, which compare as releases do."""
-        major, _, minor = self.torch_version.partition(".")
-        return int(major), int(minor)
 
     @property
     def n_stages(self) -> int:
@@ -346,50 +295,17 @@ def _check_sequence(plan: Plan) -> None:
         )
 
 
-def _check_tools(plan: Plan) -> None:
-    """Options of a tool that the plan does not use."""
+def _check_replicas(plan: Plan) -> None:
     if plan.dp_replicate > 1 and not plan.fsdp:
         raise PlanRefused(
             f"dp_replicate={plan.dp_replicate} replicates shards (HSDP), but zero={plan.zero} shards no "
             "weights; use zero=2 or 3, or dp for replicas.",
             kind="HSDP (dp_replicate) with a ZeRO stage that shards no weights",
         )
-    tools = {
-        "ddp": ("DistributedDataParallel", plan.ddp, "zero=0 or 1 and dp of 2 or more"),
-        "fsdp": ("FSDP2", plan.fsdp, "zero=2 or 3"),
-    }
-    for tool, (name, used, way_out) in tools.items():
-        for option, field in FIELDS.items():
-            if field.tool != tool or used:
-                continue
-            value = getattr(plan, option)
-            if value != Plan.__dataclass_fields__[option].default:
-                raise PlanRefused(
-                    f"{option}={value!r} is an option of {name}, which zero={plan.zero}, dp={plan.dp} does "
-                    f"not use; leave it out, or use {way_out}.",
-                    kind="options of DDP or FSDP2 on plans that do not use it",
-                )
-
-
-def _check_static_graph(plan: Plan) -> None:
-    if plan.static_graph and plan.n_micro_batches > 1:
-        single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
-        raise PlanRefused(
-            f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
-            "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
-            f"static_graph=False{single}.",
-            kind="static_graph with gradient accumulation, which fails in PyTorch",
-        )
 
 
 def _check_options(plan: Plan) -> None:
     """Options that say more of something which the plan does not have."""
-    if plan.fsdp_blocks > 1 and plan.fsdp_units == "model":
-        raise PlanRefused(
-            f"fsdp_blocks={plan.fsdp_blocks} says how many blocks share a unit, but fsdp_units='model' makes "
-            "one unit of all; use fsdp_units='block' or 'block+ends', or fsdp_blocks=1.",
-            kind="fsdp_blocks although the whole model is one unit",
-        )
     if plan.recompute_blocks is not None and plan.recompute == "none":
         raise PlanRefused(
             f"recompute_blocks={plan.recompute_blocks} says which blocks to recompute, but recompute='none'; "
@@ -408,8 +324,7 @@ PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
     _check_world,
     _check_batch,
     _check_sequence,
-    _check_tools,
-    _check_static_graph,
+    _check_replicas,
     _check_options,
 )
 """What no plan may contradict, in the order in which it is asked."""

@@ -12,7 +12,7 @@ from memplan.engines.options import said_by
 from memplan.estimate import Estimate, StageEstimate, notes_of
 from memplan.hardware import Cluster
 from memplan.models import Model
-from memplan.plan import FIELDS, Plan
+from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import binary_unit, human_bytes, scaled, time_unit
@@ -34,6 +34,20 @@ CONFIRMED: Final = {
     "unconfirmed": "No run has confirmed these rules.",
 }
 DEVICES: Final = {"cuda": "CUDA rules", "cpu": "the CPU's rules, as `python -m validate` measures them"}
+
+HEADED: Final = (
+    *MESH_AXES,
+    "zero",
+    "sequence_parallel",
+    "schedule",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+)
+"""What the lines "mesh" and "batch" say of a plan."""
+
+ALWAYS: Final = ("precision", "optimizer", "recompute", "engine")
+"""What the line "options" says even where it is a default."""
 
 # --- Frames -----------------------------------------------------------------------------------------------
 
@@ -133,35 +147,18 @@ def _header(estimate: Estimate) -> str:
         place = f"{printable(cluster.name)}: {cluster_text(cluster)}"
     how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
     how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
-    how += f", fsdp_units={plan.fsdp_units}" if plan.fsdp_units != "block" else ""
-    how += f", fsdp_blocks={plan.fsdp_blocks}" if plan.fsdp_blocks > 1 else ""
-    how += ", offload" if plan.offload else ""
-    torch_version = f", torch_version={plan.torch_version}" if plan.torch_version != "2.13" else ""
+    said = [each for each in said_by(plan) if each.name not in HEADED]
     lines = {
         "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
         "code": f"{model.implementation}: {model.code}",
         "cluster": place,
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),
-        "options": f"precision={plan.precision}, optimizer={plan.optimizer}, {_recompute(plan)}, "
-        f"engine={plan.engine}{torch_version}{_own_options(plan)}",
+        "options": ", ".join(
+            [f"{each.name}={each.value}" for each in said if each.name in ALWAYS or not each.is_default]
+        ),
     }
-    update = f", {plan.optimizer_impl}" if plan.optimizer_impl != "default" else ""
-    update += f", clip_grad_norm={plan.clip_grad_norm:g}" if plan.clip_grad_norm is not None else ""
-    update += "" if plan.set_to_none else ", set_to_none=False"
-    if ddp := _ddp_options(plan):
-        lines["ddp"] = ddp
-    if plan.loss_chunks > 1:
-        lines["loss"] = f"cross-entropy over {plan.loss_chunks} chunks of the sequence"
-    if update:
-        lines["update"] = f"{plan.optimizer}{update}"
     return "\n".join(wrapped(f"{label:<9}{line}", indent=" " * 9) for label, line in lines.items())
-
-
-def _own_options(plan: Plan) -> str:
-    """The options of the plan's engine that are not at their defaults."""
-    own = [said for said in said_by(plan) if said.name not in FIELDS and not said.is_default]
-    return "".join([f", {said.name}={said.value}" for said in own])
 
 
 def batch_text(plan: Plan) -> str:
@@ -175,13 +172,6 @@ def batch_text(plan: Plan) -> str:
     each = f" for each of {replicas} replicas" if replicas > 1 else ""
     again = " (gradient accumulation)" if n > 1 and plan.pp == 1 else ""
     return f"{plan.global_batch} x {plan.seq_len} tokens; {passes}{each}{again}"
-
-
-def _recompute(plan: Plan) -> str:
-    some = (
-        "" if plan.recompute_blocks is None else f" in the first {plan.recompute_blocks} blocks of each stage"
-    )
-    return f"recompute={plan.recompute}{some}"
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -199,20 +189,6 @@ def cluster_text(cluster: Cluster) -> str:
     rate = cluster.inter_node.bytes_per_s
     gbit = "" if rate is None else f" of {8 * rate / 1e9:g} Gbit/s for each GPU"
     return f"{nodes}, {printable(cluster.inter_node.name)}{gbit}"
-
-
-def _ddp_options(plan: Plan) -> str:
-    """What DDP does otherwise than by default.
-
-    >>> _ddp_options(Plan(dp=2, static_graph=True, ddp_comm_hook="fp16", bucket_cap_bytes=2**20))
-    'static_graph, buckets of 1.00 MiB, hook fp16'
-    """
-    options = [name for name in ("gradient_as_bucket_view", "static_graph") if getattr(plan, name)]
-    if plan.bucket_cap_bytes is not None:
-        options.append(f"buckets of {human_bytes(plan.bucket_cap_bytes)}")
-    if plan.ddp_comm_hook != "none":
-        options.append(f"hook {plan.ddp_comm_hook}")
-    return ", ".join(options)
 
 
 def _stages(estimate: Estimate) -> str:

@@ -182,19 +182,28 @@ class Node:
 
 
 class Region:
-    """A part of the forward pass that keeps only its input `x` and is run again in the backward pass.
+    """A part of the forward pass that keeps only its arguments, and is run again in the backward pass.
 
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = ("function", "n_saving", "nodes", "rng_state", "saved_outputs", "scope", "selective", "x")
+    __slots__ = (
+        "arguments", "function", "n_saving", "nodes", "rng_state", "saved_outputs", "scope", "selective", "x",
+    )  # fmt: skip
 
     def __init__(
-        self, function: "Callable[[Tensor], Tensor]", x: "Tensor", scope: str, *, selective: bool
+        self,
+        function: "Callable[[Tensor], Tensor]",
+        x: "Tensor",
+        arguments: "dict[str, Tensor]",
+        scope: str,
+        *,
+        selective: bool,
     ) -> None:
         self.function = function
         self.scope = scope
         self.x = x
+        self.arguments = arguments
         self.selective = selective
         self.nodes: list[Node] = []
         self.n_saving = 0
@@ -372,7 +381,7 @@ class Tape:
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
         self.shared: dict[str, Tensor] = {}
-        """What the embedding makes for all blocks: it lives until the first block's backward pass is over."""
+        """What the embedding makes for all blocks, which are called with it; recomputed ones keep it."""
 
     def new(
         self,
@@ -392,8 +401,9 @@ class Tape:
         self._held += tensors
 
     def let_go(self) -> None:
-        """Drop what is held."""
+        """Drop what is held, and what the blocks were called with."""
         self._held.clear()
+        self.shared.clear()
 
     def workspace(self) -> Workspace:
         """A block of temporary buffers: `with tape.workspace() as temporary: temporary.new(...)`."""
@@ -606,7 +616,7 @@ class Tape:
 
         Source: torch.utils.checkpoint:checkpoint.
         """
-        self._region = region = Region(function, x, self.scope, selective=selective)
+        self._region = region = Region(function, x, dict(self.shared), self.scope, selective=selective)
         _mark_saved((x,))
         if self.context.device.on_cpu:
             region.rng_state = self._rng_state()
@@ -733,13 +743,14 @@ class Tape:
         self.phase = "recompute"
         scope, casts, self.scope, self._casts = self.scope, self._casts, region.scope, {}
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
-        x = region.x
+        x, shared, self.shared = region.x, self.shared, dict(region.arguments)
         with self.workspace() as current:
             if self.context.device.on_cpu:
                 current.keep(self._rng_state())
             with suppress(_Recomputed):
                 region.function(Tensor(self, x.shape, x.dtype, x.storage, x.node))
         self._saved_again.clear()
+        self.shared = shared
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 
     def deliver(self, target: Node | Parameter, grad: Tensor) -> None:

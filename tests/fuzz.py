@@ -30,6 +30,7 @@ from click.testing import CliRunner
 
 import memplan
 from memplan.cli import commands
+from memplan.engines.options import plan_fields
 from memplan.errors import MemplanError
 from memplan.plan import Plan
 from validate import published, report
@@ -41,7 +42,7 @@ from validate.records import Record, read_records
 from validate.report import page, tables
 from validate.shipped import data_folder
 from validate.snapshot import snapshot_comparison
-from validate.suites.file import CASE_KEYS, PLAN_KEYS, read_suite
+from validate.suites.file import CASE_KEYS, read_suite
 from validate.suites.models import SMALL
 from validate.where import RECORD_FIELDS, read_where, record_facts
 
@@ -230,7 +231,7 @@ def make_suite(rng: random.Random) -> bytes:
     if rng.random() < 0.3:
         suite = {
             "case": [
-                {rng.choice((*CASE_KEYS, *PLAN_KEYS)): any_value(rng) for _ in range(rng.randrange(1, 6))}
+                {rng.choice((*CASE_KEYS, *plan_fields())): any_value(rng) for _ in range(rng.randrange(1, 6))}
             ]
         }
     if not isinstance(suite, dict):

@@ -206,7 +206,7 @@ def test_search_prints_the_best_and_what_was_refused():
 @pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise"])
 def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
     flags = {flag for each in commands.commands[command].params for flag in each.opts}
-    assert {f"--{name.replace('_', '-')}" for name in FIELDS if name != "engine"} <= flags
+    assert {f"--{name.replace('_', '-')}" for name in FIELDS} <= flags
     assert {*FIELDS, "options"} == set(Plan.__dataclass_fields__)
 
 

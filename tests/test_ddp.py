@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _should_compress
 
-from memplan import Gpt, Plan, estimate
+from memplan import Gpt, estimate
 from memplan.device import CPU
+from memplan.engines.options import plan_of
 from memplan.engines.torch import RankStages, Stage
 from memplan.engines.torch.ddp import (
     POWERSGD_LEAST_RATE,
@@ -29,7 +30,7 @@ GPT = Gpt(name="gpt", n_layers=2, d_model=16, n_heads=2, d_ff=32, vocab_size=64,
 
 
 def stage(**plan) -> Stage:
-    (only,) = RankStages(GPT, Plan(**{"dp": 2, "seq_len": 8, "precision": "fp32", **plan}), Rank(), CPU)
+    (only,) = RankStages(GPT, plan_of(**{"dp": 2, "seq_len": 8, "precision": "fp32", **plan}), Rank(), CPU)
     return only
 
 

@@ -374,8 +374,11 @@ def test_what_is_no_schedule_is_refused(installed):
         memplan.estimate(DEEP, **PIPELINE | {"schedule": "broken"})
 
 
+TOYS: dict[str, Any] = {"engine": "toy", **ASKED}
+
+
 def test_an_engines_option_is_a_keyword_beside_a_plans(installed):
-    plain, spare = (memplan.estimate("gpt2", engine="toy", spare_blocks=n, **ASKED) for n in (0, 3))
+    plain, spare = (memplan.estimate("gpt2", **TOYS | {"spare_blocks": n}) for n in (0, 3))
     assert spare.plan.options == ToyOptions(spare_blocks=3)
     added = spare.peak.activations_bytes - plain.peak.activations_bytes
     assert added == 3 * 2 * 512 * plain.model.d_model
@@ -389,13 +392,15 @@ def test_an_engines_option_is_a_keyword_beside_a_plans(installed):
 
 def test_an_engines_option_is_checked(installed):
     with pytest.raises(InvalidValue, match=r"spare_blocks=-1 is not allowed; use an integer from 0"):
-        memplan.estimate("gpt2", engine="toy", spare_blocks=-1)
+        memplan.estimate("gpt2", **TOYS | {"spare_blocks": -1})
     with pytest.raises(UnknownName, match=r"unknown style 'lout'; did you mean 'loud'"):
-        memplan.estimate("gpt2", engine="toy", style="lout")
+        memplan.estimate("gpt2", **TOYS | {"style": "lout"})
     with pytest.raises(UnknownName, match=r"option of a plan 'spare_block'; did you mean 'spare_blocks'"):
-        memplan.estimate("gpt2", engine="toy", spare_block=1)
-    with pytest.raises(UnknownName, match=r"unknown option of a plan 'spare_blocks'"):
-        memplan.estimate("gpt2", spare_blocks=1)
+        memplan.estimate("gpt2", **TOYS | {"spare_block": 1})
+    with pytest.raises(InvalidValue, match=r"spare_blocks=1 is an option of engine='toy', not of .*'torch'"):
+        memplan.estimate("gpt2", **ASKED | {"spare_blocks": 1})
+    with pytest.raises(InvalidValue, match=r"static_graph=True is an option of engine='torch', not of "):
+        memplan.estimate("gpt2", engine="toy", static_graph=True)
     with pytest.raises(InvalidValue, match=r"options=ToyOptions.* are not the options of engine='torch'"):
         estimate_plan(preset("gpt2"), Plan(options=ToyOptions()))
 
@@ -415,9 +420,11 @@ def test_an_engines_option_is_on_the_command_line(installed):
         assert run.exit_code == 0, run.output
         assert '"spare_blocks": 3' in run.output
     told = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "toy", "-h"])
-    assert "--style plain|loud" in told.output
-    refused = CliRunner().invoke(commands, ["estimate", "gpt2", "--spare-blocks", "3"])
-    assert refused.exit_code == 2
+    assert "--style plain|loud" in told.output.partition("Options of engine toy:")[2]
+    for flag, owner, other in (("--spare-blocks", "toy", "torch"), ("--no-set-to-none", "torch", "toy")):
+        refused = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", other, flag])
+        assert refused.exit_code == 2
+        assert f"{flag} is an option of engine {owner}, not of {other}" in refused.output
     plans = "engine=toy,spare_blocks=1", "engine=toy,spare_blocks=3"
     run = CliRunner().invoke(commands, ["compare", "gpt2", *plans, *asked[:-2]])
     assert run.exit_code == 0, run.output

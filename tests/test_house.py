@@ -6,11 +6,17 @@ import os
 import subprocess
 import sys
 import tomllib
+from inspect import signature
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import memplan
+from memplan.engines.base import ENGINES
+from memplan.engines.options import EngineOptions, option_fields
+from memplan.fields import Choice
+from memplan.plan import FIELDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(memplan.__file__).parent
@@ -107,3 +113,15 @@ def test_constraints_pin_exact_public_versions():
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(line.count("==") == 1 and "+" not in line for line in pins)
     assert "torch==2.13.0" in pins
+
+
+def test_the_options_that_editors_know_are_those_of_the_engines():
+    """They are said three times: to type checkers, in the docstring of `memplan.estimate`, and as checked."""
+    told = get_type_hints(EngineOptions)
+    known = {name: field for engine in ENGINES.own for name, field in option_fields(engine).items()}
+    assert told.keys() == known.keys() <= signature(memplan.estimate).parameters.keys()
+    assert {*FIELDS, *known} <= signature(memplan.search).parameters.keys()
+    for name, field in known.items():
+        assert f"            {name}: " in memplan.estimate.__doc__
+        if isinstance(field, Choice):
+            assert get_args(told[name]) == field.choices

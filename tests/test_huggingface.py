@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import InvalidValue, MemplanError, UnknownName
-from memplan.models import implemented, model_from_config, preset
+from memplan.models import TracedModel, implemented, model_from_config, preset
 from memplan.models.huggingface_llama import HuggingFaceLlama
 
 GPT2 = {
@@ -178,7 +179,10 @@ def test_a_bad_gpt2_value_is_named_with_its_rule(read, change, message):
             "n_kv_heads=5 does not divide n_heads=32; use one of 1, 2, 4, 8, 16, 32",
         ),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not allowed"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not allowed: memplan's Llama has no dropout"),
+        (
+            {"attention_dropout": 0.1},
+            "attention_dropout=0.1 is not allowed: memplan has no rule for it here; set it to 0.0",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not allowed; memplan knows silu"),
         ({"rope_theta": -1}, "rope_theta=-1 is not allowed; use a positive number"),
         ({"rope_theta": "10000"}, "rope_theta='10000' is not allowed"),
@@ -271,3 +275,64 @@ def test_no_value_of_any_key_escapes_as_another_error(tmp_path_factory, data):
     file.write_text(json.dumps(base | changes))
     with contextlib.suppress(MemplanError):
         model_from_config(file)
+
+
+def test_an_architecture_without_a_family_needs_transformers(read, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnknownName, match=r"'bloom'.*pip install 'memplan\[huggingface\]'"):
+        read({"model_type": "bloom"})
+    with pytest.raises(UnknownName, match=r"llama architecture 'LlamaForTokenClassification'.*huggingface"):
+        read({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]})
+
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 100,
+}  # fmt: skip
+
+TRACED = [
+    ({**TINY, "model_type": "bert"}, "BertForMaskedLM"),
+    ({**TINY, "model_type": "bert", "architectures": ["BertForTokenClassification"]}, None),
+    ({**TINY, "model_type": "falcon"}, "FalconForCausalLM"),
+    ({**TINY, "model_type": "vit", "image_size": 16, "patch_size": 8}, "ViTForImageClassification"),
+]
+
+
+@pytest.mark.parametrize("config,default", TRACED, ids=["bert", "bert-tokens", "falcon", "vit"])
+def test_other_architectures_are_traced_from_transformers_code(read, config, default):
+    transformers = pytest.importorskip("transformers")
+    model = read(config)
+    assert isinstance(model, TracedModel)
+    assert model.n_layers == 2
+    settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    module = getattr(transformers, default or config["architectures"][0])(settings)
+    assert model.n_parameters == sum(p.numel() for p in module.parameters())
+
+
+def test_code_that_a_file_names_is_never_run(read, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
+    remote = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    with pytest.raises(UnknownName, match=r"the code that auto_map names is never run"):
+        read({"model_type": "evil", **remote})
+    read({**TINY, "model_type": "bert", **remote})
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        ({"num_attention_heads": 3}, InvalidValue, r"fails in transformers .* \(BertForMaskedLM: "),
+        ({"num_hidden_layers": 10**9}, InvalidValue, "num_hidden_layers=1000000000 is not allowed"),
+        ({"vocab_size": 10**30}, InvalidValue, "fails in transformers"),
+        ({"hidden_size": "32"}, InvalidValue, "fails in transformers"),
+        ({"quantization_config": {"bits": 4}}, InvalidValue, "is not planned by memplan; remove it"),
+        ({"architectures": ["BertForNothing"]}, UnknownName, "unknown bert architecture 'BertForNothing'"),
+        ({"architectures": ["Trainer"]}, UnknownName, "unknown bert architecture 'Trainer'"),
+    ],
+    ids=str,
+)
+def test_what_transformers_cannot_run_is_refused_in_its_words(read, change, error, message):
+    pytest.importorskip("transformers")
+    with pytest.raises(error, match=message):
+        read({**TINY, "model_type": "bert", **change})

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from memplan import Gpt, Llama, Plan, parameter_count
 from memplan.device import CPU, H100, Device
 from memplan.engines.checks import check_device, check_plan
+from memplan.engines.options import plan_of, with_said
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.fsdp import grouped
+from memplan.engines.torch.options import DDP_COMM_HOOKS, FSDP_UNITS, OPTIMIZER_IMPLS, torch_options
 from memplan.engines.torch.param_group import Row
 from memplan.engines.torch.pipelining import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
@@ -30,9 +32,6 @@ from memplan.estimate import StageEstimate, rank_estimate
 from memplan.memory import n_bytes_of, running_bytes
 from memplan.models import Decoder, Layers, Model
 from memplan.plan import (
-    DDP_COMM_HOOKS,
-    FSDP_UNITS,
-    OPTIMIZER_IMPLS,
     OPTIMIZERS,
     RECOMPUTES,
     Rank,
@@ -66,11 +65,11 @@ class Case(NamedTuple):
     def on(self, dp_rank: int = 0, tp_rank: int = 0, **changes: Any) -> StageEstimate:
         """The estimate of one rank of the stage, with changes to the plan."""
         rank = Rank(pp=self.stage, dp=dp_rank, tp=tp_rank)
-        return rank_estimate(self.model, replace(self.plan, **changes), rank, self.device)
+        return rank_estimate(self.model, with_said(self.plan, **changes), rank, self.device)
 
     def of(self, **changes: Any) -> RankStages:
         """The engine's own view of the stage's first rank."""
-        return RankStages(self.model, replace(self.plan, **changes), Rank(pp=self.stage), self.device)
+        return RankStages(self.model, with_said(self.plan, **changes), Rank(pp=self.stage), self.device)
 
     def held_bytes(self, **changes: Any) -> int:
         """Weights, gradients and optimizer state of the data-parallel rank that holds most of them."""
@@ -158,7 +157,7 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
         chosen["virtual_stages"] = draw(st.integers(1, max(1, model.n_layers // pp)))
     least = {"1f1b": pp, "dualpipe-v": 2 * pp}.get(chosen["schedule"], 1)
     n_micro_batches = draw(st.integers(least, least + 5))
-    plan = Plan(
+    plan = plan_of(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -250,7 +249,11 @@ def test_a_step_leaves_its_gradients_and_nothing_else(case):
     left: Counter[Buffer] = Counter()
     for event in one_by_one(rank.record.step):
         left[event.buffer] += event.sign
-    if rank.record.host is not None or not plan.set_to_none or plan.gradient_as_bucket_view:
+    if (
+        rank.record.host is not None
+        or not torch_options(plan).set_to_none
+        or torch_options(plan).gradient_as_bucket_view
+    ):
         assert not any(left.values())
         return
     assert {buffer.kind for buffer, n in left.items() if n} == {"grads"}
@@ -438,7 +441,7 @@ def test_more_sharding_never_holds_more_states(case):
 @given(cases())
 def test_twice_the_data_ranks_never_hold_more_states(case):
     twice = {"dp": 2 * case.plan.dp, "global_batch": 2 * case.plan.global_batch}
-    assume(runs(case.model, replace(case.plan, **twice), case.device))
+    assume(runs(case.model, with_said(case.plan, **twice), case.device))
     assert case.held_bytes(**twice) <= case.held_bytes()
 
 
@@ -517,7 +520,7 @@ def test_replicas_of_shards_hold_the_shards_and_one_micro_batch_more_of_nothing(
     more_ranks_bytes = 4 * 2 * case.plan.world_size if case.device.on_cpu else 0
     assert (beside.states, beside.rest_bytes) == (alone.states, alone.rest_bytes + more_ranks_bytes)
     assert beside.peak_bytes >= alone.peak_bytes
-    keeps = case.plan.set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
+    keeps = torch_options(case.plan).set_to_none and (case.plan.n_micro_batches == 1 or case.plan.pp > 1)
     if keeps and not case.of().offloads:
         assert beside.peak_bytes == alone.peak_bytes + more_ranks_bytes
 
@@ -607,7 +610,7 @@ def test_offloaded_states_are_the_hosts_and_cross_to_the_device_as_they_are_need
     assert copied["weights to the GPU"] * case.plan.dp == gathered * narrower
     fresh, added = (copied.get(what, 0) for what in ("gradients to the host", "gradients to be added"))
     reductions = 1 if case.plan.pp > 1 else case.plan.n_micro_batches
-    assert fresh == (kept.states.grads_bytes if case.plan.set_to_none else 0)
+    assert fresh == (kept.states.grads_bytes if torch_options(case.plan).set_to_none else 0)
     assert fresh + added == reductions * kept.states.grads_bytes
 
 
@@ -625,18 +628,18 @@ def test_on_cpu_ranks_the_host_is_the_device(case):
 
 def test_one_unit_has_no_rows_of_blocks():
     with pytest.raises(PlanRefused, match=r"use fsdp_units='block' or 'block\+ends', or fsdp_blocks=1\.$"):
-        Plan(dp=2, zero=3, fsdp_units="model", fsdp_blocks=2)
+        plan_of(dp=2, zero=3, fsdp_units="model", fsdp_blocks=2)
 
 
 def test_tied_ends_are_no_units_of_their_own():
     model = Gpt(
         name="any", n_layers=1, d_model=8, n_heads=2, d_ff=8, vocab_size=8, max_seq_len=8, tied_head=True
     )
-    plan = Plan(dp=2, zero=3, seq_len=8, fsdp_units="block+ends")
+    plan = plan_of(dp=2, zero=3, seq_len=8, fsdp_units="block+ends")
     with pytest.raises(PlanRefused, match=r"use fsdp_units='block' or 'model', or .* tied_head=False\.$"):
         check_plan(model, plan)
     for units in ("block", "model"):
-        check_plan(model, replace(plan, fsdp_units=units))
+        check_plan(model, with_said(plan, fsdp_units=units))
 
 
 # Traffic
@@ -704,7 +707,7 @@ def test_gradients_that_are_views_of_buckets_are_in_them_between_steps_and_nowhe
     assert views.states == copies.states
     assert views.collectives == copies.collectives
     assert views.peak_bytes <= copies.peak_bytes
-    zeroed = 0 if case.plan.set_to_none else copies.states.grads_bytes
+    zeroed = 0 if torch_options(case.plan).set_to_none else copies.states.grads_bytes
     assert views.rest_bytes == copies.rest_bytes - zeroed
     grads = [n * b.n_bytes for b, n in views.record.rest.items() if b.kind == "grads"]
     assert sum(grads) == views.states.grads_bytes
@@ -755,7 +758,7 @@ def workspaces(rank) -> int:
 @laws(80)
 @given(cases(device=st.just(CPU)))
 def test_one_kernel_holds_no_more_than_a_loop_or_lists(case):
-    assume(case.plan.optimizer in ("adam", "adamw") and case.plan.optimizer_impl == "fused")
+    assume(case.plan.optimizer in ("adam", "adamw") and torch_options(case.plan).optimizer_impl == "fused")
     for other in ("for-loop", "foreach"):
         assert case.on().peak_bytes <= case.on(optimizer_impl=other).peak_bytes
         assert case.on().states == case.on(optimizer_impl=other).states
@@ -844,14 +847,14 @@ def offers(refusal: str) -> list[tuple[str, int | bool | str]]:
 def refusal_of(model: Decoder, fields: dict[str, Any]) -> str:
     """Why a plan cannot run; empty if it can."""
     try:
-        check_plan(replace(model, tied_head=fields["tied_head"]), plan_of(fields))
+        check_plan(replace(model, tied_head=fields["tied_head"]), drawn_plan(fields))
     except PlanRefused as refused:
         return str(refused)
     return ""
 
 
-def plan_of(fields: dict[str, Any]) -> Plan:
-    return Plan(**{name: value for name, value in fields.items() if name != "tied_head"})
+def drawn_plan(fields: dict[str, Any]) -> Plan:
+    return plan_of(**{name: value for name, value in fields.items() if name != "tied_head"})
 
 
 anything = st.fixed_dictionaries(
@@ -902,7 +905,7 @@ def test_whoever_follows_the_ways_out_arrives_at_a_plan_that_runs(model, fields)
         ahead += [fields for fields in found if fields not in tried]
     else:
         raise AssertionError(f"no way out arrives: {[refusal_of(model, fields) for fields in tried]}")
-    rank_estimate(replace(model, tied_head=fields["tied_head"]), plan_of(fields), Rank(), H100)
+    rank_estimate(replace(model, tied_head=fields["tied_head"]), drawn_plan(fields), Rank(), H100)
 
 
 def test_the_sequence_length_offered_fits_the_table_of_positions():

@@ -1,14 +1,14 @@
 """The update: what each implementation holds and sends, worked out by hand; what PyTorch itself refuses."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from memplan import Llama, Plan
+from memplan import Llama
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
+from memplan.engines.options import plan_of, with_said
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import Rank
 from memplan.record import Stretch
@@ -26,7 +26,7 @@ SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
 def estimated(**plan: Any) -> StageEstimate:
     settings: dict[str, Any] = {"seq_len": 4, "precision": "fp32", "optimizer": "adam"}
-    return rank_estimate(MODEL, Plan(**settings | plan), Rank(), CPU)
+    return rank_estimate(MODEL, plan_of(**settings | plan), Rank(), CPU)
 
 
 def part(stretch: Stretch, name: str) -> Stretch:
@@ -126,7 +126,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("plan, error", REFUSED)
 def test_what_is_refused_fails_in_pytorch_with_the_error_quoted(plan, error):
     settings: dict[str, Any] = {"seq_len": 4, "precision": "fp32", "optimizer": "adamw"}
-    case = Case(name="refused", model=MODEL, plan=Plan(**settings | plan))
+    case = Case(name="refused", model=MODEL, plan=plan_of(**settings | plan))
     with pytest.raises(ValueError, match="use") as refusal:
         check_plan(case.model, case.plan)
     ended = run_case(case)
@@ -137,9 +137,9 @@ def test_what_is_refused_fails_in_pytorch_with_the_error_quoted(plan, error):
 
 @pytest.mark.slow
 def test_fused_sgd_leaves_bfloat16_weights_as_they_are_on_cpu():
-    plan = Plan(seq_len=4, precision="bf16", optimizer="sgd", optimizer_impl="fused")
+    plan = plan_of(seq_len=4, precision="bf16", optimizer="sgd", optimizer_impl="fused")
     stuck = run_case(Case(name="stuck", model=MODEL, plan=plan))
-    moved = run_case(Case(name="moved", model=MODEL, plan=replace(plan, optimizer_impl="foreach")))
+    moved = run_case(Case(name="moved", model=MODEL, plan=with_said(plan, optimizer_impl="foreach")))
     (stuck_first, *_, stuck_last), (moved_first, *_, moved_last) = (
         stuck.ranks[0].losses,
         moved.ranks[0].losses,

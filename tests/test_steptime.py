@@ -18,6 +18,7 @@ import memplan
 from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
+from memplan.engines.options import plan_of
 from memplan.engines.torch import RankStages
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.estimate import estimate_plan, rank_estimate
@@ -335,7 +336,7 @@ def test_formulas_take_arrays():
     ],
 )
 def test_the_share_of_backward_passes_beside_which_gradients_are_reduced(plan, share):
-    asked = Plan(**{"global_batch": 4 * plan.get("dp", 1), "seq_len": 16, **plan})
+    asked = plan_of(**{"global_batch": 4 * plan.get("dp", 1), "seq_len": 16, **plan})
     assert rank_estimate(replace(LLAMA, n_layers=4), asked, Rank(), CPU).work.reducing_share == share
 
 

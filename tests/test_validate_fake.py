@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from memplan import Plan
+from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue
 from memplan.units import GiB
 from tests.test_validate_gpu import H100
@@ -32,7 +33,7 @@ def servers() -> Iterator[ForkServers]:
 
 def tiny(**plan) -> Case:
     settings = {"seq_len": 16, "global_batch": 4, "precision": "fp32", **plan}
-    return Case(name="tiny", model=TINY, plan=Plan(**settings), timeout_s=60.0)
+    return Case(name="tiny", model=TINY, plan=plan_of(**settings), timeout_s=60.0)
 
 
 def faked(case: Case, rank: int = 0) -> Case:

@@ -19,7 +19,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
 from validate.launch import ForkServers, Program, Seat, rank_program, run_case
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 
 def tiny(name: str, timeout_s: float = 60.0, **plan: Any) -> Case:
     settings: dict[str, Any] = {"seq_len": 16, "global_batch": 4, "precision": "fp32", **plan}
-    return Case(name=name, model=TINY, plan=Plan(**settings), timeout_s=timeout_s)
+    return Case(name=name, model=TINY, plan=plan_of(**settings), timeout_s=timeout_s)
 
 
 # Faults of a rank, by the name of the case that has them.

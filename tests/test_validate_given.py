@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
 from validate.given import Given, GivenRanks, given_ranks
@@ -42,7 +42,9 @@ TORCHRUN = {
 
 
 def tiny(name="tiny", timeout_s=60.0, **plan):
-    return Case(name=name, model=TINY, plan=Plan(seq_len=16, precision="fp32", **plan), timeout_s=timeout_s)
+    return Case(
+        name=name, model=TINY, plan=plan_of(seq_len=16, precision="fp32", **plan), timeout_s=timeout_s
+    )
 
 
 def free_port():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from tests.tiny import TINY
 from validate.cases import Case
 from validate.gloo import WORKERS, threads_named
@@ -28,7 +28,7 @@ BUDGET = Budget(cores=1, memory_bytes=8 * 2**30)
 
 
 def case(name):
-    return Case(name=name, model=TINY, plan=Plan(**{"seq_len": 16, "global_batch": 4, **PLANS[name]}))
+    return Case(name=name, model=TINY, plan=plan_of(**{"seq_len": 16, "global_batch": 4, **PLANS[name]}))
 
 
 def prepared_with_late_workers(case, rank, device):

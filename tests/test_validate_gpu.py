@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from memplan import Llama, Plan
 from memplan.engines.checks import check_plan
+from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.precisions import PRECISIONS
 from memplan.units import GiB, MiB
@@ -46,7 +47,7 @@ TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size
 
 
 def tiny(**plan):
-    return Case(name="tiny", model=TINY, plan=Plan(seq_len=16, precision="fp32", **plan))
+    return Case(name="tiny", model=TINY, plan=plan_of(seq_len=16, precision="fp32", **plan))
 
 
 def on_gpu(**plan):

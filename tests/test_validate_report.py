@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from memplan.errors import MemplanError
 from validate import report
 from validate.__main__ import main
@@ -40,7 +40,7 @@ def ranks(peak_bytes, n):
 def record(
     name, predicted_bytes=1000, measured_bytes=1000, *, model=LLAMA, steps=8, attributed=0.9999999, **plan
 ):
-    case = Case(name=name, model=model, plan=Plan(**{"precision": "fp32", **plan}), steps=steps)
+    case = Case(name=name, model=model, plan=plan_of(**{"precision": "fp32", **plan}), steps=steps)
     return Record(
         case=case.to_dict(),
         outcome="ok",
@@ -62,7 +62,7 @@ def record(
 
 def failed(name, outcome, reason, **plan):
     return Record(
-        case=Case(name=name, model=LLAMA, plan=Plan(**plan)).to_dict(), outcome=outcome, reason=reason
+        case=Case(name=name, model=LLAMA, plan=plan_of(**plan)).to_dict(), outcome=outcome, reason=reason
     )
 
 

@@ -13,7 +13,8 @@ import torch
 from click.testing import CliRunner
 from torch.nn.parallel import DistributedDataParallel
 
-from memplan import Llama, Plan
+from memplan import Llama
+from memplan.engines.options import plan_of
 from validate.__main__ import main
 from validate.cases import Case
 from validate.collectives import Collective
@@ -26,7 +27,7 @@ TINY = Llama(name="tiny", n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size
 
 def tiny(timeout_s=60.0, **plan):
     settings: dict[str, Any] = {"seq_len": 16, "global_batch": 4, "precision": "fp32", **plan}
-    return Case(name="tiny", model=TINY, plan=Plan(**settings), timeout_s=timeout_s)
+    return Case(name="tiny", model=TINY, plan=plan_of(**settings), timeout_s=timeout_s)
 
 
 def without_reduction(case, rank, device):

@@ -8,10 +8,9 @@ import pytest
 from memplan import Plan
 from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
-from memplan.plan import OPTIMIZERS, RECOMPUTES, stage_layers
+from memplan.plan import FIELDS, OPTIMIZERS, RECOMPUTES, stage_layers
 from validate.cases import Case
 from validate.suites import SUITES, suite
-from validate.suites.file import PLAN_KEYS
 from validate.suites.models import LLAMA
 from validate.suites.quick import quick
 
@@ -172,7 +171,7 @@ def test_a_file_that_is_no_suite_is_refused_with_the_place(tmp_path, text, messa
 
 
 def test_a_suite_of_too_many_combinations_is_refused_at_once(tmp_path):
-    lists = "\n".join(f"{name} = {[*range(1, 40)]}" for name in PLAN_KEYS[:7])
+    lists = "\n".join(f"{name} = {[*range(1, 40)]}" for name in [*FIELDS][:7])
     with pytest.raises(InvalidValue, match=r"its lists make 137231006679 cases, and more than 10000 are a"):
         suite(written(tmp_path, f"[[case]]\n{lists}\n"))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan import Llama, Plan
+from memplan import Llama
+from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue
 from memplan.units import GiB
 from validate.cases import Case
@@ -27,7 +28,7 @@ BUDGET = Budget(cores=2, memory_bytes=64 * GiB)
 
 
 def case(n_ranks, name="", model=LLAMA, **plan):
-    return Case(name=name or f"{n_ranks} ranks", model=model, plan=Plan(dp=n_ranks, seq_len=64, **plan))
+    return Case(name=name or f"{n_ranks} ranks", model=model, plan=plan_of(dp=n_ranks, seq_len=64, **plan))
 
 
 class CountingJudge(Judge):

@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar
 import click
 import torch
 
-from memplan import Plan
 from memplan.checks import checked_count
-from memplan.cli import SETTINGS, Commands, command_line, plan_options
+from memplan.cli import SETTINGS, Commands, PlanCommand, command_line, plan_options
 from memplan.engines.checks import check_plan
+from memplan.engines.options import plan_of, with_said
 from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
 from memplan.units import human_bytes
@@ -99,7 +99,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
     return replace(found, n=given.world_size) if found is not None and given is not None else found
 
 
-@main.command()
+@main.command(cls=PlanCommand, defaults={"torch_version": installed_version()})
 @click.option(
     "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
 )
@@ -115,7 +115,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 )
 @_device_option
 @_gpu_option
-@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32", torch_version=installed_version())
+@plan_options("engine", dp=1, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
     steps: int,
@@ -159,11 +159,11 @@ def run(
 def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
     batch = 0 if global_batch is None else checked_count("global_batch", global_batch)
     return Case(
-        name=f"{model}, command line", model=model_named(model), plan=Plan(global_batch=batch, **plan)
+        name=f"{model}, command line", model=model_named(model), plan=plan_of(global_batch=batch, **plan)
     )
 
 
-@main.command()
+@main.command(cls=PlanCommand, defaults={"torch_version": installed_version()})
 @click.argument("case", required=False)
 @click.option(
     "--model", default="llama-small", show_default=True, help="A preset, a config.json or a suite's model."
@@ -179,7 +179,7 @@ def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the step into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32", torch_version=installed_version())
+@plan_options("engine", dp=1, global_batch=None, seq_len=128, precision="fp32")
 @click.pass_context
 def explain(
     context: click.Context,
@@ -410,7 +410,7 @@ def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: 
 
 def _as_installed(case: Case) -> Case:
     """The case under the rules of the PyTorch that runs it."""
-    return replace(case, plan=replace(case.plan, torch_version=installed_version()))
+    return replace(case, plan=with_said(case.plan, torch_version=installed_version()))
 
 
 def _place(suite: str, gpus: Gpus | None) -> str:

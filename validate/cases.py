@@ -33,6 +33,9 @@ Tensors = Literal["real", "fake"]
 REFERENCE: Final = "reference"
 """The name of a single-process run that another one is compared with."""
 
+TRAINING: Final = ("seq_len", "precision", "optimizer", "clip_grad_norm", "torch_version")
+"""What that run's plan has in common with the other's."""
+
 LEAST_STEPS: Final = 6
 """Two to warm up, one whose collectives are counted, three whose memory is observed."""
 
@@ -142,15 +145,9 @@ class Case:
 
     def reference(self) -> "Case":
         """The same training in a single process and a single batch: same model, tokens, precision, steps."""
-        alone = Plan(
-            micro_batch=self.plan.global_batch,
-            global_batch=self.plan.global_batch,
-            seq_len=self.plan.seq_len,
-            precision=self.plan.precision,
-            optimizer=self.plan.optimizer,
-            clip_grad_norm=self.plan.clip_grad_norm,
-            torch_version=self.plan.torch_version,
-        )
+        said = plan_dict(self.plan)
+        batch = said["global_batch"]
+        alone = plan_of(micro_batch=batch, global_batch=batch, **{name: said[name] for name in TRAINING})
         return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
 
     @property
@@ -278,6 +275,13 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
+WORDS: Final = (
+    *("mb", "recompute", "first", "layers", "units", "blocks", "offload", "impl", "clip", "set-to-none"),
+    *("bucket-view", "static-graph", "bucket", "hook", "chunks", "torch"),
+)
+"""The order of words in the names of the cases on file; other engines' follow."""
+
+
 def title(model: Decoder | TracedModel, plan: Plan) -> str:
     """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
 
@@ -291,8 +295,11 @@ def title(model: Decoder | TracedModel, plan: Plan) -> str:
     words += [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.precision == "fp32" else [plan.precision]
     words += [] if plan.optimizer == "adamw" else [plan.optimizer]
-    others = [said for said in said_by(plan) if said.field.word and not said.is_default]
-    words += [_option_words(said.field.word, said.value) for said in others]
+    others = {
+        said.field.word: said.value for said in said_by(plan) if said.field.word and not said.is_default
+    }
+    words += [_option_words(word, others.pop(word)) for word in WORDS if word in others]
+    words += [_option_words(word, value) for word, value in others.items()]
     kind = []
     if isinstance(model, Decoder):
         kind = [word for word, yes in (("tied", model.tied_head), ("dropout", model.dropout)) if yes]

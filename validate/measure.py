@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from memplan.engines.torch.options import torch_options
 from memplan.plan import Rank
 from validate.blocks import Block, alive_after
 from validate.cases import Case
@@ -208,11 +209,12 @@ def n_warm_up(case: Case) -> int:
     With data another step follows before memory is observed, in which PowerSGD makes what it keeps. Without,
     none does, and none is gone through in vain.
     """
+    options = torch_options(case.plan)
     if case.tensors == "real":
-        return WARM_UP_STEPS + case.plan.static_graph
+        return WARM_UP_STEPS + options.static_graph
     if not case.plan.ddp:
         return 1
-    return WARM_UP_STEPS + case.plan.static_graph + (case.plan.ddp_comm_hook == "powersgd")
+    return WARM_UP_STEPS + options.static_graph + (options.ddp_comm_hook == "powersgd")
 
 
 def settled() -> None:

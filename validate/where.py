@@ -9,8 +9,9 @@ from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from memplan import Plan
+from memplan.engines.options import plan_dict
+from memplan.engines.torch.options import TorchOptions
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
-from memplan.fields import Registered
 from memplan.tape import Backend
 from validate.cases import FAMILIES, Case, RunsOn, Tensors, family_of
 from validate.records import Record
@@ -54,9 +55,7 @@ def _fields_of(owner: type, *, after_run: bool = False) -> dict[str, Field]:
     for field in fields(owner):
         kind, choices = _kind_of(hints[field.name])
         if kind is not None and field.name != "name":
-            registered = field.metadata.get("field")
-            if isinstance(registered, Registered):
-                choices = registered.choices
+            choices = getattr(field.metadata.get("field"), "choices", choices)
             found[field.name] = Field(kind=kind, choices=choices, after_run=after_run)
     return found
 
@@ -81,6 +80,7 @@ CASE_FIELDS: Final[Mapping[str, Field]] = {
     "n_micro_batches": Field(kind="number"),
     **{name: field for family in FAMILIES.values() for name, field in _fields_of(family).items()},
     **_fields_of(Plan),
+    **_fields_of(TorchOptions),
     "device": Field(kind="text", choices=get_args(RunsOn)),
     "gpu": Field(kind="text"),
     "backend": Field(kind="text", choices=get_args(Backend)),
@@ -105,6 +105,7 @@ def case_facts(case: Case) -> dict[str, Value]:
     for name in CASE_FIELDS:
         owner = next((part for part in (case.plan, case.model) if hasattr(part, name)), case)
         facts[name] = getattr(owner, name, None)
+    facts |= plan_dict(case.plan)
     return facts | {"case": case.name, "model": case.model.name, "family": family_of(case.model)}
 
 

@@ -5,14 +5,51 @@ An engine names the value's type in `Engine.options`: a frozen dataclass, each o
 the names of cases and the JSON.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from inspect import Parameter, signature
+from typing import Any, Final, Literal, NamedTuple, TypedDict, TypeVar
 
 from memplan.engines.base import ENGINES
-from memplan.errors import unknown_name
+from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.fields import Field, described_fields
 from memplan.plan import FIELDS, Plan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+USUAL_ENGINE: Final = str(Plan.__dataclass_fields__["engine"].default)
+"""The engine of a plan that names none."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of memplan's own engines, so that type checkers and editors know them."""
+
+    fsdp_units: Literal["block", "block+ends", "model"]
+    fsdp_blocks: int
+    optimizer_impl: Literal["default", "for-loop", "foreach", "fused"]
+    set_to_none: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    bucket_cap_bytes: int | None
+    ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
+    torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
+
+
+def shows(keywords: Any) -> Callable[[F], F]:
+    """Lets `help` and completion know what a function's `**options` can be: the keys of a TypedDict."""
+
+    def shown(function: F) -> F:
+        own = signature(function)
+        *named, rest = own.parameters.values()
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+            for name, hint in keywords.__annotations__.items()
+        ]
+        vars(function)["__signature__"] = own.replace(parameters=[*named, *more, rest])
+        return function
+
+    return shown
 
 
 class Said(NamedTuple):
@@ -39,6 +76,15 @@ def option_fields(engine: str) -> dict[str, Field]:
     return {} if kind is None else described_fields(kind)
 
 
+def plan_fields(engine: str = USUAL_ENGINE) -> dict[str, Field]:
+    """What a plan says under an engine: a plan's own fields, then the engine's options.
+
+    Raises:
+        UnknownName: an engine that there is not.
+    """
+    return FIELDS | option_fields(engine)
+
+
 def plan_of(**values: Any) -> Plan:
     """A plan from flat keywords: its own fields, and its engine's options.
 
@@ -47,26 +93,50 @@ def plan_of(**values: Any) -> Plan:
     """
     own = {name: value for name, value in values.items() if name in FIELDS}
     plan = Plan(**own)
-    known = option_fields(plan.engine)
-    for name in values.keys() - own.keys() - known.keys():
-        raise unknown_name("option of a plan", name, [*FIELDS, *known])
-    kind = ENGINES.named(plan.engine).options
+    kind, known = ENGINES.named(plan.engine).options, option_fields(plan.engine)
+    others = {name: value for name, value in values.items() if name not in FIELDS}
+    for name in others.keys() - known.keys():
+        if (owner := engine_of_option(name)) is not None:
+            raise InvalidValue(
+                f"{name}={shown_value(others[name])} is an option of engine={owner!r}, not of "
+                f"engine={plan.engine!r}; leave it out, or use engine={owner!r}."
+            )
+        raise unknown_name("option of a plan", name, plan_fields(plan.engine))
     if kind is None:
         return plan
-    options = {name: known[name].checked(name, values[name]) for name in known if name in values}
-    return replace(plan, options=kind(**options))
+    options = kind(**{name: known[name].checked(name, value) for name, value in others.items()})
+    return plan if options == kind() else replace(plan, options=options)
+
+
+def engine_of_option(name: str) -> str | None:
+    """The engine that has an option of this name; None if none has."""
+    for engine in ENGINES.names():
+        with suppress(MemplanError, ImportError):
+            if name in option_fields(engine):
+                return engine
+    return None
 
 
 def said_by(plan: Plan) -> Iterator[Said]:
     """All that a plan says: its own fields, then its engine's options."""
     for name, field in FIELDS.items():
         yield Said(name, field, getattr(plan, name), Plan.__dataclass_fields__[name].default)
-    if plan.options is not None:
-        for name, field in described_fields(type(plan.options)).items():
-            default = type(plan.options).__dataclass_fields__[name].default
-            yield Said(name, field, getattr(plan.options, name), default)
+    kind = ENGINES.named(plan.engine).options
+    if kind is not None:
+        options, usual = plan.options or kind(), kind()
+        for name, field in described_fields(kind).items():
+            yield Said(name, field, getattr(options, name), getattr(usual, name))
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """All that a plan says as flat plain values."""
     return {said.name: said.value for said in said_by(plan)}
+
+
+def with_said(plan: Plan, **values: Any) -> Plan:
+    """The plan with other values of its fields or of its engine's options.
+
+    Raises:
+        MemplanError: as `plan_of`.
+    """
+    return plan_of(**plan_dict(plan) | values)

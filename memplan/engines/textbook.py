@@ -448,18 +448,9 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "virtual_stages": (1,),
     "schedule": ("gpipe", "1f1b"),
     "layers_per_stage": (None,),
-    "fsdp_units": ("block",),
-    "fsdp_blocks": (1,),
     "offload": (False,),
-    "optimizer_impl": ("default",),
     "clip_grad_norm": (None,),
-    "set_to_none": (True,),
-    "gradient_as_bucket_view": (False,),
-    "static_graph": (False,),
-    "bucket_cap_bytes": (None,),
-    "ddp_comm_hook": ("none",),
     "loss_chunks": (1,),
-    "torch_version": ("2.13",),
 }
 """Values of a plan's options that the formulas cover; of other options all."""
 

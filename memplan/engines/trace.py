@@ -279,8 +279,12 @@ class _TracedStage:
         tape = self.tape
         logits = self.model.head(self.held["x"])
         del self.held["x"]
-        n_head = self._end_forward("head")
-        end = self.model.loss(logits)
+        if self.model.computes_loss:
+            end = self.model.loss(logits)
+            n_head = self._end_forward("head")
+        else:
+            n_head = self._end_forward("head")
+            end = self.model.loss(logits)
         if self.keep_logits:
             self.held["output"] = logits
         del logits

@@ -50,6 +50,8 @@ class Model(ABC):
     """The mesh axes, beside the data axes, that the code can be divided over."""
     chunks_loss: ClassVar[bool] = True
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
+    computes_loss: ClassVar[bool] = False
+    """Whether the module computes its loss itself: as a part of its forward pass, and of its autocast."""
 
     name: str
     d_model: int

@@ -57,13 +57,31 @@ class Config:
             if self.values.get(key):
                 raise InvalidValue(f"{key}={_shown(self.values[key])} is not planned by memplan; remove it.")
 
+    def expect(self, key: str, default: Any) -> None:
+        """Refuse a setting that is not the default, which memplan has no rule for."""
+        if (found := self.value(key, default)) != default:
+            raise InvalidValue(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
+
     @property
-    def rope_theta(self) -> float:
-        """The base of the rotary angles: `rope_parameters.rope_theta` (transformers 5) or `rope_theta`."""
+    def _rope_parameters(self) -> "Config":
+        """What a file of transformers 5 says of rotary positions."""
         parameters = self.value("rope_parameters", {})
         if not isinstance(parameters, dict):
             raise InvalidValue(f"rope_parameters={_shown(parameters)} is not allowed; use an object.")
-        theta = Config(parameters).value("rope_theta", self.value("rope_theta", 10000.0))
+        return Config(parameters)
+
+    def rotary_part(self, default: float) -> float:
+        """How much of a head is turned: `partial_rotary_factor`, more than 0 and up to 1."""
+        key = "partial_rotary_factor"
+        part = self._rope_parameters.value(key, self.value(key, default))
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+            raise InvalidValue(f"{key}={_shown(part)} is not allowed; use a number above 0, up to 1.")
+        return float(part)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotary angles: `rope_parameters.rope_theta` (transformers 5) or `rope_theta`."""
+        theta = self._rope_parameters.value("rope_theta", self.value("rope_theta", 10000.0))
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta <= 1e12:
             raise InvalidValue(
                 f"rope_theta={_shown(theta)} is not allowed; use a positive number up to 1e12."
@@ -84,20 +102,18 @@ class Config:
         """The `model_type`, or that of the architecture; `known` are architectures by type.
 
         Raises:
-            UnknownName: one that memplan does not know, by name.
+            UnknownName: an architecture without a type that memplan does not know, by name.
             InvalidValue: a file that names neither.
         """
         architecture, found = self.architecture, self.values.get("model_type")
-        if found is None:
-            found = next((kind for kind, name in known.items() if name == architecture), None)
         if found is None and architecture is None:
             raise InvalidValue(
                 f"names neither model_type nor architectures; add model_type, one of {', '.join(known)}."
             )
-        if not isinstance(found, str) or found not in known:
-            raise unknown_name("model architecture", architecture if found is None else found, known)
-        if architecture not in (None, known[found]):
-            raise unknown_name(f"{found} architecture", architecture, [known[found]])
+        if found is None:
+            found = next((kind for kind, name in known.items() if name == architecture), None)
+        if not isinstance(found, str):
+            raise unknown_name("model architecture", self.values.get("model_type", architecture), known)
         return found
 
 

@@ -45,6 +45,7 @@ class HuggingFaceGpt(GptDecoder):
     code: ClassVar[str] = "transformers 5.23, GPT2LMHeadModel"
     axes: ClassVar[tuple[Axis, ...]] = ()
     chunks_loss: ClassVar[bool] = False
+    computes_loss: ClassVar[bool] = True
 
     activation: str = "gelu_new"
 

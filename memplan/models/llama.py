@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Final, final
 
-from memplan.errors import InvalidValue
 from memplan.models.config import Config
 from memplan.models.decoders import LlamaDecoder
 from memplan.models.families import Family, Reader
+from memplan.models.huggingface import decoder_sizes
 from memplan.models.huggingface_llama import HuggingFaceLlama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.ops import (
@@ -65,24 +65,18 @@ class Llama(LlamaDecoder):
 
 def _read(config: Config, name: str) -> HuggingFaceLlama:
     """Source: transformers, LlamaConfig (defaults) and LlamaForCausalLM."""
-    config.refuse("quantization_config")
     config.one_of("hidden_act", "silu", ("silu", "swish"))
-    if (rate := config.fraction("attention_dropout", 0.0)) > 0:
-        raise InvalidValue(
-            f"attention_dropout={rate} is not allowed: memplan's Llama has no dropout; set it to 0.0."
-        )
-    n_heads = config.count("num_attention_heads", 32)
     return HuggingFaceLlama(
-        name=name,
-        n_layers=config.count("num_hidden_layers", 32),
-        d_model=config.count("hidden_size", 4096),
-        n_heads=n_heads,
-        n_kv_heads=config.count("num_key_value_heads", n_heads),
-        d_head=config.count("head_dim", 0),
-        d_ff=config.count("intermediate_size", 11008),
-        vocab_size=config.count("vocab_size", 32000),
-        max_seq_len=config.count("max_position_embeddings", 2048),
-        tied_head=config.flag("tie_word_embeddings", default=False),
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=32,
+            d_model=4096,
+            n_heads=32,
+            d_ff=11008,
+            vocab_size=32000,
+            max_seq_len=2048,
+        ),
         attention_bias=config.flag("attention_bias", default=False),
         mlp_bias=config.flag("mlp_bias", default=False),
         rope_theta=config.rope_theta,

@@ -1,11 +1,12 @@
 """A model from its name, its file, or itself."""
 
 import os
+from collections.abc import Mapping
 
-from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value
+from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value, unknown_name
 from memplan.files import of_file
 from memplan.models.base import Model
-from memplan.models.config import config_file, model_name, read_config
+from memplan.models.config import Config, config_file, model_name, read_config
 from memplan.models.families import FAMILIES, implemented
 from memplan.models.presets import preset
 from memplan.models.traced import is_trace, model_from_trace
@@ -59,12 +60,14 @@ def _of_file(path: str | os.PathLike[str]) -> Model:
 def model_from_config(path: str | os.PathLike[str]) -> Model:
     """The Model that a `config.json` describes; `path` is the file or its folder.
 
-    Keys that are absent or null take transformers' defaults; keys that change no size are ignored.
+    An architecture that has a family is read without any other package; every other one that transformers
+    knows is traced from its code, if that is installed. Keys that are absent or null take transformers'
+    defaults; keys that change no size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
 
     Raises:
-        UnknownName: an architecture that memplan does not know, by name.
+        UnknownName: an architecture that nobody here knows, by name.
         InvalidValue: a file that cannot be read as a model's configuration, and why.
     """
     file = config_file(path)
@@ -72,10 +75,32 @@ def model_from_config(path: str | os.PathLike[str]) -> Model:
         config = read_config(file)
         families = map(FAMILIES.named, FAMILIES.names())
         readers = {kind: reader for family in families for kind, reader in family.readers.items()}
-        kind = config.model_type({kind: reader.architecture for kind, reader in readers.items()})
-        return readers[kind].read(config, model_name(file))
+        known = {kind: reader.architecture for kind, reader in readers.items()}
+        kind = config.model_type(known)
+        if kind in known and config.architecture in (None, known[kind]):
+            return readers[kind].read(config, model_name(file))
+        return _traced_from(config, kind, model_name(file), known)
     except MemplanError as error:
         raise of_file(file, error) from None
+
+
+def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str]) -> Model:
+    """The model of an architecture without a family, traced from transformers' code."""
+    try:
+        from memplan.tracing.huggingface import traced_from_config
+
+        return traced_from_config(config, name)
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers", "huggingface_hub"):
+            raise
+    what = (
+        ("model architecture", kind) if kind not in known else (f"{kind} architecture", config.architecture)
+    )
+    own = known if kind not in known else [known[kind]]
+    raise UnknownName(
+        f"{unknown_name(*what, own)} Others are traced from transformers' own code: pip install "
+        "'memplan[huggingface]'."
+    )
 
 
 def _looks_like_a_path(text: str) -> bool:

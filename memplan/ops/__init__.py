@@ -34,16 +34,18 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 """
 
 from memplan.ops.attention import AttentionKernel, attention, attention_kernel
-from memplan.ops.elementwise import dropout, gelu, gelu_new, silu
+from memplan.ops.elementwise import dropout, gelu, gelu_new, relu, silu, times_number
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
 from memplan.ops.heads import (
     feature_parts,
+    feature_slices,
     halves_rotation,
     heads,
     merged_heads,
     repeated_heads,
     rope,
     rope_by_halves,
+    rope_of_part,
     rotation,
 )
 from memplan.ops.linear import Split, conv1d, linear
@@ -54,7 +56,7 @@ from memplan.ops.loss import (
     share_of_loss,
     shifted_cross_entropy,
 )
-from memplan.ops.norm import layer_norm, rms_norm, rms_norm_by_parts
+from memplan.ops.norm import layer_norm, rms_norm, rms_norm_around_one, rms_norm_by_parts, rms_norm_in_fp32
 from memplan.ops.tensor_axis import gather_sequence
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "dropout",
     "embedding",
     "feature_parts",
+    "feature_slices",
     "gather_sequence",
     "gelu",
     "gelu_new",
@@ -79,14 +82,19 @@ __all__ = [
     "linear",
     "merged_heads",
     "position_ids",
+    "relu",
     "repeated_heads",
     "rms_norm",
+    "rms_norm_around_one",
     "rms_norm_by_parts",
+    "rms_norm_in_fp32",
     "rope",
     "rope_by_halves",
+    "rope_of_part",
     "rotation",
     "scaled_loss",
     "share_of_loss",
     "shifted_cross_entropy",
     "silu",
+    "times_number",
 ]

@@ -21,6 +21,14 @@ def gelu(x: Tensor) -> Tensor:
     return _activation(x, "gelu")
 
 
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0); saves the result.
+
+    Source: tools/autograd/derivatives.yaml (`relu`).
+    """
+    return _of_result(x, "relu")
+
+
 def gelu_new(x: Tensor) -> Tensor:
     """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), operation by operation; saves four tensors.
 
@@ -28,15 +36,23 @@ def gelu_new(x: Tensor) -> Tensor:
 
     Source: transformers.activations, NewGELUActivation; aten/src/ATen/autocast_mode.h (`AT_FORALL_FP32`).
     """
-    half = _times_number(x)
-    return _times(half, _plus_number(_tanh(_times_number(x + _times_number(_cubed(x))))))
+    half = times_number(x)
+    return _times(half, plus_number(_tanh(times_number(x + times_number(_cubed(x))))))
 
 
-def _times_number(x: Tensor) -> Tensor:
+def times_number(x: Tensor) -> Tensor:
+    """x times a number; saves nothing.
+
+    Source: tools/autograd/derivatives.yaml (`mul.Tensor`).
+    """
     return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), (), same_backward))
 
 
-def _plus_number(x: Tensor) -> Tensor:
+def plus_number(x: Tensor) -> Tensor:
+    """x plus a number; saves nothing.
+
+    Source: tools/autograd/derivatives.yaml (`add.Tensor`).
+    """
     return x.tape.new("sum", x.shape, x.dtype, x.tape.node((x.node,), (), lambda grad, saved: (grad,)))
 
 
@@ -58,7 +74,12 @@ def power_backward(grad: Tensor, saved: Saved) -> Grads:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    y = x.tape.new("tanh", x.shape, x.dtype)
+    return _of_result(x, "tanh")
+
+
+def _of_result(x: Tensor, name: str) -> Tensor:
+    """An activation whose derivative follows from its result, which is saved."""
+    y = x.tape.new(name, x.shape, x.dtype)
     y.node = x.tape.node((x.node,), (y.detach(),), same_backward)
     return y
 

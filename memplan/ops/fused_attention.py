@@ -1,4 +1,7 @@
-"""Attention's fused kernels: the scores are never in memory as a whole."""
+"""Attention's fused kernels: the scores are never in memory as a whole.
+
+The output is laid out like the queries, but for the memory-efficient kernel's (`empty_like`).
+"""
 
 from memplan.kernels import efficient_attention_bytes, flash_splits
 from memplan.ops.heads import attention_flops
@@ -38,6 +41,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return y, lse
 
     y, lse = tape.save_if_selective(compute, attention_flops(q))
+    y.head_major = q.head_major
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse), backward)
     return y
 
@@ -104,6 +108,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
         return y, lse, state, unused
 
     y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y.head_major = q.head_major
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
     return y
 
@@ -134,6 +139,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), seed, offset
 
     y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y.head_major = q.head_major
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
     return y
 

@@ -5,7 +5,7 @@ other (`Tensor.head_major`); the operations after them copy them back to one tok
 """
 
 from memplan.ops.dims import dims, divided
-from memplan.shapes import COMPLEX64, FP32, Buffer, DType, buffer_of
+from memplan.shapes import COMPLEX64, FP32, Buffer, DType, buffer_of, check_equal
 from memplan.tape import Grads, Saved, Tensor, Workspace
 
 DIMS = ("batch", "seq", "heads", "d_head")
@@ -23,18 +23,21 @@ def heads(x: Tensor, d_head: int) -> Tensor:
 
 
 def feature_parts(x: Tensor, n: int) -> list[Tensor]:
-    """(batch, seq, width) as n views along its features; backward joins their gradients once all are there.
+    """x as n views along its features, the last dim; backward joins their gradients once all are there.
+
+    What is joined of heads is laid out by head.
 
     Source: torch:split, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    batch, seq, width = dims(x, "parts of the features", "batch", "seq", "width")
-    part = batch, seq, divided(width, n, "width", by="parts")
+    part = *shape[:-1], divided(shape[-1], n, "width", by="parts")
+    by_head = len(shape) == len(DIMS) and min(shape[1:3]) > 1
     grads: list[Tensor] = []
 
     def join(grad: Tensor, saved: Saved) -> Grads:
         grads.append(grad)
         whole = grad.tape.new("grad", shape, dtype)
+        whole.head_major = by_head
         grads.clear()
         return (whole,)
 
@@ -44,6 +47,25 @@ def feature_parts(x: Tensor, n: int) -> list[Tensor]:
 
     nodes = [tape.node((x.node if i == 0 else None,), (), keep if i else join) for i in range(n)]
     return [Tensor(tape, part, dtype, x.storage, node, is_view=True) for node in nodes]
+
+
+def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
+    """Views of x of these widths along its features; backward makes a whole gradient of each, with zeros.
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`slice_backward_wrapper`).
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    check_equal("slices of the features", sum(widths), shape[-1])
+    by_head = len(shape) == len(DIMS) and min(shape[1:3]) > 1
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        whole = grad.tape.new("grad", shape, dtype)
+        whole.head_major = by_head
+        return (whole,)
+
+    nodes = [tape.node((x.node,), (), backward) for _ in widths]
+    views = zip(widths, nodes, strict=True)
+    return [Tensor(tape, (*shape[:-1], n), dtype, x.storage, node, is_view=True) for n, node in views]
 
 
 def merged_heads(x: Tensor) -> Tensor:
@@ -107,14 +129,13 @@ def rope(x: Tensor) -> Tensor:
     return tape.cast(turned, dtype)
 
 
-def halves_rotation(tokens: Tensor, d_head: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions, (1, seq, d_head) in the type of the weights.
+def halves_rotation(tokens: Tensor, d_head: int, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions, (1, seq, d_head).
 
     Neglects: the angles that they are made from, which are gone before the first block.
     Source: transformers.models.llama.modeling_llama, LlamaRotaryEmbedding.forward.
     """
-    tape = tokens.tape
-    shape, dtype = (1, tokens.shape[1], d_head), tape.context.weight_dtype
+    tape, shape = tokens.tape, (1, tokens.shape[1], d_head)
     return tape.new("cosines", shape, dtype), tape.new("sines", shape, dtype)
 
 
@@ -153,6 +174,23 @@ def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
                 rotated.new("halves in turn", shape, dtype)
             times_table(products, "times sines")
         return tape.new("rotated", shape, wide, node)
+
+
+def rope_of_part(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x with as much of each head turned as the tables are wide; the rest is copied beside it.
+
+    Source: transformers.models.phi3.modeling_phi3, apply_rotary_pos_emb.
+    """
+    tape, shape = x.tape, x.shape
+    turned, rest = feature_slices(x, cosines.shape[-1], shape[-1] - cosines.shape[-1])
+    turned = rope_by_halves(turned, cosines, sines)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad.view(*shape), grad.view(*shape)
+
+    joined = tape.new("rotated", shape, turned.dtype, tape.node((turned.node, rest.node), (), backward))
+    joined.head_major = min(shape[1:3]) > 1
+    return joined
 
 
 def _in_type_of(grad: Tensor, dtype: DType, into: Workspace) -> None:

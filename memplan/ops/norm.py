@@ -2,7 +2,7 @@
 
 from memplan.kernels import partial_rows
 from memplan.ops.dims import dims
-from memplan.ops.elementwise import power_backward
+from memplan.ops.elementwise import plus_number, power_backward
 from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
@@ -67,6 +67,26 @@ def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
     weight = _weight(x, name)
     narrow = _normed(divided_sequence(x))
     return _scaled(narrow, x.tape.weight(weight), name)
+
+
+def rms_norm_in_fp32(x: Tensor, name: str) -> Tensor:
+    """The same with the weight applied in float32, as OLMo 2 has it.
+
+    Source: transformers.models.olmo2.modeling_olmo2, Olmo2RMSNorm.forward.
+    """
+    weight, normed = _weight(x, name), _normed_in_fp32(x.tape.cast(x, FP32))
+    return x.tape.cast(_mul_by_weight(normed, x.tape.weight(weight), name), x.dtype)
+
+
+def rms_norm_around_one(x: Tensor, name: str) -> Tensor:
+    """The same with 1 + the weight, as Gemma has it: the sum is made for each norm, in float32, and saved.
+
+    Source: transformers.models.gemma.modeling_gemma, GemmaRMSNorm.forward.
+    """
+    weight, normed = _weight(x, name), _normed_in_fp32(x.tape.cast(x, FP32))
+    return x.tape.cast(
+        _mul_by_weight(normed, plus_number(x.tape.cast(x.tape.weight(weight), FP32)), name), x.dtype
+    )
 
 
 def _weight(x: Tensor, name: str) -> Parameter:

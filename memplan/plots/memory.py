@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from memplan.checks import checked_count
+from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Verdict
@@ -194,7 +195,7 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
 
 
 def _value(estimate: Estimate, keyword: str) -> int:
-    value = getattr(estimate.plan, keyword, None)
+    value = plan_dict(estimate.plan).get(keyword)
     if isinstance(value, bool) or not isinstance(value, int):
         names = ", ".join(AXIS_LABELS)
         raise InvalidValue(f"keyword={keyword!r} is no number of a plan; use one of {names}.")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from memplan.engines.options import Said, said_by
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
 from memplan.memory import Bytes
-from memplan.plan import Plan
 from memplan.shapes import Kind
 from memplan.tables import layers_text
 from memplan.units import GiB, KiB, MiB, human_bytes
@@ -158,27 +158,25 @@ def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
     """What all plans have in common, but for the `varied` keyword."""
     models = {e.model.name for e in estimates}
     parts = [models.pop()] if len(models) == 1 else []
-    for field in (*FIELDS, *(field for field in Plan.__dataclass_fields__ if field not in FIELDS)):
-        values = {getattr(e.plan, field) for e in estimates}
-        if len(values) == 1 and field != varied and _says_something(estimates, field):
-            parts.append(
-                f"{values.pop()}" if field in ("precision", "optimizer") else f"{field}={values.pop()}"
-            )
+    first, *others = [{each.name: each for each in said_by(e.plan)} for e in estimates]
+    for name in dict.fromkeys((*FIELDS, *first)):
+        value = first[name].value
+        same = all(name in one and one[name].value == value for one in others)
+        if same and name != varied and _says_something(estimates, first[name]):
+            parts.append(f"{value}" if name in ("precision", "optimizer") else f"{name}={value}")
     if any(e.confirmed == "unmeasured" for e in estimates):
         parts.append("not confirmed by a run")
     return ", ".join(parts)
 
 
-def _says_something(estimates: Sequence[Estimate], field: str) -> bool:
+def _says_something(estimates: Sequence[Estimate], said: Said) -> bool:
     """Whether a field is worth a word: degrees of 1, what only many ranks have, one pass a step are not."""
-    axis = {"zero": "dp", "schedule": "pp", "sequence_parallel": "tp"}.get(field, field)
+    axis = {"zero": "dp", "schedule": "pp", "sequence_parallel": "tp"}.get(said.name, said.name)
     if axis in ("dp", "tp", "pp"):
         return any(getattr(e.plan, axis) > 1 for e in estimates)
-    if field == "global_batch":
+    if said.name == "global_batch":
         return any(e.plan.n_micro_batches > 1 for e in estimates)
-    if field == "engine" or field not in FIELDS:
-        return any(getattr(e.plan, field) != Plan.__dataclass_fields__[field].default for e in estimates)
-    return True
+    return not said.is_default or (said.name in FIELDS and said.name != "engine")
 
 
 def new_axes(

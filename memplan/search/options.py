@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
+from memplan.engines.options import EngineOptions
 from memplan.hardware import Link
-from memplan.plan import DdpCommHook, FsdpUnits, Optimizer, OptimizerImpl, Recompute, TorchVersion
+from memplan.plan import Optimizer, Recompute
 from memplan.steptime import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
@@ -13,8 +14,8 @@ Progress = Callable[[int], None]
 """Told now and then how many plans have been seen."""
 
 
-class PlanOptions(TypedDict, total=False):
-    """Fields of `memplan.Plan`: of those that a search varies one value or several, of the others one."""
+class PlanOptions(EngineOptions, total=False):
+    """Keywords of a plan: of the fields that a search varies one value or several, of the others one."""
 
     dp: int | Iterable[int]
     dp_replicate: int | Iterable[int]
@@ -31,17 +32,8 @@ class PlanOptions(TypedDict, total=False):
     precision: str
     optimizer: Optimizer
     layers_per_stage: Sequence[int] | None
-    fsdp_units: FsdpUnits
-    fsdp_blocks: int
-    optimizer_impl: OptimizerImpl
     clip_grad_norm: float | None
-    set_to_none: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    bucket_cap_bytes: int | None
-    ddp_comm_hook: DdpCommHook
     loss_chunks: int
-    torch_version: TorchVersion
     engine: str
 
 

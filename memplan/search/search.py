@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
 import numpy as np
 
-from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count, checked_flag
+from memplan.checks import checked_choice, checked_count, checked_flag
 from memplan.engines.base import ENGINES
-from memplan.engines.options import plan_of
-from memplan.errors import InvalidValue, PlanRefused, shown_value
+from memplan.engines.options import USUAL_ENGINE, plan_of, shows
+from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.models import Model, resolve
@@ -39,7 +39,7 @@ from memplan.search.options import Objective, PlanOptions, Progress
 from memplan.search.plans import VARIED, Grid
 from memplan.search.pool import Pool
 from memplan.search.rules import RUNS
-from memplan.search.space import Ruled, Space, divisors
+from memplan.search.space import Ruled, Space
 from memplan.search.table import search_dict, search_frame
 from memplan.steptime import Roofline, TimeModel
 from memplan.text_tables import html_text
@@ -166,6 +166,7 @@ def _slack_bytes(estimated: Estimate) -> int:
     return (estimated.reserved_bytes or 0) - estimated.worst.peak_bytes
 
 
+@shows(PlanOptions)
 def search(
     model: Model | str | os.PathLike[str],
     *,
@@ -209,10 +210,10 @@ def search(
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the least headroom: the fraction of usable memory that a plan which "fits" leaves free; left
             out, 0.05.
-        options: fields of `memplan.Plan`. Those that a search varies (`dp`, `dp_replicate`, `tp`, `pp`,
-            `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`, `recompute`, `recompute_blocks`,
-            `schedule`, `offload`) take one value or several and all that make a difference if left out
-            (`recompute_blocks`: None); the others one value.
+        **options: fields of `memplan.Plan` and options of its engine. Those that a search varies (`dp`,
+            `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
+            `recompute`, `recompute_blocks`, `schedule`, `offload`) take one value or several and all that
+            make a difference if left out (`recompute_blocks`: None); the others one value.
 
     Returns:
         A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
@@ -470,25 +471,13 @@ def values_of(name: str, asked: Any) -> tuple[Any, ...]:
 def common(*, global_batch: int, **options: Any) -> Plan:
     """A plan with these options: what all plans of a search have in common.
 
-    DDP's and FSDP2's options need a plan that uses them, which is what they are given here; the search
-    varies those fields anyway.
-
     Raises:
         MemplanError: a name that is no field of a plan, or a value that no plan can have.
     """
-    engine = options.get("engine", Plan.__dataclass_fields__["engine"].default)
+    engine = options.get("engine", USUAL_ENGINE)
     if ENGINES.named(engine).is_accounting:
         raise InvalidValue(
             f"engine={engine!r} is closed-form accounting, which gives no verdict and no step time to search "
             "by; use engine='torch'."
         )
-    several = next((n for n in divisors(global_batch) if 1 < n <= LARGEST_CLUSTER), 1)
-    refusals = []
-    whole = {"dp": several, "micro_batch": global_batch // several}
-    tools: tuple[dict[str, Any], ...] = {}, {"zero": 3}, {"dp": several}, whole
-    for tool in tools:
-        try:
-            return plan_of(global_batch=global_batch, **options, **tool)
-        except PlanRefused as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
+    return plan_of(global_batch=global_batch, micro_batch=global_batch, **options)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.engines.options import option_fields
+from memplan.engines.options import plan_dict, said_by
 from memplan.estimate import Estimate
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
@@ -59,8 +59,9 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def columns_of(found: "Found") -> tuple[str, ...]:
-    """The names of the columns: those of all searches, then the engine's own options."""
-    return (*COLUMNS, *option_fields(found.base.engine))
+    """The names of the columns: those of all searches, then what else was asked of every plan."""
+    asked = [said.name for said in said_by(found.base) if not said.is_default]
+    return (*COLUMNS, *(name for name in asked if name not in COLUMNS))
 
 
 def counts(found: "Found") -> dict[str, Any]:
@@ -91,14 +92,15 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
     First the plans that fit, then those of which memplan cannot say, then those that do not, each the best
     first, of those that do not fit the nearest. `model`: how the model was named on the command line.
     """
-    estimates = shown(found)
+    estimates, columns = shown(found), columns_of(found)
     for verdict in ORDER:
         own = [each for each in estimates if each.verdict == verdict]
         for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
-            yield _row(each, tie, model)
+            row = _row(each, tie, model)
+            yield {name: row[name] for name in columns}
     for values in found.refused:
         why = str(refusal(found.model, found.base, values))
-        yield dict.fromkeys(columns_of(found)) | values | {"verdict": "refused", "why": why}
+        yield dict.fromkeys(columns) | values | {"verdict": "refused", "why": why}
 
 
 def shown(found: "Found") -> list[Estimate]:
@@ -139,7 +141,7 @@ def ties(rates: Iterable[float | None]) -> Iterator[int | None]:
 def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, Any]:
     plan, worst, verdict = estimated.plan, estimated.worst, estimated.verdict
     held = None if estimated.over_bytes else estimated.device_bytes
-    return {name: getattr(plan, name) for name in (*VARIED, "global_batch", "seq_len")} | {
+    return plan_dict(plan) | {
         "n_micro_batches": plan.n_micro_batches,
         "verdict": verdict,
         "tie": tie,
@@ -156,7 +158,6 @@ def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, A
         "tokens_per_s_per_gpu": estimated.tokens_per_s_per_gpu,
         "mfu": estimated.mfu,
         "command": estimate_command(estimated, model),
-        **{name: getattr(plan.options, name) for name in option_fields(plan.engine)},
     }
 
 

@@ -1,8 +1,8 @@
 """Why one plan ranks before another, in words and figures."""
 
-from dataclasses import fields
 from typing import Final
 
+from memplan.engines.options import said_by
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
@@ -50,10 +50,8 @@ def plan_text(estimated: Estimate) -> str:
     if plan.pp > 1:
         parts.append(f"schedule={plan.schedule}")
     said = ("dp", "tp", "pp", "dp_replicate", "micro_batch", "global_batch", "seq_len", "schedule")
-    for field in fields(plan):
-        value = getattr(plan, field.name)
-        if field.name not in said and value != field.default:
-            parts.append(f"{field.name}={value}")
+    others = [each for each in said_by(plan) if each.name not in said and not each.is_default]
+    parts += [f"{each.name}={each.value}" for each in others]
     return ", ".join([*parts, f"micro_batch={plan.micro_batch}"])
 
 

@@ -1,13 +1,12 @@
 """Records as data frames: one row per case, one row per value of an axis."""
 
 from collections.abc import Iterable
-from dataclasses import fields
 from statistics import median
 from typing import Any, Final
 
 import pandas as pd
 
-from memplan import Plan
+from memplan.engines.options import plan_fields
 from memplan.text_tables import csv_of
 from validate.records import Record
 from validate.where import record_facts
@@ -21,7 +20,7 @@ AXES: Final = (
     "dp",
     "tp",
     "world_size",
-    *(f.name for f in fields(Plan) if f.name not in ("pp", "dp_replicate", "dp", "tp", *_SIZES)),
+    *(name for name in plan_fields() if name not in ("pp", "dp_replicate", "dp", "tp", *_SIZES)),
     "n_micro_batches",
     "model",
     "family",

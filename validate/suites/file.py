@@ -34,17 +34,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from memplan import Plan
 from memplan.checks import checked_count, checked_positive
+from memplan.engines.options import plan_fields, plan_of
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.files import file_text, of_file, shown_path
 from memplan.models import Decoder
-from memplan.plan import FIELDS
 from validate.cases import FAMILIES, LEAST_STEPS, Case, runnable, title
 from validate.suites.models import SMALL
 
 CASE_KEYS: Final = ("name", "model", "steps", "seed", "timeout_s")
-PLAN_KEYS: Final = tuple(FIELDS)
 
 LARGEST_BYTES: Final = 2**20
 """A suite is written by people."""
@@ -114,9 +112,10 @@ def _check_number(tables: Sequence[dict[str, Any]]) -> None:
 
 
 def _cases(table: dict[str, Any]) -> Iterator[Case]:
+    known = (*CASE_KEYS, *plan_fields())
     for key in table:
-        if key not in (*CASE_KEYS, *PLAN_KEYS):
-            raise unknown_name("key", key, (*CASE_KEYS, *PLAN_KEYS))
+        if key not in known:
+            raise unknown_name("key", key, known)
     choices = [value if isinstance(value, list) else [value] for value in table.values()]
     varied = prod(map(len, choices)) > 1
     for values in product(*choices):
@@ -124,7 +123,7 @@ def _cases(table: dict[str, Any]) -> Iterator[Case]:
         settings = _settings({key: chosen.pop(key) for key in CASE_KEYS if key in chosen})
         model = _model(settings.pop("model", "llama-small"))
         usual: dict[str, Any] = {"precision": "fp32", "seq_len": min(64, model.max_seq_len)}
-        plan = Plan(**usual | chosen)
+        plan = plan_of(**usual | chosen)
         name = settings.pop("name", None)
         words = title(model, plan)
         yield Case(

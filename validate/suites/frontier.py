@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from memplan import Gpt, Llama, Plan
 from memplan.allocator import OutOfMemory
+from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from memplan.units import GiB, MiB, human_bytes
 from validate.cases import Case, title
@@ -197,7 +198,7 @@ WITHOUT_GPU: Final[tuple[tuple[Decoder, dict[str, Any], int], ...]] = (
 def asked(gpus: Gpus | None) -> Iterator[Question]:
     """All questions; in the smallest form without a GPU."""
     for model, options, limit_bytes in ASKED:
-        plan = Plan(**options)
+        plan = plan_of(**options)
         if gpus is None:
             small = smallest(model)
             yield Question(model=small, plan=in_short(plan), limit_bytes=CPU_LIMITS[type(small)], gpus=None)
@@ -206,7 +207,7 @@ def asked(gpus: Gpus | None) -> Iterator[Question]:
     if gpus is None or gpus.device != "nogpu":
         return
     for (model, options, limit_bytes), precision, recompute in product(WITHOUT_GPU, PRECISIONS, RECOMPUTES):
-        plan = Plan(**options, seq_len=1024, precision=precision, recompute=recompute)
+        plan = plan_of(**options, seq_len=1024, precision=precision, recompute=recompute)
         for along in ALONG:
             yield Question(model=model, plan=plan, limit_bytes=limit_bytes, gpus=gpus, along=along)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memplan import Plan
+from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from validate.cases import FAKE_STEPS, Case, runnable, title
 from validate.suites.gpu import FULL, GPT3, LARGE, LARGEST, SP8, WIDE
@@ -83,7 +84,7 @@ ROWS: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = (
 def fullsize() -> tuple[Case, ...]:
     """One rank of 1 to 2,048, the shapes of 1.5B to 405B models, up to 32k tokens."""
     return tuple(
-        _case(model, Plan(**{"seq_len": 8192} | options), rank)
+        _case(model, plan_of(**{"seq_len": 8192} | options), rank)
         for model, options, ranks in ROWS
         for rank in ranks
     )

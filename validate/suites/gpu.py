@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memplan import Llama, Plan
+from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.hardware import gpu
@@ -288,7 +289,7 @@ def _stand_ins(
 
 
 def _plan(options: dict[str, Any]) -> Plan:
-    return Plan(**{"seq_len": 1024} | options)
+    return plan_of(**{"seq_len": 1024} | options)
 
 
 def _on_cpu(model: Decoder, plan: Plan, **settings: Any) -> Case:

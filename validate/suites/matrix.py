@@ -8,6 +8,7 @@ from typing import Any, Final
 from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
 from memplan.engines.checks import check_device, check_plan
+from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
 from memplan.models import Decoder
 from memplan.plan import RECOMPUTES
@@ -140,7 +141,7 @@ def _asked(chosen: dict[str, Any]) -> tuple[Decoder, Plan]:
     if dealt != "even" and n_stages > 1:
         layers = (2 if dealt == "uneven" else 0, *(1,) * (n_stages - 2), 3)
     model = sized(family, tp=tp, n_layers=sum(layers) if layers else max(3, n_stages + 1), **kind)
-    plan = Plan(
+    plan = plan_of(
         **mesh,
         **{"precision": "fp32", "optimizer": "adamw"} | options,
         virtual_stages=per_rank,

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from memplan import Gpt, Llama, Plan
+from memplan import Gpt, Llama
+from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from memplan.models.presets import preset_table
 from validate.cases import Case, runnable, title
@@ -49,7 +50,7 @@ def _plans_of_each() -> Iterator[Case]:
     for model in (*(in_small(runnable(name)) for name in preset_table()), BIASED, WIDE_HEADS):
         for asked in plans:
             untied = replace(model, tied_head=False) if "pp" in asked else model
-            plan = Plan(**asked, seq_len=64)
+            plan = plan_of(**asked, seq_len=64)
             yield Case(name=title(untied, plan), model=untied, plan=plan)
 
 
@@ -73,5 +74,5 @@ def in_small(model: Decoder) -> Decoder:
 
 
 def _whole(name: str) -> Case:
-    model, plan = runnable(name), Plan(seq_len=128, precision="fp32")
+    model, plan = runnable(name), plan_of(seq_len=128, precision="fp32")
     return Case(name=title(model, plan), model=model, plan=plan, timeout_s=600)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from validate.cases import Case
 from validate.suites.models import GPT, GPT_DROPOUT, GPT_TIED, LLAMA, LLAMA_ODD, LLAMA_TIED
@@ -17,7 +17,7 @@ def _case(name: str, model: Decoder, **plan: Any) -> Case:
         "optimizer": "adamw",
     }
     settings = defaults | plan
-    return Case(name=f"{model.name}, {name}", model=model, plan=Plan(**settings))
+    return Case(name=f"{model.name}, {name}", model=model, plan=plan_of(**settings))
 
 
 def quick() -> tuple[Case, ...]:

@@ -6,7 +6,7 @@
 from dataclasses import replace
 from typing import Any
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from validate.cases import Case, title
 from validate.suites.models import GPT_TIED, LLAMA
@@ -42,5 +42,5 @@ def _case(model: Decoder, **asked: Any) -> Case:
     settings: dict[str, Any] = {"precision": "fp32", "seq_len": 64} | asked
     if "global_batch" in settings:
         settings["global_batch"] *= settings.get("dp", 1)
-    plan = Plan(**settings)
+    plan = plan_of(**settings)
     return Case(name=f"{title(model, plan)}, {plan.n_micro_batches} x {plan.seq_len}", model=model, plan=plan)

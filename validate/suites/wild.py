@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
 
-from memplan import Plan
+from memplan.engines.options import plan_of
 from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
 from validate.gpus import Gpus
 from validate.systems.torch.wild import AT_TRUE_SIZE, IN_SMALL
@@ -22,6 +22,7 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed"},
     {"dp": 2, "zero": 3, "micro_batch": 4, "precision": "fp32", "recompute": "full"},
 )
+"""Without recomputation every module, with it those of transformers, which have their own."""
 
 FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 1, "micro_batch": 2, "global_batch": 8},
@@ -32,7 +33,6 @@ FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "optimizer": "sgd-momentum", "clip_grad_norm": 1.0, "set_to_none": False},
 )
 """For modules that are frozen in part, beside the others."""
-"""Without recomputation every module, with it those of transformers, which have their own."""
 
 
 def wild() -> tuple[Case, ...]:
@@ -45,7 +45,7 @@ def wild() -> tuple[Case, ...]:
         for options in (*PLANS, *(FROZEN_PLANS if model.frozen else ())):
             if "recompute" in options and one.package != "transformers":
                 continue
-            plan = Plan(**options, seq_len=one.seq_len)
+            plan = plan_of(**options, seq_len=one.seq_len)
             if plan.recompute != "none" and not model.n_layers:
                 continue
             if plan.fsdp and model.integer_dtypes:
@@ -73,7 +73,7 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
             continue
         model = shipped_trace(name)
         for options in GPU_PLANS:
-            plan = Plan(**options, seq_len=one.seq_len, micro_batch=one.gpu_batch or 1)
+            plan = plan_of(**options, seq_len=one.seq_len, micro_batch=one.gpu_batch or 1)
             case = Case(
                 name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",
                 model=model,

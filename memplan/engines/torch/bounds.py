@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from memplan.engines.base import DataParallelism
+from memplan.engines.torch.options import torch_options
 from memplan.plan import N_MOMENTS, Plan
 
 
@@ -15,13 +16,14 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
     """The figures of `Engine.data_parallelism`."""
     if np.min(plan.zero) >= 2:
         return _fully_sharded(plan, elements, block_elements, single_stage)
+    options = torch_options(plan)
     stored, dp = plan.formats.stored.itemsize, plan.dp
     several = bool(np.min(dp) > 1)
     weights = elements * stored
     part = (dp - 1) / dp
     share = np.where(plan.zero == 1, 1 / dp, 1)
-    reduces = several and plan.ddp_comm_hook == "none"
-    keeps_grads = not plan.set_to_none or (several and plan.gradient_as_bucket_view)
+    reduces = several and options.ddp_comm_hook == "none"
+    keeps_grads = not options.set_to_none or (several and options.gradient_as_bucket_view)
     return DataParallelism(
         waits={"dp": (plan.zero == 1) * weights * part} if several else {},
         reductions={"dp": 2 * weights * part} if reduces else {},
@@ -36,15 +38,17 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
 
 def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage: Any) -> DataParallelism:
     """FSDP2 reduces with each micro-batch, in a pipeline once; blocks are gathered again if it reshards."""
+    options = torch_options(plan)
     formats, dp, pp, m = plan.formats, plan.dp, plan.pp, plan.n_micro_batches
     part = (dp - 1) / dp
     once = np.where(pp == 1, m, 1)
     again = np.where((pp == 1) | single_stage, m, 0)
-    reshards = (plan.zero == 3) & (plan.fsdp_units != "model")
+    reshards = (plan.zero == 3) & (options.fsdp_units != "model")
     gathered = once * elements + reshards * again * block_elements
     reduced = once * elements * formats.reduce.itemsize
     weights = elements * formats.stored.itemsize / dp
     grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / dp
+    unsharded_grads = elements * formats.reduce.itemsize
     return DataParallelism(
         waits={},
         reductions={
@@ -56,5 +60,5 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
         updated_bytes=weights,
         unsharded_bytes=np.where((plan.zero == 2) & (dp > 1), elements * formats.gather.itemsize, 0.0),
         states_bytes=0.0 if plan.offload else (1 + N_MOMENTS[plan.optimizer]) * weights,
-        grads_bytes=np.where(pp > 1, elements * formats.reduce.itemsize, grads) if plan.set_to_none else 0.0,
+        grads_bytes=np.where(pp > 1, unsharded_grads, grads) if options.set_to_none else 0.0,
     )

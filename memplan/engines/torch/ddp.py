@@ -95,7 +95,7 @@ def ready(segment: Segment) -> list[Parameter]:
 
 def buckets(stage: Stage) -> list[list[Parameter]]:
     """The stage's buckets, in the order they are reduced."""
-    return _buckets(stage.trace, stage.runs, stage.plan.bucket_cap_bytes)
+    return _buckets(stage.trace, stage.runs, stage.options.bucket_cap_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -202,13 +202,13 @@ class DistributedDataParallel(StageModule[DdpState]):
         super().__init__(
             stage,
             DdpState(
-                has_grads=not plan.set_to_none,
+                has_grads=not stage.options.set_to_none,
                 require_backward_grad_sync=False,
                 require_forward_param_sync=plan.pp == 1,
             ),
         )
-        self.hook = plan.ddp_comm_hook
-        self.into_views = plan.gradient_as_bucket_view and plan.set_to_none
+        self.hook = stage.options.ddp_comm_hook
+        self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
         self.grads = stage.trace.gradients()
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
@@ -274,7 +274,7 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _filled(self) -> Iterator[Bucket | None]:
         """For each gradient in the order they are ready: the bucket that it is the last of."""
         stage = self.stage
-        return iter(_fills(stage.trace, stage.runs, stage.plan.bucket_cap_bytes, self.hook))
+        return iter(_fills(stage.trace, stage.runs, stage.options.bucket_cap_bytes, self.hook))
 
     def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
         """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.

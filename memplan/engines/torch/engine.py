@@ -6,6 +6,7 @@ from typing import Any, final
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.torch.bounds import data_parallelism
+from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
@@ -26,6 +27,7 @@ class TorchEngine(Engine):
     name = "torch"
     plays = "PyTorch 2.13"
     refusals = REFUSALS
+    options = TorchOptions
     gives_bounds = True
 
     def check_device(self, plan: Plan, device: Device) -> None:
@@ -50,9 +52,10 @@ class TorchEngine(Engine):
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
             )
-        if plan.torch_version != "2.13":
+        version = torch_options(plan).torch_version
+        if version != "2.13":
             yield (
-                f"torch_version={plan.torch_version}: what its CUDA software does differently from 2.13's "
+                f"torch_version={version}: what its CUDA software does differently from 2.13's "
                 "was looked for with one rank (without a GPU); of several ranks only 2.13's is confirmed."
             )
 

@@ -57,7 +57,7 @@ class FSDPModule(StageModule[FsdpState]):
                 unshard_issued=False,
                 has_unsummed_grads=False,
                 has_sums=False,
-                has_sharded_grads=not stage.plan.set_to_none,
+                has_sharded_grads=not stage.options.set_to_none,
                 recomputed_last=False,
                 deferring=(),
             ),

@@ -37,7 +37,7 @@ def host_of(stages: RankStages) -> HostRecord | None:
     pageable = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
     pinned = states - pageable + stages.grads + Counter(dict(_rest_of_blocks(stages)))
     plan = stages.plan
-    older = not plan.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
+    older = not stages.options.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
     added = list(stages.grads) if older else []
     arrived = [buffer_of(f"{b.name} (arrived, to be added)", b.shape, b.dtype) for b in added]
     copies = [event for buffer in arrived for event in (*allocs(buffer), *frees(buffer))]

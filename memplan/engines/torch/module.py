@@ -195,7 +195,7 @@ class PlainModule(StageModule[PlainState]):
     """A module without a wrapper: no other rank has its weights."""
 
     def __init__(self, stage: Stage) -> None:
-        super().__init__(stage, PlainState(has_grads=not stage.plan.set_to_none))
+        super().__init__(stage, PlainState(has_grads=not stage.options.set_to_none))
 
     @property
     def has_grads(self) -> bool:

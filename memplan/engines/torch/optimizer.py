@@ -77,8 +77,8 @@ def implementation(stages: RankStages) -> str:
 
     Source: `torch.optim.optimizer:_default_to_fused_or_foreach`.
     """
-    if stages.plan.optimizer_impl != "default":
-        return stages.plan.optimizer_impl
+    if stages.options.optimizer_impl != "default":
+        return stages.options.optimizer_impl
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
@@ -205,7 +205,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     Source: `torch.nn.utils.clip_grad:_get_total_norm`, `torch.distributed.tensor._ops._math_ops:_NormPartial`
     (raised to the power, all-reduced, and back).
     """
-    one_by_one = stages.plan.optimizer_impl == "for-loop"
+    one_by_one = stages.options.optimizer_impl == "for-loop"
     for group in _lists(_held(stages, in_order), apart=stages.plan.tp > 1):
         partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)

@@ -201,7 +201,7 @@ class ParamGroup:
         kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
         output = self.reduce_output if self.casts_reduced else kept
         comms.reduced = True
-        drops_late = self.stage.plan.torch_version == "2.12"
+        drops_late = self.stage.options.torch_version == "2.12"
         yield (*(() if drops_late else dropped), *allocs(self.reduce_input)), 1
         for buffers, n in padded:
             yield allocs(*buffers), n
@@ -351,7 +351,7 @@ class Units:
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        plan, trace, again = stage.plan, stage.trace, stage.plan.zero == 3
+        options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
         blocks = [EqualParameters(parameters, n) for parameters, n in stage.block_parameters]
 
@@ -361,16 +361,16 @@ class Units:
 
         self.root = self.embed = self.head = None
         self.rows: list[Row] = []
-        if plan.fsdp_units == "model":
+        if options.fsdp_units == "model":
             self.root = unit("root", embed, *blocks, head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
             return
-        if plan.fsdp_units == "block":
+        if options.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
-        for shared, times in _rows_of(blocks, plan.fsdp_blocks):
+        for shared, times in _rows_of(blocks, options.fsdp_blocks):
             size = sum([part.n for part in shared])
             if shared not in made:
                 made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)

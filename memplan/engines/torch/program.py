@@ -34,7 +34,7 @@ def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
 def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
     """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
     own = _own(stages, modules)
-    fresh = None if stages.plan.set_to_none else stages.with_gradients_freed()
+    fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return AllocatorProgram(
@@ -49,7 +49,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
         beside=stages.kept_workspaces,
-        takes_oldest=stages.plan.torch_version == "2.12",
+        takes_oldest=stages.options.torch_version == "2.12",
         kept=left_behind(stages) + _kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first(stages, [*own, *first])),
         handed_over=dict(_handed_over(stages)),
@@ -147,7 +147,7 @@ def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Ite
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
     """
-    trace, units = stage.trace, stages.plan.fsdp_units
+    trace, units = stage.trace, stages.options.fsdp_units
     blocks = [parameters for parameters, n in stage.block_parameters for _ in range(n)]
     of_the_root: list[Event] = []
     for i, parameters in enumerate((trace.embed_parameters, *blocks, trace.head_parameters)):

@@ -6,10 +6,67 @@ from typing import Final
 
 from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
+from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import BF16, FP32
+
+USUAL: Final = TorchOptions()
+
+
+DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
+FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
+"""What DistributedDataParallel alone, and FSDP2 alone, can be told."""
+
+
+def _check_wrappers(model: Model, plan: Plan) -> None:
+    """Options of a wrapper that the plan does not use."""
+    options = torch_options(plan)
+    told = {name: getattr(options, name) for name in (*DDP_OPTIONS, *FSDP_OPTIONS)} | {
+        "offload": plan.offload
+    }
+    for name, value in told.items():
+        if value == getattr(USUAL, name, False):
+            continue
+        ddp = name in DDP_OPTIONS
+        if not (plan.ddp if ddp else plan.fsdp):
+            wrapper, way_out = ("FSDP2", "zero=2 or 3")
+            if ddp:
+                wrapper, way_out = "DistributedDataParallel", "zero=0 or 1 and dp of 2 or more"
+            raise PlanRefused(
+                f"{name}={value!r} is an option of {wrapper}, which zero={plan.zero}, dp={plan.dp} does not "
+                f"use; leave it out, or use {way_out}.",
+                kind="options of DDP or FSDP2 on plans that do not use it",
+            )
+
+
+def _check_static_graph(model: Model, plan: Plan) -> None:
+    if torch_options(plan).static_graph and plan.n_micro_batches > 1:
+        single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
+        raise PlanRefused(
+            f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
+            "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
+            f"static_graph=False{single}.",
+            kind="static_graph with gradient accumulation, which fails in PyTorch",
+        )
+
+
+def _check_units(model: Model, plan: Plan) -> None:
+    options = torch_options(plan)
+    if options.fsdp_blocks > 1 and options.fsdp_units == "model":
+        raise PlanRefused(
+            f"fsdp_blocks={options.fsdp_blocks} says how many blocks share a unit, but fsdp_units='model' "
+            "makes one unit of all; use fsdp_units='block' or 'block+ends', or fsdp_blocks=1.",
+            kind="fsdp_blocks although the whole model is one unit",
+        )
+    if ends_are_tied(model) and options.fsdp_units == "block+ends":
+        raise PlanRefused(
+            f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
+            "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
+            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
+            kind="fsdp_units=block+ends of a model whose embedding and head are tied",
+        )
 
 
 def _check_sizes(model: Model, plan: Plan) -> None:
@@ -106,23 +163,24 @@ def _check_micro_batches(model: Model, plan: Plan) -> None:
 def _check_update(model: Model, plan: Plan) -> None:
     """What PyTorch's optimizers and loss scalers cannot take: some lists of DTensors."""
     tensors_alone = plan.tp > 1 and not plan.ddp and not plan.fsdp
-    listed = plan.optimizer_impl in ("foreach", "fused")
+    options = torch_options(plan)
+    listed = options.optimizer_impl in ("foreach", "fused")
     sgd = plan.optimizer in ("sgd", "sgd-momentum")
-    if plan.optimizer_impl == "fused" and sgd and (plan.fsdp or tensors_alone):
+    if options.optimizer_impl == "fused" and sgd and (plan.fsdp or tensors_alone):
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the DTensors of zero="
             f"{plan.zero}, tp={plan.tp} (Operator aten._fused_sgd_.default does not have a sharding strategy "
             "registered); use optimizer_impl='foreach' or 'for-loop'.",
             kind="fused SGD on sharded weights, which fails in PyTorch",
         )
-    if listed and not plan.set_to_none and tensors_alone:
+    if listed and not options.set_to_none and tensors_alone:
         reason = (
             "aten.zero.default: in-place operations that require placement changes are not supported"
             if plan.sequence_parallel
             else "aten._foreach_zero_.default got mixed torch.Tensor and DTensor"
         )
         raise PlanRefused(
-            f"set_to_none=False with optimizer_impl={plan.optimizer_impl!r} zeroes all gradients at once, "
+            f"set_to_none=False with optimizer_impl={options.optimizer_impl!r} zeroes all gradients at once, "
             f"which fails beside tp={plan.tp} ({reason}); use optimizer_impl='for-loop', or "
             "set_to_none=True.",
             kind="gradients zeroed all at once beside tensor parallelism, which fails in PyTorch",
@@ -136,7 +194,7 @@ def _check_update(model: Model, plan: Plan) -> None:
             "use sequence_parallel=True, dp of 2 or more, or precision='bf16-mixed'.",
             kind="fp16-mixed beside tensor parallelism alone, which fails in PyTorch",
         )
-    if plan.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
+    if options.optimizer_impl == "fused" and not sgd and (plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)):
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' fails on the overflow flag that "
             f"precision={plan.precision!r} shares over all ranks (_foreach_sub_: output with shape [] "
@@ -150,13 +208,6 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
         raise PlanRefused(
             f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
             kind="a ZeRO stage without data-parallel ranks",
-        )
-    if ends_are_tied(model) and plan.fsdp_units == "block+ends":
-        raise PlanRefused(
-            f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
-            "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
-            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
-            kind="fsdp_units=block+ends of a model whose embedding and head are tied",
         )
     if ends_are_tied(model) and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
         raise PlanRefused(
@@ -207,8 +258,9 @@ def _check_traced(model: Model, plan: Plan) -> None:
     """What cannot be told from one rank's trace of a module."""
     if not isinstance(model, TracedModel):
         return
+    options = torch_options(plan)
     integers = model.integer_dtypes
-    other_release = not model.made_with.startswith(f"torch {plan.torch_version}.")
+    other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
     traced_alone = (
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
         (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
@@ -219,7 +271,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
             "recompute='full'",
             "recompute='none': it has no blocks",
         ),
-        (plan.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
+        (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
         (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
         (plan.offload, "offload", "offload=False"),
         (
@@ -227,7 +279,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
             f"zero={plan.zero} of weights of {', '.join(integers)}",
             "zero=0 or 1",
         ),
-        (other_release, f"torch_version={plan.torch_version!r}", f"that of {model.made_with}"),
+        (other_release, f"torch_version={options.torch_version!r}", f"that of {model.made_with}"),
     )
     for asked, what, other in traced_alone:
         if asked:
@@ -239,6 +291,9 @@ def _check_traced(model: Model, plan: Plan) -> None:
 
 
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+    _check_wrappers,
+    _check_static_graph,
+    _check_units,
     _check_traced,
     _check_code,
     _check_sizes,
@@ -264,8 +319,8 @@ def check_device(plan: Plan, device: Device) -> None:
     Raises:
         PlanRefused: with value, rule and way out.
     """
-    sgd = plan.optimizer in ("sgd", "sgd-momentum")
-    if device.on_cpu and plan.formats.stored == BF16 and sgd and plan.optimizer_impl == "fused":
+    sgd, fused = plan.optimizer in ("sgd", "sgd-momentum"), torch_options(plan).optimizer_impl == "fused"
+    if device.on_cpu and plan.formats.stored == BF16 and sgd and fused:
         raise PlanRefused(
             f"optimizer={plan.optimizer!r} with optimizer_impl='fused' leaves most bfloat16 weights as they "
             "are on CPU (pytorch issue 191763); use optimizer_impl='foreach' or 'for-loop'.",

@@ -10,6 +10,7 @@ from typing import Final
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
+from memplan.engines.torch.options import torch_options
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
@@ -45,6 +46,7 @@ class Stage:
     ) -> None:
         self.model = model
         self.plan = plan
+        self.options = torch_options(plan)
         self.device = device
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.kind = kind
@@ -75,7 +77,7 @@ class Stage:
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
-            torch_release=plan.torch_release,
+            torch_release=self.options.release,
         )
 
     @cached_property
@@ -200,6 +202,7 @@ class RankStages:
         self.rank = rank
         one = stages[0]
         self.model, self.plan, self.device, self.backend = one.model, one.plan, one.device, one.backend
+        self.options = one.options
         self.weight_dtype, self.offloads, self.update_device = (
             one.weight_dtype,
             one.offloads,
@@ -225,7 +228,7 @@ class RankStages:
 
     def with_gradients_freed(self) -> "RankStages":
         """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
-        plan = replace(self.plan, set_to_none=True)
+        plan = replace(self.plan, options=replace(self.options, set_to_none=True))
         other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
         return other
@@ -321,7 +324,7 @@ class RankStages:
     @property
     def counts_steps(self) -> bool:
         """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
-        on_device = self.update_device.on_cpu or self.plan.optimizer_impl == "fused"
+        on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
         return on_device and len(MOMENTS[self.plan.optimizer]) == 2
 
     @cached_property
@@ -363,7 +366,7 @@ class RankStages:
             if not parameter.requires_grad:
                 continue
             if self.plan.ddp:
-                kind: Kind = "grads" if self.plan.gradient_as_bucket_view else "temporaries"
+                kind: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, kind)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
@@ -372,7 +375,7 @@ class RankStages:
                     alive[buffer_of(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
                 if len(names) == 2:
                     alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
-        if self.plan.static_graph:
+        if self.options.static_graph:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
@@ -390,7 +393,7 @@ class RankStages:
         `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
         (`Engine::thread_init`).
         """
-        release = self.plan.torch_release
+        release = self.options.release
         idle = not any(stage.n_blocks or stage.last for stage in self.stages)
         if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
             return ()
@@ -424,10 +427,10 @@ class RankStages:
 
         Source: `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook` (`.then`).
         """
-        keeps = not self.device.on_cpu and self.plan.torch_release < FREES_WORKSPACES
-        if not keeps or self.plan.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
+        keeps = not self.device.on_cpu and self.options.release < FREES_WORKSPACES
+        if not keeps or self.options.ddp_comm_hook != "powersgd" or self.backend not in NCCL:
             return Counter()
-        n_bytes = product_workspace_bytes(self.device, self.plan.torch_release)
+        n_bytes = product_workspace_bytes(self.device, self.options.release)
         return Counter({buffer_of("cuBLAS workspace of a stream", (n_bytes,), UINT8): N_POOL_STREAMS})
 
     @property

@@ -59,7 +59,7 @@ def updates(stages: RankStages) -> list[Stretch]:
 
 def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive:
     """What is kept of gradients from step to step: zeroed ones, and what a hook of DDP's keeps."""
-    kept = Counter() if stages.plan.set_to_none else _grads_at_rest(stages, modules)
+    kept = Counter() if stages.options.set_to_none else _grads_at_rest(stages, modules)
     for one in modules:
         if isinstance(one, DistributedDataParallel):
             kept = kept + one.between_steps
@@ -69,7 +69,7 @@ def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive
 def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
     """What holds zeroed gradients between steps beside DDP's buckets: FSDP2 has one tensor per unit."""
     if not stages.plan.fsdp:
-        return Counter() if stages.plan.gradient_as_bucket_view else stages.grads
+        return Counter() if stages.options.gradient_as_bucket_view else stages.grads
     found: Alive = Counter()
     for one in modules:
         if isinstance(one, FSDPModule) and not stages.offloads:

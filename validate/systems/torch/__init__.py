@@ -1,7 +1,6 @@
 """PyTorch itself: modules, a plan applied to them (`parallelize`), the passes and the update of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,8 +8,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from memplan import TracedModel
+from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused
-from memplan.plan import TorchVersion
 from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
@@ -53,10 +52,10 @@ class TorchTraining(Training):
         return scaled / self._update.scaler.get_scale() ** 2
 
 
-def installed_version() -> TorchVersion:
+def installed_version() -> str:
     """The release of PyTorch that is installed, in a plan's words: "2.13"."""
     major, minor, *_ = torch.__version__.split(".")
-    return cast(TorchVersion, f"{major}.{minor}")
+    return f"{major}.{minor}"
 
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
@@ -66,9 +65,10 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         PlanRefused: for another release of PyTorch than the one that is installed.
     """
     model, plan, at = case.model, case.plan, case.plan.place(rank)
-    if plan.torch_version != installed_version():
+    asked = torch_options(plan).torch_version
+    if asked != installed_version():
         raise PlanRefused(
-            f"torch_version={plan.torch_version!r} cannot be run: PyTorch {torch.__version__} is installed; "
+            f"torch_version={asked!r} cannot be run: PyTorch {torch.__version__} is installed; "
             "leave it out, or install that release."
         )
     mesh = device_mesh(plan, device)

@@ -29,6 +29,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Plan
+from memplan.engines.torch.options import torch_options
 from memplan.models import Decoder
 from memplan.plan import MESH_AXES, Rank, stage_layers
 from memplan.shapes import DType
@@ -145,16 +146,17 @@ def awaited(hook: Hook) -> Hook:
 
 def replicated(stage: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """`stage` under DistributedDataParallel with the plan's options."""
-    cap = None if plan.bucket_cap_bytes is None else plan.bucket_cap_bytes / MiB
+    options = torch_options(plan)
+    cap = None if options.bucket_cap_bytes is None else options.bucket_cap_bytes / MiB
     module = DistributedDataParallel(
         stage,
         device_mesh=mesh,
         bucket_cap_mb=cap,
-        gradient_as_bucket_view=plan.gradient_as_bucket_view,
-        static_graph=plan.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        static_graph=options.static_graph,
     )
     group = mesh.get_group()
-    match plan.ddp_comm_hook:
+    match options.ddp_comm_hook:
         case "none" if dist.get_backend(group) == "fake":
             with_results(module, group)
         case "fp16":
@@ -190,7 +192,7 @@ def shard_weights(
 
 def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
     """What FSDP2 gathers together below the root."""
-    ends = plan.fsdp_units == "block+ends"
+    ends = torch_options(plan).fsdp_units == "block+ends"
     if ends and stage.embedding is not None:
         yield stage.embedding
     yield from units_of_blocks(list(stage.blocks.values()), plan)
@@ -200,8 +202,8 @@ def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Modul
 
 def units_of_blocks(blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
     """Each block, or so many in a row, or none."""
-    n = plan.fsdp_blocks
-    if plan.fsdp_units != "model":
+    n = torch_options(plan).fsdp_blocks
+    if torch_options(plan).fsdp_units != "model":
         yield from blocks if n == 1 else (blocks[i : i + n] for i in range(0, len(blocks), n))
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from memplan import Plan
+from memplan.engines.torch.options import torch_options
 
 OPTIMIZERS: Final[dict[str, Callable[..., Optimizer]]] = {
     "sgd": torch.optim.SGD,
@@ -78,9 +79,9 @@ def update_of(
         optimizer=optimizer_of(modules, plan, mesh, learning_rate=learning_rate),
         scaler=scaler_of(plan, device, runs_kernels=runs_kernels),
         max_norm=plan.clip_grad_norm,
-        foreach=False if plan.optimizer_impl == "for-loop" else None,
+        foreach=False if torch_options(plan).optimizer_impl == "for-loop" else None,
         pipeline=mesh.get_group("pp") if mesh is not None and plan.pp > 1 else None,
-        set_to_none=plan.set_to_none,
+        set_to_none=torch_options(plan).set_to_none,
     )
 
 
@@ -92,7 +93,7 @@ def optimizer_of(
     Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
     """
     kind = OPTIMIZERS[plan.optimizer]
-    options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[plan.optimizer_impl]}
+    options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
     parameters = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
     if plan.zero == 1 and mesh is not None:
         return ZeroRedundancyOptimizer(
@@ -101,8 +102,8 @@ def optimizer_of(
             process_group=mesh.get_group("dp"),
             **options,
         )
-    one_by_one = plan.optimizer_impl == "for-loop" or (
-        plan.optimizer_impl == "default" and parameters[0].device.type == "cpu"
+    one_by_one = torch_options(plan).optimizer_impl == "for-loop" or (
+        torch_options(plan).optimizer_impl == "default" and parameters[0].device.type == "cpu"
     )
     if one_by_one:
         return kind(parameters, **options)

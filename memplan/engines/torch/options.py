@@ -1,0 +1,71 @@
+"""The torch engine's own options: what stock PyTorch's classes know and other frameworks need not."""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from memplan.fields import Choice, Count, Flag, described
+from memplan.plan import Plan
+
+FSDP_UNITS: Final = ("block", "block+ends", "model")
+OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
+DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
+TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """The torch engine's own options."""
+
+    fsdp_units: str = described(
+        "block",
+        Choice(
+            text="What FSDP2 gathers together: each block, the ends too, or the whole model",
+            choices=FSDP_UNITS,
+            word="units",
+        ),
+    )
+    fsdp_blocks: int = described(1, Count(text="Blocks in a row that share a unit", word="blocks"))
+    optimizer_impl: str = described(
+        "default",
+        Choice(
+            text="One parameter at a time, all at once, one kernel, or torch's choice of these",
+            choices=OPTIMIZER_IMPLS,
+            word="impl",
+        ),
+    )
+    set_to_none: bool = described(
+        True, Flag(text="Free the gradients after a step rather than zero them", word="set-to-none")
+    )
+    gradient_as_bucket_view: bool = described(
+        False, Flag(text="DDP's gradients are views of its buckets", word="bucket-view")
+    )
+    static_graph: bool = described(
+        False, Flag(text="DDP may rely on the same graph in each step", word="static-graph")
+    )
+    bucket_cap_bytes: int | None = described(
+        None,
+        Count(
+            text="Bytes of DDP's buckets",
+            left_out="25 MiB, the first one 1 MiB",
+            optional=True,
+            word="bucket",
+        ),
+    )
+    ddp_comm_hook: str = described(
+        "none", Choice(text="DDP's compression of gradients", choices=DDP_COMM_HOOKS, word="hook")
+    )
+    torch_version: str = described(
+        "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
+    )
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """PyTorch's release as numbers, which compare as releases do."""
+        major, _, minor = self.torch_version.partition(".")
+        return int(major), int(minor)
+
+
+def torch_options(plan: Plan) -> TorchOptions:
+    """The options of a plan of the torch engine."""
+    return plan.options or TorchOptions()

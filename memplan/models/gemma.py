@@ -1,0 +1,68 @@
+"""Gemma: scaled embeddings, norms with weights around one, a gated GELU."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import gelu, rms_norm_around_one, times_number
+from memplan.shapes import FP32, Buffer, buffer_of
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma(HuggingFaceDecoder):
+    """`GemmaForCausalLM`.
+
+    Source: transformers.models.gemma.modeling_gemma (5.23).
+    """
+
+    family: ClassVar[str] = "gemma"
+    code: ClassVar[str] = "transformers 5.23, GemmaForCausalLM"
+
+    attention_bias: bool = False
+
+    def has_bias(self, name: str) -> bool:
+        return self.attention_bias and name.startswith("self_attn.")
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        rotary = HuggingFaceDecoder.buffers(self, seq_len)
+        return (buffer_of("model.embed_tokens.embed_scale", (), FP32), *rotary)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm_around_one(x, name)
+
+    def activation(self, x: Tensor) -> Tensor:
+        return gelu(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return times_number(HuggingFaceDecoder.embed(self, tokens))
+
+
+def _read(config: Config, name: str) -> Gemma:
+    """Source: transformers, GemmaConfig (defaults)."""
+    config.refuse("use_bidirectional_attention")
+    config.one_of("hidden_act", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
+    return Gemma(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=28,
+            d_model=3072,
+            n_heads=16,
+            n_kv_heads=16,
+            d_head=256,
+            d_ff=24576,
+            vocab_size=256000,
+            max_seq_len=8192,
+            tied_head=True,
+        ),
+        attention_bias=config.flag("attention_bias", default=False),
+    )
+
+
+GEMMA: Final = Family(
+    implementations={"huggingface": Gemma}, readers={"gemma": Reader("GemmaForCausalLM", _read)}
+)

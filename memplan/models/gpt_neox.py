@@ -1,0 +1,105 @@
+"""GPT-NeoX and Pythia: attention and the feed-forward layer side by side, heads turned in part."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import (
+    attention,
+    embedding,
+    feature_parts,
+    gelu,
+    heads,
+    layer_norm,
+    linear,
+    merged_heads,
+    rope_of_part,
+)
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptNeox(HuggingFaceDecoder):
+    """`GPTNeoXForCausalLM`. `partial_rotary`: how much of a head is turned; `parallel`: the layers' order.
+
+    Source: transformers.models.gpt_neox.modeling_gpt_neox (5.23).
+    """
+
+    family: ClassVar[str] = "gpt_neox"
+    code: ClassVar[str] = "transformers 5.23, GPTNeoXForCausalLM"
+
+    partial_rotary: float = 0.25
+    parallel: bool = True
+    attention_bias: bool = True
+
+    def has_bias(self, name: str) -> bool:
+        return self.attention_bias or name.startswith("mlp.")
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.d_head * self.partial_rotary)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return layer_norm(x, name)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = embedding(tokens, "gpt_neox.embed_in", self.vocab_size, self.d_model)
+        self.rotation(tokens)
+        return x
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        attended = self.attention(self.norm(x, "input_layernorm"))
+        if self.parallel:
+            return self.feed_forward(self.norm(x, "post_attention_layernorm")) + attended + x
+        attended = attended + x
+        return self.feed_forward(self.norm(attended, "post_attention_layernorm")) + attended
+
+    def attention(self, x: Tensor) -> Tensor:
+        qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
+        q, k, v = feature_parts(heads(qkv, 3 * self.d_head), 3)
+        tables = x.tape.shared["cosines"], x.tape.shared["sines"]
+        q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
+        y = attention(x.tape.cast(q, v.dtype), x.tape.cast(k, v.dtype), v)
+        return self.projected(merged_heads(y), "attention.dense", self.d_model)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        x = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))
+        return self.projected(x, "mlp.dense_4h_to_h", self.d_model)
+
+    def head(self, x: Tensor) -> Tensor:
+        x = self.norm(x, "gpt_neox.final_layer_norm")
+        x.tape.let_go()
+        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+
+    @property
+    def output_name(self) -> str:
+        return "gpt_neox.embed_in" if self.tied_head else "lm_head"
+
+
+def _read(config: Config, name: str) -> GptNeox:
+    """Source: transformers, GPTNeoXConfig (defaults)."""
+    config.refuse("hidden_dropout")
+    config.one_of("hidden_act", "gelu", ("gelu", "gelu_pytorch_tanh"))
+    return GptNeox(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=44,
+            d_model=6144,
+            n_heads=64,
+            d_ff=24576,
+            vocab_size=50432,
+            max_seq_len=2048,
+        ),
+        partial_rotary=config.rotary_part(config.fraction("rotary_pct", 0.25)),
+        parallel=config.flag("use_parallel_residual", default=True),
+        attention_bias=config.flag("attention_bias", default=True),
+    )
+
+
+GPT_NEOX: Final = Family(
+    implementations={"huggingface": GptNeox}, readers={"gpt_neox": Reader("GPTNeoXForCausalLM", _read)}
+)

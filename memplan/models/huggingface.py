@@ -1,0 +1,162 @@
+"""Decoders as transformers 5.23 runs them: what its families share. Each family says what differs from Llama.
+
+All of them take PyTorch's attention (`sdpa`) and their own loss, and have no cache.
+
+What their forward functions have a name for lives until they return; recomputed blocks keep what they are
+called with, the ids of positions among it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from memplan.errors import InvalidValue
+from memplan.models.base import Decoder
+from memplan.models.config import Config
+from memplan.ops import (
+    attention,
+    embedding,
+    halves_rotation,
+    heads,
+    linear,
+    merged_heads,
+    position_ids,
+    rms_norm_by_parts,
+    rope_by_halves,
+    shifted_cross_entropy,
+    silu,
+)
+from memplan.record import Axis
+from memplan.shapes import FP32, Buffer, DType, buffer_of
+from memplan.tape import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceDecoder(Decoder, ABC):
+    """A decoder of transformers with rotary positions, as Llama is where a family does not say otherwise.
+
+    Neglects: means of a norm, 4 bytes a token; masks of a byte per token; the embedding's output between the
+    blocks and the head.
+    """
+
+    implementation: ClassVar[str] = "huggingface"
+    axes: ClassVar[tuple[Axis, ...]] = ()
+    chunks_loss: ClassVar[bool] = False
+    computes_loss: ClassVar[bool] = True
+
+    @abstractmethod
+    def has_bias(self, name: str) -> bool:
+        """Whether a projection has a bias, by its name in the block."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head is turned."""
+        return self.d_head
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        names = "rotary_emb.inv_freq", "rotary_emb.original_inv_freq"
+        return tuple([buffer_of(name, (self.rotary_dim // 2,), FP32) for name in names])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """A norm of the family."""
+        return rms_norm_by_parts(x, name)
+
+    def projected(self, x: Tensor, name: str, n_out: int) -> Tensor:
+        """A projection of the block."""
+        return linear(x, name, n_out, bias=self.has_bias(name), split="columns")
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = embedding(tokens, "model.embed_tokens", self.vocab_size, self.d_model)
+        self.rotation(tokens)
+        return x
+
+    def rotation(self, tokens: Tensor) -> None:
+        """Make what the blocks are called with: the ids of positions, and the tables of their angles."""
+        keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        x = x + self.attention(self.norm(x, "input_layernorm"))
+        return x + self.feed_forward(self.norm(x, "post_attention_layernorm"))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Self-attention of the normed input."""
+        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
+        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
+        tables = x.tape.shared["cosines"], x.tape.shared["sines"]
+        q, k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
+        y = attention(x.tape.cast(q, v.dtype), x.tape.cast(k, v.dtype), v)
+        return self.projected(merged_heads(y), "self_attn.o_proj", self.d_model)
+
+    def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
+        """Queries, keys or values of `n` heads, (batch, seq, heads, d_head)."""
+        return heads(self.projected(x, f"self_attn.{name}", n * self.d_head), self.d_head)
+
+    def activation(self, x: Tensor) -> Tensor:
+        """The activation of the feed-forward layer."""
+        return silu(x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The feed-forward layer of the normed input."""
+        gate = self.activation(self.projected(x, "mlp.gate_proj", self.d_ff))
+        gated = gate * self.projected(x, "mlp.up_proj", self.d_ff)
+        del gate
+        return self.projected(gated, "mlp.down_proj", self.d_model)
+
+    def head(self, x: Tensor) -> Tensor:
+        x = self.norm(x, "model.norm")
+        x.tape.let_go()
+        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+
+    @property
+    def output_name(self) -> str:
+        return "model.embed_tokens" if self.tied_head else "lm_head"
+
+    def loss(self, logits: Tensor) -> Tensor:
+        return shifted_cross_entropy(logits)
+
+
+def keep_rotation(tokens: Tensor, rotary_dim: int, dtype: DType) -> None:
+    """Make the ids of positions and the tables of their angles, and hand both to all blocks."""
+    shared = tokens.tape.shared
+    shared["positions"] = position_ids(tokens)
+    shared["cosines"], shared["sines"] = halves_rotation(tokens, rotary_dim, dtype)
+
+
+def decoder_sizes(
+    config: Config,
+    name: str,
+    *,
+    n_layers: int,
+    d_model: int,
+    n_heads: int,
+    n_kv_heads: int = 0,
+    d_head: int = 0,
+    d_ff: int,
+    vocab_size: int,
+    max_seq_len: int,
+    tied_head: bool = False,
+) -> dict[str, Any]:
+    """A decoder's sizes; given are transformers' defaults, 0 where they follow from others.
+
+    Raises:
+        InvalidValue: a value that is no size; dropout of attention, or quantized weights.
+    """
+    config.refuse("quantization_config")
+    if (rate := config.fraction("attention_dropout", 0.0)) > 0:
+        raise InvalidValue(
+            f"attention_dropout={rate} is not allowed: memplan has no rule for it here; set it to 0.0."
+        )
+    n_heads = config.count("num_attention_heads", n_heads)
+    given_kv_heads = "num_key_value_heads" in config.values or not n_kv_heads
+    return {
+        "name": name,
+        "n_layers": config.count("num_hidden_layers", n_layers),
+        "d_model": config.count("hidden_size", d_model),
+        "n_heads": n_heads,
+        "n_kv_heads": config.count("num_key_value_heads", n_heads if given_kv_heads else n_kv_heads),
+        "d_head": config.count("head_dim", d_head),
+        "d_ff": config.count("intermediate_size", d_ff),
+        "vocab_size": config.count("vocab_size", vocab_size),
+        "max_seq_len": config.count("max_position_embeddings", max_seq_len),
+        "tied_head": config.flag("tie_word_embeddings", default=tied_head),
+    }

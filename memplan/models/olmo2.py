@@ -1,0 +1,65 @@
+"""OLMo 2: norms after attention and the feed-forward layer, and of all queries and keys."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes, keep_rotation
+from memplan.ops import heads, rms_norm_in_fp32
+from memplan.shapes import FP32
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Olmo2(HuggingFaceDecoder):
+    """`Olmo2ForCausalLM`.
+
+    Source: transformers.models.olmo2.modeling_olmo2 (5.23).
+    """
+
+    family: ClassVar[str] = "olmo2"
+    code: ClassVar[str] = "transformers 5.23, Olmo2ForCausalLM"
+
+    attention_bias: bool = False
+
+    def has_bias(self, name: str) -> bool:
+        return self.attention_bias and name.startswith("self_attn.")
+
+    def rotation(self, tokens: Tensor) -> None:
+        keep_rotation(tokens, self.rotary_dim, FP32)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm_in_fp32(x, name)
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        x = x + self.norm(self.attention(x), "post_attention_layernorm")
+        return x + self.norm(self.feed_forward(x), "post_feedforward_layernorm")
+
+    def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
+        x = self.projected(x, f"self_attn.{name}", n * self.d_head)
+        return heads(x if name == "v_proj" else self.norm(x, f"self_attn.{name[0]}_norm"), self.d_head)
+
+
+def _read(config: Config, name: str) -> Olmo2:
+    """Source: transformers, Olmo2Config (defaults)."""
+    config.one_of("hidden_act", "silu", ("silu", "swish"))
+    return Olmo2(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=32,
+            d_model=4096,
+            n_heads=32,
+            d_ff=11008,
+            vocab_size=50304,
+            max_seq_len=2048,
+        ),
+        attention_bias=config.flag("attention_bias", default=False),
+    )
+
+
+OLMO2: Final = Family(
+    implementations={"huggingface": Olmo2}, readers={"olmo2": Reader("Olmo2ForCausalLM", _read)}
+)

@@ -1,0 +1,109 @@
+"""OPT: GPT with a ReLU, a table of positions for each sequence, and scaled queries."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import (
+    attention,
+    dropout,
+    embedding,
+    layer_norm,
+    learned_positions,
+    linear,
+    merged_heads,
+    relu,
+    times_number,
+)
+from memplan.ops import heads as heads_of
+from memplan.shapes import FP32, INT64, Buffer
+from memplan.tape import Tensor
+
+OFFSET: Final = 2
+"""Rows of the table of positions that no position has."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opt(HuggingFaceDecoder):
+    """`OPTForCausalLM` with norms before its layers, as all but the one of 350 million parameters are.
+
+    Source: transformers.models.opt.modeling_opt (5.23).
+    """
+
+    family: ClassVar[str] = "opt"
+    code: ClassVar[str] = "transformers 5.23, OPTForCausalLM"
+
+    def has_bias(self, name: str) -> bool:
+        return True
+
+    @property
+    def longest_seq_len(self) -> int:
+        return self.max_seq_len
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        return ()
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return layer_norm(x, name)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        tape = tokens.tape
+        x = embedding(tokens, "model.decoder.embed_tokens", self.vocab_size, self.d_model)
+        mask = tape.new("mask of positions", tokens.shape, FP32)
+        tape.shared["positions"] = tape.new("position ids", tokens.shape, INT64)
+        ids = tape.new("position ids and offset", tokens.shape, INT64)
+        n_rows = self.max_seq_len + OFFSET
+        positions = learned_positions(ids, "model.decoder.embed_positions", n_rows, self.d_model)
+        del ids
+        tape.hold(mask, x, positions)
+        return x + positions
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        attended = self.attention(self.norm(x, "self_attn_layer_norm"))
+        x = x + dropout(attended, self.dropout)
+        del attended
+        y = relu(self.projected(self.norm(x, "final_layer_norm"), "fc1", self.d_ff))
+        y = self.projected(y, "fc2", self.d_model)
+        return x + dropout(y, self.dropout)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q = heads_of(times_number(self.projected(x, "self_attn.q_proj", self.d_model)), self.d_head)
+        k, v = (self.head_projection(x, name, self.n_heads) for name in ("k_proj", "v_proj"))
+        return self.projected(merged_heads(attention(q, k, v)), "self_attn.out_proj", self.d_model)
+
+    def head(self, x: Tensor) -> Tensor:
+        x = self.norm(x, "model.decoder.final_layer_norm")
+        x.tape.let_go()
+        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+
+    @property
+    def output_name(self) -> str:
+        return "model.decoder.embed_tokens" if self.tied_head else "lm_head"
+
+
+def _read(config: Config, name: str) -> Opt:
+    """Source: transformers, OPTConfig (defaults)."""
+    config.refuse("layerdrop", "_remove_final_layer_norm")
+    config.one_of("activation_function", "relu", ("relu",))
+    for key in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
+        config.expect(key, default=True)
+    sizes = decoder_sizes(
+        config,
+        name,
+        n_layers=12,
+        d_model=768,
+        n_heads=12,
+        d_ff=3072,
+        vocab_size=50272,
+        max_seq_len=2048,
+        tied_head=True,
+    )
+    config.expect("word_embed_proj_dim", default=sizes["d_model"])
+    sizes |= {"d_ff": config.count("ffn_dim", 3072), "dropout": config.fraction("dropout", 0.1)}
+    return Opt(**sizes)
+
+
+OPT: Final = Family(implementations={"huggingface": Opt}, readers={"opt": Reader("OPTForCausalLM", _read)})

@@ -1,0 +1,61 @@
+"""Phi 3 and 4: Llama with fused projections, whose heads may be turned in part."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import attention, feature_parts, feature_slices, heads, merged_heads, rope_of_part, silu
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phi3(HuggingFaceDecoder):
+    """`Phi3ForCausalLM`. `partial_rotary`: how much of a head is turned.
+
+    Source: transformers.models.phi3.modeling_phi3 (5.23).
+    """
+
+    family: ClassVar[str] = "phi3"
+    code: ClassVar[str] = "transformers 5.23, Phi3ForCausalLM"
+
+    partial_rotary: float = 1.0
+
+    def has_bias(self, name: str) -> bool:
+        return False
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.d_head * self.partial_rotary)
+
+    def attention(self, x: Tensor) -> Tensor:
+        n_q, n_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
+        qkv = self.projected(x, "self_attn.qkv_proj", n_q + 2 * n_kv)
+        q, k, v = (heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv))
+        tables = x.tape.shared["cosines"], x.tape.shared["sines"]
+        q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
+        y = attention(x.tape.cast(q, v.dtype), x.tape.cast(k, v.dtype), v)
+        return self.projected(merged_heads(y), "self_attn.o_proj", self.d_model)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        gate, up = feature_parts(self.projected(x, "mlp.gate_up_proj", 2 * self.d_ff), 2)
+        return self.projected(up * silu(gate), "mlp.down_proj", self.d_model)
+
+
+def _read(config: Config, name: str) -> Phi3:
+    """Source: transformers, Phi3Config (defaults)."""
+    config.refuse("resid_pdrop", "embd_pdrop")
+    config.one_of("hidden_act", "silu", ("silu", "swish"))
+    return Phi3(
+        **decoder_sizes(
+            config, name, n_layers=32, d_model=3072, n_heads=32, d_ff=8192, vocab_size=32064, max_seq_len=4096
+        ),
+        partial_rotary=config.rotary_part(1.0),
+    )
+
+
+PHI3: Final = Family(
+    implementations={"huggingface": Phi3}, readers={"phi3": Reader("Phi3ForCausalLM", _read)}
+)

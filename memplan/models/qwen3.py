@@ -1,0 +1,61 @@
+"""Qwen 3: Llama with norms of each head's queries and keys."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import heads
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3(HuggingFaceDecoder):
+    """`Qwen3ForCausalLM`.
+
+    Source: transformers.models.qwen3.modeling_qwen3 (5.23).
+    """
+
+    family: ClassVar[str] = "qwen3"
+    code: ClassVar[str] = "transformers 5.23, Qwen3ForCausalLM"
+
+    attention_bias: bool = False
+
+    def has_bias(self, name: str) -> bool:
+        return self.attention_bias and name.startswith("self_attn.")
+
+    def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
+        batch, seq, _ = x.shape
+        x = self.projected(x, f"self_attn.{name}", n * self.d_head)
+        if name != "v_proj":
+            each = self.norm(x.view(batch, seq * n, self.d_head), f"self_attn.{name[0]}_norm")
+            x = each.view(batch, seq, n * self.d_head)
+        return heads(x, self.d_head)
+
+
+def _read(config: Config, name: str) -> Qwen3:
+    """Source: transformers, Qwen3Config (defaults)."""
+    config.refuse("use_sliding_window")
+    config.one_of("hidden_act", "silu", ("silu", "swish"))
+    return Qwen3(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=32,
+            d_model=4096,
+            n_heads=32,
+            n_kv_heads=32,
+            d_ff=22016,
+            d_head=128,
+            vocab_size=151936,
+            max_seq_len=32768,
+        ),
+        attention_bias=config.flag("attention_bias", default=False),
+    )
+
+
+QWEN3: Final = Family(
+    implementations={"huggingface": Qwen3}, readers={"qwen3": Reader("Qwen3ForCausalLM", _read)}
+)

@@ -1,0 +1,164 @@
+"""A model of transformers, made from its config.json and traced as transformers' own code runs it.
+
+The file says sizes only: code that it names (`auto_map`) is never fetched or run, and nothing is downloaded.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from json import dumps, loads
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue, MemplanError, UnknownName, did_you_mean, shown_value, unknown_name
+from memplan.models.base import MOST_LAYERS
+from memplan.models.config import Config
+from memplan.models.traced import TracedModel
+from memplan.tracing.tracer import trace
+
+LENGTH: Final = 96
+"""Tokens of the example; what is traced holds for any length."""
+
+IMAGE: Final = 224
+"""Rows and columns of an image, where the file does not say."""
+
+NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
+"""Keys that say where code is, or what a plan says."""
+
+LENGTHS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+"""Names of the trained length."""
+
+LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+"""Names of the number of blocks."""
+
+
+def traced_from_config(config: Config, name: str) -> TracedModel:
+    """The model of a config.json whose `model_type` transformers knows; the same file is traced once.
+
+    Its class is that of `architectures`, else the first of its type's that `TASKS` knows.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        UnknownName: a type or an architecture that transformers does not have.
+        InvalidValue: values with which transformers' own code fails.
+        MissingRule: for code that cannot be traced.
+    """
+    return _traced(dumps(config.values, sort_keys=True), name)
+
+
+@lru_cache(maxsize=16)
+def _traced(text: str, name: str) -> TracedModel:
+    config, transformers = Config(loads(text)), import_module("transformers")
+    kind = config.value("model_type", None)
+    if kind not in transformers.CONFIG_MAPPING:
+        raise _unknown(kind, config, transformers)
+    config.refuse("quantization_config")
+    for key in LAYERS:
+        checked_count(key, config.value(key, 1), most=MOST_LAYERS)
+    task, class_name = _class_of(kind, config.architecture)
+    own = {k: v for k, v in config.values.items() if k not in NOT_READ and not k.startswith("_")}
+    offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
+    try:
+        with offline, _Unfilled():
+            settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
+            module = getattr(transformers, class_name)._from_config(settings)
+        longest = next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
+        inputs = TASKS[task](settings, min(LENGTH, longest))
+        return trace(module, inputs, name=name, max_seq_len=longest if "input_ids" in inputs else None)
+    except MemplanError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InvalidValue(
+            f"fails in transformers {transformers.__version__} ({class_name}: {why}); use the model's "
+            "own config.json."
+        ) from error
+
+
+def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:
+    own = "; the code that auto_map names is never run" if config.value("auto_map", None) else ""
+    known = list(transformers.CONFIG_MAPPING.keys())
+    near = did_you_mean(kind, known) if isinstance(kind, str) else "."
+    return UnknownName(
+        f"unknown model architecture {shown_value(kind)}{near} It is none of the {len(known)} that "
+        f"transformers {transformers.__version__} has{own}."
+    )
+
+
+def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
+    """The task and the name of a class of transformers."""
+    tables = import_module("transformers.models.auto.modeling_auto")
+    known: dict[str, str] = {}
+    for task in TASKS:
+        names = getattr(tables, f"MODEL_FOR_{task}_MAPPING_NAMES").get(kind, ())
+        for name in [names] if isinstance(names, str) else names:
+            known.setdefault(name, task)
+    if architecture is None and known:
+        architecture = next(iter(known))
+    if architecture not in known:
+        raise unknown_name(f"{kind} architecture", architecture, known)
+    return known[architecture], architecture
+
+
+class _Unfilled(TorchFunctionMode):
+    """What would be filled with weights later has a shape only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func in (torch.empty, torch.rand, torch.randn) and not named.get("device"):
+            made = func(*args, **{**named, "device": "meta"})
+            if made.is_floating_point():
+                return made
+        return func(*args, **named)
+
+
+Example = Mapping[str, Tensor]
+
+
+def _tokens(settings: Any, length: int) -> dict[str, Tensor]:
+    """Two sequences of ids, none of which is a special token's."""
+    vocabulary = settings.get_text_config().vocab_size
+    ids = torch.arange(2 * length).reshape(2, length) % max(vocabulary - 4, 1) + min(4, vocabulary - 1)
+    return {"input_ids": ids}
+
+
+def _next_tokens(settings: Any, length: int) -> Example:
+    found = _tokens(settings, length)
+    return {**found, "labels": found["input_ids"].clone()}
+
+
+def _classes_of_tokens(settings: Any, length: int) -> Example:
+    return {**_tokens(settings, length), "labels": torch.zeros(2, length, dtype=torch.int64)}
+
+
+def _classes_of_texts(settings: Any, length: int) -> Example:
+    return {**_tokens(settings, length), "labels": torch.zeros(2, dtype=torch.int64)}
+
+
+def _spans(settings: Any, length: int) -> Example:
+    at = torch.zeros(2, dtype=torch.int64)
+    return {**_tokens(settings, length), "start_positions": at, "end_positions": at.clone()}
+
+
+def _images(settings: Any, _length: int) -> Example:
+    size = getattr(settings, "image_size", IMAGE)
+    rows, columns = size if isinstance(size, list | tuple) else (size, size)
+    images = torch.empty(2, settings.num_channels, rows, columns, device="meta")
+    return {"pixel_values": images, "labels": torch.zeros(2, dtype=torch.int64)}
+
+
+TASKS: Final[Mapping[str, Callable[[Any, int], Example]]] = {
+    "SEQ_TO_SEQ_CAUSAL_LM": _next_tokens,
+    "MASKED_LM": _next_tokens,
+    "CAUSAL_LM": _next_tokens,
+    "IMAGE_CLASSIFICATION": _images,
+    "SEQUENCE_CLASSIFICATION": _classes_of_texts,
+    "TOKEN_CLASSIFICATION": _classes_of_tokens,
+    "QUESTION_ANSWERING": _spans,
+}
+"""What a class is called with, by the name of transformers' table of such classes."""
