@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 from unittest.mock import patch
 
 import torch
@@ -207,6 +207,8 @@ class _Tracer:
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, again=recompute == "full"))
+                if recompute == "full":
+                    stack.enter_context(_inputs_require_grads(self.example.module))
                 stack.enter_context(recorder)
                 try:
                     self._step(recorder, inputs, targets, weights, autocast)
@@ -416,6 +418,26 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
+
+
+@contextmanager
+def _inputs_require_grads(module: nn.Module) -> Iterator[None]:
+    """As transformers' own checkpointing makes of token embeddings, be they frozen or not.
+
+    Source: transformers.modeling_utils (`PreTrainedModel.activation_checkpointing_enable`).
+    """
+    hooked = getattr(module, "main_input_name", "") == "input_ids" and hasattr(
+        module, "enable_input_require_grads"
+    )
+    if not hooked:
+        yield
+        return
+    owner = cast(Any, module)
+    owner.enable_input_require_grads()
+    try:
+        yield
+    finally:
+        owner.disable_input_require_grads()
 
 
 @contextmanager

@@ -63,6 +63,7 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
                 found, early = same.without_extra_frees(found, expected)
             same.unify(found, expected, f"block {unit - 1} differs from block {like - 1}")
         same.unify_if_equal(part(phase, 1), expected)
+        same.unify_gradients(part(phase, 1), expected)
     parts = {
         "inputs": part("inputs", 0),
         "embed": part("forward", 0),
@@ -155,6 +156,13 @@ class _Classes:
         """The same of the first block, which may differ."""
         if len(found) == len(like) and all(map(self._alike, found, like)):
             self.unify(found, like, "")
+
+    def unify_gradients(self, found: Iterable[Event], like: Iterable[Event]) -> None:
+        """Make one buffer of the gradients of a parameter, also where all else differs."""
+        known = {self.common(event.detail): event.storage for event in like if event.kind == "grad"}
+        for event in found:
+            if event.kind == "grad" and self.common(event.detail) in known:
+                self._join(event.storage, known[self.common(event.detail)])
 
     def without_extra_frees(
         self, found: Sequence[Event], like: Sequence[Event]

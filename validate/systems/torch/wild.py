@@ -353,7 +353,7 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         num_key_value_heads=8, sliding_window=None, max_position_embeddings=32_768,
     ),
     "gemma-2-9b": _llama_like(
-        "Gemma2", 1, 4096, width=3584, ff=14_336, layers=42, heads=16, vocabulary=256_000,
+        "Gemma2", 1, 2048, width=3584, ff=14_336, layers=42, heads=16, vocabulary=256_000,
         num_key_value_heads=8, head_dim=256, sliding_window=4096, max_position_embeddings=8192,
     ),
     "olmo2-7b": _llama_like(
@@ -367,15 +367,6 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
     "pythia-6.9b": _llama_like(
         "GPTNeoX", 2, 2048, width=4096, ff=16_384, layers=32, heads=32, vocabulary=50_432,
         max_position_embeddings=2048,
-    ),
-    "opt-6.7b": Wild(
-        module=_language(
-            "OPTForCausalLM", "OPTConfig",
-            {"hidden_size": 4096, "ffn_dim": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32,
-             "word_embed_proj_dim": 4096, "vocab_size": 50_272, "max_position_embeddings": 2048},
-            use_cache=False,
-        ),
-        inputs=_tokens, seq_len=2048, package="transformers", gpu_batch=2,
     ),
     "gpt2-xl": Wild(
         module=_language(
@@ -400,10 +391,6 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
     "vit-l": _of_images(
         "ViTForImageClassification", "ViTConfig",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
-    ),
-    "resnet-50-imagenet": Wild(
-        module=_resnet(50, n_classes=1000), inputs=partial(_images, size=224), package="torchvision",
-        gpu_batch=128,
     ),
 }  # fmt: skip
 """Published models, with the sizes of their own config.json, that are traced on a GPU that is not there."""
