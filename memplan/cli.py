@@ -63,7 +63,7 @@ except ModuleNotFoundError:
 F = TypeVar("F", bound=Callable[..., Any])
 
 SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-"""Of every command of the project."""
+"""Settings of every command, also of `validate`."""
 
 
 WHOLE: Final = 1000
@@ -81,7 +81,7 @@ class Refused(click.ClickException):
 
 
 class Commands(click.Group):
-    """Commands whose refusals are one line on stderr; an unknown command is told the nearest one."""
+    """Commands that print a refusal as one line on stderr, and suggest a name for an unknown command."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -117,7 +117,7 @@ class Commands(click.Group):
 
 
 def _refused(error: click.UsageError) -> Refused:
-    """click's own words for a wrong flag or argument, and where to read on, in a line."""
+    """click's message for a wrong flag or argument, and the command that prints help, in one line."""
     where = "" if error.ctx is None else f" Try '{error.ctx.command_path} -h' for help."
     return Refused(one_line(f"{error.format_message()}{where}"))
 
@@ -235,26 +235,28 @@ class PlanCommand(click.Command):
         super().__init__(*args, **attributes)
         self.defaults = defaults or {}
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
-        ctx.meta["engine"] = engine = [USUAL_ENGINE, *said][-1]
+    def options_of(self, engine: str) -> list[click.Parameter]:
+        """The flags of an engine's own options; none of an unknown engine, which is refused later."""
         kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
         flags = click.Command(None)
         if kind is not None:
             for name, field in described_fields(kind).items():
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
                 _plan_option(name, field, default)(flags)
-        ctx.meta["options"] = flags.params
+        return flags.params
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
+        ctx.meta["engine"] = engine = [USUAL_ENGINE, *said][-1]
+        ctx.meta["options"] = self.options_of(engine)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             owner = engine_of_option(error.option_name.strip("-").removeprefix("no-").replace("-", "_"))
             if owner is None:
                 raise
-            told = (
-                f"{error.option_name} is an option of engine {owner}, not of {engine}; leave it out, or use"
-            )
-            raise Refused(f"{told} --engine {owner}.") from None
+            whose = f"{error.option_name} is an option of engine {owner}, not of {engine}"
+            raise Refused(f"{whose}; leave it out, or use --engine {owner}.") from None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), *ctx.meta.get("options", ())]
@@ -491,7 +493,7 @@ def fields_of(text: str) -> dict[str, Any]:
 
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
-    """Tells how many have been seen, on a terminal only."""
+    """Shows on stderr how many have been seen, if it is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -568,7 +570,7 @@ def _print_json(value: Any) -> None:
 def main() -> None:
     """The entry point of `memplan`.
 
-    Python looks for no cycles of objects: a command ends before they matter, and to look is a tenth of a
+    Garbage collection is off: a command ends before cycles of objects matter, and it takes a tenth of a
     search.
     """
     gc.disable()

@@ -61,10 +61,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StageEstimate:
-    """What one rank of a pipeline holds and sends; the figures are worked out when asked for.
-
-    Each figure is a fold over the rank's record.
-    """
+    """What one rank of a pipeline holds and sends: folds over its record, computed when they are read."""
 
     plan: Plan
     record: RankRecord
@@ -79,12 +76,12 @@ class StageEstimate:
 
     @property
     def layers(self) -> tuple[range, ...]:
-        """The blocks of each of its stages: one range, or several where it has `virtual_stages`."""
+        """The blocks of each of its stages: one range, or one for each of its `virtual_stages`."""
         return self.record.layers
 
     @property
     def program(self) -> Callable[[], AllocatorProgram] | None:
-        """Its first steps as a caching allocator sees them; None where there is none (CPU, accounting)."""
+        """Allocations and frees of its first steps; None without a caching allocator (CPU, accounting)."""
         return self.record.program
 
     @cached_property
@@ -100,16 +97,16 @@ class StageEstimate:
     def replay(
         self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
     ) -> Replayed | None:
-        """The rank's first steps through PyTorch's caching allocator; None where there is none.
+        """The rank's first steps replayed by PyTorch's caching allocator; None without one (CPU, accounting).
 
         Args:
-            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, "expandable_segments:True" say.
-            limit_bytes: what the driver has to give; where that runs out, cached blocks are given back first.
-            allowed_bytes: what the process may have of it (`torch.cuda.set_per_process_memory_fraction`).
+            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, as "expandable_segments:True".
+            limit_bytes: what the driver has to give; when it runs out, cached blocks are given back first.
+            allowed_bytes: the process's share of it (`torch.cuda.set_per_process_memory_fraction`).
 
         Raises:
             InvalidValue: for a setting that memplan does not know.
-            OutOfMemory: if the memory is not enough.
+            OutOfMemory: if the program does not run within the limits.
         """
         config = AllocatorConfig.parse(alloc_conf)
         if self.program is None:
@@ -123,7 +120,7 @@ class StageEstimate:
         return self.replay()
 
     def replayed_within(self, limit_bytes: int) -> Replayed | None:
-        """`replay` with a limit, done once; None if that runs out of memory."""
+        """`replay` within a limit, which is kept; None if it runs out of memory."""
         if self.program is not None and limit_bytes not in self._known_within:
             memory = Memory(limit_bytes=limit_bytes)
             try:
@@ -139,10 +136,7 @@ class StageEstimate:
 
     @cached_property
     def states(self) -> Bytes:
-        """Weights, gradients and optimizer state as the optimizer sees them; the other kinds are 0.
-
-        Offloaded ones, which are the host's, count too.
-        """
+        """Weights, gradients and optimizer state as the optimizer sees them, also those on the host."""
         host = self.record.host
         held = self.record.rest if host is None else host.pinned + host.pageable
         held = held + self.record.step_counts
@@ -167,27 +161,27 @@ class StageEstimate:
 
     @cached_property
     def host_alive(self) -> Alive:
-        """How many of each named tensor the host holds at its worst instant in the device's place."""
+        """How many of each offloaded tensor the host holds at its own worst instant."""
         return self.record.host.at_peak() if self.record.host is not None else Counter()
 
     @cached_property
     def host(self) -> Bytes:
-        """Everything the host holds at its worst instant, by kind; on CPU ranks it is the device: 0."""
+        """What the host holds of offloaded states at its worst instant, by kind; 0 on CPU ranks."""
         return bytes_by_kind(self.host_alive)
 
     @property
     def host_pinned_bytes(self) -> int:
-        """The page-locked part of what the host holds."""
+        """The page-locked part of `host`."""
         return bytes_by_kind(self.record.host.pinned).total_bytes if self.record.host is not None else 0
 
     @property
     def when(self) -> str:
-        """The worst instant's stretch of the step."""
+        """In which stretch of the step the worst instant is."""
         return self._at_peak[1]
 
     @cached_property
     def instants(self) -> tuple[Instant, ...]:
-        """The highs of the step's stretches, in order."""
+        """The worst instant of each stretch of the step, in order."""
         return tuple(instants(self.record.step, self.rest_bytes))
 
     @cached_property
@@ -202,12 +196,12 @@ class StageEstimate:
 
     @cached_property
     def recomputed_flops(self) -> int:
-        """Forward FLOPs that it computes again in a step."""
+        """Forward FLOPs that it runs again in a step."""
         return recomputed_flops(self.record.step.counts)
 
     @property
     def work(self) -> RankWork:
-        """What a step takes, as it is counted."""
+        """What a step computes and sends, for a time model."""
         return RankWork(
             forward_flops=self.flops,
             recomputed_flops=self.recomputed_flops,
@@ -218,7 +212,7 @@ class StageEstimate:
 
     @property
     def sent_bytes(self) -> int:
-        """What the rank sends to others in a step; copies to and from its host are none of it."""
+        """What the rank sends to others in a step, without copies to and from its host."""
         return sum(c.wire_bytes for c in self.collectives if c.axis != "host")
 
     @property
@@ -244,12 +238,13 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
-    """What a plan asks of each GPU: per pipeline stage, the rank of it that holds most.
+    """What a plan asks of each GPU; of the ranks of a pipeline stage the one that holds most is shown.
 
-    `confirmed` is "measured" where the rules behind it have been compared with real runs (CPU ranks), and
-    "unmeasured" with runs of the device's software without the device (CUDA), and "unconfirmed" where no
-    run has confirmed them. `time_model` turns work into seconds:
-    `dataclasses.replace` puts another in its place. `device` is whose rules it was estimated by.
+    Attributes:
+        device: whose kernels' rules apply.
+        confirmed: what the rules were compared with: "measured" (real runs, on CPU ranks), "unmeasured" (the
+            device's software without the device: CUDA), or "unconfirmed" (no run).
+        time_model: turns work into seconds; `dataclasses.replace` exchanges it.
     """
 
     model: Model
@@ -262,12 +257,12 @@ class Estimate:
 
     @property
     def engine(self) -> Engine:
-        """What was played."""
+        """The engine whose rules apply."""
         return ENGINES.named(self.plan.engine)
 
     @property
     def n_parameters(self) -> int:
-        """Elements of the model's weights, all GPUs together."""
+        """Elements of the whole model's weights."""
         return parameter_count(self.model)
 
     @property
@@ -282,7 +277,7 @@ class Estimate:
 
     @property
     def host(self) -> Bytes:
-        """What the host holds of the GPU that offloads most to it, by kind."""
+        """What the host holds for the GPU that offloads most, by kind."""
         return max((stage.host for stage in self.stages), key=lambda held: held.total_bytes)
 
     @property
@@ -297,18 +292,15 @@ class Estimate:
 
     @property
     def allocated_bytes(self) -> int | None:
-        """What `torch.cuda.max_memory_allocated` says of the worst stage: the blocks that its tensors are in.
-
-        None on CPU and for closed-form accounting.
-        """
+        """What `torch.cuda.max_memory_allocated` says of the worst stage; None on CPU and for accounting."""
         replay = self.worst.replayed
         return None if replay is None else replay.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """What the caching allocator holds for the worst stage; None where there is none (CPU, accounting).
+        """What `torch.cuda.max_memory_reserved` says of the worst stage; None on CPU and for accounting.
 
-        It is replayed when asked for: see `memplan.allocator`, and `StageEstimate.replay` for its options.
+        `StageEstimate.replay` takes the allocator's settings.
         """
         replay = self.worst.replayed
         return None if replay is None else replay.reserved_bytes
@@ -317,10 +309,10 @@ class Estimate:
     def device_bytes(self) -> Interval | None:
         """What the worst stage's process holds on its GPU, as `nvidia-smi` shows it; None on CPU.
 
-        At least what is allocated: the rest of what is reserved is given back before memory runs out. At most
-        what is reserved; where that is beyond the cluster's budget, what is reserved within it, if a replay
-        shows that the allocator gets along with so much (`gives_back`). With it CUDA's context and NCCL's
-        buffers, as far as their ranges go.
+        The lower end is what is allocated: other reserved blocks are given back before memory runs out. The
+        upper end is what is reserved, or, if that is more than the cluster's budget and a replay within the
+        budget succeeds (`gives_back`), what is reserved there. To both are added the least and the most that
+        CUDA's context and NCCL's buffers take.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
@@ -334,7 +326,7 @@ class Estimate:
 
     @property
     def gives_back(self) -> bool:
-        """Whether the plan keeps within the budget only as cached blocks are given back, which takes time."""
+        """Whether the plan is within the budget only if cached blocks are given back, which takes time."""
         return self._within_budget is not None
 
     @property
@@ -344,7 +336,7 @@ class Estimate:
 
     @property
     def _within_budget(self) -> Replayed | None:
-        """The replay within the budget; None if it needs none, or runs out of memory there."""
+        """The replay within the budget; None if none is needed, or if it runs out of memory."""
         budget_bytes = None if self.cluster is None else self.cluster.budget_bytes
         replay = self.worst.replayed
         if budget_bytes is None or replay is None:
@@ -358,8 +350,8 @@ class Estimate:
     def verdict(self) -> Verdict | None:
         """Whether each GPU holds the plan: `memplan.Cluster.verdict` of `device_bytes`.
 
-        The only rule: `fits`, `memplan.search`, `advise`, `why`, charts and JSON say the same. None without
-        a cluster or a limit, and for closed-form accounting, which is never compared with one.
+        `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
+        or a limit, and for closed-form accounting.
         """
         if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.engine.is_accounting:
             return None
@@ -370,10 +362,10 @@ class Estimate:
 
     @property
     def over_bytes(self) -> int | None:
-        """What the worst stage allocates beyond what is usable beside CUDA's context; None: no limit.
+        """Bytes of the worst stage's tensors beyond what is usable beside CUDA's context; None: no limit.
 
-        Where it is more than 0, the least of `device_bytes` is more than what is usable too: the allocator
-        holds no less than it is asked for.
+        If it is more than 0 the plan does not fit, and no replay is needed to say so: the allocator holds at
+        least what it is asked for.
         """
         usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
         if usable is None or self.engine.is_accounting:
@@ -416,25 +408,25 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens that the whole cluster trains on in a second."""
+        """Tokens that the whole cluster trains on per second."""
         step_s = self.step_s
         return None if step_s is None else float(per_s(self.plan.global_batch * self.plan.seq_len, step_s))
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        """Each GPU's share of them."""
+        """`tokens_per_s` divided by the number of GPUs."""
         rate = self.tokens_per_s
         return None if rate is None else rate / self.plan.world_size
 
     @property
     def total_model_flops(self) -> int:
-        """FLOPs of a step on all GPUs, forward and backward, nothing counted that is computed again."""
+        """FLOPs of a step on all GPUs, forward and backward, without recomputation."""
         forward = sum([stage.flops for stage in self.stages]) * self.plan.n_replicas * self.plan.tp
         return int(model_flops(forward))
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOPs over what the GPUs' peak dense rate allows in the step's time."""
+        """Model FLOPs utilisation: the model's FLOPs over (step time x GPUs x peak dense rate)."""
         step_s = self.step_s
         if step_s is None or self.cluster is None:
             return None
@@ -445,9 +437,9 @@ class Estimate:
         return float(utilisation(one_pipeline, step_s, self.plan.pp, peak))
 
     def ledger(self, stage: int | None = None, *, host: bool = False) -> "pandas.DataFrame":
-        """Every named tensor alive at the peak of a stage (the worst one if None), largest first.
+        """Every named tensor that is alive at the peak of a stage (None: the worst one), largest first.
 
-        With `host`, those that the host holds at its own worst instant where states are offloaded.
+        With `host`, the offloaded tensors that the host holds at its own worst instant.
         Columns: name, kind, shape (on this rank), dtype, count, each_bytes, total_bytes.
         """
         from memplan.tables import ledger_frame
@@ -456,7 +448,7 @@ class Estimate:
         return ledger_frame(chosen.host_alive if host else chosen.alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
-        """The step of a stage (the worst one if None), for `memplan.memory.running_bytes` and plots."""
+        """The step of a stage (None: the worst one), for `memplan.memory.running_bytes` and plots."""
         return (self.worst if stage is None else self._stage(stage)).record.step
 
     def _stage(self, stage: int) -> StageEstimate:
@@ -524,7 +516,7 @@ class Estimate:
 
 
 def notes_of(model: Model, plan: Plan) -> Iterator[str]:
-    """What should be known of a plan that no figure says."""
+    """What else should be known of a plan, in sentences."""
     if plan.seq_len > model.max_seq_len:
         yield (
             f"seq_len={plan.seq_len} is longer than {model.name}'s context of {model.max_seq_len} tokens "
@@ -535,7 +527,7 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
 
 
 def device_of(cluster: Cluster | None) -> Device:
-    """What a cluster's kernels run on; an H100 without a cluster."""
+    """The device of a cluster's GPUs; an H100 without a cluster."""
     return H100 if cluster is None else cluster.gpu.device
 
 
@@ -656,7 +648,7 @@ def _dp_left(cluster: Cluster | None, n_other: int) -> int:
 def estimate_plan(
     model: Model, plan: Plan, cluster: Cluster | None = None, device: DeviceType | None = None
 ) -> Estimate:
-    """`estimate` for values that already exist.
+    """The estimate of a Plan, a Model and a Cluster.
 
     Raises:
         MemplanError: if the plan cannot run on this model, its mesh is not the cluster, or the cluster is of
@@ -689,14 +681,14 @@ def _checked_device(asked: DeviceType | None, cluster: Cluster | None) -> Device
 
 
 def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
-    """`estimate` of a plan that is known to run there."""
+    """The estimate of a plan that has been checked."""
     return estimate_of(model, plan, device, cluster, stage_estimates(model, plan, device, cluster))
 
 
 def stage_estimates(
     model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
 ) -> Iterator[StageEstimate]:
-    """One for each rank of the pipeline, worked out as it is asked for."""
+    """The estimate of each rank of the pipeline, made as it is read."""
     for record in ENGINES.named(plan.engine).play(model, plan, device):
         yield StageEstimate(plan=plan, record=record)
 
@@ -704,7 +696,7 @@ def stage_estimates(
 def estimate_of(
     model: Model, plan: Plan, device: Device, cluster: Cluster | None, stages: Iterable[StageEstimate]
 ) -> Estimate:
-    """The estimate that these stages are of."""
+    """The estimate of a plan whose stages are known."""
     return Estimate(
         model=model,
         plan=plan,

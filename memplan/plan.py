@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
@@ -26,10 +26,10 @@ Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
 Recompute = Literal["none", "selective", "full"]
 
 
-OPTIMIZERS: Final = ("sgd", "sgd-momentum", "adam", "adamw")
+OPTIMIZERS: Final[tuple[str, ...]] = get_args(Optimizer)
 N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 """What each optimizer keeps for every weight."""
-RECOMPUTES: Final = ("none", "selective", "full")
+RECOMPUTES: Final[tuple[str, ...]] = get_args(Recompute)
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
@@ -55,21 +55,16 @@ class Plan:
     Mesh axes, outermost first: `pp` ranks of a pipeline, `dp_replicate` replicas of `dp` data-parallel ranks
     (HSDP), `tp` tensor shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer
     state, 2 gradients too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens,
-    each replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica.
+    each replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica. Each
+    field says in its `text` what it is.
 
     Attributes:
-        virtual_stages: pipeline stages on each rank of the pipeline.
-        layers_per_stage: blocks of each stage in model order; None: as even as possible.
         recompute: what of a block is computed again in backward: "none"; "full": all, from the block's input;
             "selective": all but what matrix products (`aten.mm`, `addmm`, `bmm`: linears, and the products of
             attention where no kernel fuses them), fused attention kernels (outputs and log-sum-exps) and sums
             over the tensor axis (`all_reduce`, `reduce_scatter_tensor`) return. So norms, rotary positions,
             activations, dropout, casts and residual sums are computed again, and under sequence parallelism
             the sequence is all-gathered again. (The textbook's "selective" is the paper's: attention's core.)
-        recompute_blocks: recompute only that many blocks at the start of each stage; None: all.
-        offload: weights, gradients and optimizer state are kept on the host.
-        clip_grad_norm: the largest norm of the whole gradient; None: not clipped.
-        loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
         options: the engine's own options, a value of its `Engine.options`; None: all at their defaults.
             `memplan.engines.options.plan_of` makes a plan with them from flat keywords.
 

@@ -1,9 +1,8 @@
-"""How long a step takes: a rough roofline, behind a seam where a calibrated model can take its place.
+"""How long a step takes: a rough roofline, which a calibrated `TimeModel` can replace.
 
-The formulas' numeric arguments are Python numbers or NumPy arrays over plans. What they are given is counted:
-FLOPs and bytes by the record of the step; rates are the datasheets', the one other constant is
-`EFFICIENCY`. A rate that no datasheet states is never made up: then there is no step time, and `missing` says
-why.
+FLOPs and bytes are counted from the record of the step, rates come from datasheets, and the only other
+constant is `EFFICIENCY`. Where a rate is not known there is no step time, and `missing` says why. Numeric
+arguments are Python numbers or NumPy arrays over plans.
 """
 
 from collections import Counter
@@ -30,7 +29,7 @@ Quantity: TypeAlias = float | npt.NDArray[Any]
 """A number, or one for each of many plans."""
 
 Count: TypeAlias = int | npt.NDArray[np.int64]
-"""A whole one."""
+"""A whole number, or one for each of many plans."""
 
 WHOLE_BACKWARD: Final = ("backward", "backward-weight")
 """The passes that end a micro-batch's backward pass."""
@@ -40,7 +39,7 @@ EFFICIENCY: Final = 0.5
 
 
 def added(seconds: Iterable[Quantity]) -> Quantity:
-    """Their sum, one after the other: the same to the last bit for one plan and for many.
+    """The sum, added from left to right, so that one plan and arrays of plans agree to the last bit.
 
     >>> added([1.0, 2.5])
     3.5
@@ -54,10 +53,12 @@ def added(seconds: Iterable[Quantity]) -> Quantity:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """What one rank does in a step, as its record counts it.
+    """What one rank does in a step, counted from its record.
 
-    `forward_flops` and `recomputed_flops` are of all its micro-batches, `reducing_share` is the share of its
-    backward passes beside which it reduces gradients, `states` what its optimizer sees.
+    Attributes:
+        forward_flops, recomputed_flops: of all its micro-batches.
+        reducing_share: the share of its backward passes during which it reduces gradients.
+        states: weights, gradients and optimizer state as its optimizer sees them.
     """
 
     forward_flops: int
@@ -73,11 +74,12 @@ class StepTime:
     """Where the seconds of one rank's step go; the parts add up to `total_s`.
 
     Attributes:
-        compute_s: the forward and backward passes' matrix products.
-        recompute_s: those that are computed again.
-        tp_s, dp_s, pp_s: traffic that nothing hides: over the tensor axis; over the data axes, or all ranks;
-            to other stages of the pipeline.
-        bubble_s: the pipeline fills and drains.
+        compute_s: matrix products of the forward and backward passes.
+        recompute_s: matrix products of forward passes that are run again.
+        tp_s: traffic over the tensor axis, during which the rank computes nothing.
+        dp_s: traffic over the data axes, or between all ranks, that no computation hides.
+        pp_s: traffic to other stages of the pipeline, during which the rank computes nothing.
+        bubble_s: waiting while the pipeline fills and drains.
         update_s: the optimizer.
     """
 
@@ -105,11 +107,11 @@ class StepTime:
 
 
 class TimeModel(Protocol):
-    """The seam: what turns counted work into seconds."""
+    """Turns counted work into seconds."""
 
     @property
     def label(self) -> str:
-        """How far to trust it, for people."""
+        """How far to trust its seconds, for people."""
 
     def missing(self, plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
         """Why there is no time for this plan on this cluster; empty if there is."""
@@ -124,7 +126,7 @@ class TimeModel(Protocol):
 def backward_flops(forward_flops: Quantity) -> Quantity:
     """FLOPs of a backward pass: 2 x forward, a product for the inputs' gradient and one for the weights'.
 
-    Neglects: that fused attention computes its scores once more.
+    Neglects: fused attention computes its scores again in backward.
     Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
     >>> backward_flops(10)
@@ -134,7 +136,7 @@ def backward_flops(forward_flops: Quantity) -> Quantity:
 
 
 def model_flops(forward_flops: Quantity) -> Quantity:
-    """FLOPs that the model takes, however they are computed: forward and backward, nothing twice.
+    """FLOPs of a forward and a backward pass, without recomputation.
 
     Causal attention is counted whole although half is masked, as in `memplan.ops.attention`.
 
@@ -149,8 +151,7 @@ def model_flops(forward_flops: Quantity) -> Quantity:
 def compute_s(flops: Quantity, peak_flops_per_s: float, efficiency: float) -> Quantity:
     """Seconds of matrix products: FLOPs / (peak dense rate x efficiency).
 
-    Neglects: everything between the products: norms, activations, casts, launches; the efficiency stands for
-        it.
+    Neglects: norms, activations, casts and kernel launches, for which the efficiency stands.
 
     >>> compute_s(1e12, 1e12, 0.5)
     2.0
@@ -159,7 +160,7 @@ def compute_s(flops: Quantity, peak_flops_per_s: float, efficiency: float) -> Qu
 
 
 def backward_s(products_s: Quantity, again_s: Quantity) -> Quantity:
-    """Seconds of the backward passes: two thirds of the products, and all that is computed again.
+    """Seconds of the backward passes: two thirds of the matrix products, and all recomputation.
 
     >>> backward_s(3.0, 1.0)
     3.0
@@ -168,15 +169,15 @@ def backward_s(products_s: Quantity, again_s: Quantity) -> Quantity:
 
 
 def forward_flops(counts: Counts) -> int:
-    """FLOPs of a rank's forward passes in a step: all micro-batches."""
+    """FLOPs of a rank's forward passes in a step, over all micro-batches."""
     return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase == "forward"])
 
 
 def recomputed_flops(counts: Counts) -> int:
-    """Forward FLOPs that a rank computes again in its backward passes.
+    """Forward FLOPs that a rank runs again in its backward passes.
 
-    With recompute="full" all of a block up to the last tensor that it saves, so all but its last product;
-    with "selective" none. A split backward pass runs its regions again for each weight.
+    With recompute="full" a block is run again up to the last tensor that it saves, so without its last matrix
+    product; with "selective" no product is. A split backward pass runs its regions again for each weight.
 
     Source: torch.utils.checkpoint:_StopRecomputationError, `memplan.tape.SplitBackward`.
     """
@@ -184,9 +185,9 @@ def recomputed_flops(counts: Counts) -> int:
 
 
 def reducing_share(counts: Counts) -> float:
-    """The share of its backward passes beside which a rank reduces gradients; 0 if none does.
+    """The share of a rank's backward passes during which it reduces gradients, from 0 to 1.
 
-    Neglects: that a rank's other stages may still run when one reduces after its last pass.
+    Neglects: the rank's other stages may still run when one stage reduces after its last pass.
     """
     passes = [(e, n) for e, n in counts.items() if isinstance(e, Pass) and e.part in WHOLE_BACKWARD]
     return sum([n for e, n in passes if e.reduces]) / max(1, sum([n for _, n in passes]))
@@ -196,10 +197,10 @@ def reducing_share(counts: Counts) -> float:
 
 
 def crosses_nodes(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.bool_]:
-    """Whether any group of an axis is on more than one node, of ranks that fill whole nodes.
+    """Whether any group of an axis has ranks on more than one node; ranks fill nodes in mesh order.
 
-    Ranks are placed in mesh order; a group's members are `stride` apart, and the groups that interleave make
-    a row of n x stride ranks. No row is cut by the end of a node where its length divides the node's.
+    A group's members are `stride` ranks apart, so the groups that interleave make a row of n x stride ranks.
+    No row crosses the end of a node if its length divides the GPUs of a node.
 
     >>> bool(crosses_nodes(8, 1, 8)), bool(crosses_nodes(2, 8, 8)), bool(crosses_nodes(3, 1, 8))
     (False, True, True)
@@ -209,9 +210,9 @@ def crosses_nodes(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.ND
 
 
 def ranks_in_a_node(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.int64]:
-    """How many of a group's members share a node, where that is fewest: max(1, gcd(n stride, node) / stride).
+    """The fewest members of a group that share a node: max(1, gcd(n stride, node) / stride).
 
-    Rows of n x stride ranks begin wherever a multiple of gcd(n stride, node) is.
+    Rows of n x stride ranks (see `crosses_nodes`) begin at multiples of gcd(n stride, node) within a node.
 
     >>> [int(ranks_in_a_node(n, stride, 8)) for n, stride in ((64, 1), (8, 2), (2, 8), (3, 1), (8, 3))]
     [8, 4, 1, 1, 2]
@@ -223,12 +224,12 @@ def ranks_in_a_node(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.
 def ring_bytes_per_s(
     n_ranks: Count, stride: Count, gpus_per_node: Count, intra_node: float, inter_node: float
 ) -> Quantity:
-    """What one rank sends per second in a collective: over the slowest link that its axis' groups cross.
+    """Bytes that one rank sends per second in a collective, over the slowest link that its group crosses.
 
-    Within a node that is the GPU's own link. Between nodes a group has as many network links as it has
-    members in a node, and all of its traffic passes them: min(intra, members x inter).
+    Within a node that is the GPU's own link. Between nodes all traffic of a group goes through the network
+    links of its members in a node: min(intra, members x inter).
 
-    Assumes: one ring for each such link, as NCCL builds them; all groups of the axis at the same time.
+    Assumes: one ring for each network link, as NCCL builds them; all groups of the axis send at once.
     Neglects: latency, congestion, trees and in-network reduction.
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md (bus bandwidth).
 
@@ -243,7 +244,7 @@ def ring_bytes_per_s(
 def neighbour_bytes_per_s(
     n_ranks: Count, stride: Count, gpus_per_node: Count, intra_node: float, inter_node: float
 ) -> Quantity:
-    """What one rank sends per second to the next of its group: over its own link, the network's if any does.
+    """Bytes per second from a rank to the next of its group: the network's rate if any group crosses nodes.
 
     >>> [float(neighbour_bytes_per_s(n, 4, 8, 450.0, 50.0)) for n in (2, 4)]
     [450.0, 50.0]
@@ -254,12 +255,12 @@ def neighbour_bytes_per_s(
 def exposed_s(
     reductions_s: Quantity, gathers_s: Quantity, reducing_s: Quantity, computing_s: Quantity
 ) -> Quantity:
-    """Traffic beside the computation that outlasts it; no second of computation hides two of traffic.
+    """Seconds of traffic that outlast the computation beside them.
 
-    Reductions hide in the `reducing_s` of computation during which there are any, gathered weights in what
-    is left of all of it.
+    Reductions are hidden by at most `reducing_s` of computation, gathers of weights by the rest of
+    `computing_s`; a second of computation hides one second of traffic.
 
-    Assumes: one of them at a time, and none slows the computation.
+    Assumes: reductions and gathers do not run at the same time, and do not slow the computation.
 
     >>> float(exposed_s(3.0, 4.0, 2.0, 5.0))  # 3 - 2 of reductions, 4 - (5 - 2) of gathers
     2.0
@@ -272,12 +273,12 @@ def exposed_s(
 
 
 def bubble_s(fraction: Quantity, others_s: Quantity) -> Quantity:
-    """Seconds that a rank waits: the bubble's fraction of what the other ranks work on average.
+    """Seconds that a rank waits: the bubble's fraction of the other ranks' mean working time.
 
-    Where every rank works alike this is the fraction of its own work; where one works longer it waits less
-    itself, as the others' first and last passes are shorter: exact for gpipe.
+    If all ranks work equally long, this is the fraction of its own work. A rank that works longer than the
+    others waits for their shorter first and last passes only: exact for gpipe.
 
-    Assumes: this rank is the slowest; a rank's virtual stages are alike.
+    Assumes: this rank is the slowest; a rank's virtual stages take equally long.
 
     >>> bubble_s(0.5, 4.0)
     2.0
@@ -289,7 +290,7 @@ def bubble_s(fraction: Quantity, others_s: Quantity) -> Quantity:
 
 
 def update_bytes(weights_bytes: Quantity, grads_bytes: Quantity, optimizer_bytes: Quantity) -> Quantity:
-    """What the optimizer moves: weights and its state are read and written, gradients read.
+    """Bytes that the optimizer reads and writes: weights and state both, gradients are only read.
 
     Neglects: intermediate results of implementations that are not fused, zeroing, clipping.
 
@@ -300,9 +301,9 @@ def update_bytes(weights_bytes: Quantity, grads_bytes: Quantity, optimizer_bytes
 
 
 def updated_share(zero: int, dp: Count) -> Quantity:
-    """The part of its weights and gradients that a rank updates: with ZeRO-1 every dp-th.
+    """The share of its weights and gradients that a rank updates: 1 / dp with ZeRO-1, else all.
 
-    Assumes: an even share.
+    Assumes: ZeRO-1's ranks have equal shares.
 
     >>> updated_share(1, 4), updated_share(3, 4)
     (0.25, 1)
@@ -323,7 +324,7 @@ def per_s(n_tokens: Quantity, step_s: Quantity) -> Quantity:
 
 
 def utilisation(flops: Quantity, step_s: Quantity, n_gpus: Count, peak_flops_per_s: float) -> Quantity:
-    """Model FLOPs utilisation: the FLOPs of so many GPUs / (seconds x GPUs x peak dense rate).
+    """Model FLOPs utilisation: model FLOPs of the GPUs / (seconds x GPUs x peak dense rate).
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 4.1.
 
@@ -334,7 +335,7 @@ def utilisation(flops: Quantity, step_s: Quantity, n_gpus: Count, peak_flops_per
 
 
 def peak_flops_per_s(plan: Plan, cluster: Cluster) -> float | None:
-    """The peak dense rate of the plan's matrix products; None where none is stated."""
+    """The peak dense rate of the plan's matrix products; None if the datasheet states none."""
     rate: float | None = getattr(cluster.gpu, f"{plan.formats.matmul}_flops_per_s")
     return rate
 
@@ -342,13 +343,13 @@ def peak_flops_per_s(plan: Plan, cluster: Cluster) -> float | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """FLOPs over a fraction of the peak, bytes over the slowest link they cross, a bubble in closed form.
+    """FLOPs at a fraction of the peak rate, bytes at the slowest link's rate, the bubble in closed form.
 
     Attributes:
         efficiency: the fraction of the peak dense rate at which matrix products run, above 0, at most 1.
 
     Assumes: links and memory at their stated peak.
-    Neglects: latency; a rank's last reductions and its update while others still drain the pipeline.
+    Neglects: latency; a rank may reduce and update while others still drain the pipeline.
 
     Raises:
         InvalidValue: an efficiency outside (0, 1].
@@ -364,7 +365,7 @@ class Roofline:
 
     @property
     def label(self) -> str:
-        """How far to trust it."""
+        """How far to trust its seconds, for people."""
         return (
             f"rough: roofline, no run has confirmed it (products at {self.efficiency:.0%} of peak, a policy)"
         )
@@ -411,9 +412,9 @@ Yes: TypeAlias = npt.NDArray[np.bool_]
 
 
 def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
-    """Whether anything is sent over the links within a node, and between nodes.
+    """Whether a plan sends over the links within a node, and over those between nodes.
 
-    As in all that follows the degrees of a plan are numbers, or one for each of many plans.
+    Here and below the plan's degrees may be arrays over plans.
     """
     within = between = np.zeros((), np.bool_)
     for axis, (n, stride) in _groups(plan).items():
@@ -425,7 +426,7 @@ def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
 
 
 def _groups(plan: Plan) -> dict[Axis, tuple[Count, Count]]:
-    """Each axis' ranks, and how far apart in the cluster two neighbours are."""
+    """For each axis its number of ranks, and how many ranks apart two neighbours are."""
     found: dict[Axis, tuple[Count, Count]] = {}
     stride, n_divided = 1, 0
     for axis in reversed(MESH_AXES):
@@ -438,7 +439,7 @@ def _groups(plan: Plan) -> dict[Axis, tuple[Count, Count]]:
 
 
 def _axis_bytes_per_s(plan: Plan, cluster: Cluster) -> dict[Axis, Quantity]:
-    """Each axis' rate; a link without one is none that is used."""
+    """Bytes per second of each axis; a rate that is not known is infinite, as no plan here uses it."""
     within = cluster.intra_node.bytes_per_s or inf
     between = cluster.inter_node.bytes_per_s or inf
     rates: dict[Axis, Quantity] = {}
@@ -477,10 +478,12 @@ Sent: TypeAlias = dict[Axis, Any]
 
 
 class Work(NamedTuple):
-    """What one rank does in a step, summed up; or an array of it over many plans.
+    """Totals of one rank's step, or arrays of them over plans.
 
-    `sent` is by what the traffic may run beside; `reducing`: the share of the backward passes beside which
-    gradients are reduced.
+    Attributes:
+        sent: bytes by what they may run beside, then by axis.
+        reducing: the share of the backward passes during which gradients are reduced.
+        moved_bytes: what the optimizer reads and writes.
     """
 
     forward_flops: Quantity
@@ -491,7 +494,7 @@ class Work(NamedTuple):
 
 
 def sent_bytes(collectives: Iterable[CollectiveTotal]) -> dict[Overlap, Sent]:
-    """`Work.sent` of a rank's collectives."""
+    """Bytes of a rank's collectives by what they may run beside, then by axis."""
     sent: dict[Overlap, Sent] = {overlap: Counter() for overlap in get_args(Overlap)}
     for c in collectives:
         sent[c.overlap][c.axis] += c.wire_bytes
@@ -499,7 +502,7 @@ def sent_bytes(collectives: Iterable[CollectiveTotal]) -> dict[Overlap, Sent]:
 
 
 class Rates(NamedTuple):
-    """What a plan's work is divided by: the peak of matrix products, the rates of memory and of each axis."""
+    """The rates of a plan, or of many: matrix products, the GPU's memory, each axis."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -507,7 +510,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(plan: Plan, cluster: Cluster) -> Rates:
-    """Those of a plan, or of many; what has no rate is never used."""
+    """The rates of a plan, or of many; one that is not known is infinite, as no plan here uses it."""
     return Rates(
         peak_flops_per_s(plan, cluster) or inf,
         cluster.gpu.memory_bytes_per_s or inf,
@@ -516,7 +519,7 @@ def rates_of(plan: Plan, cluster: Cluster) -> Rates:
 
 
 def parts_s(work: Work, rates: Rates, efficiency: float) -> dict[str, Quantity]:
-    """The parts of `StepTime`, no bubble yet: of one rank, or of one of each of many plans."""
+    """The parts of `StepTime` without the bubble: of one rank, or arrays over plans."""
     seconds = {overlap: _seconds(sent, rates.bytes_per_s) for overlap, sent in work.sent.items()}
     waits = seconds["nothing"]
     products_s = compute_s(model_flops(work.forward_flops), rates.flops_per_s, efficiency)
@@ -544,7 +547,7 @@ def busy_s(parts: Mapping[str, Quantity]) -> Quantity:
 
 
 def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quantity:
-    """Seconds of a rank's bubble, given the seconds of all ranks' passes and of its own passes."""
+    """Seconds of a rank's bubble, from the seconds of all ranks' passes and of its own."""
     fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, plan.virtual_stages, plan.n_micro_batches)
     return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from memplan.engines.options import said_by
+from memplan.engines.options import not_usual
 from memplan.estimate import Estimate, StageEstimate, notes_of
 from memplan.hardware import Cluster
 from memplan.models import Model
@@ -53,9 +53,9 @@ ALWAYS: Final = ("precision", "optimizer", "recompute", "engine")
 
 
 def ledger_rows(alive: Mapping[Buffer, int]) -> list[dict[str, Any]]:
-    """What is alive, as plain rows, largest first; their `total_bytes` add up to all of it.
+    """Rows of what is alive, largest first; their `total_bytes` add up to all bytes alive.
 
-    Buffers alike in name, kind, shape, type and size are one row.
+    Buffers of the same name, kind, shape, type and size share a row.
 
     >>> from memplan.shapes import FP32
     >>> w = Buffer("wq", (2, 3), FP32, 24, "weights")
@@ -115,7 +115,7 @@ def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
 def estimate_text(estimate: Estimate) -> str:
     """What `print(estimate)` shows: what was asked, each stage's peak, whether it fits, what is sent.
 
-    Every line has at most `WIDTH` characters; whatever stands for bytes says its unit.
+    Every line has at most `WIDTH` characters; every number of bytes has its unit.
     """
     parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
     parts += [_collectives(estimate), _time(estimate), *notes_text(estimate.model, estimate.plan)]
@@ -124,12 +124,12 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def notes_text(model: Model, plan: Plan) -> list[str]:
-    """What should be known of a plan that no figure says, each in lines of its own."""
+    """What else should be known of a plan, each note in lines of its own."""
     return [wrapped(f"Note: {note}") for note in notes_of(model, plan)]
 
 
 def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A ledger for a terminal, its sum below it."""
+    """A ledger as a table for a terminal, with its sum below."""
     cells = [("kind", "name", "type", "shape", "count", "total")]
     for row in rows:
         shape = "x".join(map(str, row["shape"])) or "scalar"
@@ -147,16 +147,14 @@ def _header(estimate: Estimate) -> str:
         place = f"{printable(cluster.name)}: {cluster_text(cluster)}"
     how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
     how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
-    said = [each for each in said_by(plan) if each.name not in HEADED]
+    options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
     lines = {
         "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
         "code": f"{model.implementation}: {model.code}",
         "cluster": place,
         "mesh": f"{plan.mesh_text}, {how}",
         "batch": batch_text(plan),
-        "options": ", ".join(
-            [f"{each.name}={each.value}" for each in said if each.name in ALWAYS or not each.is_default]
-        ),
+        "options": ", ".join([f"{name}={value}" for name, value in options.items() if name not in HEADED]),
     }
     return "\n".join(wrapped(f"{label:<9}{line}", indent=" " * 9) for label, line in lines.items())
 
@@ -248,7 +246,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def verdict_text(estimate: Estimate) -> str:
-    """The verdict and what it hangs on: what a GPU holds as an interval, what is usable, and the margin.
+    """The verdict with its reasons: the interval of what a GPU holds, what is usable, and the margin.
 
     >>> from memplan import estimate
     >>> print(verdict_text(estimate("gpt2", cluster="1xh100-sxm")))

@@ -92,6 +92,7 @@ class OpContext:
     `remakes_dtensors`: weights are plain tensors of which DTensors are made for each pass, as DDP does: their
     gradients are laid out like them as soon as they are made. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
+    `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     """
 
     device: Device = H100
@@ -105,6 +106,7 @@ class OpContext:
     seq_len: int = 1024
     loss_chunks: int = 1
     torch_release: Release = (2, 13)
+    keeps_wide_grads: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -29,8 +29,8 @@ import click
 from click.testing import CliRunner
 
 import memplan
-from memplan.cli import commands
-from memplan.engines.options import plan_fields
+from memplan.cli import PlanCommand, commands
+from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.errors import MemplanError
 from memplan.plan import Plan
 from validate import published, report
@@ -505,9 +505,10 @@ def command_line(rng: random.Random, group: click.Group, known: Mapping[str, Par
 
 def _options(command: click.Command) -> list[click.Option]:
     """The flags of a command, but for those that write files."""
+    own = command.options_of(USUAL_ENGINE) if isinstance(command, PlanCommand) else ()
     return [
         option
-        for option in command.params
+        for option in (*command.params, *own)
         if isinstance(option, click.Option)
         and not isinstance(option.type, click.Path)
         and option.opts[0] not in LEFT_OUT

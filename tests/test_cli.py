@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 import memplan
-from memplan.cli import commands
+from memplan.cli import PlanCommand, commands
+from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.hardware import gpu_names
 from memplan.models import preset_names
 from memplan.plan import FIELDS, Plan
@@ -205,8 +206,10 @@ def test_search_prints_the_best_and_what_was_refused():
 
 @pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise"])
 def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
-    flags = {flag for each in commands.commands[command].params for flag in each.opts}
-    assert {f"--{name.replace('_', '-')}" for name in FIELDS} <= flags
+    known = commands.commands[command]
+    assert isinstance(known, PlanCommand)
+    flags = {flag for each in [*known.params, *known.options_of(USUAL_ENGINE)] for flag in each.opts}
+    assert {f"--{name.replace('_', '-')}" for name in plan_fields()} <= flags
     assert {*FIELDS, "options"} == set(Plan.__dataclass_fields__)
 
 

@@ -30,7 +30,7 @@ from memplan.engines.trace import Segment
 from memplan.errors import MissingRule, PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.memory import n_bytes_of, running_bytes
-from memplan.models import Decoder, Layers, Model
+from memplan.models import Decoder, Layers, Model, preset
 from memplan.plan import (
     OPTIMIZERS,
     RECOMPUTES,
@@ -628,7 +628,7 @@ def test_on_cpu_ranks_the_host_is_the_device(case):
 
 def test_one_unit_has_no_rows_of_blocks():
     with pytest.raises(PlanRefused, match=r"use fsdp_units='block' or 'block\+ends', or fsdp_blocks=1\.$"):
-        plan_of(dp=2, zero=3, fsdp_units="model", fsdp_blocks=2)
+        check_plan(preset("gpt2"), plan_of(dp=2, zero=3, fsdp_units="model", fsdp_blocks=2))
 
 
 def test_tied_ends_are_no_units_of_their_own():

@@ -41,7 +41,11 @@ EXPECTED = {
     "h100-single-torch2.12": (41, (41, 41, 40), (0.0, 0.0, 0.064)),
     "h100-single-torch2.14": (41, (41, 41, 41), EXACT),
     "h100-single-torch2.15": (41, (41, 41, 41), EXACT),
-    "a100-standin": (57, (57, 57, 55), (0.0, 0.0, 0.0006)),
+    "h100-nccl-torch2.11": (100, (0, 8, 98), (1e-8, 0.004, 0.05)),  # a byte; zbv's two ranks
+    "h100-nccl-torch2.12": (100, (100, 91, 100), (0.0, 0.0022, 0.0)),
+    "h100-nccl-torch2.14": (100, (100, 99, 100), (0.0, 0.0011, 0.0)),
+    "h100-nccl-torch2.15": (100, (100, 89, 96), (0.0, 0.0031, 0.0014)),
+    "a100-standin": (57, (57, 57, 55), (0.0, 0.0, 0.0023)),  # zero-bubble: autograd's thread lets go late
     "h100-matrix": (2511, (2423, 2424, 2495), (0.9, 0.0006, 0.056)),  # 0.00002 but for PowerSGD
     "h100-shared": (72, (72, 32, 26), (0.0, 0.014, 0.23)),  # when gloo's threads let go is theirs to say
     "a100-nccl": (100, (100, 100, 100), EXACT),
@@ -49,6 +53,7 @@ EXPECTED = {
     "h100-nccl": (100, (100, 100, 100), EXACT),
     "h100-standin": (57, (57, 57, 57), EXACT),  # NCCL's own process group; the other two the fake one
     "b200-standin": (57, (57, 57, 57), EXACT),
+    "a100-allocator": (158, (158, 158, 158), EXACT),
     "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
     "h200-wild": (36, (35, 16, 2), (0.0012, 0.0004, 0.025)),  # other people's modules at true size
     "a100-frontier": (87, (87, 87, 87), EXACT),

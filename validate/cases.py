@@ -7,10 +7,11 @@ from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
-from memplan.engines.options import plan_dict, plan_of, said_by
+from memplan.engines.options import not_usual, plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
+from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import model_from_trace
 from memplan.plan import MESH_AXES
@@ -127,6 +128,11 @@ class Case:
         return self.device != "nogpu" and self.tensors == "real"
 
     @property
+    def is_of_others(self) -> bool:
+        """Whether its module is other people's: a traced one, or one of transformers."""
+        return isinstance(self.model, TracedModel) or family_of(self.model) in OF_TRANSFORMERS
+
+    @property
     def unchecked(self) -> str:
         """Why its training is not compared with a single-process run; empty if it is."""
         if self.device == "nogpu":
@@ -135,7 +141,7 @@ class Case:
             return "not checked at all: its tensors have shapes and no data, so there is no loss"
         if self.rank is not None:
             return "not checked at all: the fake process group moves no data, so losses mean nothing"
-        if isinstance(self.model, TracedModel):
+        if isinstance(self.model, TracedModel) or self.is_of_others:
             return "only that the loss falls: other people's modules may normalise over the batch"
         if self.model.dropout:
             return "only that the loss falls: one process would drop other elements"
@@ -165,8 +171,7 @@ class Case:
     def to_compact_dict(self) -> dict[str, Any]:
         """The case as plain values, without those that are defaults."""
         model = _model_dict(self.model, _not_default)
-        plan = {said.name: said.value for said in said_by(self.plan) if not said.is_default}
-        return {**_not_default(self), "model": model, "plan": plan}
+        return {**_not_default(self), "model": model, "plan": not_usual(self.plan)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Case":
@@ -228,8 +233,19 @@ def check_case(case: Case) -> None:
         )
 
 
-FAMILIES: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama, "torchtitan": TorchtitanLlama}
-"""The models that can be run (`validate.modules`), by their family."""
+OWN: Final[Mapping[str, type[Decoder]]] = {"gpt": Gpt, "llama": Llama, "torchtitan": TorchtitanLlama}
+"""The models whose modules are in `validate.systems.torch.modules`, by their family."""
+
+OF_TRANSFORMERS: Final[Mapping[str, type[Decoder]]] = {
+    f"huggingface-{name}": cls
+    for name in FAMILIES_OF_MODELS.own
+    for cls in FAMILIES_OF_MODELS.named(name).implementations.values()
+    if cls.implementation == "huggingface" and issubclass(cls, Decoder)
+}
+"""The models whose modules are transformers' own, by their family."""
+
+FAMILIES: Final[Mapping[str, type[Decoder]]] = {**OWN, **OF_TRANSFORMERS}
+"""The models that can be run, by their family."""
 
 
 def runnable(named: object) -> Decoder:
@@ -239,11 +255,11 @@ def runnable(named: object) -> Decoder:
         UnknownName: a model that there is not; a family, or an implementation, that cannot be run.
     """
     model = named if isinstance(named, Model) else resolve(cast(Any, named), "reference")
-    for cls in FAMILIES.values():
+    for cls in OWN.values():
         if isinstance(model, cls):
             return model
     what = f"{model.family} ({model.implementation})"
-    known = [f"{cls.family} ({cls.implementation})" for cls in FAMILIES.values()]
+    known = [f"{cls.family} ({cls.implementation})" for cls in OWN.values()]
     raise unknown_name("model to run:", what, known)
 
 

@@ -1,4 +1,4 @@
-"""An engine's own options: flat keywords beside a plan's fields, kept in a frozen value of the engine's.
+"""An engine's own options: flat keywords beside a plan's fields, kept in a frozen value of the engine's type.
 
 An engine names the value's type in `Engine.options`: a frozen dataclass, each of whose fields is `described`
 (see `memplan.fields`). From that follow the flags of the command line, the checks, the columns of a search,
@@ -37,7 +37,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def shows(keywords: Any) -> Callable[[F], F]:
-    """Lets `help` and completion know what a function's `**options` can be: the keys of a TypedDict."""
+    """Puts the keys of a TypedDict into the signature of a function of `**options`, for help and editors."""
 
     def shown(function: F) -> F:
         own = signature(function)
@@ -53,7 +53,7 @@ def shows(keywords: Any) -> Callable[[F], F]:
 
 
 class Said(NamedTuple):
-    """What a plan says in one of its fields or of its engine's options."""
+    """A field of a plan, or an option of its engine, with its value and its default."""
 
     name: str
     field: Field
@@ -62,7 +62,7 @@ class Said(NamedTuple):
 
     @property
     def is_default(self) -> bool:
-        """Whether it is what the field says where it is left out."""
+        """Whether its value is the default."""
         return bool(self.value == self.default)
 
 
@@ -77,7 +77,7 @@ def option_fields(engine: str) -> dict[str, Field]:
 
 
 def plan_fields(engine: str = USUAL_ENGINE) -> dict[str, Field]:
-    """What a plan says under an engine: a plan's own fields, then the engine's options.
+    """The fields of a plan under an engine: a plan's own, then the engine's options.
 
     Raises:
         UnknownName: an engine that there is not.
@@ -95,7 +95,7 @@ def plan_of(**values: Any) -> Plan:
     plan = Plan(**own)
     kind, known = ENGINES.named(plan.engine).options, option_fields(plan.engine)
     others = {name: value for name, value in values.items() if name not in FIELDS}
-    for name in others.keys() - known.keys():
+    for name in (name for name in others if name not in known):
         if (owner := engine_of_option(name)) is not None:
             raise InvalidValue(
                 f"{name}={shown_value(others[name])} is an option of engine={owner!r}, not of "
@@ -118,7 +118,7 @@ def engine_of_option(name: str) -> str | None:
 
 
 def said_by(plan: Plan) -> Iterator[Said]:
-    """All that a plan says: its own fields, then its engine's options."""
+    """A plan's own fields, then its engine's options, each with its value."""
     for name, field in FIELDS.items():
         yield Said(name, field, getattr(plan, name), Plan.__dataclass_fields__[name].default)
     kind = ENGINES.named(plan.engine).options
@@ -129,8 +129,13 @@ def said_by(plan: Plan) -> Iterator[Said]:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """All that a plan says as flat plain values."""
+    """The values of a plan's fields and of its engine's options, by name."""
     return {said.name: said.value for said in said_by(plan)}
+
+
+def not_usual(plan: Plan) -> dict[str, Any]:
+    """The values of a plan's fields and engine's options that differ from their defaults, by name."""
+    return {said.name: said.value for said in said_by(plan) if not said.is_default}
 
 
 def with_said(plan: Plan, **values: Any) -> Plan:

@@ -70,6 +70,12 @@ class Config:
             raise InvalidValue(f"rope_parameters={_shown(parameters)} is not allowed; use an object.")
         return Config(parameters)
 
+    def window(self, default: int) -> int:
+        """`sliding_window`: how many tokens back a query looks; 0: no window."""
+        if self.values.get("sliding_window", default) is None:
+            return 0
+        return checked_count("sliding_window", self.values.get("sliding_window", default), least=0)
+
     def rotary_part(self, default: float) -> float:
         """How much of a head is turned: `partial_rotary_factor`, more than 0 and up to 1."""
         key = "partial_rotary_factor"

@@ -43,29 +43,15 @@ class Family:
 
 
 NAMES: Final = (
-    "gpt", "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "starcoder2", "gpt_neox", "opt",
+    "gpt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2",
+    "starcoder2", "gpt_neox", "opt",
 )  # fmt: skip
 """memplan's own families: each is the object of this name, in capitals, of the module of this name."""
 
 FAMILIES: Final = Registry(
     what="model",
     kind=Family,
-    own={
-        name: f"memplan.models.{name}:{name.upper()}"
-        for name in (
-            "gpt",
-            "llama",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "gemma",
-            "phi3",
-            "olmo2",
-            "starcoder2",
-            "gpt_neox",
-            "opt",
-        )
-    },
+    own={name: f"memplan.models.{name}:{name.upper()}" for name in NAMES},
 )
 """The families by name; one is imported when a model of it is first used."""
 

@@ -5,22 +5,15 @@ from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import WindowedDecoder, decoder_sizes
 from memplan.ops import gelu, rms_norm_around_one, times_number
 from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import Tensor
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma(HuggingFaceDecoder):
-    """`GemmaForCausalLM`.
-
-    Source: transformers.models.gemma.modeling_gemma (5.23).
-    """
-
-    family: ClassVar[str] = "gemma"
-    code: ClassVar[str] = "transformers 5.23, GemmaForCausalLM"
+class GemmaDecoder(WindowedDecoder):
+    """What Gemma 1, 2 and 3 share."""
 
     attention_bias: bool = False
 
@@ -28,7 +21,7 @@ class Gemma(HuggingFaceDecoder):
         return self.attention_bias and name.startswith("self_attn.")
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        rotary = HuggingFaceDecoder.buffers(self, seq_len)
+        rotary = WindowedDecoder.buffers(self, seq_len)
         return (buffer_of("model.embed_tokens.embed_scale", (), FP32), *rotary)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -38,7 +31,27 @@ class Gemma(HuggingFaceDecoder):
         return gelu(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return times_number(HuggingFaceDecoder.embed(self, tokens))
+        return times_number(WindowedDecoder.embed(self, tokens))
+
+    def normed_twice(self, x: Tensor, kind: str) -> Tensor:
+        """A block whose layers have norms before and after them, as Gemma 2 and 3 have them."""
+        y = self.attention(self.norm(x, "input_layernorm"), kind)
+        x = x + self.norm(y, "post_attention_layernorm")
+        del y
+        y = self.feed_forward(self.norm(x, "pre_feedforward_layernorm"))
+        return x + self.norm(y, "post_feedforward_layernorm")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma(GemmaDecoder):
+    """`GemmaForCausalLM`.
+
+    Source: transformers.models.gemma.modeling_gemma (5.23).
+    """
+
+    family: ClassVar[str] = "gemma"
+    code: ClassVar[str] = "transformers 5.23, GemmaForCausalLM"
 
 
 def _read(config: Config, name: str) -> Gemma:

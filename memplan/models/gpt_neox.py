@@ -7,13 +7,11 @@ from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
 from memplan.ops import (
-    attention,
     embedding,
     feature_parts,
     gelu,
     heads,
     layer_norm,
-    linear,
     merged_heads,
     rope_of_part,
 )
@@ -51,28 +49,25 @@ class GptNeox(HuggingFaceDecoder):
         return x
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        attended = self.attention(self.norm(x, "input_layernorm"))
+        attended = self.attention(self.norm(x, "input_layernorm"), kind)
         if self.parallel:
             return self.feed_forward(self.norm(x, "post_attention_layernorm")) + attended + x
         attended = attended + x
         return self.feed_forward(self.norm(attended, "post_attention_layernorm")) + attended
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, kind: str) -> Tensor:
         qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
         q, k, v = feature_parts(heads(qkv, 3 * self.d_head), 3)
         tables = x.tape.shared["cosines"], x.tape.shared["sines"]
         q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
-        y = attention(x.tape.cast(q, v.dtype), x.tape.cast(k, v.dtype), v)
-        return self.projected(merged_heads(y), "attention.dense", self.d_model)
+        return self.projected(merged_heads(self.attended(q, k, v, kind)), "attention.dense", self.d_model)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         x = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))
         return self.projected(x, "mlp.dense_4h_to_h", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        x = self.norm(x, "gpt_neox.final_layer_norm")
-        x.tape.let_go()
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(self.norm(x, "gpt_neox.final_layer_norm"))
 
     @property
     def output_name(self) -> str:

@@ -8,10 +8,10 @@ called with, the ids of positions among it.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from memplan.errors import InvalidValue
-from memplan.models.base import Decoder
+from memplan.models.base import BLOCKS, Decoder
 from memplan.models.config import Config
 from memplan.ops import (
     attention,
@@ -21,14 +21,18 @@ from memplan.ops import (
     linear,
     merged_heads,
     position_ids,
+    repeated_heads,
     rms_norm_by_parts,
     rope_by_halves,
     shifted_cross_entropy,
     silu,
 )
 from memplan.record import Axis
-from memplan.shapes import FP32, Buffer, DType, buffer_of
+from memplan.shapes import BOOL, FP32, Buffer, DType, buffer_of
 from memplan.tape import Tensor
+
+SLIDING: Final = "sliding"
+"""The kind of the blocks with a window, in a model that has others too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +79,20 @@ class HuggingFaceDecoder(Decoder, ABC):
         keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        x = x + self.attention(self.norm(x, "input_layernorm"))
+        x = x + self.attention(self.norm(x, "input_layernorm"), kind)
         return x + self.feed_forward(self.norm(x, "post_attention_layernorm"))
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Self-attention of the normed input."""
+    def attention(self, x: Tensor, kind: str) -> Tensor:
+        """Self-attention of the normed input, in a block of this kind."""
         n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
         q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
         tables = x.tape.shared["cosines"], x.tape.shared["sines"]
         q, k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
-        y = attention(x.tape.cast(q, v.dtype), x.tape.cast(k, v.dtype), v)
-        return self.projected(merged_heads(y), "self_attn.o_proj", self.d_model)
+        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
+        """What each query finds."""
+        return attention(q.tape.cast(q, v.dtype), q.tape.cast(k, v.dtype), v)
 
     def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
         """Queries, keys or values of `n` heads, (batch, seq, heads, d_head)."""
@@ -103,8 +110,12 @@ class HuggingFaceDecoder(Decoder, ABC):
         return self.projected(gated, "mlp.down_proj", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        x = self.norm(x, "model.norm")
+        return self.logits(self.norm(x, "model.norm"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits of what the blocks have made and the last norm; that lives until the loss is there."""
         x.tape.let_go()
+        x.tape.hold(x)
         return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
 
     @property
@@ -112,7 +123,36 @@ class HuggingFaceDecoder(Decoder, ABC):
         return "model.embed_tokens" if self.tied_head else "lm_head"
 
     def loss(self, logits: Tensor) -> Tensor:
-        return shifted_cross_entropy(logits)
+        found = shifted_cross_entropy(logits)
+        logits.tape.let_go()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowedDecoder(HuggingFaceDecoder):
+    """A decoder whose queries find no key that is `window` tokens or more before them (0: there is none).
+
+    A sequence that reaches beyond it needs a mask, with which keys and values are copied for each query head.
+
+    Source: transformers.masking_utils, sliding_window_causal_mask_function, _ignore_causal_mask_sdpa;
+    transformers.integrations.sdpa_attention, sdpa_attention_forward.
+    """
+
+    window: int = 0
+
+    def rotation(self, tokens: Tensor) -> None:
+        seq = tokens.shape[1]
+        if 0 < self.window <= seq and not {BLOCKS, SLIDING}.isdisjoint(self.kinds):
+            tokens.tape.shared["mask"] = tokens.tape.new("mask of the window", (1, 1, seq, seq), BOOL)
+        HuggingFaceDecoder.rotation(self, tokens)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
+        mask = q.tape.shared.get("mask") if kind in (BLOCKS, SLIDING) else None
+        if mask is None:
+            return HuggingFaceDecoder.attended(self, q, k, v, kind)
+        if k.shape != q.shape:
+            k, v = (repeated_heads(x, self.n_heads, head_major=True) for x in (k, v))
+        return attention(q.tape.cast(q, v.dtype), q.tape.cast(k, v.dtype), v, mask=mask)
 
 
 def keep_rotation(tokens: Tensor, rotary_dim: int, dtype: DType) -> None:

@@ -80,8 +80,11 @@ class HuggingFaceGpt(GptDecoder):
     def head(self, x: Tensor) -> Tensor:
         x = layer_norm(x, "transformer.ln_f")
         x.tape.let_go()
+        x.tape.hold(x)
         name = "transformer.wte" if self.tied_head else "lm_head"
         return linear(x, name, self.vocab_size, bias=False, split="columns")
 
     def loss(self, logits: Tensor) -> Tensor:
-        return shifted_cross_entropy(logits)
+        found = shifted_cross_entropy(logits)
+        logits.tape.let_go()
+        return found

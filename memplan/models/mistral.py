@@ -5,12 +5,12 @@ from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import WindowedDecoder, decoder_sizes
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mistral(HuggingFaceDecoder):
+class Mistral(WindowedDecoder):
     """`MistralForCausalLM`.
 
     Source: transformers.models.mistral.modeling_mistral (5.23).
@@ -37,7 +37,8 @@ def _read(config: Config, name: str) -> Mistral:
             d_ff=14336,
             vocab_size=32000,
             max_seq_len=131072,
-        )
+        ),
+        window=config.window(4096),
     )
 
 

@@ -34,7 +34,7 @@ class Olmo2(HuggingFaceDecoder):
         return rms_norm_in_fp32(x, name)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        x = x + self.norm(self.attention(x), "post_attention_layernorm")
+        x = x + self.norm(self.attention(x, kind), "post_attention_layernorm")
         return x + self.norm(self.feed_forward(x), "post_feedforward_layernorm")
 
     def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:

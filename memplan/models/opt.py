@@ -12,7 +12,6 @@ from memplan.ops import (
     embedding,
     layer_norm,
     learned_positions,
-    linear,
     merged_heads,
     relu,
     times_number,
@@ -62,22 +61,20 @@ class Opt(HuggingFaceDecoder):
         return x + positions
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        attended = self.attention(self.norm(x, "self_attn_layer_norm"))
+        attended = self.attention(self.norm(x, "self_attn_layer_norm"), kind)
         x = x + dropout(attended, self.dropout)
         del attended
         y = relu(self.projected(self.norm(x, "final_layer_norm"), "fc1", self.d_ff))
         y = self.projected(y, "fc2", self.d_model)
         return x + dropout(y, self.dropout)
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, kind: str) -> Tensor:
         q = heads_of(times_number(self.projected(x, "self_attn.q_proj", self.d_model)), self.d_head)
         k, v = (self.head_projection(x, name, self.n_heads) for name in ("k_proj", "v_proj"))
         return self.projected(merged_heads(attention(q, k, v)), "self_attn.out_proj", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        x = self.norm(x, "model.decoder.final_layer_norm")
-        x.tape.let_go()
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(self.norm(x, "model.decoder.final_layer_norm"))
 
     @property
     def output_name(self) -> str:

@@ -5,14 +5,14 @@ from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import attention, feature_parts, feature_slices, heads, merged_heads, rope_of_part, silu
+from memplan.models.huggingface import WindowedDecoder, decoder_sizes
+from memplan.ops import feature_parts, feature_slices, heads, merged_heads, rope_of_part, silu
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phi3(HuggingFaceDecoder):
+class Phi3(WindowedDecoder):
     """`Phi3ForCausalLM`. `partial_rotary`: how much of a head is turned.
 
     Source: transformers.models.phi3.modeling_phi3 (5.23).
@@ -30,14 +30,13 @@ class Phi3(HuggingFaceDecoder):
     def rotary_dim(self) -> int:
         return int(self.d_head * self.partial_rotary)
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, kind: str) -> Tensor:
         n_q, n_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         qkv = self.projected(x, "self_attn.qkv_proj", n_q + 2 * n_kv)
         q, k, v = (heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv))
         tables = x.tape.shared["cosines"], x.tape.shared["sines"]
         q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
-        y = attention(x.tape.cast(q, v.dtype), x.tape.cast(k, v.dtype), v)
-        return self.projected(merged_heads(y), "self_attn.o_proj", self.d_model)
+        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, up = feature_parts(self.projected(x, "mlp.gate_up_proj", 2 * self.d_ff), 2)
@@ -53,6 +52,7 @@ def _read(config: Config, name: str) -> Phi3:
             config, name, n_layers=32, d_model=3072, n_heads=32, d_ff=8192, vocab_size=32064, max_seq_len=4096
         ),
         partial_rotary=config.rotary_part(1.0),
+        window=config.window(0),
     )
 
 

@@ -5,14 +5,14 @@ from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import WindowedDecoder, decoder_sizes
 from memplan.ops import gelu, layer_norm
 from memplan.tape import Tensor
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starcoder2(HuggingFaceDecoder):
+class Starcoder2(WindowedDecoder):
     """`Starcoder2ForCausalLM`.
 
     Source: transformers.models.starcoder2.modeling_starcoder2 (5.23).
@@ -51,6 +51,7 @@ def _read(config: Config, name: str) -> Starcoder2:
             tied_head=True,
         ),
         use_bias=config.flag("use_bias", default=True),
+        window=config.window(0),
     )
 
 

@@ -34,7 +34,7 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 """
 
 from memplan.ops.attention import AttentionKernel, attention, attention_kernel
-from memplan.ops.elementwise import dropout, gelu, gelu_new, relu, silu, times_number
+from memplan.ops.elementwise import dropout, gelu, gelu_new, relu, silu, soft_capped, times_number
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
 from memplan.ops.heads import (
     feature_parts,
@@ -56,6 +56,7 @@ from memplan.ops.loss import (
     share_of_loss,
     shifted_cross_entropy,
 )
+from memplan.ops.math_attention import capped_attention
 from memplan.ops.norm import layer_norm, rms_norm, rms_norm_around_one, rms_norm_by_parts, rms_norm_in_fp32
 from memplan.ops.tensor_axis import gather_sequence
 
@@ -65,6 +66,7 @@ __all__ = [
     "add_positions",
     "attention",
     "attention_kernel",
+    "capped_attention",
     "conv1d",
     "cross_entropy",
     "dropout",
@@ -96,5 +98,6 @@ __all__ = [
     "share_of_loss",
     "shifted_cross_entropy",
     "silu",
+    "soft_capped",
     "times_number",
 ]

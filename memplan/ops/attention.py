@@ -4,7 +4,7 @@ from typing import Literal
 
 from memplan.checks import checked_fraction
 from memplan.device import Device
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, MissingRule
 from memplan.kernels import Release
 from memplan.ops.dims import dims, divided
 from memplan.ops.fused_attention import (
@@ -21,8 +21,10 @@ from memplan.tape import Tensor
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, mask: Tensor | None = None) -> Tensor:
     """Causal attention of q (batch, seq, heads, d_head) to k, v (batch, seq, kv_heads, d_head).
+
+    A `mask` of booleans, as one that ends at a window, is put into numbers for each sequence, and saved.
 
     4 x batch x heads x seq^2 x d_head FLOPs, counted whole although half is masked (the convention of
     Chowdhery et al. 2022, appendix B).
@@ -33,6 +35,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
     device, dtype, d_head = q.tape.context.device, q.dtype, q.shape[3]
     drops = checked_fraction("dropout", dropout) > 0
     release, grouped = q.tape.context.torch_release, k.shape != q.shape
+    if mask is not None:
+        return _masked_attention(q, k, v, dropout=drops)
     match attention_kernel(device, release, dtype, d_head, grouped=grouped, dropout=drops):
         case "math":
             return math_attention(q, k, v, dropout=drops)
@@ -44,6 +48,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tenso
             return cudnn_attention(q, k, v)
         case "efficient":
             return efficient_attention(q, k, v)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
+    """Attention with a mask of numbers.
+
+    Raises:
+        MissingRule: on CUDA, or with dropout.
+    """
+    batch, seq, _, _ = q.shape
+    if dropout or not q.tape.context.device.on_cpu:
+        raise MissingRule(
+            f"seq_len={seq} reaches beyond the model's window, which is a mask of PyTorch's attention, and "
+            "of masks there are rules for device='cpu' without dropout only; use a seq_len below the window.",
+            kind="a sequence beyond a window on CUDA",
+        )
+    return flash_attention_cpu(q, k, v, q.tape.new("mask", (batch, 1, seq, seq), q.dtype))
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

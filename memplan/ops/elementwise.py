@@ -56,6 +56,14 @@ def plus_number(x: Tensor) -> Tensor:
     return x.tape.new("sum", x.shape, x.dtype, x.tape.node((x.node,), (), lambda grad, saved: (grad,)))
 
 
+def soft_capped(x: Tensor) -> Tensor:
+    """c tanh(x / c): three operations, of which the tanh is saved.
+
+    Source: transformers.models.gemma2.modeling_gemma2, Gemma2ForCausalLM.forward.
+    """
+    return times_number(_tanh(times_number(x)))
+
+
 def _cubed(x: Tensor) -> Tensor:
     context = x.tape.context
     x = x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x

@@ -9,8 +9,8 @@ from memplan.shapes import FP32, INT64, UINT8, DType, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
 
 
-def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Saves q, k, v, the output and each row's log-sum-exp; workspaces of each thread (one thread).
+def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+    """Saves q, k, v, a mask, the output and each row's log-sum-exp; workspaces of each thread (one thread).
 
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`cpu_flash_attention`,
     `cpu_flash_attention_backward`: query blocks of 32, 64 or 256 rows by length, key blocks of 512, neither
@@ -42,7 +42,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     y, lse = tape.save_if_selective(compute, attention_flops(q))
     y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse), backward)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse, *masks), backward)
     return y
 
 

@@ -139,8 +139,10 @@ def halves_rotation(tokens: Tensor, d_head: int, dtype: DType) -> tuple[Tensor, 
     return tape.new("cosines", shape, dtype), tape.new("sines", shape, dtype)
 
 
-def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor, *others: Tensor) -> Tensor:
     """x cos + (-x2, x1) sin, operation by operation, in the wider of their types; saves both tables.
+
+    `others`: tables that other blocks save, which live as long.
 
     Source: transformers.models.llama.modeling_llama, apply_rotary_pos_emb.
     """
@@ -165,7 +167,7 @@ def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
             _in_type_of(grad, dtype, turned)
         return (grad_x,)
 
-    node = tape.node((x.node,), (cosines, sines), backward)
+    node = tape.node((x.node,), (cosines, sines, *others), backward)
     with tape.workspace() as products:
         times_table(products, "times cosines")
         with tape.workspace() as rotated:

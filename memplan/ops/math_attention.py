@@ -1,8 +1,8 @@
 """Attention as separate products in float32, with the scores in memory."""
 
-from memplan.ops.elementwise import like, same_backward
+from memplan.ops.elementwise import like, same_backward, soft_capped, times_number
 from memplan.ops.heads import attention_flops, head_major, repeated_heads
-from memplan.shapes import BOOL, FP32, Shape
+from memplan.shapes import BOOL, FP32, DType, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
 
 
@@ -46,19 +46,25 @@ def _causal_bias(tape: Tape, seq: int) -> Tensor:
 def _scores(scaled_q: Tensor, k: Tensor) -> Tensor:
     """The product of the scaled q and k for each head, (batch, heads, seq, seq)."""
     tape = k.tape
-    batch, seq, n_heads, _ = scaled_q.shape
     scaled_k = tape.new("scaled k", scaled_q.shape, FP32, tape.node((k.node,), (), same_backward))
     scaled_k.head_major = k.head_major
-    left, right = head_major(scaled_q), head_major(scaled_k)
+    return _products_of_heads(scaled_q, scaled_k)
+
+
+def _products_of_heads(q: Tensor, k: Tensor) -> Tensor:
+    """The product of q and k for each head, (batch, heads, seq, seq)."""
+    tape = k.tape
+    batch, seq, n_heads, _ = q.shape
+    left, right = head_major(q), head_major(k)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_q, grad_k = _product_gradients(grad, saved)
         grad_k.head_major = min(batch, seq) > 1
         return grad_q, grad_k
 
-    node = tape.node((scaled_q.node, scaled_k.node), (left, right), backward)
+    node = tape.node((q.node, k.node), (left, right), backward)
     (scores,) = tape.save_if_selective(
-        lambda: (_product(tape, "scores", (batch, n_heads, seq, seq)),), attention_flops(scaled_q) // 2
+        lambda: (_product(tape, "scores", (batch, n_heads, seq, seq), q.dtype),), attention_flops(q) // 2
     )
     scores.node = node
     return scores
@@ -68,22 +74,23 @@ def _softmax(scores: Tensor) -> Tensor:
     """The probabilities, of the scores with the bias added in place, unless a dispatch mode watches."""
     tape, shape, node, on_cpu = scores.tape, scores.shape, scores.node, scores.tape.context.device.on_cpu
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_scores = like(grad, "grad")
-        if not grad.tape.context.device.on_cpu:
-            like(grad, "grad times probabilities")
-        return (grad_scores,)
-
     if tape.watched:
         scores = tape.new("scores and bias", shape, FP32)
     probabilities = tape.new("probabilities", shape, FP32)
-    probabilities.node = tape.node((node,), (probabilities.detach(),), backward)
+    probabilities.node = tape.node((node,), (probabilities.detach(),), _softmax_backward)
     with tape.workspace() as masked:
         masked.new("keys not allowed", shape, BOOL)
         masked.new("rows without any allowed key", shape[:-1], BOOL)
         if not on_cpu:
             masked.new("0", (), FP32)
     return probabilities
+
+
+def _softmax_backward(grad: Tensor, saved: Saved) -> Grads:
+    grad_scores = like(grad, "grad")
+    if not grad.tape.context.device.on_cpu:
+        like(grad, "grad times probabilities")
+    return (grad_scores,)
 
 
 def _dropped(probabilities: Tensor) -> Tensor:
@@ -100,15 +107,17 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     shape, apart = (batch, seq, n_heads, v.shape[3]), min(n_heads, seq) > 1
     values = head_major(v)
     node = tape.node((probabilities.node, v.node), (probabilities, values), _product_backward)
-    (y,) = tape.save_if_selective(lambda: (_product(tape, "attention", shape),), attention_flops(v) // 2)
+    (y,) = tape.save_if_selective(
+        lambda: (_product(tape, "attention", shape, v.dtype),), attention_flops(v) // 2
+    )
     y.head_major = apart
     y.node = tape.node((node,), (), lambda grad, saved: (head_major(grad.view(*shape)),))
     return y
 
 
-def _product(tape: Tape, name: str, shape: Shape) -> Tensor:
+def _product(tape: Tape, name: str, shape: Shape, dtype: DType) -> Tensor:
     """The result of a product for each head."""
-    y = tape.new(name, shape, FP32)
+    y = tape.new(name, shape, dtype)
     tape.product(y)
     return y
 
@@ -120,7 +129,44 @@ def _product_backward(grad: Tensor, saved: Saved) -> Grads:
 def _product_gradients(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     """The gradients of both operands, laid out by head."""
     left, right = (operand.shape for operand in saved)
-    grad_right = _product(grad.tape, "grad", right)
-    grad_left = _product(grad.tape, "grad", left)
+    grad_right = _product(grad.tape, "grad", right, grad.dtype)
+    grad_left = _product(grad.tape, "grad", left, grad.dtype)
     grad_left.head_major = grad_right.head_major = min(right[1:3]) > 1
     return grad_left, grad_right
+
+
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, capped: bool) -> Tensor:
+    """Attention operation by operation, with scores that may be bounded by a tanh, and a mask that is added.
+
+    Source: transformers.models.gemma2.modeling_gemma2, eager_attention_forward.
+    """
+    tape, dtype, n_heads = q.tape, q.dtype, q.shape[2]
+    product = tape.context.autocast or dtype
+    if k.shape != q.shape:
+        k, v = repeated_heads(k, n_heads, head_major=True), repeated_heads(v, n_heads, head_major=True)
+    scores = times_number(_products_of_heads(tape.cast(q, product), tape.cast(k, product)))
+    if capped:
+        scores = soft_capped(scores)
+    scores = tape.cast(_masked(scores, mask), FP32)
+    probabilities = tape.new("probabilities", scores.shape, FP32)
+    probabilities.node = tape.node((scores.node,), (probabilities.detach(),), _softmax_backward)
+    del scores
+    probabilities = tape.cast(probabilities, dtype)
+    y = _weighted_values(tape.cast(probabilities, product), tape.cast(v, product))
+    return _in_order(y)
+
+
+def _in_order(y: Tensor) -> Tensor:
+    """The output of all heads, one token after the other."""
+    if not y.head_major:
+        return y
+    return y.tape.new("by token", y.shape, y.dtype, y.node)
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """The scores and the mask, (batch, 1, seq, seq) in the type of the weights, which may be wider."""
+    tape, shape = scores.tape, scores.shape
+    wide = tape.promoted(scores, mask.dtype)
+    return tape.new(
+        "masked scores", shape, mask.dtype, tape.node((wide.node,), (), lambda grad, saved: (grad,))
+    )

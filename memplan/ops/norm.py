@@ -149,6 +149,7 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
 def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
     """x (batch, seq, d) in float32 times w (d), which CPU's kernels first copy to float32; saves both."""
     tape, shape, w_dtype = x.tape, x.shape, w.dtype
+    grad_dtype = FP32 if tape.context.keeps_wide_grads else w_dtype
     copies = w_dtype != FP32 and tape.context.device.casts_in_copies
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -157,7 +158,7 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
             if copies and grad.tape.wants(0):
                 copied.new("weight as float32", shape[-1:], FP32)
             grad_x = grad.tape.grad_of(0, shape, FP32)
-        return grad_x, None if terms is None else Expanded(terms, shape[-1:], w_dtype)
+        return grad_x, None if terms is None else Expanded(terms, shape[-1:], grad_dtype)
 
     node = tape.node((x.node, w.node), (x, w), backward)
     with tape.workspace() as copied:

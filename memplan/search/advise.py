@@ -118,7 +118,7 @@ def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
         )
     if asked.verdict is None:
         raise PlanRefused(
-            "advise needs a verdict to better; estimate the plan with cluster='<n>x<gpu>' and engine='torch'."
+            "advise needs a limit to fit; estimate the plan with cluster='<n>x<gpu>' and engine='torch'."
         )
     changes = [_tried(asked, text, fields) for text, fields in _single_changes(asked.plan)]
     useful = [c for c in changes if c.estimated is not None and _freed_bytes(asked, c.estimated) > 0]

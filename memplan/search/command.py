@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from memplan.engines.options import said_by
+from memplan.engines.options import not_usual
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, cluster, gpus_per_node
@@ -82,8 +82,8 @@ def _facts(where: Cluster) -> tuple[Any, ...]:
 
 def plan_values(plan: Plan) -> dict[str, Any]:
     """The fields of a plan that are not at their defaults."""
-    said = {each.name: each.value for each in said_by(plan) if each.name in ALWAYS or not each.is_default}
-    order = [*FIRST, *ALWAYS, *said]
+    said = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
+    order = [*FIRST, *said]
     return {name: said[name] for name in dict.fromkeys(order) if name in said}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.engines.options import plan_dict, said_by
+from memplan.engines.options import not_usual, plan_dict
 from memplan.estimate import Estimate
 from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
@@ -60,8 +60,7 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 def columns_of(found: "Found") -> tuple[str, ...]:
     """The names of the columns: those of all searches, then what else was asked of every plan."""
-    asked = [said.name for said in said_by(found.base) if not said.is_default]
-    return (*COLUMNS, *(name for name in asked if name not in COLUMNS))
+    return (*COLUMNS, *(name for name in not_usual(found.base) if name not in COLUMNS))
 
 
 def counts(found: "Found") -> dict[str, Any]:
@@ -98,9 +97,10 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
         for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
             row = _row(each, tie, model)
             yield {name: row[name] for name in columns}
+    said = plan_dict(found.base)
     for values in found.refused:
         why = str(refusal(found.model, found.base, values))
-        yield dict.fromkeys(columns) | values | {"verdict": "refused", "why": why}
+        yield {name: said.get(name) for name in columns} | values | {"verdict": "refused", "why": why}
 
 
 def shown(found: "Found") -> list[Estimate]:

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from memplan.engines.options import said_by
+from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
@@ -50,8 +50,7 @@ def plan_text(estimated: Estimate) -> str:
     if plan.pp > 1:
         parts.append(f"schedule={plan.schedule}")
     said = ("dp", "tp", "pp", "dp_replicate", "micro_batch", "global_batch", "seq_len", "schedule")
-    others = [each for each in said_by(plan) if each.name not in said and not each.is_default]
-    parts += [f"{each.name}={each.value}" for each in others]
+    parts += [f"{name}={value}" for name, value in not_usual(plan).items() if name not in said]
     return ", ".join([*parts, f"micro_batch={plan.micro_batch}"])
 
 

@@ -13,6 +13,7 @@ from validate.gpus import Gpus
 from validate.records import Record
 from validate.suites.both import gpu_both
 from validate.suites.drawn import drawn
+from validate.suites.families import families
 from validate.suites.file import read_suite
 from validate.suites.frontier import next_cases
 from validate.suites.fullsize import fullsize
@@ -31,6 +32,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "matrix": matrix,
     "fullsize": fullsize,
     "wild": wild,
+    "families": families,
 }
 """Suites of CPU ranks."""
 

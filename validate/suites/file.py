@@ -39,7 +39,7 @@ from memplan.engines.options import plan_fields, plan_of
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.files import file_text, of_file, shown_path
 from memplan.models import Decoder
-from validate.cases import FAMILIES, LEAST_STEPS, Case, runnable, title
+from validate.cases import LEAST_STEPS, OWN, Case, runnable, title
 from validate.suites.models import SMALL
 
 CASE_KEYS: Final = ("name", "model", "steps", "seed", "timeout_s")
@@ -154,14 +154,14 @@ def _model(named: Any) -> Decoder:
         return runnable(named)
     sizes = dict(named)
     family = sizes.pop("family", None)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise unknown_name("model family", family, FAMILIES)
-    known = [field.name for field in fields(FAMILIES[family])]
+    if not isinstance(family, str) or family not in OWN:
+        raise unknown_name("model family", family, OWN)
+    known = [field.name for field in fields(OWN[family])]
     for key in sizes:
         if key not in known:
             raise unknown_name(f"key of a {family} model", key, known)
-    required = [field.name for field in fields(FAMILIES[family]) if field.default is MISSING]
+    required = [field.name for field in fields(OWN[family]) if field.default is MISSING]
     for key in required:
         if key not in sizes and key != "name":
             raise InvalidValue(f"the model has no {key}; a {family} model needs {', '.join(required[1:])}.")
-    return FAMILIES[family](**{"name": family} | sizes)
+    return OWN[family](**{"name": family} | sizes)

@@ -8,7 +8,7 @@ from memplan import Gpt, Llama
 from memplan.engines.options import plan_of
 from memplan.models import Decoder
 from memplan.models.presets import preset_table
-from validate.cases import Case, runnable, title
+from validate.cases import OWN, Case, runnable, title
 
 LLAMA: Final = Llama(
     name="llama-small",
@@ -36,7 +36,7 @@ WIDE_HEADS: Final = replace(LLAMA, name="llama-small-wide-heads", d_head=32)
 
 
 def models() -> tuple[Case, ...]:
-    """Every known model in small, their relatives' biases and heads of another width, and one whole."""
+    """Every model of memplan's own modules in small, biases and heads of another width, and one whole."""
     return (*_plans_of_each(), _whole("gpt2"))
 
 
@@ -47,7 +47,8 @@ def _plans_of_each() -> Iterator[Case]:
         {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
         {"pp": 2, "global_batch": 4, "precision": "fp32"},
     )
-    for model in (*(in_small(runnable(name)) for name in preset_table()), BIASED, WIDE_HEADS):
+    names = [name for name, entry in preset_table().items() if entry["family"] in OWN]
+    for model in (*(in_small(runnable(name)) for name in names), BIASED, WIDE_HEADS):
         for asked in plans:
             untied = replace(model, tied_head=False) if "pp" in asked else model
             plan = plan_of(**asked, seq_len=64)

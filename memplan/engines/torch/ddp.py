@@ -21,8 +21,10 @@ from memplan.engines.trace import Block, Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.record import (
     AccumulateGrad,
+    Alloc,
     Collective,
     Event,
+    Free,
     Stretch,
     allocs,
     chain,
@@ -210,6 +212,12 @@ class DistributedDataParallel(StageModule[DdpState]):
         self.hook = stage.options.ddp_comm_hook
         self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
         self.grads = stage.trace.gradients()
+        self.partial = {
+            grad: buffer_of(f"{p.name}.grad (partial)", p.shape, p.dtype, grad.kind)
+            for p, grad in self.grads.items()
+            if p.is_dtensor and p.has_partial_grad
+        }
+        """What the passes make of a gradient that each tensor rank knows a part of, until it is summed."""
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
             self.buckets.update(bucket_of(parameters, self.hook) for parameters in buckets(stage))
@@ -294,6 +302,8 @@ class DistributedDataParallel(StageModule[DdpState]):
         found: list[Event] = []
         fills = iter(filled)
         for event in segment.events:
+            if isinstance(event, Alloc | Free) and event.buffer in self.partial:
+                event = event._replace(buffer=self.partial[event.buffer])
             found.append(event)
             if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
                 found += self._dropped(event.buffer, drops, next(fills, None))
@@ -323,13 +333,16 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _late(
         self, parameters: Sequence[Parameter], drops: int, filled: Sequence[Bucket | None]
     ) -> tuple[Event, ...]:
-        """Late gradients: of those that each tensor rank knows a part of, the sum is a new tensor."""
+        """Late gradients; one that each tensor rank knows a part of is the sum, which is a new tensor.
+
+        Source: `torch.distributed.tensor.placement_types:Partial._reduce_value`.
+        """
         found: list[Event] = []
         fills = iter(filled)
         for p in reversed(parameters):
             if p.has_partial_grad:
-                total = buffer_of(f"{p.name}.grad (summed)", p.shape, p.dtype)
-                found += [*allocs(total), partial_sum(total.n_bytes), *frees(total)]
+                grad = self.grads[p]
+                found += [*allocs(grad), partial_sum(grad.n_bytes), *frees(self.partial[grad])]
             if p.is_dtensor:
                 found += self._dropped(self.grads[p], drops, next(fills, None))
         return tuple(found)

@@ -10,8 +10,9 @@ from memplan.engines.torch.module import StageModule, added_to_older, backward_o
 from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in
-from memplan.record import Event, Stretch, chain, events, frees, repeated
-from memplan.shapes import Role, buffer_of
+from memplan.placements import Replicate
+from memplan.record import AccumulateGrad, Alloc, Event, Free, Stretch, chain, events, frees, repeated
+from memplan.shapes import Parameter, Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """What FSDP2 has of a stage's weights: after a forward pass it frees those of the groups that reshard."""
@@ -67,9 +68,13 @@ class FSDPModule(StageModule[FsdpState]):
         self.grads = stage.trace.gradients()
         summed = stage.plan.formats.reduce
         self.wide = {
-            parameter: buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed)
+            parameter: grad
+            if grad.dtype == summed
+            else buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed)
             for parameter, grad in self.grads.items()
         }
+        if stage.autograd_casts_grads and not self.pipelined:
+            self.grads |= {p: self.wide[p] for p in self.grads if self._is_cast_at_once(p)}
 
     @property
     def has_grads(self) -> bool:
@@ -90,10 +95,14 @@ class FSDPModule(StageModule[FsdpState]):
         would do in its backward pass is done when this is over, after the root, in the module's order. Not so
         a group of several blocks: it seems to have run the first of them, and begins anew with the second.
 
+        Not so from torch 2.15 on, where autograd adds up.
+
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward`,
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`.
         """
         split = self.stage.plan.splits_backward and not self.stage.first
+        if self.stage.autograd_casts_grads:
+            return False
         return self.sums_in_reduce_dtype and split and self.n_recomputed > 0
 
     @property
@@ -157,7 +166,7 @@ class FSDPModule(StageModule[FsdpState]):
             return
         if not self.pipelined:
             yield from group.post_backward(self.grads, comms, has_sharded_grads=self.state.has_sharded_grads)
-        elif self.sums_in_reduce_dtype:
+        elif self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
             yield from self._accumulated(group)
 
     def _accumulated(self, group: "ParamGroup") -> Iterator[CountedEvents]:
@@ -242,7 +251,41 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events: gradients are kept, or added to older ones that are not summed yet."""
+        if self.stage.autograd_casts_grads:
+            return tuple(self._cast_by_autograd(segment.events))
         return added_to_older(segment) if self.state.has_unsummed_grads else segment.events
+
+    def _is_cast_at_once(self, parameter: Parameter) -> bool:
+        """Whether autograd casts a gradient to the type of its sum as soon as it is made.
+
+        Others come as they are, into an older sum or the reduce-scatter. Those that may be summed over the
+        tensor axis before are always cast.
+
+        Source: torch 2.15's `FSDPParam.may_reduce_grad_outside_dp`.
+        """
+        first_of_a_sum = self.pipelined and not self.state.has_sums
+        return first_of_a_sum or not self.stage.widens_grads or Replicate() in parameter.placements.values()
+
+    def _cast_by_autograd(self, found: Iterable[Event]) -> Iterator[Event]:
+        """A backward pass where gradients are cast to the type of their sum, which they become or go to.
+
+        CPU adds a narrower tensor by way of a widened copy.
+
+        Source: torch/csrc/autograd/engine.cpp (`validate_outputs`),
+        torch/csrc/autograd/functions/accumulate_grad.h (`accumulateGrad`).
+        """
+        for event in found:
+            if not isinstance(event, AccumulateGrad):
+                yield event
+                continue
+            grad, p = event.buffer, event.parameter
+            wide = self.wide[p]
+            cast = grad is not wide and self._is_cast_at_once(p)
+            yield from (Alloc(wide), Free(grad), AccumulateGrad(wide, p)) if cast else (event,)
+            if self.state.has_sums:
+                copied = not cast and grad is not wide and self.stage.device.casts_in_copies
+                yield from (Alloc(wide), Free(wide)) if copied else ()
+                yield Free(wide if cast else grad)
 
     def _backward_input(self) -> Stretch:
         """The first part: after each group its gradients that are not summed yet are added to their sum."""
@@ -268,9 +311,29 @@ class FSDPModule(StageModule[FsdpState]):
         self.state = state
         return chain("backward", *parts)
 
+    def _made_weights(self, found: Iterable[Event]) -> Iterator[Event]:
+        """What the second part leaves of gradients: from torch 2.15 on they are cast to their sum's type."""
+        if not self.stage.autograd_casts_grads:
+            yield from super()._made_weights(found)
+            return
+        cast = {grad: self.wide[p] for p, grad in self.grads.items()}
+        for event in found:
+            match event:
+                case AccumulateGrad(grad, p) if grad is not cast[grad]:
+                    yield from (Alloc(cast[grad]), Free(grad), AccumulateGrad(cast[grad], p))
+                case Free(grad) if grad in cast:
+                    yield from (Free(cast[grad]),) if self.state.has_sums else ()
+                case _:
+                    yield event
+
     def _made_grads(self) -> None:
+        has_sums = self.state.has_sums or self.stage.autograd_casts_grads
         self.state = self.state._replace(
-            weights="whole", unshard_issued=False, has_unsummed_grads=True, recomputed_last=self.defers
+            weights="whole",
+            unshard_issued=False,
+            has_unsummed_grads=not self.stage.autograd_casts_grads,
+            has_sums=has_sums,
+            recomputed_last=self.defers,
         )
 
     def _rows(
@@ -337,13 +400,17 @@ class FSDPModule(StageModule[FsdpState]):
     def reduce_grads(self) -> list[Stretch]:
         """Every group in turn is freed and reduced, the last gradients being added to their sum before.
 
-        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad`.
+        From torch 2.15 on the last group is the first.
+
+        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad`, torch 2.15's
+        `FSDPState.finalize_backward`.
         """
         summed, has_sharded_grads = self.state.has_sums, self.state.has_sharded_grads
         grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
         comms = CommContext()
-        for group, times in self.units:
+        units = list(self.units)
+        for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
             added = list(self._accumulated(group)) if summed and self.state.has_unsummed_grads else []
             for n in (1, times - 1):
                 reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)

@@ -20,11 +20,14 @@ from memplan.record import (
     Event,
     Free,
     Stretch,
+    allocs,
     chain,
     events,
+    frees,
+    passed,
     repeated,
 )
-from memplan.shapes import Buffer, Parameter
+from memplan.shapes import Buffer, Parameter, buffer_of
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -44,6 +47,9 @@ class StageModule(ABC, Generic[State]):
         self.initial = self.state = initial
         self.original: StageModule[State] = self
         self._played: dict[Hashable, tuple[Stretch, State]] = {}
+        boundary = self.trace.boundary
+        self.received_input = buffer_of("received input", boundary.shape, boundary.dtype)
+        self.received_grad = buffer_of("received gradient", boundary.shape, boundary.dtype)
         self.fwd_recv = self._p2p("recv", "activations")
         self.fwd_send = self._p2p("send", "activations")
         self.bwd_recv = self._p2p("recv", "activation gradients")
@@ -149,11 +155,9 @@ class StageModule(ABC, Generic[State]):
 
     def _backward_weight(self) -> Stretch:
         split = self.stage.split
-        kept = set() if self.has_grads else set(self._gradients().values())
 
         def part(segment: Segment, n: int = 1) -> Stretch:
-            found = [e for e in segment.events if not (isinstance(e, Free) and e.buffer in kept)]
-            return repeated(events("backward: weights", found), n)
+            return repeated(events("backward: weights", self._made_weights(segment.events)), n)
 
         played = chain(
             "backward",
@@ -163,6 +167,11 @@ class StageModule(ABC, Generic[State]):
         )
         self._made_grads()
         return played
+
+    def _made_weights(self, found: Iterable[Event]) -> Iterator[Event]:
+        """What the second part leaves of gradients: they are kept, or have been added to older ones."""
+        kept = set() if self.has_grads else set(self._gradients().values())
+        return (e for e in found if not (isinstance(e, Free) and e.buffer in kept))
 
     def _gradients(self) -> dict[Parameter, Buffer]:
         return self.trace.gradients()
@@ -178,6 +187,24 @@ class StageModule(ABC, Generic[State]):
     def release_input_grad(self) -> Stretch:
         """The gradient that was sent to the stage before."""
         return self.trace.release_input_grad.stretch("release of the input's gradient")
+
+    def receive_input(self) -> Stretch:
+        """A new tensor for what another rank gives to a micro-batch's forward pass."""
+        return events("receive", allocs(*[self.received_input] * (not self.stage.first)))
+
+    def release_received_input(self) -> Stretch:
+        """The end of that tensor."""
+        return events("release of the received input", frees(*[self.received_input] * (not self.stage.first)))
+
+    def receive_grad(self) -> Stretch:
+        """A new tensor for what another rank gives to a micro-batch's backward pass."""
+        return events("receive", allocs(*[self.received_grad] * (not self.stage.last)))
+
+    def release_received_grad(self) -> Stretch:
+        """The end of that tensor."""
+        return events(
+            "release of the received gradient", frees(*[self.received_grad] * (not self.stage.last))
+        )
 
     def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:
         n_bytes = self.trace.boundary.n_bytes
@@ -269,3 +296,17 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
 def from_outside(found: Iterable[Event]) -> tuple[Event, ...]:
     """Events of the block that another rank's gradient comes in at: its sum takes a new tensor."""
     return tuple(Alloc(e.buffer) if isinstance(e, AddToIncoming) else e for e in found)
+
+
+def forward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
+    """A micro-batch's forward pass, with what is received before it and sent after it."""
+    received = [] if module.stage.first else [module.fwd_recv]
+    sent = [] if module.stage.last else [module.fwd_send]
+    return passed(0, "forward", *received, *parts, *sent)
+
+
+def backward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
+    """A micro-batch's backward pass, with what is received before it and sent after it."""
+    received = [] if module.stage.last else [module.bwd_recv]
+    sent = [] if module.stage.first else [module.bwd_send]
+    return passed(0, "backward", *received, *parts, *sent)

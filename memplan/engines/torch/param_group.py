@@ -181,14 +181,12 @@ class ParamGroup:
     ) -> Iterator[CountedEvents]:
         """Reduce-scatter the unsharded gradients, if any; the input of the one before is dropped first.
 
-        In torch 2.12 it is dropped last: the name of the loop that waits for it still refers to it.
-        The last gradient is held until the end by the loop that collected them. Gradients whose rows do not
-        divide evenly are copied into padded ones, all at once, unless the kernel pads (`_pads_in_kernel`);
-        where gradients are widened on the way in, CPU copies each of them once more, with its padding. What
-        is reduced becomes the gradient or goes to it (`passes_on`), by way of a copy if its type is another.
+        In torch 2.12 it is dropped last: the name of the loop that waits for it still refers to it. Before
+        2.15 the last gradient is held until the end by the loop that collected them. What is reduced becomes
+        the gradient or goes to it (`passes_on`), by way of a copy if its type is another.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
-        aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`).
+        torch 2.15's `FSDPParamGroup._take_unsharded_grads_to_reduce`.
         """
         stale, comms.reduce_scatter = comms.reduce_scatter, self if self.trained else None
         dropped = frees(stale.reduce_input) if stale is not None else ()
@@ -196,37 +194,69 @@ class ParamGroup:
             yield dropped, 1
             return
         own = [([grads[p] for p in parameters], times) for parameters, times in self.trained]
-        padded = [(list(self._padded(grads, parameters)), times) for parameters, times in self.trained]
         (*_, last), times = own[-1]
         kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
         output = self.reduce_output if self.casts_reduced else kept
         comms.reduced = True
-        drops_late = self.stage.options.torch_version == "2.12"
+        drops_late = self.stage.options.release == (2, 12)
+        held = (last,) if self.stage.options.release < (2, 15) else ()
         yield (*(() if drops_late else dropped), *allocs(self.reduce_input)), 1
-        for buffers, n in padded:
-            yield allocs(*buffers), n
-        if self.stage.device.casts_in_copies and self.dtype != last.dtype:
-            for parameters, n in self.trained:
-                copies = [self._chunks(p, grads[p].dtype) for p in parameters]
-                yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
-        for buffers, n in padded:
-            yield frees(*buffers), n
+        yield from self._chunk_cat(grads)
         for buffers, n in own[:-1]:
             yield frees(*buffers), n
         yield frees(*own[-1][0]), times - 1
-        yield (*frees(*own[-1][0][:-1]), *allocs(output), self._reduce_scatter), 1
+        freed = [grad for grad in own[-1][0] if grad not in held]
+        yield (*frees(*freed), *allocs(output), self._reduce_scatter), 1
         if self.stage.backend == "gloo":
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
         yield (self._all_reduce,), self.replicates
         if self.casts_reduced:
             yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
-        yield frees(last), 1
+        yield frees(*held), 1
         if self.stage.offloads:
             yield from self._downloads(has_sharded_grads)
         if kept is self.passing:
             yield frees(kept), int(self.casts_reduced or not self.replicates)
         if drops_late:
             yield dropped, 1
+
+    def _chunk_cat(self, grads: dict[Parameter, Buffer]) -> Iterator[CountedEvents]:
+        """The copies beside the reduce-scatter's input on the way into it.
+
+        Gradients whose rows do not divide evenly are copied into padded ones, all at once, unless the kernel
+        pads (`_pads_in_kernel`); where gradients are widened on the way in, CPU copies each of them once
+        more, with its padding. Gradients of different types, which there are from torch 2.15 on, are widened
+        all at once before that, but for CUDA's kernel that takes bfloat16 and float32.
+
+        Source: aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`),
+        torch/csrc/distributed/fsdp/ChunkCat.cpp (`chunk_cat_mixed_dtype`).
+        """
+        dtypes = {grads[p].dtype for parameters, _ in self.trained for p in parameters}
+        widened = [([], 0)] if len(dtypes) == 1 else list(self._widened(grads))
+        if len(dtypes) > 1:
+            dtypes = {self.dtype}
+        (dtype,) = dtypes
+        padded = [(list(self._padded(parameters, dtype)), times) for parameters, times in self.trained]
+        for buffers, n in (*widened, *padded):
+            yield allocs(*buffers), n
+        if self.stage.device.casts_in_copies and self.dtype != dtype:
+            for parameters, n in self.trained:
+                copies = [self._chunks(p, dtype) for p in parameters]
+                yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
+        for buffers, n in (*padded, *widened):
+            yield frees(*buffers), n
+
+    def _widened(self, grads: dict[Parameter, Buffer]) -> Iterator[tuple[list[Buffer], int]]:
+        """Copies in the type they are reduced in of the gradients that have another."""
+        for parameters, times in self.trained:
+            narrow = [p for p in parameters if grads[p].dtype != self.dtype]
+            in_kernel = not self.stage.device.on_cpu and all(grads[p].dtype == BF16 for p in narrow)
+            yield (
+                []
+                if in_kernel
+                else [buffer_of(f"{p.name}.grad ({self.dtype.name})", p.shape, self.dtype) for p in narrow],
+                times,
+            )
 
     @cached_property
     def _reduce_scatter(self) -> Collective:
@@ -289,13 +319,13 @@ class ParamGroup:
         has_kernel = dtype == self.dtype or (dtype, self.dtype) == (BF16, FP32)
         return not device.runs_kernels or (not device.on_cpu and has_kernel)
 
-    def _padded(self, grads: dict[Parameter, Buffer], parameters: Sequence[Parameter]) -> Iterator[Buffer]:
+    def _padded(self, parameters: Sequence[Parameter], dtype: DType) -> Iterator[Buffer]:
+        if self._pads_in_kernel(dtype):
+            return
         for p in parameters:
-            if self._pads_in_kernel(grads[p].dtype):
-                continue
             padded_elements = self.stage.plan.dp * self.shard(p)
             if padded_elements != p.n_elements:
-                yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), grads[p].dtype)
+                yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), dtype)
 
     def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
         """A copy of a gradient with the padding that its shards have."""

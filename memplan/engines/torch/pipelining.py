@@ -14,15 +14,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
+from memplan.engines.torch import releasing
 from memplan.engines.torch.fsdp import FSDPModule
-from memplan.engines.torch.module import StageModule, repeat
+from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
 from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
 from memplan.orders import Action, ActionKind, Loop, counts
 from memplan.record import Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
-from memplan.tape import HOLD_WHAT_IS_SENT
 
 Module = StageModule[Any]
 
@@ -32,21 +32,23 @@ def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
     plan = stages.plan
     if plan.pp == 1:
         return _accumulation(modules[0], plan.n_micro_batches)
+    keeps_received = stages.stages[0].keeps_received
     match plan.schedule:
         case "gpipe":
-            return _gpipe(stages, modules[0])
+            return (_gpipe if keeps_received else releasing.gpipe)(stages, modules[0])
         case "1f1b":
-            return _one_forward_one_backward(stages, modules[0])
+            one_stage = _one_forward_one_backward if keeps_received else releasing.one_forward_one_backward
+            return one_stage(stages, modules[0])
         case _:
-            return _Runtime(stages, modules).step()
+            return (_Runtime if keeps_received else releasing.Runtime)(stages, modules).step()
 
 
 def _accumulation(module: Module, m: int) -> list[Stretch]:
     """A training loop's micro-batches; DDP's are under `no_sync` but for the last."""
 
     def micro_batch() -> Stretch:
-        forward = _forward(module, module.forward())
-        return chain("micro-batch", forward, _backward(module, module.backward()))
+        forward = forward_pass(module, module.forward())
+        return chain("micro-batch", forward, backward_pass(module, module.backward()))
 
     steps = repeat(m - 1, micro_batch, [module])
     module.require_gradient_sync()
@@ -62,21 +64,21 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     Source: `torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches`.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
-    keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
+    keeps_sent = stage.keeps_sent
 
     def backward(i: int) -> Stretch:
         if i == m - 1:
             module.require_gradient_sync()
         drops_sent = i > 0 and not (keeps_sent or stage.first)
         drops_output = i < m - 1 and not (keeps_sent and not stage.last)
-        return _backward(
+        return backward_pass(
             module,
             *([module.release_input_grad()] if drops_sent else []),
             module.backward(),
             *([module.release()] if drops_output else []),
         )
 
-    steps = repeat(m, lambda: _forward(module, module.forward()), [module])
+    steps = repeat(m, lambda: forward_pass(module, module.forward()), [module])
     for start, stop in pairwise(sorted({0, min(1, m), m - 1, m})):
         steps += repeat(stop - start, partial(backward, start), [module])
     outputs = m if keeps_sent and not stage.last else 1
@@ -97,7 +99,7 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
     stage, m = module.stage, stages.plan.n_micro_batches
     warm_up = min(m, stages.plan.pp - stages.rank.pp)
     last_turn, sent_alone = m - warm_up, warm_up - 2
-    holds = stage.backend in HOLD_WHAT_IS_SENT and not stage.last and 0 <= sent_alone < last_turn
+    holds = stage.keeps_sent and not stage.last and 0 <= sent_alone < last_turn
     release = module.release()
 
     def done(i: int) -> list[Stretch]:
@@ -106,15 +108,15 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
         return [release, release] if holds and i == last_turn else [release]
 
     def turn(i: int) -> Stretch:
-        forward = _forward(module, module.forward(replaces=stage.last)) if 0 < i <= last_turn else None
+        forward = forward_pass(module, module.forward(replaces=stage.last)) if 0 < i <= last_turn else None
         if i == m - 1:
             module.require_gradient_sync()
         sent = [module.release_input_grad()] if i > 0 and not stage.first else []
-        backward = _backward(module, module.backward(), *sent, *done(i))
+        backward = backward_pass(module, module.backward(), *sent, *done(i))
         return backward if forward is None else chain("forward and backward", forward, backward)
 
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
-    steps = repeat(warm_up, lambda: _forward(module, module.forward()), [module])
+    steps = repeat(warm_up, lambda: forward_pass(module, module.forward()), [module])
     for start, stop in pairwise(sorted(cuts)):
         if stop <= m:
             steps += repeat(stop - start, partial(turn, start), [module])
@@ -129,20 +131,6 @@ def _ended(module: Module, outputs: int, input_grads: int, m: int) -> Iterator[S
     yield repeated(module.release_loss(), m if module.stage.last else 0)
 
 
-def _forward(module: Module, *parts: Stretch) -> Stretch:
-    """A micro-batch's forward pass, with what is received before it and sent after it."""
-    received = [] if module.stage.first else [module.fwd_recv]
-    sent = [] if module.stage.last else [module.fwd_send]
-    return passed(0, "forward", *received, *parts, *sent)
-
-
-def _backward(module: Module, *parts: Stretch) -> Stretch:
-    """A micro-batch's backward pass, with what is received before it and sent after it."""
-    received = [] if module.stage.last else [module.bwd_recv]
-    sent = [] if module.stage.first else [module.bwd_send]
-    return passed(0, "backward", *received, *parts, *sent)
-
-
 def left_behind(stages: RankStages) -> Alive:
     """What a schedule leaves until the next step begins.
 
@@ -152,7 +140,7 @@ def left_behind(stages: RankStages) -> Alive:
     `torch.distributed.pipelining.stage:_PipelineStageBase.clear_runtime_states`.
     """
     alive: Alive = Counter()
-    if stages.plan.splits_backward:
+    if stages.plan.splits_backward and stages.stages[0].keeps_received:
         times = counts(plan_order(stages.plan, stages.rank.pp))
         for local, stage in enumerate(stages):
             if not stage.first and stages.indices[local] - 1 not in stages.indices:
@@ -176,7 +164,7 @@ class _Runtime:
         self.stages = stages
         self.indices = stages.indices
         self.modules = modules
-        self.keeps_sent = stages.backend in HOLD_WHAT_IS_SENT
+        self.keeps_sent = stages.stages[0].keeps_sent
         self.order = plan_order(plan, stages.rank.pp)
         self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
         self.own: dict[tuple[Stretch, int], Stretch] = {}

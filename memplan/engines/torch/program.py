@@ -39,7 +39,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
-        start=tuple(_received(stages)),
+        start=(*allocs(*stages.barrier.elements()), *_received(stages)),
         first_step=None if fresh is None else _step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
@@ -111,7 +111,7 @@ def _received(stages: RankStages) -> Iterator[Event]:
     Source: `torch.distributed.pipelining.schedules:PipelineScheduleMulti._initialize_stages`.
     """
     n = stages.plan.n_micro_batches
-    received = list(zip(stages, stages.received, strict=True))
+    received = [found for found in zip(stages, stages.received, strict=True) if found[0].keeps_received]
     for stage, (inputs, _) in received:
         yield from allocs(*[inputs] * (0 if stage.first else n))
     for stage, (_, gradient) in reversed(received):
@@ -209,24 +209,30 @@ def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
     """
     local = {index: i for i, index in enumerate(stages.indices)}
     for index, i in local.items():
-        if index + 1 in local:
+        if index + 1 in local and stages.stages[i].keeps_received:
             after = local[index + 1]
             yield stages.received[after][0], stages.stages[i].trace.sent
             yield stages.received[i][1], stages.stages[after].trace.boundary_grad
 
 
 def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
-    """What is freed once its successor is there: flat weights of FSDP2, logits that a schedule holds.
+    """What is freed once its successor is there: flat weights of FSDP2, what a schedule holds by a name.
 
-    And what stages receive into, where a stage of the same rank hands over its own tensor instead.
+    A schedule's names are those of the logits, and of the sent gradient of a stage's input. And what stages
+    receive into, where a stage of the same rank hands over its own tensor instead.
+
+    Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches` (`bwd_sends`).
     """
     for received in stages.received:
         yield from received
     for one in modules:
+        yield from (one.received_input, one.received_grad)
         if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
-        if one.stage.last and one.stage.plan.pp > 1:
-            yield from (event.buffer for event in one.trace.release.events if isinstance(event, Free))
+        if one.stage.plan.pp > 1:
+            held = [one.trace.release] if one.stage.last else []
+            held += [] if one.stage.first else [one.trace.release_input_grad]
+            yield from (e.buffer for segment in held for e in segment.events if isinstance(e, Free))
 
 
 def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]]:

@@ -14,7 +14,6 @@ from memplan.shapes import BF16, FP32
 
 USUAL: Final = TorchOptions()
 
-
 DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
 FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
 """What DistributedDataParallel alone, and FSDP2 alone, can be told."""
@@ -23,20 +22,14 @@ FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
 def _check_wrappers(model: Model, plan: Plan) -> None:
     """Options of a wrapper that the plan does not use."""
     options = torch_options(plan)
-    told = {name: getattr(options, name) for name in (*DDP_OPTIONS, *FSDP_OPTIONS)} | {
-        "offload": plan.offload
-    }
-    for name, value in told.items():
-        if value == getattr(USUAL, name, False):
-            continue
+    told = {name: getattr(options, name) for name in (*DDP_OPTIONS, *FSDP_OPTIONS)}
+    for name, value in (told | {"offload": plan.offload}).items():
         ddp = name in DDP_OPTIONS
-        if not (plan.ddp if ddp else plan.fsdp):
-            wrapper, way_out = ("FSDP2", "zero=2 or 3")
-            if ddp:
-                wrapper, way_out = "DistributedDataParallel", "zero=0 or 1 and dp of 2 or more"
+        if value != getattr(USUAL, name, False) and not (plan.ddp if ddp else plan.fsdp):
+            wrapper = "DistributedDataParallel" if ddp else "FSDP2"
             raise PlanRefused(
                 f"{name}={value!r} is an option of {wrapper}, which zero={plan.zero}, dp={plan.dp} does not "
-                f"use; leave it out, or use {way_out}.",
+                f"use; leave it out, or use zero={'0 or 1 and dp of 2 or more' if ddp else '2 or 3'}.",
                 kind="options of DDP or FSDP2 on plans that do not use it",
             )
 

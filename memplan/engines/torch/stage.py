@@ -18,7 +18,7 @@ from memplan.memory import Alive
 from memplan.models import Layers, Model, TracedModel
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
-from memplan.tape import NCCL, USUAL_BACKENDS, Backend, OpContext
+from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
 
 MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
                   "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -78,7 +78,40 @@ class Stage:
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
             torch_release=self.options.release,
+            keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
         )
+
+    @property
+    def autograd_casts_grads(self) -> bool:
+        """Whether FSDP2 has autograd cast gradients to the type they are reduced in: from torch 2.15 on.
+
+        Source: torch 2.15's `FSDPParamGroup._set_unsharded_grad_dtypes` (`Tensor.grad_dtype`).
+        """
+        formats = self.plan.formats
+        return self.plan.fsdp and formats.reduce != formats.gather and self.options.release >= (2, 15)
+
+    @property
+    def widens_grads(self) -> bool:
+        """Whether gradients are reduced in a wider type than they are computed in."""
+        formats = self.plan.formats
+        return formats.reduce.itemsize > formats.gather.itemsize
+
+    @property
+    def keeps_received(self) -> bool:
+        """Whether a pipeline receives into the same tensors in every step: before torch 2.15.
+
+        Source: torch 2.15's `_RecvInfo.allocate_buffer`, `_RecvInfo.take_buffer`.
+        """
+        return self.options.release < (2, 15)
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether the handle of a send holds the tensor until it is waited for: not NCCL's of a batch (2.11).
+
+        Source: `torch.distributed.pipelining.schedules:_batch_p2p` (in 2.11 always `batch_isend_irecv`).
+        """
+        in_batches = self.backend in NCCL and self.options.release < (2, 12)
+        return self.backend in HOLD_WHAT_IS_SENT and not in_batches
 
     @cached_property
     def runs(self) -> BlockRuns:
@@ -318,7 +351,9 @@ class RankStages:
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
-        held = self.inputs + self.mesh + self.workspaces + self.hook_workspaces + self.loss_scale
+        held = (
+            self.inputs + self.mesh + self.barrier + self.workspaces + self.hook_workspaces + self.loss_scale
+        )
         return held if self.offloads else self.states - self.step_counts + held
 
     @property
@@ -440,6 +475,15 @@ class RankStages:
         return Counter([buffer_of("ranks of the mesh", (n_bytes // 4,), INT32)] if n_bytes else ())
 
     @property
+    def barrier(self) -> Alive:
+        """What NCCL's process group of all ranks keeps from its first barrier on: from torch 2.15 on.
+
+        Source: torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.cpp (`barrierImpl`).
+        """
+        keeps = self.backend in NCCL and self.options.release >= (2, 15) and self.plan.world_size > 1
+        return Counter([buffer_of("what a barrier sums", (), FP32)] * keeps)
+
+    @property
     def inputs(self) -> Alive:
         """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
         plan = self.plan
@@ -449,9 +493,9 @@ class RankStages:
         for buffer in self.buffers:
             alive[buffer] += len(self.stages)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
-            if not stage.first:
+            if stage.keeps_received and not stage.first:
                 alive[received_input] += plan.n_micro_batches
-            if not stage.last:
+            if stage.keeps_received and not stage.last:
                 alive[received_grad] += plan.n_micro_batches
         return alive
 

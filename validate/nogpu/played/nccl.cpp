@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "device.h"
 
@@ -32,6 +33,13 @@ int joined(Communicator** communicator, int ranks, int rank) {
     *communicator = new Communicator{rank, ranks};
     return 0;
 }
+
+// A group of calls, which NCCL runs as one: the own part of an all-gather, and the others' places in it, where
+// it is made of broadcasts (torch 2.15, torch/csrc/distributed/c10d/nccl2).
+thread_local int open_groups = 0;
+thread_local const void* own_part = nullptr;
+thread_local size_t part_bytes = 0;
+thread_local std::vector<void*> others;
 
 struct UniqueId {
     char bytes[ID_BYTES];
@@ -102,8 +110,28 @@ int ncclReduce(const void* from, void* to, size_t n, int type, int, int root, Co
     return 0;
 }
 
-int ncclBroadcast(const void* from, void* to, size_t n, int type, int, Communicator*, void*) {
+int ncclGroupStart() {
+    ++open_groups;
+    return 0;
+}
+
+int ncclGroupEnd() {
+    if (--open_groups > 0) return 0;
+    for (void* to : others)
+        if (own_part != nullptr && part_bytes * (others.size() + 1) <= SMALL) copy(to, own_part, part_bytes);
+    own_part = nullptr;
+    others.clear();
+    return 0;
+}
+
+int ncclBroadcast(const void* from, void* to, size_t n, int type, int root, Communicator* group, void*) {
     if (from != to) copy(to, from, n * element_bytes(type));
+    if (open_groups > 0 && root == group->rank) {
+        own_part = from;
+        part_bytes = n * element_bytes(type);
+    } else if (open_groups > 0) {
+        others.push_back(to);
+    }
     return 0;
 }
 

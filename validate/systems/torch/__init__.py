@@ -72,7 +72,7 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             "leave it out, or install that release."
         )
     mesh = device_mesh(plan, device)
-    if isinstance(model, TracedModel):
+    if isinstance(model, TracedModel) or case.is_of_others:
         module = wild_module(model, plan, mesh, device, seed=case.seed)
         update = update_of([module], plan, mesh, device, learning_rate=case.learning_rate)
         frozen = [weight for weight in module.parameters() if not weight.requires_grad]

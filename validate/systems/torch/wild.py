@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final, cast
 from unittest.mock import patch
 
@@ -20,7 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan import Plan, TracedModel
+from memplan.errors import PlanRefused
+from memplan.models import Decoder
 from memplan.plan import Rank
+from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
 from validate.systems.torch.passes import Passes
 
@@ -445,6 +449,27 @@ def values_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def wild_of(model: TracedModel | Decoder) -> Wild:
+    """How a model's module is made and called: a decoder of transformers by its sizes, others by name."""
+    if isinstance(model, TracedModel):
+        return WILD[model.name]
+    values = config_of(model)
+    kind, (architecture,) = values["model_type"], values["architectures"]
+
+    def module() -> nn.Module:
+        if find_spec("transformers") is None:
+            raise PlanRefused("transformers is not installed; pip install 'memplan[huggingface]'.")
+        transformers = import_module("transformers")
+        settings = transformers.CONFIG_MAPPING[kind].from_dict({**values, "use_cache": False})
+        return cast(nn.Module, getattr(transformers, architecture)(settings))
+
+    def inputs(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
+        ids = torch.randint(3, model.vocab_size, (samples, seq_len), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return Wild(module=module, inputs=inputs, package="transformers")
+
+
 def wild_trace(name: str) -> TracedModel:
     """One of them, traced anew: on CPU, or of true size on the GPU, in bfloat16."""
     wild = WILD[name]
@@ -469,11 +494,11 @@ def wild_trace(name: str) -> TracedModel:
 
 
 def wild_module(
-    model: TracedModel, plan: Plan, mesh: DeviceMesh | None, device: torch.device, *, seed: int
+    model: TracedModel | Decoder, plan: Plan, mesh: DeviceMesh | None, device: torch.device, *, seed: int
 ) -> nn.Module:
     """The module as it trains under a plan."""
     torch.manual_seed(seed)
-    wild = WILD[model.name]
+    wild = wild_of(model)
     with nullcontext() if wild.gpu_batch is None else device:
         module = wild.module().to(device)
     module.train()
@@ -486,20 +511,26 @@ def wild_module(
     if mesh is None:
         return module
     if plan.fsdp:
-        blocks = (
-            list(module.get_submodule(model.blocks.removesuffix(".*")).children()) if model.blocks else []
-        )
-        shard_weights(module, units_of_blocks(blocks, plan), plan, mesh)
+        shard_weights(module, units_of_blocks(_blocks(module, model), plan), plan, mesh)
         return module
     return replicated(module, plan, mesh["dp"])
 
 
+def _blocks(module: nn.Module, model: TracedModel | Decoder) -> list[nn.Module]:
+    """The equal blocks of a module."""
+    if isinstance(model, TracedModel):
+        path = model.blocks.removesuffix(".*")
+        return list(module.get_submodule(path).children()) if path else []
+    lists = [list(one) for one in module.modules() if isinstance(one, nn.ModuleList)]
+    return next(blocks for blocks in lists if len(blocks) == model.n_layers)
+
+
 def wild_passes(
-    module: nn.Module, model: TracedModel, plan: Plan, at: Rank, device: torch.device, *, seed: int
+    module: nn.Module, model: TracedModel | Decoder, plan: Plan, at: Rank, device: torch.device, *, seed: int
 ) -> Passes:
     """Forward and backward of one step on this replica's part of the batch."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = WILD[model.name].inputs(plan.global_batch, plan.seq_len, generator)
+    drawn = wild_of(model).inputs(plan.global_batch, plan.seq_len, generator)
     place = at.dp_replicate * plan.dp + at.dp
     own: dict[int, Tensor] = {}
     for value in drawn.values():

@@ -1,0 +1,273 @@
+"""Schedules of one stage on a rank from torch 2.15 on: receives take new tensors, what is sent is let go.
+
+A micro-batch's input and its output's gradient are there from their receive to the end of its backward pass.
+A stage's output goes when it has been sent, unless DDP needs it for its reducer or the loss comes from it: an
+edge of the graph stands for it. The last stage's inputs stay with the losses, whose graphs end in them. Some
+names of the schedules refer to a tensor for longer.
+
+Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBase.release_fwd_send_outputs`,
+`_PipelineStageBase._output_slot_is_releasable` (pipelining/stage.py), `_wait_and_release_fwd_send`,
+`ScheduleGPipe._step_microbatches`, `Schedule1F1B._step_microbatches` (pipelining/schedules.py).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, cast
+
+from memplan.engines.torch.fsdp import FSDPModule
+from memplan.engines.torch.lowering import Step, steps
+from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
+from memplan.engines.torch.stage import RankStages
+from memplan.record import PassPart, Stretch, chain, passed, repeated
+
+Module = StageModule[Any]
+
+Held = tuple[str, int, int]
+"""A tensor that a stage has of a micro-batch: what it is, the stage, the micro-batch."""
+
+LAST_PARTS: Final = ("backward", "backward-weight")
+"""What ends a micro-batch's backward pass."""
+
+
+def lets_outputs_go(module: Module) -> bool:
+    """Whether a stage's output goes when it has been sent, not at the end of its backward pass."""
+    return not (module.stage.last or module.stage.plan.ddp)
+
+
+def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
+    """All forwards, then all outputs are let go, then all backwards.
+
+    Gloo's handles keep the gradients that were sent to the end, and what was received last until the next.
+    """
+    stage, m = module.stage, stages.plan.n_micro_batches
+    keeps = stage.keeps_sent
+    early = lets_outputs_go(module)
+
+    def backward(i: int) -> Stretch:
+        if i == m - 1:
+            module.require_gradient_sync()
+        replaced = module.release_received_grad() if keeps else module.release_input_grad()
+        parts = [module.receive_grad(), *([replaced] if i > 0 else []), module.backward()]
+        parts += _returned(module)
+        return backward_pass(module, *parts, *([] if keeps else [module.release_received_grad()]))
+
+    steps = repeat(m, lambda: forward_pass(module, module.receive_input(), module.forward()), [module])
+    steps.append(repeated(module.release(), m if early else 0))
+    steps += _turns(module, m, {0, 1, m - 1, m}, backward)
+    last_grad = [module.release_received_grad()] if keeps else []
+    ended = list(_ended(module, m if keeps else 1, m))
+    return [*steps, *ended, *last_grad] if stage.first else [*steps, *last_grad, *ended]
+
+
+def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch]:
+    """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
+
+    An output is let go after the next forward pass of the warm-up, afterwards when the next gradient has been
+    received. The operations of receives are held until the next ones, of the backwards at the end and of
+    inputs; the last ones until the schedule returns.
+    """
+    m = stages.plan.n_micro_batches
+    warm_up = min(m, stages.plan.pp - stages.rank.pp)
+    last_turn = m - warm_up
+    early = lets_outputs_go(module)
+
+    def warm(i: int) -> Stretch:
+        released = [module.release()] if early and i > 0 else []
+        return forward_pass(module, module.receive_input(), module.forward(), *released)
+
+    def turn(i: int) -> Stretch:
+        ahead = 0 < i <= last_turn
+        forward = forward_pass(module, module.receive_input(), module.forward()) if ahead else None
+        if i == m - 1:
+            module.require_gradient_sync()
+        parts = [module.receive_grad()]
+        if i <= last_turn and early:
+            parts.append(module.release())
+        if i > last_turn + 1:
+            parts.append(module.release_received_grad())
+        parts += [module.backward(), *_returned(module, is_held=i == m - 1)]
+        if i <= last_turn:
+            parts.append(module.release_received_grad())
+        backward = backward_pass(module, *parts, *([module.release_input_grad()] if i > 0 else []))
+        return backward if forward is None else chain("forward and backward", forward, backward)
+
+    steps = [*_turns(module, warm_up, {0, 1, warm_up}, warm)]
+    steps += _turns(module, m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn)
+    steps += _ended(module, 1, m)
+    if not module.stage.last:
+        steps.append(module.release_received_input())
+    if warm_up > 1:
+        steps.append(module.release_received_grad())
+    return steps
+
+
+def _turns(module: Module, n: int, cuts: set[int], turn: Callable[[int], Stretch]) -> Iterator[Stretch]:
+    """Turns 0 to n, of which those between two cuts are equal."""
+    for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
+        yield from repeat(stop - start, partial(turn, start), [module])
+
+
+def _returned(module: Module, *, is_held: bool = False) -> Iterator[Stretch]:
+    """What goes as a micro-batch's backward pass returns; its input `is_held` by another name."""
+    if not lets_outputs_go(module):
+        yield module.release()
+    if not (is_held or module.stage.last):
+        yield module.release_received_input()
+
+
+def _ended(module: Module, input_grads: int, m: int) -> Iterator[Stretch]:
+    """FSDP2's reductions, and what the schedule has held until it returns."""
+    yield from module.reduce_grads()
+    yield repeated(module.release_input_grad(), input_grads)
+    if module.stage.last:
+        yield repeated(chain("end of the losses", module.release_loss(), module.release_received_input()), m)
+
+
+class Runtime:
+    """The actions of one rank's step where it has several stages, or where backward passes are split.
+
+    A tensor goes when nothing holds it any longer: its stage's state of the micro-batch, which lasts to the
+    end of the last part of its backward pass; a stage of the same rank that it was handed to; the operations
+    of a gradient's send, which are kept to the end; the losses, unless the first part of a split backward
+    pass has detached them.
+
+    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`, torch 2.15's
+    `_PendingSendTracker`, `_add_wait_send` (pipelining/schedules.py).
+    """
+
+    def __init__(self, stages: RankStages, modules: Sequence[Module]) -> None:
+        self.stages = stages
+        self.modules = dict(zip(stages.indices, modules, strict=True))
+        self.local = {index: local for local, index in enumerate(stages.indices)}
+        self.holders: Counter[Held] = Counter()
+        self.sent: list[Held] = []
+        self.with_losses: list[Held] = []
+        self.made: dict[tuple[object, ...], Stretch] = {}
+
+    def step(self) -> list[Stretch]:
+        """All actions; what was sent; the losses and what their graphs hold."""
+        left = Counter(step.stage for step in self._steps() if step.kind in LAST_PARTS)
+        found: list[Stretch] = []
+        for step in self._steps():
+            left[step.stage] -= step.kind in LAST_PARTS
+            if step.kind in LAST_PARTS and not left[step.stage]:
+                self.modules[step.stage].require_gradient_sync()
+            found += self._act(step)
+        for held in (*self.sent, *self.with_losses):
+            found += self._dropped(held)
+        for module in self.modules.values():
+            if module.stage.last:
+                found.append(repeated(module.release_loss(), self.stages.plan.n_micro_batches))
+        return found
+
+    def _steps(self) -> tuple[Step, ...]:
+        return steps(self.stages.plan, self.stages.rank.pp)
+
+    def _act(self, step: Step) -> list[Stretch]:
+        kind, index, i = step
+        module, fsdp = self.modules[index], self.stages.plan.fsdp
+        match kind:
+            case "unshard":
+                return [cast(FSDPModule, module).unshard()] if fsdp else []
+            case "reshard":
+                return [cast(FSDPModule, module).reshard()] if fsdp else []
+            case "reduce":
+                return [chain("gradient reduction", *module.reduce_grads())] if fsdp else []
+            case "wait-reduce":
+                return []
+            case "receive-input":
+                self.holders["received input", index, i] += 1
+                return [module.receive_input()]
+            case "receive-gradient":
+                self.holders["received gradient", index, i] += 1
+                return [module.receive_grad()]
+        waited = module.wait_for_unshard()
+        return [self._passed(step, *waited, *self._pass(step))]
+
+    def _passed(self, step: Step, *parts: Stretch) -> Stretch:
+        part = step.kind
+        if part == "backward-input" and self.modules[step.stage].stage.first:
+            return chain("backward", *parts)
+        if part == "backward-weight" and self.modules[step.stage].stage.first:
+            part = "backward"
+        key = part, step.stage, parts
+        if key not in self.made:
+            self.made[key] = passed(self.local[step.stage], cast(PassPart, part), *parts)
+        return self.made[key]
+
+    def _pass(self, step: Step) -> Iterator[Stretch]:
+        kind, index, i = step
+        module = self.modules[index]
+        stage = module.stage
+        if kind == "forward":
+            yield from [] if stage.first or index - 1 in self.modules else [module.fwd_recv]
+            yield module.forward()
+            yield from [] if stage.last or index + 1 in self.modules else [module.fwd_send]
+            self.holders["output", index, i] += 1
+            if index + 1 in self.modules:
+                self.holders["output", index, i] += 1
+            return
+        if kind != "backward-weight":
+            yield from [] if stage.last or index + 1 in self.modules else [module.bwd_recv]
+        match kind:
+            case "backward-input":
+                yield from [] if stage.first else [module.backward_input()]
+            case "backward-weight":
+                yield module.backward() if stage.first else module.backward_weight()
+            case _:
+                yield module.backward()
+        if kind != "backward-weight" and not stage.first:
+            yield from [] if index - 1 in self.modules else [module.bwd_send]
+            self._gave_input_grad(step)
+        yield from self._let_go(step)
+
+    def _gave_input_grad(self, step: Step) -> None:
+        """The input's gradient is sent, or handed over; a first part leaves it in the input's `grad` too."""
+        held = "gradient of the input", step.stage, step.micro_batch
+        self.holders[held] += 1
+        if step.kind == "backward-input":
+            self.holders[held] += 1
+        if step.stage - 1 not in self.modules:
+            self.sent.append(held)
+
+    def _let_go(self, step: Step) -> Iterator[Stretch]:
+        """What a stage's state of the micro-batch holds no longer after a backward pass or a part of it."""
+        kind, index, i = step
+        stage = self.modules[index].stage
+        if kind == "backward" or (kind == "backward-input") == stage.last:
+            yield from self._dropped(("output", index, i))
+        if kind not in LAST_PARTS:
+            return
+        if not stage.first:
+            here = index - 1 in self.modules
+            held: Held = ("output", index - 1, i) if here else ("received input", index, i)
+            if stage.last and kind == "backward":
+                self.with_losses.append(held)
+            else:
+                yield from self._dropped(held)
+            if kind == "backward-weight":
+                yield from self._dropped(("gradient of the input", index, i))
+        if not stage.last:
+            here = index + 1 in self.modules
+            yield from self._dropped(
+                ("gradient of the input", index + 1, i) if here else ("received gradient", index, i)
+            )
+
+    def _dropped(self, held: Held) -> list[Stretch]:
+        """One holder less: what a tensor's last holder frees."""
+        self.holders[held] -= 1
+        if self.holders[held]:
+            return []
+        what, index, _ = held
+        module = self.modules[index]
+        match what:
+            case "output":
+                return [module.release()]
+            case "received input":
+                return [module.release_received_input()]
+            case "received gradient":
+                return [module.release_received_grad()]
+            case _:
+                return [module.release_input_grad()]

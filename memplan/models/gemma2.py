@@ -1,0 +1,81 @@
+"""Gemma 2: Gemma with norms before and after its layers, and with scores and logits bounded by a tanh."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.gemma import GemmaDecoder
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import capped_attention, merged_heads, rope_by_halves, soft_capped
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma2(GemmaDecoder):
+    """`Gemma2ForCausalLM`, whose attention is its own (`eager`): scores and masks are in memory.
+
+    Every second block looks back no further than a window, by a mask of the same size.
+
+    Source: transformers.models.gemma2.modeling_gemma2 (5.23).
+    """
+
+    family: ClassVar[str] = "gemma2"
+    code: ClassVar[str] = "transformers 5.23, Gemma2ForCausalLM"
+
+    caps_scores: bool = True
+    caps_logits: bool = True
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = GemmaDecoder.embed(self, tokens)
+        batch, seq = tokens.shape
+        for name in ("full mask", "sliding mask"):
+            tokens.tape.shared[name] = tokens.tape.new(name, (batch, 1, seq, seq), x.dtype)
+        return x
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        return self.normed_twice(x, kind)
+
+    def attention(self, x: Tensor, kind: str) -> Tensor:
+        shared = x.tape.shared
+        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
+        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
+        q, k = (rope_by_halves(part, shared["cosines"], shared["sines"]) for part in (q, k))
+        y = capped_attention(q, k, v, shared["full mask"], capped=self.caps_scores)
+        return self.projected(merged_heads(y), "self_attn.o_proj", self.d_model)
+
+    def head(self, x: Tensor) -> Tensor:
+        logits = HuggingFaceDecoder.head(self, x)
+        return soft_capped(logits) if self.caps_logits else logits
+
+
+def _read(config: Config, name: str) -> Gemma2:
+    """Source: transformers, Gemma2Config (defaults)."""
+    config.refuse("use_bidirectional_attention")
+    config.one_of("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
+    return Gemma2(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=26,
+            d_model=2304,
+            n_heads=8,
+            n_kv_heads=4,
+            d_head=256,
+            d_ff=9216,
+            vocab_size=256000,
+            max_seq_len=8192,
+            tied_head=True,
+        ),
+        attention_bias=config.flag("attention_bias", default=False),
+        caps_scores="attn_logit_softcapping" not in config.values
+        or bool(config.values["attn_logit_softcapping"]),
+        caps_logits="final_logit_softcapping" not in config.values
+        or bool(config.values["final_logit_softcapping"]),
+    )
+
+
+GEMMA2: Final = Family(
+    implementations={"huggingface": Gemma2}, readers={"gemma2": Reader("Gemma2ForCausalLM", _read)}
+)

@@ -1,0 +1,99 @@
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys, and two kinds of blocks: most have a window."""
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar, Final, final
+
+from memplan.models.base import Layers
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.gemma import GemmaDecoder
+from memplan.models.huggingface import SLIDING, WindowedDecoder, decoder_sizes
+from memplan.ops import halves_rotation, heads, merged_heads, rope_by_halves
+from memplan.shapes import FP32, Buffer, buffer_of
+from memplan.tape import Tensor
+
+FULL: Final = "full"
+"""The kind of the blocks without a window."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3(GemmaDecoder):
+    """`Gemma3ForCausalLM`. One of `pattern` blocks has no window; each kind has its own tables of angles.
+
+    Source: transformers.models.gemma3.modeling_gemma3 (5.23).
+    """
+
+    family: ClassVar[str] = "gemma3"
+    code: ClassVar[str] = "transformers 5.23, Gemma3ForCausalLM"
+
+    pattern: int = 6
+
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        return self.layers_in(range(self.n_layers))
+
+    def layers_in(self, blocks: range) -> tuple[Layers, ...]:
+        kinds = [SLIDING if (i + 1) % self.pattern else FULL for i in blocks]
+        return tuple([Layers(kind, len(list(same))) for kind, same in groupby(kinds)])
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        scale, *tables = GemmaDecoder.buffers(self, seq_len)
+        return (
+            scale,
+            *[buffer_of(f"{kind} {one.name}", one.shape, FP32) for kind in self.kinds for one in tables],
+        )
+
+    def rotation(self, tokens: Tensor) -> None:
+        WindowedDecoder.rotation(self, tokens)
+        if len(self.kinds) > 1:
+            tables = halves_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+            tokens.tape.shared.update(zip(("other cosines", "other sines"), tables, strict=True))
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        return self.normed_twice(x, kind)
+
+    def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
+        batch, seq, _ = x.shape
+        x = heads(self.projected(x, f"self_attn.{name}", n * self.d_head), self.d_head)
+        if name == "v_proj":
+            return x
+        each = self.norm(x.view(batch, seq * n, self.d_head), f"self_attn.{name[0]}_norm")
+        return each.view(batch, seq, n, self.d_head)
+
+    def attention(self, x: Tensor, kind: str) -> Tensor:
+        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
+        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
+        tables = [table for name, table in x.tape.shared.items() if name.endswith(("cosines", "sines"))]
+        q, k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
+        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
+
+
+def _read(config: Config, name: str) -> Gemma3:
+    """Source: transformers, Gemma3TextConfig (defaults)."""
+    config.refuse("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
+    config.one_of("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
+    return Gemma3(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=26,
+            d_model=2304,
+            n_heads=8,
+            n_kv_heads=4,
+            d_head=256,
+            d_ff=9216,
+            vocab_size=262208,
+            max_seq_len=131072,
+            tied_head=True,
+        ),
+        attention_bias=config.flag("attention_bias", default=False),
+        window=config.window(4096),
+        pattern=config.count("sliding_window_pattern", 6),
+    )
+
+
+GEMMA3: Final = Family(
+    implementations={"huggingface": Gemma3}, readers={"gemma3_text": Reader("Gemma3ForCausalLM", _read)}
+)
