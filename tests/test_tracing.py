@@ -156,6 +156,15 @@ class Unused(Twice):
         self.idle = nn.Linear(2, 2)
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.w.abs().sum() * x.sum()
+
+
 @pytest.mark.parametrize(
     "module, options, error, words",
     [
@@ -163,6 +172,7 @@ class Unused(Twice):
         ("gpt2", {}, InvalidValue, r"no torch\.nn\.Module"),
         (OnValues(), {}, MissingRule, r"OnValues cannot be traced: aten\.\S+ needs values"),
         (Unused(), {}, MissingRule, r"2 parameters get no gradient \(idle"),
+        (Complex(), {}, InvalidValue, r"parameter w is of torch\.complex64; use real floats"),
         (Twice().requires_grad_(False), {}, InvalidValue, "all parameters of Twice are frozen"),
         (nn.Linear(8, 8), {}, InvalidValue, "no loss"),
         (nn.Linear(8, 8), {"loss": lambda y: y}, InvalidValue, "one number"),
@@ -176,6 +186,112 @@ def test_what_cannot_be_traced_says_why(module, options, error, words):
     inputs = options.pop("example_inputs", torch.ones(4, 8)) if options else torch.ones(4, 8)
     with pytest.raises(error, match=words):
         memplan.trace(module, inputs, **options)
+
+
+class Shared(nn.Module):
+    """Layers that share one weight; a buffer larger than all weights; a hook."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(6)])
+        for layer in self.layers:
+            layer.weight = self.layers[0].weight
+        self.register_buffer("table", torch.zeros(1000, 1000))
+        self.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x + self.table[0, 0]).sum()
+
+
+def test_a_shared_weight_is_counted_once_and_a_buffer_is_held():
+    traced = memplan.trace(Shared(), torch.ones(4, 8), precisions=["fp32"])
+    assert (traced.n_layers, traced.n_parameters, traced.tied) == (0, 64, True)
+    e = memplan.estimate(traced, seq_len=1, precision="fp32", dp=2)
+    assert e.worst.states.weights_bytes == 256
+    assert {b.n_bytes for b in e.worst.alive if b.name == "table"} == {4_000_000}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.trained = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.relu(self.frozen(x)) + self.trained(x)
+
+
+def adapted(n_layers: int) -> nn.Module:
+    """A frozen layer, then blocks that are frozen in part."""
+    inlet = nn.Linear(16, 16).requires_grad_(False)
+    return nn.Sequential(inlet, nn.Sequential(*[Layer() for _ in range(n_layers)]))
+
+
+def squares(output: torch.Tensor) -> torch.Tensor:
+    return (output * output).sum()
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}], ids=str
+)
+def test_what_is_frozen_has_weights_alone(plan):
+    traced = memplan.trace(adapted(6), torch.ones(4, 16), loss=squares, precisions=["fp32"])
+    assert traced.n_layers == 6
+    assert traced.frozen == ("0.weight", "0.bias", "1.*.frozen.weight", "1.*.frozen.bias")
+    e = memplan.estimate(traced, seq_len=1, precision="fp32", **plan)
+    shards = 2 if plan.get("zero", 0) >= 2 else 1
+    trained_bytes = 6 * (16 * 16 + 16) * 4
+    assert e.worst.states.weights_bytes == (13 * (16 * 16 + 16) * 4) // shards
+    assert e.worst.states.grads_bytes == trained_bytes // shards
+    moments = 2 * trained_bytes // (2 if plan.get("zero") else 1)
+    assert moments <= e.worst.states.optimizer_bytes <= moments + 12 * 4
+    reduced = sum(c.payload_bytes for c in e.collectives if c.kind in ("all_reduce", "reduce_scatter"))
+    assert reduced == (trained_bytes if plan else 0)
+    assert not [b for b in e.worst.alive if "frozen" in b.name and b.kind in ("grads", "optimizer")]
+
+
+def test_blocks_are_run_once_and_then_the_first_of_them(monkeypatch):
+    ran: list[nn.Module] = []
+    forward = Layer.forward
+
+    def counted(self, x):
+        ran.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(Layer, "forward", counted)
+    few, many = (memplan.trace(adapted(n), torch.ones(4, 16), loss=squares, name="x") for n in (5, 60))
+    assert len(ran) < 2 * 60 + 8 * len(many.recordings) * 4
+    assert many.recordings == few.recordings
+    assert (few.n_layers, many.n_layers) == (5, 60)
+
+
+def test_a_module_that_needs_all_its_blocks_runs_them_all():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(7)])
+
+        def forward(self, x):
+            outputs = []
+            for i in range(7):
+                x = self.layers[i](x)
+                outputs.append(x)
+            return torch.cat(outputs).sum()
+
+    traced = memplan.trace(Counting(), torch.ones(4, 8), precisions=["fp32"])
+    named = {one.name: one for one in traced.recordings[next(iter(traced.recordings))].buffers}
+    assert named["Counting: cat"].n_bytes == ((224, 1, 0),)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(InvalidValue, match="PyTorch sees no GPU"):
+        memplan.trace(Twice(), torch.ones(4, 8), device="cuda")
+    with pytest.raises(memplan.MemplanError, match="unknown device 'tpu'"):
+        memplan.trace(Twice(), torch.ones(4, 8), device=cast(Any, "tpu"))
 
 
 def test_a_module_needs_an_example():
@@ -244,6 +360,9 @@ def changed(text: str, path: list[Any], value: object) -> str:
         (["recordings", 0, "parts", "embed", 0], -100000),
         (["recordings", 0, "buffers", 0], 100000),
         (["recordings", 0, "boundary"], [0]),
+        (["recordings", 0, "boundary", 2], 1),
+        (["frozen"], None),
+        (["frozen"], ["w.weight"]),
         (["embed_parameters", 0], ["w", "shape", "float32"]),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Final
 
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, joined
 from memplan.errors import MissingRule
@@ -21,8 +22,8 @@ def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...
     if context.device.type != model.device:
         raise MissingRule(
             f"{model.name} was traced with the kernels of device={model.device!r}, and those of "
-            f"{context.device.type!r} differ, of which no traces are made yet; use device={model.device!r} "
-            "without a cluster.",
+            f"{context.device.type!r} differ; trace it with device={context.device.type!r}, or use "
+            f"device={model.device!r}{' without a cluster' if model.device == 'cpu' else ''}.",
             kind="a traced model on a device that it was not traced for",
         )
     return joined([_recorded(model, context, kind) for kind in kinds], kinds)
@@ -54,6 +55,7 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
     if context.autocast is not None:  # which the loss is computed in
         head, after_head = Segment((*head.events, *after_head.events)), Segment()
     return Trace(
+        cast_inputs=part["inputs"],
         embed=part["embed"],
         head=head,
         loss=after_head,
@@ -76,14 +78,35 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
         end_of_backward=part["end"],
         embed_parameters=own(model.embed_parameters),
         head_parameters=own(model.head_parameters),
-        products=frozenset(),
-        products_backward=frozenset(),
+        products=_products(part[name] for name in FORWARD),
+        products_backward=_products(part[name] for name in BACKWARD),
         boundary=_buffer(buffers, recording.boundary, context.weight_dtype),
         sent=_buffer(buffers, recording.boundary, context.weight_dtype),
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
         blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
-        entry_requires_grad=recording.entry_requires_grad,
+        entry_requires_grad=recording.entry_requires_grad or not model.n_layers,
     )
+
+
+FORWARD: Final = ("embed", "entry", "block", "head", "loss")
+BACKWARD: Final = ("loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward")
+"""The parts of a recording in which products are computed."""
+
+
+def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
+    """The results of what is computed: of each the last tensor that has come and is still there."""
+    found: set[Buffer] = set()
+    for part in parts:
+        alive: list[Buffer] = []
+        for event in part.events:
+            match event:
+                case Alloc(buffer):
+                    alive.append(buffer)
+                case Free(buffer) if buffer in alive:
+                    alive.remove(buffer)
+                case Compute() if alive:
+                    found.add(alive[-1])
+    return frozenset(found)
 
 
 def _parameter(one: TracedTensor, dtype: DType) -> Parameter:

@@ -68,6 +68,7 @@ class Trace:
     """Forward and backward of the ends a stage owns and of its kinds of blocks; it equals only itself.
 
     Attributes whose meaning their name does not tell:
+        cast_inputs: makes inputs of the weights' type, before the module is called.
         blocks: one for each kind that was asked for. They share the boundary and its gradient; those that
             differ in their recomputation only, parameters and the buffers of their gradients too.
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
@@ -85,6 +86,7 @@ class Trace:
         entry_requires_grad: whether it goes on to what is before them.
     """
 
+    cast_inputs: Segment = EMPTY
     embed: Segment = EMPTY
     head: Segment = EMPTY
     embed_casts: Segment = EMPTY

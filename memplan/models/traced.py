@@ -35,6 +35,7 @@ DTYPES: Final[Mapping[str, DType]] = {
     dtype.name: dtype
     for dtype in (
         *(value for value in vars(shapes).values() if isinstance(value, DType)),
+        DType("uint64", 8),
         DType("int16", 2),
         DType("int8", 1),
         DType("complex128", 16),
@@ -46,11 +47,13 @@ RECOMPUTES: Final = ("none", "full")
 """What of the blocks may be run again in a trace."""
 
 PARTS: Final = (
-    "embed", "entry", "block", "head", "loss", "embed_casts", "entry_casts", "block_casts", "head_casts",
+    "inputs", "embed", "entry", "block", "head", "loss",
+    "embed_casts", "entry_casts", "block_casts", "head_casts",
     "loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward", "end",
 )  # fmt: skip
-"""The parts of a recorded step. `entry` is the first block, `block` any other, `head` all after the last one;
-`casts` free what autocast kept of a part's weights, `end` is what goes with the loss.
+"""The parts of a recorded step. `inputs` casts them to the weights' type, `entry` is the first block, `block`
+any other, `head` all after the last one; `casts` free what autocast kept of a part's weights, `end` is what
+goes with the loss.
 """
 
 
@@ -76,17 +79,13 @@ def size_at(size: Size, batch: int, seq_len: int) -> int:
 
 
 class TracedBuffer(NamedTuple):
-    """A storage: the shape that it first had and its bytes.
-
-    `rng_state`: the state of the random number generator that a recomputed block has kept.
-    """
+    """A storage: the shape that it first had and its bytes."""
 
     name: str
     shape: tuple[Size, ...]
     dtype: DType
     n_bytes: Size
     kind: Kind
-    rng_state: bool = False
 
 
 class TracedEvent(NamedTuple):
@@ -349,7 +348,7 @@ def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, A
 
 def _plain_buffer(one: TracedBuffer) -> list[Any]:
     shape, n_bytes = _plain_shape(one.shape), _plain_size(one.n_bytes)
-    return [one.name, shape, one.dtype.name, n_bytes, one.kind, int(one.rng_state)]
+    return [one.name, shape, one.dtype.name, n_bytes, one.kind]
 
 
 def _plain_event(event: TracedEvent) -> Any:
@@ -529,14 +528,12 @@ def _place(value: Any, n: int) -> int:
 
 
 def _buffer(value: Any) -> TracedBuffer:
-    name, shape, dtype, n_bytes, kind, rng_state = _items(
-        value, "buffer", str, list, str, int | list, str, int
-    )
+    name, shape, dtype, n_bytes, kind = _items(value, "buffer", str, list, str, int | list, str)
     if kind not in KINDS:
         raise InvalidValue(
             f"kind {shown_value(kind)} is not allowed in a trace; use one of {', '.join(KINDS)}."
         )
-    return TracedBuffer(name, _shape(shape), _dtype(dtype), _size(n_bytes), kind, bool(rng_state))
+    return TracedBuffer(name, _shape(shape), _dtype(dtype), _size(n_bytes), kind)
 
 
 def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
@@ -567,7 +564,4 @@ def buffer_at(one: TracedBuffer, batch: int, seq_len: int) -> Buffer:
     shape, n_bytes = shape_at(one.shape, batch, seq_len), size_at(one.n_bytes, batch, seq_len)
     if n_bytes < 0 or any(n < 0 for n in shape):
         raise InvalidValue(f"{one.name} would have {n_bytes} bytes; trace the module with such an input.")
-    buffer = Buffer(one.name, shape, one.dtype, n_bytes, one.kind)
-    if one.rng_state:
-        buffer.role = shapes.Role.RNG_STATE
-    return buffer
+    return Buffer(one.name, shape, one.dtype, n_bytes, one.kind)

@@ -180,5 +180,8 @@ def block_lists(module: nn.Module, asked: str | None) -> Iterator[str]:
 
 
 def _may_be_equal(blocks: Sequence[nn.Module]) -> bool:
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
-    return len(blocks) > 1 and bool(shapes[0]) and all(own == shapes[0] for own in shapes)
+    """Whether blocks have parameters of their own, of equal names and shapes, the same of them frozen."""
+    found = [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in blocks]
+    own = [id(parameter) for block in blocks for parameter in block.parameters()]
+    is_shared = len(set(own)) < len(own)
+    return len(blocks) > 1 and bool(found[0]) and not is_shared and all(one == found[0] for one in found)

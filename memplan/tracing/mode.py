@@ -49,7 +49,7 @@ class ShapesMode(TorchDispatchMode, ABC):
         named = {} if kwargs is None else kwargs
         if torch._C._get_dispatch_mode(SHAPES) is not None:
             return func(*args, **named)
-        if types and tuple(types) != (FakeTensor,):
+        if types and tuple(types) not in ((FakeTensor,), (Tensor,)):
             return NotImplemented
         if func is DEVICE:
             return args[0].fake_device

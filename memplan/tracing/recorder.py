@@ -76,12 +76,13 @@ class Recorder(ShapesMode):
     `n_blocks` units in the middle are the blocks; the one after them is the head, then the loss.
     """
 
-    def __init__(self, n_blocks: int, shapes: Shapes) -> None:
+    def __init__(self, n_blocks: int, shapes: Shapes, device: torch.device) -> None:
         super().__init__(shapes)
+        self.device = device
         self.n_blocks = n_blocks
         self.events: list[Event] = []
         self.storages: list[Stored] = []
-        self.segment = Segment("forward", 0)
+        self.segment = Segment("inputs", 0)
         self.scopes: list[str] = []
         self.operation: Any = ""
         """What runs now, and the modules that it runs in."""
@@ -139,6 +140,10 @@ class Recorder(ShapesMode):
         self._starts.append(self._first_node)
         self._units.append(unit)
 
+    def start_forward(self) -> None:
+        """The inputs are in the weights' type, and the module is called."""
+        self.segment = Segment("forward", 0)
+
     def leaving_autocast(self) -> None:
         """The forward pass has returned: what autocast has kept of weights is freed."""
         self.segment = Segment("casts", 0)
@@ -167,11 +172,17 @@ class Recorder(ShapesMode):
         if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
             self._values.result(SUMS, (args, kwargs), lambda: args[0])
             return args[0]
-        out = self.result(func, types, args, kwargs)
-        results = tensors(out)
-        for tensor in on_a_device(results):
+        scratch_bytes = 0
+        if self.device.type == "cpu":
+            out = self.result(func, types, args, kwargs)
+            results = on_a_device(out)
+        else:
+            out, scratch_bytes = executed(func, args, kwargs, self.device)
+            results = tuple([tensor for tensor in tensors(out) if tensor.device == self.device])
+        for tensor in results:
             self.seen(tensor, func)
-        self._workspace(func, args, results)
+        self._workspace("columns of a convolution", columns(func, args, results), results)
+        self._workspace("memory of a kernel's own", scratch_bytes, ())
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
@@ -180,19 +191,12 @@ class Recorder(ShapesMode):
             self.events.append(Event("compute", self.segment, -1, done))
         return out
 
-    def _workspace(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
-        """What a kernel allocates for itself beside its results, and frees."""
-        n_elements = columns(func, args, results)
-        if n_elements:
-            dtype = results[0].dtype
-            made = Stored(
-                "columns of a convolution",
-                (n_elements,),
-                _name(dtype),
-                dtype.itemsize,
-                n_elements * dtype.itemsize,
-            )
-            self.storages.append(made)
+    def _workspace(self, name: str, n_elements: int, results: Sequence[Tensor]) -> None:
+        """What a kernel allocates for itself beside its results, of their type or in bytes, and frees."""
+        if n_elements > 0:
+            dtype = results[0].dtype if results else torch.uint8
+            n_bytes = n_elements * dtype.itemsize
+            self.storages.append(Stored(name, (n_elements,), _name(dtype), dtype.itemsize, n_bytes))
             self._made_in.append(self.segment.unit)
             number = len(self.storages) - 1
             self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
@@ -245,6 +249,16 @@ class Recorder(ShapesMode):
             self.events.append(Event("free", segment, watch.number))
 
 
+def executed(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[Any, int]:
+    """What an operation returns on a GPU, and the bytes that its kernels asked for at most beside that."""
+    torch._C._cuda_resetPeakMemoryStats(device.index)
+    out = func(*args, **kwargs)
+    requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]
+    return out, requested["peak"] - requested["current"]
+
+
 def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
     """Elements of the columns that CPU's convolution of images, without oneDNN, unfolds its input into.
 
@@ -253,7 +267,7 @@ def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
     Source: aten/src/ATen/native/ConvolutionMM2d.cpp (`compute_columns2d`, `slow_conv2d_backward_out_cpu`).
     """
     backward = func is CONVOLUTION_BACKWARD
-    if not backward and func is not CONVOLUTION:
+    if (not backward and func is not CONVOLUTION) or results[0].device.type != "cpu":
         return 0
     output, image, weight = args[:3] if backward else (results[0], *args[:2])
     *_, stride, padding, _dilation, _transposed, _padding, groups = args[:10] if backward else args[:9]

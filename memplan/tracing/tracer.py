@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, cast, get_args
 from unittest.mock import patch
 
 import torch
@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from memplan.checks import checked_count
+from memplan.checks import checked_choice, checked_count
+from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
 from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
@@ -38,8 +39,8 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 LENGTHS: Final = (48, 80)
 """Sequences that are traced where the example is longer: short, so that masks can be computed."""
 
-FEW: Final = 3
-"""Blocks that show what all do: the first, the one that stands for the others, the last."""
+FEW: Final = 4
+"""Blocks that show what all do: the first two, the one that stands for the others, the last."""
 
 LEAST_LENGTH: Final = 4
 """Of the example's sequence: two lengths are traced."""
@@ -67,13 +68,14 @@ def trace(
     precisions: Sequence[str] = ("fp32", "bf16", "bf16-mixed"),
     max_seq_len: int | None = None,
     name: str = "",
+    device: DeviceType = "cpu",
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
 
-    Nothing is computed, and the module is left as it was; its weights may be on the `meta` device. The first
-    dim of each input is the batch; the second is the sequence in those of integers that all have the same,
-    or in those that `sequence` names. Sizes are known for any batch and length, where they follow from rules
-    that runs at several sizes agree on.
+    On CPU nothing is computed. The module is left as it was; its weights may be on the `meta` device. The
+    first dim of each input is the batch; the second is the sequence in those of integers that all have the
+    same, or in those that `sequence` names. Sizes are known for any batch and length, where they follow from
+    rules that runs at several sizes agree on.
 
     Args:
         module: the module; parameters that do not require a gradient are frozen.
@@ -87,16 +89,20 @@ def trace(
         precisions: those to trace for.
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
+        device: whose kernels to trace. On "cuda" the passes run on the current GPU, with weights of any
+            values, and what is traced holds for the example's sizes: what kernels allocate for themselves
+            follows from no rule.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
         MissingRule: for a module whose passes depend on values of floats.
     """
+    runs_on = _checked_device(device)
     example = checked_example(module, example_inputs, loss, targets, sequence)
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
     why = ""
     for path in block_lists(module, blocks):
-        tracer = _Tracer(example, path)
+        tracer = _Tracer(example, path, runs_on)
         try:
             with _no_collection():
                 recordings, limits = _recordings(tracer, list(runs))
@@ -119,6 +125,17 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _checked_device(asked: str) -> torch.device:
+    checked_choice("device", asked, get_args(DeviceType))
+    if asked == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidValue(
+            "device='cuda': PyTorch sees no GPU here; use device='cpu', or a machine with one."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _runs(precision: str) -> tuple[tuple[str, str], ...]:
     if precision not in RUNS:
         raise unknown_name("precision to trace", precision, RUNS)
@@ -135,9 +152,10 @@ class _Tracer:
     recorded as the same, those after it go through no more.
     """
 
-    def __init__(self, example: Example, path: str) -> None:
+    def __init__(self, example: Example, path: str, device: torch.device) -> None:
         self.example = example
         self.path = path
+        self.device = device
         self.list = example.module.get_submodule(path) if path else nn.ModuleList()
         self.n_blocks = len(self.list._modules)
         self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
@@ -160,6 +178,8 @@ class _Tracer:
         if self._few:
             with self._first_blocks():
                 return run()
+        if self._few is None and self.device.type != "cpu":
+            run()  # once, so that libraries have the memory that they keep
         whole = run()
         if self._few is None:
             self._few = False
@@ -179,7 +199,7 @@ class _Tracer:
             self.list._modules = every
 
     def _run(self, point: Point, weights: str, autocast: str, recompute: str) -> Parts:
-        recorder = Recorder(len(self.list._modules), self.example.shapes)
+        recorder = Recorder(len(self.list._modules), self.example.shapes, self.device)
         with _without_data(self.example.module, recorder, getattr(torch, weights)) as parameters:
             inputs, targets = self._inputs(point, recorder)
             recorder.events.clear()
@@ -187,6 +207,8 @@ class _Tracer:
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, again=recompute == "full"))
+                if recompute == "full":
+                    stack.enter_context(_inputs_require_grads(self.example.module))
                 stack.enter_context(recorder)
                 try:
                     self._step(recorder, inputs, targets, weights, autocast)
@@ -196,8 +218,11 @@ class _Tracer:
         return parts_of(recorder, self.prefixes)
 
     def _step(self, recorder: Recorder, inputs: Any, targets: Any, weights: str, autocast: str) -> None:
-        with torch.autocast("cpu", getattr(torch, autocast)) if autocast else nullcontext():
-            loss = self._loss(recorder, _cast(inputs, getattr(torch, weights)), targets)
+        with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
+            inputs = _cast(inputs, getattr(torch, weights))
+            recorder.start_forward()
+            loss = self._loss(recorder, inputs, targets)
+            del inputs
             recorder.leaving_autocast()
         recorder.start_backward()
         loss.backward()
@@ -315,7 +340,10 @@ def _cast(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor like this one, on tensors without data; integers are known."""
+    """A tensor like this one, on tensors without data; integers are known. On a GPU one of its values."""
+    if recorder.device.type != "cpu":
+        own = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
+        return own.to(recorder.device, dtype or tensor.dtype)
     with recorder:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype)
     has_values = not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex())
@@ -327,11 +355,13 @@ def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | Non
 def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
     """A parameter, of type `weights` if it is one of floats, or a buffer, on tensors without data."""
     is_parameter = isinstance(tensor, nn.Parameter)
-    known = tensor.detach()
-    if is_parameter:  # nothing is asked of the values of weights
-        known = torch.empty_like(known, device="meta")
-    dtype = weights if is_parameter and tensor.is_floating_point() else None
-    made = _without_values(known, recorder, dtype)
+    dtype = weights if is_parameter and tensor.is_floating_point() else tensor.dtype
+    if not is_parameter:
+        made = _without_values(tensor.detach(), recorder)
+    elif recorder.device.type != "cpu":
+        made = torch.empty_like(tensor, dtype=dtype, device=recorder.device, requires_grad=False)
+    else:  # nothing is asked of the values of weights
+        made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
     recorder.known(made)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
@@ -375,7 +405,8 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
 
     def random_state_seen() -> Tensor:
         state = random_state()
-        recorder.seen(state, "get_rng_state")
+        if recorder.device.type == "cpu":
+            recorder.seen(state, "get_rng_state")
         return state
 
     def listed(tensor: FakeTensor) -> Any:
@@ -387,6 +418,26 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
+
+
+@contextmanager
+def _inputs_require_grads(module: nn.Module) -> Iterator[None]:
+    """As transformers' own checkpointing makes of token embeddings, be they frozen or not.
+
+    Source: transformers.modeling_utils (`PreTrainedModel.activation_checkpointing_enable`).
+    """
+    hooked = getattr(module, "main_input_name", "") == "input_ids" and hasattr(
+        module, "enable_input_require_grads"
+    )
+    if not hooked:
+        yield
+        return
+    owner = cast(Any, module)
+    owner.enable_input_require_grads()
+    try:
+        yield
+    finally:
+        owner.disable_input_require_grads()
 
 
 @contextmanager
@@ -412,7 +463,8 @@ def _recordings(
         Unlike: the blocks are not equal.
     """
     batch, length = tracer.example.point
-    for lengths in dict.fromkeys((_lengths(tracer.example), (length, length))):
+    tried = (_lengths(tracer.example), (length, length)) if tracer.device.type == "cpu" else ()
+    for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
         except (MissingRule, Unlike):
@@ -511,8 +563,8 @@ def _model(
         ),
         inputs_of_step=tuple(_inputs_of_step(example)),
         recordings=recordings,
-        device="cpu",
-        made_with=_made_with(example.module),
+        device="cpu" if tracer.device.type == "cpu" else "cuda",
+        made_with=_made_with(example.module, tracer.device),
         has_sequence=example.has_sequence,
         limits=limits,
     )
@@ -540,9 +592,10 @@ def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
         yield TracedTensor(leaf.name, shape, _name(leaf.value))
 
 
-def _made_with(module: nn.Module) -> str:
-    """The releases of torch and of the module's own package."""
+def _made_with(module: nn.Module, device: torch.device) -> str:
+    """The releases of torch and of the module's own package, and the GPU."""
     package = type(module).__module__.partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", None)
     own = f", {package} {version}" if package != "torch" and isinstance(version, str) else ""
-    return f"torch {torch.__version__.partition('+')[0]}{own}"
+    gpu = "" if device.type == "cpu" else f", {torch.cuda.get_device_name(device)}"
+    return f"torch {torch.__version__.partition('+')[0]}{own}{gpu}"

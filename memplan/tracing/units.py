@@ -15,8 +15,6 @@ from memplan.models.traced import DTYPES, PARTS, Recording, Size, Term, TracedBu
 from memplan.shapes import DType, Kind
 from memplan.tracing.recorder import Event, Recorder, Segment, Stored
 
-RNG_STATE: Final = "get_rng_state"
-
 
 class Unlike(Exception):
     """Blocks that should be equal are not."""
@@ -51,36 +49,49 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
     def part(phase: str, unit: int) -> list[Event]:
         return list(_ordered(by_segment.get(Segment(phase, unit), [])))
 
+    like = representative(n)
     same = _Classes(recorder, block_prefixes)
     tails: dict[str, list[Event]] = {}
-    if n:
-        like = min(n, 2)
-        for phase in ("forward", "backward", "casts"):
-            representative = part(phase, like)
-            for unit in range(like + 1, n + 1):
-                found = part(phase, unit)
-                if unit == n:
-                    found, tails[phase] = same.without_extra_frees(found, representative)
-                same.unify(found, representative, f"block {unit - 1} differs from block {like - 1}")
-            same.unify_if_equal(part(phase, 1), representative)
+    early: list[Event] = []
+    for phase in ("forward", "backward", "casts") if n else ():
+        expected = part(phase, like)
+        for unit in range(2, n + 1):
+            found = part(phase, unit)
+            if unit == n != like:
+                found, tails[phase] = same.without_extra_frees(found, expected)
+            elif unit < like and phase == "backward":
+                found, early = same.without_extra_frees(found, expected)
+            same.unify(found, expected, f"block {unit - 1} differs from block {like - 1}")
+        same.unify_if_equal(part(phase, 1), expected)
+        same.unify_gradients(part(phase, 1), expected)
     parts = {
+        "inputs": part("inputs", 0),
         "embed": part("forward", 0),
         "entry": part("forward", 1) if n else [],
-        "block": part("forward", min(n, 2)) if n else [],
+        "block": part("forward", like) if n else [],
         "head": [*tails.get("forward", []), *part("forward", n + 1)],
         "loss": part("forward", n + 2),
         "embed_casts": part("casts", 0),
         "entry_casts": part("casts", 1) if n else [],
-        "block_casts": part("casts", min(n, 2)) if n else [],
+        "block_casts": part("casts", like) if n else [],
         "head_casts": [*part("casts", n + 1), *part("casts", n + 2)],
         "loss_backward": part("backward", n + 2),
         "head_backward": [*part("backward", n + 1), *tails.get("backward", [])],
-        "block_backward": part("backward", min(n, 2)) if n else [],
-        "entry_backward": part("backward", 1) if n else [],
+        "block_backward": part("backward", like) if n else [],
+        "entry_backward": [*early, *part("backward", 1)] if n else [],
         "embed_backward": part("backward", 0),
         "end": part("end", 0),
     }
     return same.numbered(parts)
+
+
+def representative(n_blocks: int) -> int:
+    """The unit that stands for all blocks but the first: the third, or the second of fewer than four.
+
+    The second is one of the first two that have been called with what several share, two masks say, and so
+    may free it in the backward pass.
+    """
+    return 3 if n_blocks > 3 else min(n_blocks, 2)
 
 
 def _ordered(events: Iterable[Event]) -> Iterator[Event]:
@@ -146,6 +157,13 @@ class _Classes:
         if len(found) == len(like) and all(map(self._alike, found, like)):
             self.unify(found, like, "")
 
+    def unify_gradients(self, found: Iterable[Event], like: Iterable[Event]) -> None:
+        """Make one buffer of the gradients of a parameter, also where all else differs."""
+        known = {self.common(event.detail): event.storage for event in like if event.kind == "grad"}
+        for event in found:
+            if event.kind == "grad" and self.common(event.detail) in known:
+                self._join(event.storage, known[self.common(event.detail)])
+
     def without_extra_frees(
         self, found: Sequence[Event], like: Sequence[Event]
     ) -> tuple[list[Event], list[Event]]:
@@ -188,7 +206,7 @@ class _Classes:
         def number(storage: int) -> int:
             return numbers.get(self.of(storage), -1) if storage >= 0 else -1
 
-        like = min(recorder.n_blocks, 2)
+        like = representative(recorder.n_blocks)
         kinds = {self.of(i): kind for i, kind in recorder.kinds.items()}
         return Parts(
             parts=made,
@@ -298,7 +316,7 @@ def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> Tr
     if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not the tensor's alone
         n_bytes = size_of(all_bytes, points)
         shape = (size_of([n // one.itemsize for n in all_bytes], points),)
-    return TracedBuffer(one.name, shape, dtype, n_bytes, kind, one.name.endswith(RNG_STATE))
+    return TracedBuffer(one.name, shape, dtype, n_bytes, kind)
 
 
 def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:

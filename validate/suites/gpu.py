@@ -20,6 +20,7 @@ from validate.gpus import Gpus
 from validate.predict import estimated_rank
 from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.models import in_small
+from validate.suites.wild import gpu_wild
 
 LLAMA_100M: Final = Llama(
     name="llama-100m", n_layers=12, d_model=768, n_heads=12, n_kv_heads=4, d_ff=2048, vocab_size=32_000,
@@ -247,6 +248,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-nccl": gpu_nccl,
     "gpu-allocator": gpu_allocator,
     "gpu-published": gpu_published,
+    "gpu-wild": gpu_wild,
 }
 
 PATIENCE_S: Final = 600.0

@@ -4,12 +4,15 @@ A flat list of plans, each with every module that can run it. Modules of a packa
 left out.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
 
 from memplan.engines.options import plan_of
-from validate.cases import Case, shipped_trace, title
-from validate.systems.torch.wild import WILD
+from memplan.shapes import FP32
+from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
+from validate.gpus import Gpus
+from validate.systems.torch.wild import AT_TRUE_SIZE, IN_SMALL
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "precision": "fp32"},
@@ -20,23 +23,28 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed"},
     {"dp": 2, "zero": 3, "micro_batch": 4, "precision": "fp32", "recompute": "full"},
 )
+"""Without recomputation every module, with it those of transformers, which have their own.
+
+With weights in bfloat16 none of torchvision, whose batch norm fails on CPU beside statistics in float32
+("expected scalar type BFloat16 but found Float").
+"""
 
 FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 1, "micro_batch": 2, "global_batch": 8},
     {"dp": 2, "zero": 2, "micro_batch": 2, "global_batch": 8},
     {"dp": 2, "zero": 3, "fsdp_blocks": 2, "micro_batch": 2, "precision": "bf16"},
     {"dp": 2, "zero": 3, "fsdp_units": "model", "micro_batch": 2},
+    {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed", "offload": True},
     {"dp": 2, "dp_replicate": 2, "zero": 3, "micro_batch": 2, "global_batch": 16, "precision": "bf16-mixed"},
     {"micro_batch": 2, "optimizer": "sgd-momentum", "clip_grad_norm": 1.0, "set_to_none": False},
 )
 """For modules that are frozen in part, beside the others."""
-"""Without recomputation every module, with it those of transformers, which have their own."""
 
 
 def wild() -> tuple[Case, ...]:
     """Every module under every plan that it can run."""
     found = []
-    for name, one in WILD.items():
+    for name, one in IN_SMALL.items():
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
@@ -46,8 +54,45 @@ def wild() -> tuple[Case, ...]:
             plan = plan_of(**options, seq_len=one.seq_len)
             if plan.recompute != "none" and not model.n_layers:
                 continue
+            narrow = plan.formats.gather if plan.fsdp else plan.formats.stored
+            if narrow != FP32 and one.package == "torchvision":
+                continue
             if plan.fsdp and model.integer_dtypes:
                 continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             found.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))
+    return tuple(found)
+
+
+GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"precision": "bf16"},
+    {"precision": "bf16", "dp": 8},
+    {"precision": "bf16-mixed", "dp": 8, "zero": 3},
+)
+"""One GPU; one rank of eight under DDP and under FSDP2."""
+
+
+def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
+    """Other people's models at true size, on one GPU or as a rank of eight; without a GPU the small ones."""
+    if gpus is None:
+        return wild()
+    found = []
+    for name, one in AT_TRUE_SIZE.items():
+        if find_spec(one.package) is None:
+            continue
+        model = shipped_trace(name)
+        for options in GPU_PLANS:
+            plan = plan_of(**options, seq_len=one.seq_len, micro_batch=one.gpu_batch or 1)
+            case = Case(
+                name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",
+                model=model,
+                plan=plan,
+                steps=UNTIMED_STEPS,
+                timeout_s=600.0,
+                device=gpus.device,
+                gpu=gpus.known_as,
+            )
+            if plan.world_size > 1:
+                case = replace(case, backend="nccl" if gpus.device == "nogpu" else "fake", rank=0)
+            found.append(case)
     return tuple(found)

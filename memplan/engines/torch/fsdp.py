@@ -183,7 +183,8 @@ class FSDPModule(StageModule[FsdpState]):
             passed = [(segment.events, n) for segment, n in segments]
             return in_order(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
 
-        parts = [in_order("forward: embedding", self.pre_forward(units.root, comms))]
+        parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
+        parts.append(in_order("forward: embedding", self.pre_forward(units.root, comms)))
         parts.append(called("forward: embedding", units.embed, (trace.embed, 1)))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
             parts.append(repeated(called("forward: block", group, *segments), times))
@@ -356,20 +357,21 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
-        visited = self.trace.blocks_require_grad
-        named = [(self.units.embed, 1, False)]
-        named += [(group, n, visited) for group, _, n in self.units.rows]
-        for i, (group, n, was_visited) in enumerate(named):
-            if group is None:
-                continue
-            if was_visited:
-                yield from self.post_backward(group, comms) if i == 1 else ()
-            elif self.state.weights == "whole" or not group.reshards:
-                yield from repeatedly(self.post_backward(group, comms), n)
-            else:
-                yield from group.reduce_grads(
-                    self.grads, comms, has_sharded_grads=self.state.has_sharded_grads
-                )
+        rows = [(row.group, row.times) for row in self.units.rows]
+        yield from self._freed(self.units.embed, comms)
+        if self.trace.blocks_require_grad:
+            yield from self.post_backward(rows[0][0], comms)
+            return
+        for group, times in rows:
+            for n in (1, times - 1):
+                yield from repeatedly(self._freed(group, comms), n)
+
+    def _freed(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+        """The end of a group of which the backward pass needed nothing."""
+        if group is not None and group.reshards:  # as it has after the forward pass
+            yield from group.reduce_grads(self.grads, comms, has_sharded_grads=False)
+        else:
+            yield from self.post_backward(group, comms)
 
     def _late(self) -> Iterator[CountedEvents]:
         """The sums of the recomputed blocks' groups, after all others."""

@@ -116,8 +116,9 @@ class StageModule(ABC, Generic[State]):
 
     def _forward(self, release: Stretch | None) -> Stretch:
         blocks = (repeated(segment.stretch("forward: block"), n) for segment, n in self.stage.forward_order)
+        casts = self.trace.cast_inputs.stretch("forward: casts of inputs")
         embedding = self.trace.embed.stretch("forward: embedding")
-        return chain("forward", embedding, *blocks, *self._forward_end(release))
+        return chain("forward", casts, embedding, *blocks, *self._forward_end(release))
 
     def _forward_end(self, release: Stretch | None) -> list[Stretch]:
         trace = self.trace

@@ -12,6 +12,7 @@ from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage, trained
+from memplan.models import TracedModel
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
@@ -95,6 +96,9 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))
     batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
+    if isinstance(stages.model, TracedModel):
+        yield from allocs(*[named[one.name] for one in stages.model.inputs(*batch)])
+        return
     drawn = buffer_of("tokens and targets", (batch[0], batch[1] + 1), INT64)
     tokens = buffer_of("tokens", batch, INT64)
     yield from (*allocs(drawn, tokens, named["targets"]), *frees(drawn))

@@ -266,7 +266,6 @@ def _check_traced(model: Model, plan: Plan) -> None:
         ),
         (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
         (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
-        (plan.offload, "offload", "offload=False"),
         (
             plan.fsdp and bool(integers),
             f"zero={plan.zero} of weights of {', '.join(integers)}",

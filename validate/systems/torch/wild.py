@@ -3,12 +3,15 @@
 Their traces are in `data/traces`, written by `python -m validate.traces`.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, cast
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +41,15 @@ class Wild:
     """A module of someone else's: how it is made, what it is called with, what its loss is.
 
     `inputs` are of so many samples and tokens; `loss` is of its output and of all inputs, of which the module
-    is called with those that are not named `targets`.
+    is called with those that are not named `targets`. One of true size is for a GPU, with a micro-batch of
+    `gpu_batch`.
     """
 
     module: Callable[[], nn.Module]
     inputs: Callable[[int, int, torch.Generator], Inputs]
     seq_len: int = 1
     package: str = "torch"
+    gpu_batch: int | None = None
 
 
 def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
@@ -119,10 +124,10 @@ LANGUAGE: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 """Class, class of its configuration, and sizes."""
 
 
-def _language(model: str, config: str, sizes: Mapping[str, Any]) -> Callable[[], nn.Module]:
+def _language(model: str, config: str, sizes: Mapping[str, Any], **more: Any) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         transformers = import_module("transformers")
-        settings = getattr(transformers, config)(**sizes, use_cache=False)
+        settings = getattr(transformers, config)(**sizes, **more)
         return cast(nn.Module, getattr(transformers, model)(settings))
 
     return made
@@ -142,8 +147,8 @@ def _vit() -> nn.Module:
     return cast(nn.Module, transformers.ViTForImageClassification(settings))
 
 
-def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator) -> Inputs:
-    images = torch.randn(samples, 3, IMAGE, IMAGE, generator=generator)
+def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator, size: int = IMAGE) -> Inputs:
+    images = torch.randn(samples, 3, size, size, generator=generator)
     return {"pixel_values": images, "labels": torch.randint(N_CLASSES, (samples,), generator=generator)}
 
 
@@ -187,7 +192,7 @@ class FourBitLinear(nn.Module):
 
 def _lora(model: str, *, quantized: bool) -> Callable[[], nn.Module]:
     """A language model whose own weights are frozen, beside whose linear layers others are trained."""
-    of_language = _language(*LANGUAGE[model])
+    of_language = _language(*LANGUAGE[model], use_cache=False)
 
     def made() -> nn.Module:
         module = of_language().requires_grad_(False)
@@ -226,16 +231,16 @@ def _labelled_text(samples: int, seq_len: int, generator: torch.Generator) -> In
 # --- torchvision and everyone's own ---
 
 
-def _resnet(depth: int) -> Callable[[], nn.Module]:
+def _resnet(depth: int, n_classes: int = N_CLASSES) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         models = import_module("torchvision.models")
-        return cast(nn.Module, getattr(models, f"resnet{depth}")(num_classes=N_CLASSES))
+        return cast(nn.Module, getattr(models, f"resnet{depth}")(num_classes=n_classes))
 
     return made
 
 
-def _images(samples: int, _seq_len: int, generator: torch.Generator) -> Inputs:
-    images = torch.randn(samples, 3, IMAGE, IMAGE, generator=generator)
+def _images(samples: int, _seq_len: int, generator: torch.Generator, size: int = IMAGE) -> Inputs:
+    images = torch.randn(samples, 3, size, size, generator=generator)
     return {"x": images, "targets": torch.randint(N_CLASSES, (samples,), generator=generator)}
 
 
@@ -309,9 +314,96 @@ class Encoder(nn.Module):
         return cast(Tensor, self.head(self.layers(self.embedding(x))))
 
 
-WILD: Final[Mapping[str, Wild]] = {
+# --- At true size ---
+
+
+def _llama_like(name: str, batch: int, seq_len: int, **sizes: Any) -> Wild:
+    """A language model of transformers with the sizes of a published config.json."""
+    made = _language(f"{name}ForCausalLM", f"{name}Config", _widths(**sizes), use_cache=False)
+    return Wild(module=made, inputs=_tokens, seq_len=seq_len, package="transformers", gpu_batch=batch)
+
+
+def _widths(*, width: int, ff: int, layers: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width, "intermediate_size": ff, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "vocab_size": vocabulary, **more,
+    }  # fmt: skip
+
+
+def _of_images(model: str, config: str, sizes: Mapping[str, Any]) -> Wild:
+    return Wild(
+        module=_language(model, config, sizes, num_labels=1000),
+        inputs=partial(_labelled_images, size=224),
+        package="transformers",
+        gpu_batch=64,
+    )
+
+
+AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
+    "llama-3-8b": _llama_like(
+        "Llama", 1, 4096, width=4096, ff=14_336, layers=32, heads=32, vocabulary=128_256,
+        num_key_value_heads=8, max_position_embeddings=8192,
+    ),
+    "qwen2.5-7b": _llama_like(
+        "Qwen2", 1, 4096, width=3584, ff=18_944, layers=28, heads=28, vocabulary=152_064,
+        num_key_value_heads=4, max_position_embeddings=131_072,
+    ),
+    "qwen3-8b": _llama_like(
+        "Qwen3", 1, 4096, width=4096, ff=12_288, layers=36, heads=32, vocabulary=151_936,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
+    ),
+    "mistral-7b": _llama_like(
+        "Mistral", 1, 4096, width=4096, ff=14_336, layers=32, heads=32, vocabulary=32_768,
+        num_key_value_heads=8, sliding_window=None, max_position_embeddings=32_768,
+    ),
+    "gemma-2-9b": _llama_like(
+        "Gemma2", 1, 2048, width=3584, ff=14_336, layers=42, heads=16, vocabulary=256_000,
+        num_key_value_heads=8, head_dim=256, sliding_window=4096, max_position_embeddings=8192,
+    ),
+    "olmo2-7b": _llama_like(
+        "Olmo2", 1, 4096, width=4096, ff=11_008, layers=32, heads=32, vocabulary=100_352,
+        num_key_value_heads=32, max_position_embeddings=4096,
+    ),
+    "phi3-mini": _llama_like(
+        "Phi3", 2, 4096, width=3072, ff=8192, layers=32, heads=32, vocabulary=32_064,
+        num_key_value_heads=32, max_position_embeddings=4096,
+    ),
+    "pythia-6.9b": _llama_like(
+        "GPTNeoX", 2, 2048, width=4096, ff=16_384, layers=32, heads=32, vocabulary=50_432,
+        max_position_embeddings=2048,
+    ),
+    "gpt2-xl": Wild(
+        module=_language(
+            "GPT2LMHeadModel", "GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, use_cache=False
+        ),
+        inputs=_tokens, seq_len=1024, package="transformers", gpu_batch=4,
+    ),
+    "bert-large": Wild(
+        module=_language(
+            "BertForMaskedLM", "BertConfig",
+            _widths(width=1024, ff=4096, layers=24, heads=16, vocabulary=30_522),
+        ),
+        inputs=_tokens, seq_len=512, package="transformers", gpu_batch=16,
+    ),
+    "roberta-large": Wild(
+        module=_language(
+            "RobertaForMaskedLM", "RobertaConfig",
+            _widths(width=1024, ff=4096, layers=24, heads=16, vocabulary=50_265, max_position_embeddings=514),
+        ),
+        inputs=_tokens, seq_len=512, package="transformers", gpu_batch=16,
+    ),
+    "vit-l": _of_images(
+        "ViTForImageClassification", "ViTConfig",
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+    ),
+}  # fmt: skip
+"""Published models, with the sizes of their own config.json, that are traced on a GPU that is not there."""
+
+IN_SMALL: Final[Mapping[str, Wild]] = {
     **{
-        f"hf-{name}": Wild(module=_language(*how), inputs=_tokens, seq_len=64, package="transformers")
+        f"hf-{name}": Wild(
+            module=_language(*how, use_cache=False), inputs=_tokens, seq_len=64, package="transformers"
+        )
         for name, how in LANGUAGE.items()
     },
     "hf-vit": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
@@ -332,7 +424,29 @@ WILD: Final[Mapping[str, Wild]] = {
     "two-towers": Wild(module=TwoTowers, inputs=_pairs),
     "encoder": Wild(module=Encoder, inputs=_next_tokens, seq_len=64),
 }
+"""Small ones, for CPU ranks."""
+
+WILD: Final[Mapping[str, Wild]] = {**IN_SMALL, **AT_TRUE_SIZE}
 """Other people's modules, by the name of their trace."""
+
+
+@contextmanager
+def values_as_on_a_gpu() -> Iterator[None]:
+    """What transformers reads of values while it runs, for a GPU that is not there, which has none.
+
+    It asks whether the positions of a row are those of several packed sequences, which they are not.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+        return
+    find: Callable[..., Any] = masks.find_packed_sequence_indices
+
+    def found(*args: Any, **kwargs: Any) -> None:
+        find(*args, **kwargs)
+
+    with patch.object(masks, "find_packed_sequence_indices", found):
+        yield
 
 
 def wild_of(model: TracedModel | Decoder) -> Wild:
@@ -357,15 +471,23 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 
 
 def wild_trace(name: str) -> TracedModel:
-    """One of them, traced anew."""
+    """One of them, traced anew: on CPU, or of true size on the GPU, in bfloat16."""
     wild = WILD[name]
     torch.manual_seed(0)
-    inputs = wild.inputs(2, wild.seq_len, torch.Generator().manual_seed(0))
-    module = wild.module()
-    with_targets = {name: value for name, value in inputs.items() if name != "targets"}
-    return memplan.trace(
-        module, with_targets, targets=inputs.get("targets"), name=name, max_seq_len=wild.seq_len
-    )
+    inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
+    on_gpu = wild.gpu_batch is not None
+    with torch.device("meta") if on_gpu else nullcontext():
+        module = wild.module()
+    with values_as_on_a_gpu() if on_gpu else nullcontext():
+        return memplan.trace(
+            module,
+            {name: value for name, value in inputs.items() if name != "targets"},
+            targets=inputs.get("targets"),
+            name=name,
+            max_seq_len=wild.seq_len,
+            device="cuda" if on_gpu else "cpu",
+            precisions=("bf16",) if on_gpu else ("fp32", "bf16", "bf16-mixed"),
+        )
 
 
 # --- Under a plan ---
@@ -376,7 +498,9 @@ def wild_module(
 ) -> nn.Module:
     """The module as it trains under a plan."""
     torch.manual_seed(seed)
-    module = wild_of(model).module().to(device)
+    wild = wild_of(model)
+    with nullcontext() if wild.gpu_batch is None else device:
+        module = wild.module().to(device)
     module.train()
     if plan.precision == "bf16":
         for parameter in module.parameters():
@@ -428,6 +552,10 @@ def wild_passes(
         return loss_of(module, part) / n
 
     def run() -> float:
+        with nullcontext() if device.type == "cpu" else values_as_on_a_gpu():
+            return trained()
+
+    def trained() -> float:
         total = 0.0
         for i in range(n):
             held = isinstance(module, DistributedDataParallel) and i < n - 1
