@@ -90,8 +90,9 @@ class Parameter:
 
     `placements` say for each mesh axis how it is laid out: a weight that has some is a DTensor;
     `grad_placements` say it of its gradient as the backward pass makes it. `shape`, `n_elements` and
-    `n_bytes` are of what the rank holds, `grad_shape` is of what it has of the gradient. One that does not
-    require a gradient is frozen: it has neither gradient nor optimizer state.
+    `n_bytes` are of what the rank holds, `grad_shape` is of what it has of the gradient, `partial_grad` its
+    part of a gradient that is a sum over ranks, until it is summed. One that does not require a gradient is
+    frozen: it has neither gradient nor optimizer state.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class Parameter:
         "n_bytes",
         "n_elements",
         "name",
+        "partial_grad",
         "placements",
         "requires_grad",
         "shape",
@@ -126,6 +128,7 @@ class Parameter:
         self.grad_shape = local_shape(whole_shape, self.grad_placements, mesh or {})
         self.n_elements = n_elements(self.shape)
         self.n_bytes = self.n_elements * dtype.itemsize
+        self.partial_grad = buffer_of(f"{name}.grad (partial)", self.shape, dtype, "grads")
 
     def lay_out_grad_like_weight(self) -> None:
         """Cut what the rank has of the gradient to what it holds of the weight."""

@@ -213,11 +213,8 @@ class DistributedDataParallel(StageModule[DdpState]):
         self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
         self.grads = stage.trace.gradients()
         self.partial = {
-            grad: buffer_of(f"{p.name}.grad (partial)", p.shape, p.dtype, grad.kind)
-            for p, grad in self.grads.items()
-            if p.is_dtensor and p.has_partial_grad
+            grad: p.partial_grad for p, grad in self.grads.items() if p.is_dtensor and p.has_partial_grad
         }
-        """What the passes make of a gradient that each tensor rank knows a part of, until it is summed."""
         self.buckets: Counter[Bucket] = Counter()
         if self.hook != "none":
             self.buckets.update(bucket_of(parameters, self.hook) for parameters in buckets(stage))
@@ -342,7 +339,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         for p in reversed(parameters):
             if p.has_partial_grad:
                 grad = self.grads[p]
-                found += [*allocs(grad), partial_sum(grad.n_bytes), *frees(self.partial[grad])]
+                found += [*allocs(grad), partial_sum(grad.n_bytes), *frees(p.partial_grad)]
             if p.is_dtensor:
                 found += self._dropped(self.grads[p], drops, next(fills, None))
         return tuple(found)
