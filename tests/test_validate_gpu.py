@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,10 @@ def on_gpu(**plan):
 def test_every_case_can_run_and_has_its_own_name(name, found):
     if name == "gpu-nccl" and found == H100:
         with pytest.raises(InvalidValue, match="use gpu-shared"):
+            suite(name, found)
+        return
+    if name == "gpu-wild" and found is not None and find_spec("transformers") is None:
+        with pytest.raises(InvalidValue, match=r"memplan\[huggingface\]"):
             suite(name, found)
         return
     cases = suite(name, found)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue
 from memplan.shapes import FP32
 from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
 from validate.gpus import Gpus
@@ -73,7 +74,11 @@ GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
-    """Other people's models at true size, on one GPU or as a rank of eight; without a GPU the small ones."""
+    """Other people's models at true size, on one GPU or as a rank of eight; without a GPU the small ones.
+
+    Raises:
+        InvalidValue: if none of their packages is installed.
+    """
     if gpus is None:
         return wild()
     found = []
@@ -95,4 +100,10 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
             if plan.world_size > 1:
                 case = replace(case, backend="nccl" if gpus.device == "nogpu" else "fake", rank=0)
             found.append(case)
+    if not found:
+        packages = " and ".join(sorted({one.package for one in AT_TRUE_SIZE.values()}))
+        raise InvalidValue(
+            f"suite='gpu-wild' is not possible: it runs models of {packages}, not installed here; "
+            "use pip install 'memplan[huggingface]', or suite='wild' for modules of torch alone."
+        )
     return tuple(found)
