@@ -7,7 +7,7 @@ from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import capped_attention, merged_heads, rope_by_halves, soft_capped
+from memplan.ops import capped_attention, soft_capped
 from memplan.tape import Tensor
 
 
@@ -37,13 +37,8 @@ class Gemma2(GemmaDecoder):
     def block(self, x: Tensor, kind: str) -> Tensor:
         return self.normed_twice(x, kind)
 
-    def attention(self, x: Tensor, kind: str) -> Tensor:
-        shared = x.tape.shared
-        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
-        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
-        q, k = (rope_by_halves(part, shared["cosines"], shared["sines"]) for part in (q, k))
-        y = capped_attention(q, k, v, shared["full mask"], capped=self.caps_scores)
-        return self.projected(merged_heads(y), "self_attn.o_proj", self.d_model)
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
+        return capped_attention(q, k, v, q.tape.shared["full mask"], capped=self.caps_scores)
 
     def head(self, x: Tensor) -> Tensor:
         logits = HuggingFaceDecoder.head(self, x)
@@ -69,10 +64,8 @@ def _read(config: Config, name: str) -> Gemma2:
             tied_head=True,
         ),
         attention_bias=config.flag("attention_bias", default=False),
-        caps_scores="attn_logit_softcapping" not in config.values
-        or bool(config.values["attn_logit_softcapping"]),
-        caps_logits="final_logit_softcapping" not in config.values
-        or bool(config.values["final_logit_softcapping"]),
+        caps_scores=bool(config.values.get("attn_logit_softcapping", True)),
+        caps_logits=bool(config.values.get("final_logit_softcapping", True)),
     )
 
 

@@ -9,7 +9,7 @@ from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
 from memplan.models.huggingface import SLIDING, WindowedDecoder, decoder_sizes
-from memplan.ops import halves_rotation, heads, merged_heads, rope_by_halves
+from memplan.ops import halves_rotation, heads
 from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import Tensor
 
@@ -62,12 +62,8 @@ class Gemma3(GemmaDecoder):
         each = self.norm(x.view(batch, seq * n, self.d_head), f"self_attn.{name[0]}_norm")
         return each.view(batch, seq, n, self.d_head)
 
-    def attention(self, x: Tensor, kind: str) -> Tensor:
-        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
-        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
-        tables = [table for name, table in x.tape.shared.items() if name.endswith(("cosines", "sines"))]
-        q, k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
-        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
+    def rotation_tables(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple([table for name, table in x.tape.shared.items() if name.endswith(("cosines", "sines"))])
 
 
 def _read(config: Config, name: str) -> Gemma3:

@@ -7,7 +7,6 @@ from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
 from memplan.ops import (
-    embedding,
     feature_parts,
     gelu,
     heads,
@@ -28,6 +27,8 @@ class GptNeox(HuggingFaceDecoder):
 
     family: ClassVar[str] = "gpt_neox"
     code: ClassVar[str] = "transformers 5.23, GPTNeoXForCausalLM"
+    token_table: ClassVar[str] = "gpt_neox.embed_in"
+    last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
 
     partial_rotary: float = 0.25
     parallel: bool = True
@@ -43,11 +44,6 @@ class GptNeox(HuggingFaceDecoder):
     def norm(self, x: Tensor, name: str) -> Tensor:
         return layer_norm(x, name)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        x = embedding(tokens, "gpt_neox.embed_in", self.vocab_size, self.d_model)
-        self.rotation(tokens)
-        return x
-
     def block(self, x: Tensor, kind: str) -> Tensor:
         attended = self.attention(self.norm(x, "input_layernorm"), kind)
         if self.parallel:
@@ -58,20 +54,13 @@ class GptNeox(HuggingFaceDecoder):
     def attention(self, x: Tensor, kind: str) -> Tensor:
         qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
         q, k, v = feature_parts(heads(qkv, 3 * self.d_head), 3)
-        tables = x.tape.shared["cosines"], x.tape.shared["sines"]
+        tables = self.rotation_tables(x)
         q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
         return self.projected(merged_heads(self.attended(q, k, v, kind)), "attention.dense", self.d_model)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         x = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))
         return self.projected(x, "mlp.dense_4h_to_h", self.d_model)
-
-    def head(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x, "gpt_neox.final_layer_norm"))
-
-    @property
-    def output_name(self) -> str:
-        return "gpt_neox.embed_in" if self.tied_head else "lm_head"
 
 
 def _read(config: Config, name: str) -> GptNeox:

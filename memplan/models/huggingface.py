@@ -47,6 +47,10 @@ class HuggingFaceDecoder(Decoder, ABC):
     axes: ClassVar[tuple[Axis, ...]] = ()
     chunks_loss: ClassVar[bool] = False
     computes_loss: ClassVar[bool] = True
+    token_table: ClassVar[str] = "model.embed_tokens"
+    """The name of the table of token embeddings."""
+    last_norm: ClassVar[str] = "model.norm"
+    """The name of the norm after the last block."""
 
     @abstractmethod
     def has_bias(self, name: str) -> bool:
@@ -70,7 +74,7 @@ class HuggingFaceDecoder(Decoder, ABC):
         return linear(x, name, n_out, bias=self.has_bias(name), split="columns")
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = embedding(tokens, "model.embed_tokens", self.vocab_size, self.d_model)
+        x = embedding(tokens, self.token_table, self.vocab_size, self.d_model)
         self.rotation(tokens)
         return x
 
@@ -86,12 +90,16 @@ class HuggingFaceDecoder(Decoder, ABC):
         """Self-attention of the normed input, in a block of this kind."""
         n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
         q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
-        tables = x.tape.shared["cosines"], x.tape.shared["sines"]
+        tables = self.rotation_tables(x)
         q, k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
         return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
 
+    def rotation_tables(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The tables that queries and keys are rotated with: cosines and sines of the angles."""
+        return x.tape.shared["cosines"], x.tape.shared["sines"]
+
     def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
-        """What each query finds."""
+        """Attention's output for each head, of queries and keys that have been rotated."""
         return attention(q.tape.cast(q, v.dtype), q.tape.cast(k, v.dtype), v)
 
     def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
@@ -110,7 +118,7 @@ class HuggingFaceDecoder(Decoder, ABC):
         return self.projected(gated, "mlp.down_proj", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x, "model.norm"))
+        return self.logits(self.norm(x, self.last_norm))
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits of what the blocks have made and the last norm; that lives until the loss is there."""
@@ -120,7 +128,7 @@ class HuggingFaceDecoder(Decoder, ABC):
 
     @property
     def output_name(self) -> str:
-        return "model.embed_tokens" if self.tied_head else "lm_head"
+        return self.token_table if self.tied_head else "lm_head"
 
     def loss(self, logits: Tensor) -> Tensor:
         found = shifted_cross_entropy(logits)

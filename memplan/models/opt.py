@@ -34,6 +34,8 @@ class Opt(HuggingFaceDecoder):
 
     family: ClassVar[str] = "opt"
     code: ClassVar[str] = "transformers 5.23, OPTForCausalLM"
+    token_table: ClassVar[str] = "model.decoder.embed_tokens"
+    last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
 
     def has_bias(self, name: str) -> bool:
         return True
@@ -50,7 +52,7 @@ class Opt(HuggingFaceDecoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         tape = tokens.tape
-        x = embedding(tokens, "model.decoder.embed_tokens", self.vocab_size, self.d_model)
+        x = embedding(tokens, self.token_table, self.vocab_size, self.d_model)
         mask = tape.new("mask of positions", tokens.shape, FP32)
         tape.shared["positions"] = tape.new("position ids", tokens.shape, INT64)
         ids = tape.new("position ids and offset", tokens.shape, INT64)
@@ -72,13 +74,6 @@ class Opt(HuggingFaceDecoder):
         q = heads_of(times_number(self.projected(x, "self_attn.q_proj", self.d_model)), self.d_head)
         k, v = (self.head_projection(x, name, self.n_heads) for name in ("k_proj", "v_proj"))
         return self.projected(merged_heads(attention(q, k, v)), "self_attn.out_proj", self.d_model)
-
-    def head(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x, "model.decoder.final_layer_norm"))
-
-    @property
-    def output_name(self) -> str:
-        return "model.decoder.embed_tokens" if self.tied_head else "lm_head"
 
 
 def _read(config: Config, name: str) -> Opt:

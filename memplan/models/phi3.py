@@ -34,7 +34,7 @@ class Phi3(WindowedDecoder):
         n_q, n_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         qkv = self.projected(x, "self_attn.qkv_proj", n_q + 2 * n_kv)
         q, k, v = (heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv))
-        tables = x.tape.shared["cosines"], x.tape.shared["sines"]
+        tables = self.rotation_tables(x)
         q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
         return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
 
