@@ -8,6 +8,8 @@ up.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
+from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Self, TypeVar, final
 
 from memplan.engines.torch.stage import Stage
@@ -266,6 +268,14 @@ def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[An
             return [*found, repeated(played, n)]
         found.append(played)
         n -= 1
+    return found
+
+
+def turns(n: int, cuts: set[int], turn: Callable[[int], Stretch], module: StageModule[Any]) -> list[Stretch]:
+    """Plays turns 0 to n - 1 of a schedule on one stage; those between two neighbouring `cuts` are equal."""
+    found: list[Stretch] = []
+    for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
+        found += repeat(stop - start, partial(turn, start), [module])
     return found
 
 

@@ -10,13 +10,11 @@ Source: `torch.distributed.pipelining.schedules:ScheduleGPipe`,
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 from memplan.engines.torch import releasing
 from memplan.engines.torch.fsdp import FSDPModule
-from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
+from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat, turns
 from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
@@ -80,8 +78,7 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
         )
 
     steps = repeat(m, lambda: forward_pass(module, module.forward()), [module])
-    for start, stop in pairwise(sorted({0, min(1, m), m - 1, m})):
-        steps += repeat(stop - start, partial(backward, start), [module])
+    steps += turns(m, {0, 1, m - 1, m}, backward, module)
     outputs = m if keeps_sent and not stage.last else 1
     input_grads = 0 if stage.first else m if keeps_sent else 1
     return [*steps, *_ended(module, outputs, input_grads, m)]
@@ -118,9 +115,7 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
 
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
     steps = repeat(warm_up, lambda: forward_pass(module, module.forward()), [module])
-    for start, stop in pairwise(sorted(cuts)):
-        if stop <= m:
-            steps += repeat(stop - start, partial(turn, start), [module])
+    steps += turns(m, cuts, turn, module)
     return [*steps, *_ended(module, 1, 0 if stage.first else 1, m)]
 
 

@@ -11,14 +11,12 @@ Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBas
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.lowering import Step, steps
-from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
+from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat, turns
 from memplan.engines.torch.stage import RankStages
 from memplan.record import PassPart, Stretch, chain, passed, repeated
 
@@ -57,7 +55,7 @@ def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
 
     steps = repeat(m, lambda: forward_pass(module, module.receive_input(), module.forward()), [module])
     steps.append(repeated(module.release(), m if early else 0))
-    steps += _turns(module, m, {0, 1, m - 1, m}, backward)
+    steps += turns(m, {0, 1, m - 1, m}, backward, module)
     last_grad = [module.release_received_grad()] if keeps else []
     ended = list(_ended(module, m if keeps else 1, m))
     return [*steps, *ended, *last_grad] if stage.first else [*steps, *last_grad, *ended]
@@ -94,20 +92,14 @@ def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch
         backward = backward_pass(module, *parts, *([module.release_input_grad()] if i > 0 else []))
         return backward if forward is None else chain("forward and backward", forward, backward)
 
-    steps = [*_turns(module, warm_up, {0, 1, warm_up}, warm)]
-    steps += _turns(module, m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn)
+    steps = turns(warm_up, {0, 1, warm_up}, warm, module)
+    steps += turns(m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn, module)
     steps += _ended(module, 1, m)
     if not module.stage.last:
         steps.append(module.release_received_input())
     if warm_up > 1:
         steps.append(module.release_received_grad())
     return steps
-
-
-def _turns(module: Module, n: int, cuts: set[int], turn: Callable[[int], Stretch]) -> Iterator[Stretch]:
-    """Turns 0 to n, of which those between two cuts are equal."""
-    for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
-        yield from repeat(stop - start, partial(turn, start), [module])
 
 
 def _returned(module: Module, *, is_held: bool = False) -> Iterator[Stretch]:
