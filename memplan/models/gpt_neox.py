@@ -22,7 +22,7 @@ from memplan.tape import Tensor
 class GptNeox(HuggingFaceDecoder):
     """`GPTNeoXForCausalLM`.
 
-    `partial_rotary`: the rotated fraction of a head. `parallel`: attention and the feed-forward layer read the
+    `partial_rotary`: the rotated fraction of a head. `parallel`: attention and feed-forward layer read the
     same input.
 
     Source: transformers.models.gpt_neox.modeling_gpt_neox (5.23).
