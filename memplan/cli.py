@@ -75,13 +75,13 @@ NO_COMMAND: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class Refused(click.ClickException):
-    """What memplan refuses, as one message on stderr and exit code 2."""
+    """An error of memplan's as one message on stderr, with exit code 2."""
 
     exit_code = 2
 
 
 class Commands(click.Group):
-    """Commands that print a refusal as one line on stderr, and suggest a name for an unknown command."""
+    """Commands that print errors as one line on stderr, and suggest a name for an unknown command."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -153,7 +153,7 @@ def _choice(flag: str, choices: tuple[str, ...], default: str | None, text: str)
 
 
 def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
-    """The flags that name a cluster and say what of it is not as in its table."""
+    """The flags of a cluster: its name, and values that replace those of its table."""
     return _all_of(
         [
             click.option("--cluster", required=required, metavar="NxGPU", help=text),
@@ -190,7 +190,7 @@ def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
 
 
 METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
-"""What stands for a value of a field in the help of its flag."""
+"""The placeholder for a field's value in the help of its flag."""
 
 
 def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
@@ -207,7 +207,7 @@ def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
 
 
 def search_options() -> Callable[[F], F]:
-    """Flags of a search: of a field that it varies values and ranges with commas between, as in 1-4,8."""
+    """The flags of a search; a field that it varies takes values and ranges between commas: 1-4,8."""
     searched = [name for name in FIELDS if name not in ("global_batch", "seq_len")]
     return _all_of([_search_option(name) for name in searched])
 
@@ -226,9 +226,9 @@ def _search_option(name: str) -> Callable[[F], F]:
 
 
 class PlanCommand(click.Command):
-    """A command with a plan's flags, and those of the options of the engine that `--engine` names.
+    """A command with flags for a plan's fields and for the options of the engine named by `--engine`.
 
-    `defaults` are those of options where they differ from the engine's.
+    `defaults`: options whose default here differs from the engine's.
     """
 
     def __init__(self, *args: Any, defaults: Mapping[str, Any] | None = None, **attributes: Any) -> None:
@@ -236,7 +236,7 @@ class PlanCommand(click.Command):
         self.defaults = defaults or {}
 
     def options_of(self, engine: str) -> list[click.Parameter]:
-        """The flags of an engine's own options; none of an unknown engine, which is refused later."""
+        """The flags of an engine's own options; none for an unknown engine, which is refused later."""
         kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
         flags = click.Command(None)
         if kind is not None:
@@ -326,7 +326,7 @@ def trace_command(factory: str, out: str) -> None:
 
 
 def _module_traced(name: str, **options: Any) -> str | Model:
-    """The model of a function's module; another name as it is."""
+    """The traced model of `package.module:factory`; any other text unchanged."""
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
         return name
     try:
@@ -493,7 +493,7 @@ def fields_of(text: str) -> dict[str, Any]:
 
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
-    """Shows on stderr how many have been seen, if it is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -541,7 +541,7 @@ def _model_dict(model: Model) -> dict[str, Any]:
 
 
 def _model_row(model: Model) -> tuple[str, ...]:
-    """A model's sizes; one that its family does not have is a dash."""
+    """A model's sizes for a table; a dash where its family has none."""
     sizes = asdict(model) | {"n_layers": model.n_blocks}
     names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
     return (model.name, f"{parameter_count(model):,}", *[str(sizes.get(name, "-")) for name in names])

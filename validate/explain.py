@@ -1,4 +1,4 @@
-"""A measured step beside the predicted one, and what the bytes at its peak are."""
+"""A measured step beside the predicted one, and the attribution of the bytes at its peak."""
 
 import textwrap
 from collections import Counter
@@ -38,7 +38,7 @@ class StretchPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A named tensor of the ledger at the peak: how many there should be, and how many were measured."""
+    """A named tensor of the ledger at the peak, with its predicted and its measured count."""
 
     name: str
     kind: str

@@ -14,7 +14,7 @@ from memplan.tape import OpContext
 
 @lru_cache(maxsize=256)
 def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...]) -> Trace:
-    """One micro-batch of the whole module, and one block of each kind of recomputation.
+    """The trace of one micro-batch through the module, with one block of each kind of recomputation.
 
     Raises:
         MissingRule: for a precision, a size or a device that was not traced.
@@ -90,11 +90,11 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
 
 FORWARD: Final = ("embed", "entry", "block", "head", "loss")
 BACKWARD: Final = ("loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward")
-"""The parts of a recording in which products are computed."""
+"""The backward parts of a recording, which compute matrix products."""
 
 
 def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
-    """The results of what is computed: of each the last tensor that has come and is still there."""
+    """The results of matrix products: for each the newest tensor that is still alive."""
     found: set[Buffer] = set()
     for part in parts:
         alive: list[Buffer] = []
@@ -110,7 +110,7 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
 
 
 def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
-    """A parameter in the type that weights are computed with; integers stay as they are."""
+    """A parameter in the type that weights are computed in; integers keep their own."""
     own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
     return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
 

@@ -15,7 +15,7 @@ Progress = Callable[[int], None]
 
 
 class PlanOptions(EngineOptions, total=False):
-    """Keywords of a plan: of the fields that a search varies one value or several, of the others one."""
+    """Keywords of a plan: one value or several for fields that a search varies, one for the others."""
 
     dp: int | Iterable[int]
     dp_replicate: int | Iterable[int]
@@ -38,7 +38,7 @@ class PlanOptions(EngineOptions, total=False):
 
 
 class ClusterOptions(TypedDict, total=False):
-    """What of a cluster is not as in its table; see `memplan.cluster`."""
+    """Keywords that change a cluster of the table; see `memplan.cluster`."""
 
     gpus_per_node: int | None
     network: Link | str | None

@@ -1,7 +1,7 @@
 """`memplan.search`: what should be run on a cluster.
 
-Every plan is enumerated (`space`), refused by rule (`rules`) or bounded (`bounds`). Then plans are estimated,
-the most promising first, until no bound is better than what is kept (`judge`). So what is found is what
+Every plan is enumerated (`space`), and either refused by a rule (`rules`) or bounded (`bounds`). Then plans
+are estimated, the most promising first, until no bound beats the plans kept (`judge`). So a search finds what
 estimating every plan would find, and each plan shown has the figures and the verdict of its own estimate.
 """
 
@@ -54,7 +54,7 @@ KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
 LOOKS: Final = 4
-"""The most searches that are done for a plan that fits, each with more room for the caching allocator."""
+"""The most searches for a plan that fits, each leaving more room for the caching allocator."""
 
 
 @final
@@ -63,11 +63,11 @@ class Found:
     """What a search found: the best plans within the budget, some beyond it, the first refused ones.
 
     A plan is *within* the budget by what it allocates, with the most that CUDA's context and NCCL's buffers
-    may take. Whether it fits is asked of the kept plans only, when they are looked at: each has its
-    estimate's verdict (`kept`), so that a search never contradicts `memplan.estimate` on a plan that it
-    shows. If none of them fits, because the caching allocator reserves more than it is asked for, the search
-    is repeated (`again`) for plans that leave room for that (`fitting`). So a plan that is said to fit does;
-    that no faster one does is sure only if it is among those kept at first.
+    may take. Verdicts are computed for the kept plans only, when they are read: each is its estimate's
+    (`kept`), so a search never contradicts `memplan.estimate` on a plan that it shows. If none of them fits,
+    because the caching allocator reserves more than is allocated, the search is repeated (`again`) for plans
+    that leave room for that (`fitting`). So a plan that is said to fit does; that no faster one fits is sure
+    only if it is among those kept at first.
 
     `base` is what all plans have in common; of several batches or sequence lengths `jobs` has each, and
     `base` the first. `keep` says how many plans are shown that fit or may fit.
@@ -404,7 +404,7 @@ def together(found: Sequence[Found]) -> Found:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles of objects: there are few, and it would take a sixth of the time."""
+    """Runs with Python's garbage collector off, which would take a sixth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -453,7 +453,7 @@ class _Refused:
 
 
 def values_of(name: str, asked: Any) -> tuple[Any, ...]:
-    """What was asked of a varied field: one value or several, each checked, each once.
+    """The values asked for of a varied field, one or several: checked, without repetitions.
 
     >>> values_of("tp", [1, 2, 2]), values_of("recompute", "full"), values_of("pp", range(1, 3))
     ((1, 2), ('full',), (1, 2))

@@ -59,7 +59,7 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def columns_of(found: "Found") -> tuple[str, ...]:
-    """The names of the columns: those of all searches, then what else was asked of every plan."""
+    """The names of the columns: those of all searches, then the other options that were asked for."""
     return (*COLUMNS, *(name for name in not_usual(found.base) if name not in COLUMNS))
 
 
@@ -86,10 +86,10 @@ def search_dict(found: "Found", model: str | None = None) -> dict[str, Any]:
 
 
 def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, Any]]:
-    """The frame's rows as plain values; what is not known, or not there for a refused plan, is None.
+    """The frame's rows as plain values; unknown values, and those that a refused plan lacks, are None.
 
-    First the plans that fit, then those of which memplan cannot say, then those that do not, each the best
-    first, of those that do not fit the nearest. `model`: how the model was named on the command line.
+    First the plans that fit, then those of which memplan cannot say, then those that do not fit: each group
+    the best first, the last one the nearest first. `model`: how the model was named on the command line.
     """
     estimates, columns = shown(found), columns_of(found)
     for verdict in ORDER:
@@ -106,8 +106,8 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
 def shown(found: "Found") -> list[Estimate]:
     """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
 
-    Where faster plans than those that fit may fit too, half of the places at least are left to those that do.
-    Verdicts, which take replays, are asked for in the order of plans until these are found.
+    If faster plans may fit too, at least half of the places go to plans that do fit. Verdicts, which take
+    replays, are computed in the order of plans until enough are found.
     """
     surer = found.fitting
     roomier = () if surer is None else surer.within

@@ -33,7 +33,7 @@ TIED: Final = f"A plan marked = is within {TIE:.0%} of the first one above it wi
 
 
 def search_text(found: Found, model: str | None = None, most: int | None = None) -> str:
-    """The plans kept: the best, or the nearest if none fits; what kinds were refused; and what to type.
+    """The text of a search: the best plans, or the nearest if none fits; the refusals; the commands.
 
     `model`: how the model was named on the command line; `most`: plans of each verdict, None: all.
     """
