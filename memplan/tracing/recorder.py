@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from memplan.shapes import Kind
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
 """How autograd adds two gradients where it sees a mode such as this one: never in place."""
@@ -174,6 +175,8 @@ class Recorder(ShapesMode):
             return args[0]
         scratch_bytes = 0
         if self.device.type == "cpu":
+            if func is READ:
+                known_value(args[0])
             out = self.result(func, types, args, kwargs)
             results = on_a_device(out)
         else:

@@ -214,6 +214,13 @@ class _Tracer:
                     self._step(recorder, inputs, targets, weights, autocast)
                 except CANNOT as error:
                     raise _depends_on_values(recorder, error) from error
+                except MemplanError:
+                    raise
+                except Exception as error:
+                    raise _Fails(
+                        f"{_where(recorder)} fails as it is traced ({type(error).__name__}: {_why(error)}); "
+                        "give a module and an example that train, and code that reads no values of floats."
+                    ) from error
                 self._check_gradients(parameters)
         return parts_of(recorder, self.prefixes)
 
@@ -323,13 +330,25 @@ class _Tracer:
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
     """The error for a module that looks at values of floats, or at what follows from them."""
-    where = recorder.scopes[-1] if recorder.scopes else "the loss"
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
     return MissingRule(
-        f"{where} cannot be traced: {recorder.operation} needs values, and of floats only shapes are known "
-        f"({why}); let what is computed not depend on them, or trace the module without that part.",
+        f"{_where(recorder)} cannot be traced: {recorder.operation} needs values, and of floats only shapes "
+        f"are known ({_why(error)}); let what is computed not depend on them, or trace the module without "
+        "that part.",
         kind="a module whose passes depend on values",
     )
+
+
+class _Fails(InvalidValue):
+    """The module's own code fails."""
+
+
+def _where(recorder: Recorder) -> str:
+    """The innermost module that runs."""
+    return recorder.scopes[-1] if recorder.scopes else "the loss"
+
+
+def _why(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:
@@ -496,9 +515,7 @@ def _for_any_batch(
         found[Variant(*variant, False)] = _agreed(tracer, variant, (*several, *checked))
         try:
             found[Variant(*variant, True)] = _agreed(tracer, variant, list(zip((1, 1), lengths, strict=True)))
-        except MemplanError:
-            raise
-        except ValueError:  # normalisation over a batch refuses a single sample
+        except _Fails:  # normalisation over a batch refuses a single sample
             continue
     return found
 
