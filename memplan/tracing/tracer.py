@@ -25,7 +25,7 @@ from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
 from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
-from memplan.tracing.recorder import Recorder
+from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -240,13 +240,17 @@ class _Tracer:
         example = self.example
         output = example.module(**inputs) if example.is_mapping else example.module(*inputs)
         recorder.left(recorder.n_blocks + 1)
+        if isinstance(output, Tensor) and output.dim():
+            recorder.outputs[recorder.n_blocks + 1] = recorder.storage_of(output)
         found = example.loss(output, targets) if example.has_targets else example.loss(output)
         if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
             raise InvalidValue(
                 f"loss gives {type(found).__name__}, which does not follow from the weights as one number; "
                 "give a function that does."
             )
-        return found / 1
+        made = found / 1
+        recorder.loss = recorder.storage_of(made)
+        return made
 
     def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any]:
         """The inputs and targets at another size."""
@@ -381,7 +385,7 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
         made = torch.empty_like(tensor, dtype=dtype, device=recorder.device, requires_grad=False)
     else:  # nothing is asked of the values of weights
         made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
-    recorder.known(made)
+    recorder.known(made, WEIGHT if is_parameter else GIVEN)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
