@@ -184,7 +184,7 @@ def implementation_option() -> Callable[[F], F]:
 
 def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
     """The flags of the fields of a Plan, for a command; `defaults` where they differ from the plan's."""
-    told = {name: Plan.__dataclass_fields__[name].default for name in FIELDS} | defaults
+    told = {name: _default(name) for name in FIELDS} | defaults
     chosen = [name for name in FIELDS if name not in left_out]
     return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
 
@@ -207,33 +207,49 @@ def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
 
 
 def search_options() -> Callable[[F], F]:
-    """The flags of a search; a field that it varies takes values and ranges between commas: 1-4,8."""
+    """The flags of a search for a plan's fields."""
     searched = [name for name in FIELDS if name not in ("global_batch", "seq_len")]
-    return _all_of([_search_option(name) for name in searched])
+    return _all_of([_search_option(name, FIELDS[name], _default(name)) for name in searched])
 
 
-def _search_option(name: str) -> Callable[[F], F]:
-    flag, field = _flag(name), FIELDS[name]
+def _search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
+    """The flag of a search for a field, which takes values and ranges between commas: 1-4,8."""
+    flag, text = _flag(name), field.text
+    if isinstance(field, Choice | Registered):
+        text += f": {', '.join(field.choices)}"
     if not field.varied:
-        return _plan_option(name, field, Plan.__dataclass_fields__[name].default)
+        text += f"; left out: {field.left_out or default}"
     match field:
         case Flag():
-            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
-        case Choice() | Registered():
-            names = f"Of {', '.join(field.choices)}."
-            return click.option(flag, type=_names, metavar="NAME,...", help=names)
-    return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
+            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
+        case Choice() | Registered() if name != "engine":
+            return click.option(flag, type=_names, metavar="NAME,...", help=f"{text}.")
+        case Count():
+            return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{text}.")
+        case Number():
+            return click.option(flag, type=_numbers, metavar="X,X,...", help=f"{text}.")
+    return _plan_option(name, field, default)
+
+
+def _default(name: str) -> Any:
+    return Plan.__dataclass_fields__[name].default
 
 
 class PlanCommand(click.Command):
     """A command with flags for a plan's fields and for the options of the engine named by `--engine`.
 
-    `defaults`: options whose default here differs from the engine's.
+    `defaults`: options whose default here differs from the engine's. `option`: makes an option's flag.
     """
 
-    def __init__(self, *args: Any, defaults: Mapping[str, Any] | None = None, **attributes: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        defaults: Mapping[str, Any] | None = None,
+        option: Callable[[str, Field, Any], Callable[[Any], Any]] = _plan_option,
+        **attributes: Any,
+    ) -> None:
         super().__init__(*args, **attributes)
-        self.defaults = defaults or {}
+        self.defaults, self.option = defaults or {}, option
 
     def options_of(self, engine: str) -> list[click.Parameter]:
         """The flags of an engine's own options; none for an unknown engine, which is refused later."""
@@ -242,7 +258,7 @@ class PlanCommand(click.Command):
         if kind is not None:
             for name, field in described_fields(kind).items():
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
-                _plan_option(name, field, default)(flags)
+                self.option(name, field, default)(flags)
         return flags.params
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -281,6 +297,10 @@ def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[float | str, ...]:
+    return tuple(map(number_or_text, text.split(",")))
 
 
 def _flag(name: str) -> str:
@@ -382,7 +402,7 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
         click.echo(str(result))
 
 
-@commands.command("search", cls=PlanCommand)
+@commands.command("search", cls=PlanCommand, option=_search_option)
 @click.argument("model")
 @implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
@@ -410,11 +430,12 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
     """The best plans of a cluster, of all there are.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Fields of a plan that
-    are left out take every value that makes a difference.
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Flags of a plan take one
+    value or several, as in 1-4,8; those whose help names no default take, if left out, every value that makes
+    a difference.
     """
-    if asked["keep"] is None:
-        asked["keep"] = KEEP if as_json or as_csv else SHOWN
+    asked = {name: value for name, value in asked.items() if value is not None}
+    asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with _counting("plans") as progress:
         result = searched(model, progress=progress, **asked)
     if as_csv:

@@ -71,6 +71,7 @@ class Trace:
         blocks: one for each kind that was asked for. They share the boundary and its gradient; those that
             differ in their recomputation only, parameters and the buffers of their gradients too.
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
+        end_of_forward: frees what the module's own code holds until it returns, where that is not the head's.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
         end_of_backward: frees what the backward pass has begun with, and the loss unless a schedule holds it.
         release_loss: frees the loss that a pipeline schedule holds until it returns.
@@ -90,6 +91,7 @@ class Trace:
     head: Segment = EMPTY
     embed_casts: Segment = EMPTY
     head_casts: Segment = EMPTY
+    end_of_forward: Segment = EMPTY
     loss: Segment = EMPTY
     head_backward: Segment = EMPTY
     n_loss_backward: int = 0

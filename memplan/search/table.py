@@ -60,11 +60,13 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 def columns_of(found: "Found") -> tuple[str, ...]:
     """The names of the columns: those of all searches, then the other options that were asked for."""
-    return (*COLUMNS, *(name for name in not_usual(found.base) if name not in COLUMNS))
+    names = dict.fromkeys(name for job in found.jobs for name in not_usual(job))
+    return (*COLUMNS, *(name for name in names if name not in COLUMNS))
 
 
 def counts(found: "Found") -> dict[str, Any]:
     """The numbers of plans, the kinds of refusals, and the jobs that were searched for."""
+    names = dict.fromkeys(("global_batch", "seq_len", *found.different))
     return {
         "n_plans": found.n_plans,
         "n_within": found.n_within,
@@ -73,8 +75,8 @@ def counts(found: "Found") -> dict[str, Any]:
         "n_refused": found.n_refused,
         "refused_by": dict(found.refused_by),
         "cluster": found.cluster.name,
-        "seq_len": found.base.seq_len,
-        "jobs": [{"global_batch": n, "seq_len": m} for n, m in found.jobs],
+        "seq_len": found.jobs[0].seq_len,
+        "jobs": [{name: plan_dict(job)[name] for name in names} for job in found.jobs],
         "left_out": list(found.left_out),
     }
 
@@ -97,9 +99,8 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
         for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
             row = _row(each, tie, model)
             yield {name: row[name] for name in columns}
-    said = plan_dict(found.base)
-    for values in found.refused:
-        why = str(refusal(found.model, found.base, values))
+    for job, values in found.refused:
+        said, why = plan_dict(job), str(refusal(found.model, job, values))
         yield {name: said.get(name) for name in columns} | values | {"verdict": "refused", "why": why}
 
 

@@ -319,7 +319,7 @@ class DistributedDataParallel(StageModule[DdpState]):
 
         def made() -> Stretch:
             body = self._ready(segment, drops, filled)
-            return events(name, from_outside(body) if outside else body)
+            return events(name, from_outside(body, self.trace.boundary_grad) if outside else body)
 
         return self._once(segment, (name, drops, outside, *filled), made)
 

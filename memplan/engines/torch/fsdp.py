@@ -188,6 +188,8 @@ class FSDPModule(StageModule[FsdpState]):
             parts.append(repeated(called("forward: block", group, *segments), times))
         if self.stage.last:
             parts.append(called("forward: head", units.head, (trace.head, 1)))
+        elif trace.end_of_forward.events:
+            parts.append(trace.end_of_forward.stretch("forward: end"))
         parts.append(events("forward: end", frees(comms.all_gather.flat) if comms.all_gather else ()))
         if release is not None:
             parts.append(release)
@@ -223,7 +225,7 @@ class FSDPModule(StageModule[FsdpState]):
             turns = [*self.pre_backward(group, following, comms)]
             for segment, n in segments:
                 body = self._added(segment)
-                turns.append((from_outside(body) if outer else body, n))
+                turns.append((from_outside(body, trace.boundary_grad) if outer else body, n))
                 outer = False
             turns += self.post_backward(group, comms) if closes else ()
             parts.append(repeated(in_order("backward: block", turns), times))

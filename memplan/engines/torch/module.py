@@ -128,6 +128,8 @@ class StageModule(ABC, Generic[State]):
         parts = []
         if self.stage.last:
             parts.append(trace.head.stretch("forward: head"))
+        elif trace.end_of_forward.events:
+            parts.append(trace.end_of_forward.stretch("forward: end"))
         if self.stage.op_context.autocast:
             parts.append(trace.embed_casts.stretch("forward: end of autocast"))
             (entry, n_entry), *others = self.stage.blocks
@@ -254,7 +256,9 @@ class PlainModule(StageModule[PlainState]):
         outside = not self.stage.last
         for segment, n in backward_order(self.stage.blocks):
             body = self._added(segment)
-            yield repeated(events("backward: block", from_outside(body) if outside else body), n)
+            if outside:
+                body = from_outside(body, self.trace.boundary_grad)
+            yield repeated(events("backward: block", body), n)
             outside = False
 
 
@@ -301,9 +305,24 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
     return tuple(found)
 
 
-def from_outside(found: Iterable[Event]) -> tuple[Event, ...]:
-    """A block's backward events if its output's gradient was received: sums with it take a new tensor."""
-    return tuple(Alloc(e.buffer) if isinstance(e, AddToIncoming) else e for e in found)
+def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
+    """Events of the block that another rank's gradient comes in at, in the place of `incoming`.
+
+    Its sum takes a new tensor, and it is not freed here.
+    """
+    kept: list[Event] = []
+    n_alive = 0
+    for event in found:
+        match event:
+            case AddToIncoming(buffer) | Alloc(buffer):
+                kept.append(Alloc(buffer))
+                n_alive += buffer is incoming
+            case Free(buffer) if buffer is incoming and not n_alive:
+                continue
+            case _:
+                kept.append(event)
+                n_alive -= isinstance(event, Free) and event.buffer is incoming
+    return tuple(kept)
 
 
 def forward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:

@@ -256,13 +256,14 @@ def _check_traced(model: Model, plan: Plan) -> None:
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
     traced_alone = (
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
-        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
+        (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no equal blocks"),
+        (plan.splits_backward, f"schedule={plan.schedule!r}", "schedule='interleaved-1f1b'"),
         (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
         (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
         (
             plan.recompute == "full" and not model.n_layers,
             "recompute='full'",
-            "recompute='none': it has no blocks",
+            "recompute='none': it has no equal blocks",
         ),
         (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
         (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),

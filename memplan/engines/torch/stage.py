@@ -130,7 +130,8 @@ class Stage:
     @cached_property
     def _with_blocks(self) -> Trace:
         if isinstance(self.model, TracedModel):
-            return recorded(self.model, self.op_context, tuple(dict(self.runs)))
+            ends = (self.first, self.last) if self.plan.pp > 1 else None
+            return recorded(self.model, self.op_context, tuple(dict(self.runs)), ends)
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
             kinds=tuple(dict(self.runs)), keep_logits=self.plan.pp > 1,
@@ -489,7 +490,7 @@ class RankStages:
         """The step's tokens and targets, and receive buffers: all are kept from step to step."""
         plan = self.plan
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
-        alive: Alive = Counter([tokens] if self.first else ())
+        alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
         alive.update(others)
         for buffer in self.buffers:
             alive[buffer] += len(self.stages)
