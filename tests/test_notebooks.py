@@ -1,19 +1,15 @@
 """Notebooks run from top to bottom, and what they show is what the code says today."""
 
-import os
 from pathlib import Path
 from tempfile import gettempdir
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+from tests.notebooks import NOTEBOOKS, executed
+
 MOST_S = 60
 """Seconds of the processor that a notebook may take."""
-MOST_CELL_S = 120
-"""Seconds after which a cell is given up, on a machine that may be busy with other work."""
 
 
 def code_cells(notebook):
@@ -33,34 +29,31 @@ def committed(request):
 
 
 @pytest.fixture(scope="module")
-def executed(committed):
-    """The notebook run anew, with a last cell that prints the processor's seconds."""
-    notebook = nbformat.from_dict(committed)
-    notebook.cells.append(nbformat.v4.new_code_cell("import time; print(time.process_time())"))
-    client = NotebookClient(
-        notebook, timeout=MOST_CELL_S, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
-    )
-    return client.execute(env={**os.environ, "PYTHONPATH": str(FOLDER.parent)})
+def anew(committed):
+    """The notebook executed, with a last cell that prints the processor's seconds."""
+    timed = nbformat.from_dict(committed)
+    timed.cells.append(nbformat.v4.new_code_cell("import time; print(time.process_time())"))
+    return executed(timed)
 
 
 def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-def test_every_cell_runs_and_shows_something(executed):
-    for cell in code_cells(executed):
+def test_every_cell_runs_and_shows_something(anew):
+    for cell in code_cells(anew):
         assert cell.outputs, f"shows nothing: {cell.source}"
         assert not [o for o in cell.outputs if o.output_type == "stream" and o.name == "stderr"], cell.source
 
 
-def test_outputs_are_committed_and_say_what_the_code_says(committed, executed):
-    for before, after in zip(code_cells(committed), code_cells(executed)[:-1], strict=True):
+def test_outputs_are_committed_and_say_what_the_code_says(committed, anew):
+    for before, after in zip(code_cells(committed), code_cells(anew)[:-1], strict=True):
         assert before.outputs, f"committed without its output, use `make notebooks`: {before.source}"
         assert texts(before) == texts(after), f"out of date, use `make notebooks`: {before.source}"
 
 
-def test_it_takes_less_than_a_minute_of_the_processor(executed):
-    printed, _ = texts(executed.cells[-1])
+def test_it_takes_less_than_a_minute_of_the_processor(anew):
+    printed, _ = texts(anew.cells[-1])
     assert float(printed) < MOST_S
 
 
