@@ -566,7 +566,7 @@ class _Replay:
         self.allocator.release(pool, self._taken(buffer, current, newest), n_bytes)
 
     def _hand_over(self, buffer: Buffer) -> None:
-        """Put what another stage of the rank has made in the place of a buffer that a pass has freed."""
+        """Replace a freed receive buffer by the tensor that another stage of the rank has made for it."""
         block = self._taken(self.program.handed_over[buffer], self.current)
         self.handed_over[buffer] += 1
         self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)

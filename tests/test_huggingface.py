@@ -128,7 +128,8 @@ def test_the_name_is_the_folders_or_the_files(read, tmp_path):
         ({"model_type": "gpt2", "architectures": ["GPT2DoubleHeadsModel"]}, "unknown gpt2 architecture"),
     ],
 )
-def test_an_unknown_architecture_is_refused_by_name(read, config, message):
+def test_an_unknown_architecture_is_refused_by_name(read, monkeypatch, config, message):
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnknownName, match=message):
         read(config)
 
@@ -338,3 +339,31 @@ def test_what_transformers_cannot_run_is_refused_in_its_words(read, change, erro
     pytest.importorskip("transformers")
     with pytest.raises(error, match=message):
         read({**TINY, "model_type": "bert", **change})
+
+
+FALCON = {**TINY, "model_type": "falcon"}
+
+# 100 tokens of 32, the last norm's 64, and of each block 32 x 64 + 32 x 32 + 2 x 32 x 128 + 64: 25,920
+STRANGE = [
+    ({**FALCON, "colour": "red", "use_cache": True, "torch_dtype": "float16"}, 25_920),
+    ({**FALCON, "num_kv_heads": 7}, 25_920),  # multi-query goes before the number of heads
+    ({"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 100}, None),
+    ({**FALCON, "new_decoder_architecture": True, "num_kv_heads": 7}, None),
+    ({**TINY, "model_type": "vit", "image_size": 16, "patch_size": 17}, None),
+    ({**TINY, "model_type": "vit", "image_size": [16], "patch_size": 8}, None),
+    ({**TINY, "model_type": "bert", "max_position_embeddings": 1}, None),
+    ({**TINY, "model_type": "bert", "hidden_size": 10**12}, None),
+    ({**TINY, "model_type": "bert", "hidden_act": "os.system"}, None),
+    ({**TINY, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, None),
+]
+
+
+@pytest.mark.parametrize("config,n_parameters", STRANGE, ids=lambda value: str(value)[:60])
+def test_a_config_with_extra_missing_or_contradicting_fields_is_read_or_refused(read, config, n_parameters):
+    pytest.importorskip("transformers")
+    if n_parameters is not None:
+        assert read(config).n_parameters == n_parameters
+        return
+    with pytest.raises(MemplanError, match=r"config\.json: .*; ") as refusal:
+        read(config)
+    assert len(str(refusal.value)) < 600

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import warnings
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, TracedModel, UnknownName
@@ -78,6 +80,40 @@ def test_a_trace_of_our_own_module_says_what_its_family_says(pair, plan):
     assert min(told.worst.alive.values()) > 0
 
 
+PIPELINES: tuple[dict[str, Any], ...] = (
+    {"schedule": "gpipe"},
+    {"micro_batch": 3, "precision": "bf16"},
+    {"precision": "bf16-mixed", "recompute": "full"},
+    {"pp": 4, "schedule": "gpipe", "precision": "bf16-mixed"},
+    {"layers_per_stage": (3, 1), "recompute": "full", "recompute_blocks": 1},
+    {"virtual_stages": 2, "schedule": "interleaved-1f1b"},
+    {"virtual_stages": 2, "schedule": "looped-bfs", "optimizer": "sgd-momentum"},
+    {"dp": 2},
+    {"dp": 2, "zero": 1},
+    {"dp": 2, "zero": 2},
+    {"dp": 2, "zero": 3, "precision": "bf16-mixed"},
+    {"pp": 4, "dp": 2, "zero": 3, "set_to_none": False},
+)
+
+
+@pytest.mark.parametrize("plan", PIPELINES, ids=str)
+def test_a_pipeline_over_a_trace_says_what_its_family_says(pair, plan):
+    model, traced = pair
+    plan = {"pp": 2, "precision": "fp32", "seq_len": 96, "device": "cpu", **plan}
+    samples = 4 * plan.get("micro_batch", 1)
+    plan["global_batch"] = samples * plan.get("dp", 1)
+    told, known = (memplan.estimate(one, **plan) for one in (traced, model))
+    tokens_bytes = samples * 96 * 8  # a rank with no first stage has no tokens; a traced module's all inputs
+    for ours, its in zip(told.stages, known.stages, strict=True):
+        assert ours.states == its.states
+        more = tokens_bytes * (ours.record.rank.pp > 0)
+        assert abs(ours.peak.total_bytes - its.peak.total_bytes - more) <= A_FEW_SCALARS * samples
+        assert ours.record.step.net_bytes == its.record.step.net_bytes
+    assert [(c.kind, c.axis, c.calls, c.payload_bytes) for c in told.collectives] == [
+        (c.kind, c.axis, c.calls, c.payload_bytes) for c in known.collectives
+    ]
+
+
 def test_a_trace_is_a_value(pair, tmp_path):
     _, traced = pair
     traced.save(tmp_path / "trace.json")
@@ -131,7 +167,7 @@ def test_a_module_on_meta_of_any_size_is_traced():
     "plan, words",
     [
         ({"tp": 2}, "tp=2"),
-        ({"pp": 2}, "pp=2"),
+        ({"pp": 2, "schedule": "zero-bubble"}, "schedule='zero-bubble'"),
         ({"recompute": "selective"}, "selective"),
         ({"precision": "fp16-mixed"}, "fp16-mixed"),
         ({"dp": 2, "zero": 3, "fsdp_units": "block+ends"}, "block\\+ends"),
@@ -165,9 +201,71 @@ class Complex(nn.Module):
         return self.w.abs().sum() * x.sum()
 
 
+class OnANumber(Twice):
+    def forward(self, x):
+        y = self.w(x).sum()
+        return y if y.item() > 0 else -y
+
+
+class OnNumpy(Twice):
+    def forward(self, x):
+        y = self.w(x).sum()
+        return y * float(y.detach().numpy())
+
+
+def with_tensor(kind: str, tensor: torch.Tensor) -> nn.Module:
+    """A module that trains, and holds this beside."""
+    module = Twice()
+    if kind == "buffer":
+        module.register_buffer("q", tensor)
+    else:
+        module.q = nn.Parameter(tensor, requires_grad=False)
+    return module
+
+
+def hooked(kind: str) -> nn.Module:
+    module = Twice()
+    getattr(module.w.weight, kind)(lambda _: None)
+    return module
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # both go in a later release
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.quint8)
+    SCRIPTED = torch.jit.script(nn.Linear(8, 8))
+
+
 @pytest.mark.parametrize(
     "module, options, error, words",
     [
+        (with_tensor("parameter", QUANTIZED), {}, InvalidValue, r"parameter q is of torch\.quint8; use real"),
+        (with_tensor("buffer", QUANTIZED), {}, InvalidValue, r"buffer q is of torch\.quint8"),
+        (
+            with_tensor("parameter", torch.ones(4, dtype=torch.float8_e4m3fn)),
+            {},
+            InvalidValue,
+            r"parameter q is of torch\.float8_e4m3fn",
+        ),
+        (
+            with_tensor("buffer", TwoTensor(torch.ones(4), torch.ones(4))),
+            {},
+            InvalidValue,
+            "buffer q is a TwoTensor",
+        ),
+        (nn.LazyLinear(8), {}, InvalidValue, "parameter weight has no shape yet"),
+        (hooked("register_hook"), {}, InvalidValue, "parameter w.weight has hooks of its own"),
+        (hooked("register_post_accumulate_grad_hook"), {}, InvalidValue, "has hooks of its own"),
+        (cast(nn.Module, torch.compile(nn.Linear(8, 8))), {}, InvalidValue, r"is compiled .*OptimizedModule"),
+        (SCRIPTED, {}, InvalidValue, "the module is compiled or replicated"),
+        (nn.DataParallel(Twice()), {}, InvalidValue, r"replicated \(DataParallel\).*made of"),
+        (OnANumber(), {}, MissingRule, r"OnANumber cannot be traced: aten\._local_scalar_dense"),
+        (OnNumpy(), {}, InvalidValue, r"OnNumpy fails as it is traced \(RuntimeError: \.numpy"),
+        (
+            nn.Linear(3, 8),
+            {"loss": torch.sum},
+            InvalidValue,
+            r"Linear fails as it is traced \(RuntimeError: a",
+        ),
         (nn.ReLU(), {}, InvalidValue, "no parameters"),
         ("gpt2", {}, InvalidValue, r"no torch\.nn\.Module"),
         (OnValues(), {}, MissingRule, r"OnValues cannot be traced: aten\.\S+ needs values"),
@@ -186,6 +284,54 @@ def test_what_cannot_be_traced_says_why(module, options, error, words):
     inputs = options.pop("example_inputs", torch.ones(4, 8)) if options else torch.ones(4, 8)
     with pytest.raises(error, match=words):
         memplan.trace(module, inputs, **options)
+
+
+def test_weights_of_integers_are_held_as_they_are():
+    module = with_tensor("parameter", torch.ones(1000, dtype=torch.int8))
+    traced = memplan.trace(module, torch.ones(4, 8), precisions=["fp32"])
+    e = memplan.estimate(traced, seq_len=1, precision="fp32")
+    assert e.worst.states.weights_bytes == 1000 + (8 * 8 + 8) * 4
+    assert e.worst.states.grads_bytes == (8 * 8 + 8) * 4
+
+
+def test_angles_that_are_complex_are_held_as_a_buffer():
+    class Rotated(Twice):
+        angles: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            pairs = torch.view_as_complex(self.w(x).unflatten(-1, (4, 2)))
+            return torch.view_as_real(pairs * self.angles).sum()
+
+    traced = memplan.trace(Rotated(), torch.ones(4, 8), precisions=["fp32"])
+    e = memplan.estimate(traced, seq_len=1, precision="fp32", micro_batch=16)
+    assert {(b.n_bytes, b.dtype.name) for b in e.worst.alive if b.name == "angles"} == {(32, "complex64")}
+    assert max(b.n_bytes for b in e.worst.alive if b.dtype.name == "complex64") == 16 * 4 * 8
+
+
+def test_what_hooks_of_modules_do_is_part_of_the_module():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * 2) * 2
+
+    by_hooks = nn.Linear(8, 8)
+    by_hooks.register_forward_pre_hook(lambda _, arguments: (arguments[0] * 2,))
+    by_hooks.register_forward_hook(lambda _, arguments, output: output * 2)
+    by_hooks.register_full_backward_hook(lambda _, grad_input, grad_output: None)
+    peaks = [
+        memplan.estimate(
+            memplan.trace(
+                nn.Sequential(nn.Linear(8, 8), module, nn.ReLU()), torch.ones(4, 8), loss=torch.sum
+            ),
+            seq_len=1,
+            micro_batch=256,
+        ).peak.total_bytes
+        for module in (by_hooks, Doubled(8, 8), nn.Linear(8, 8))
+    ]
+    assert peaks[0] == peaks[1] > peaks[2]
 
 
 class Shared(nn.Module):

@@ -1,23 +1,41 @@
 """A traced module's recording as the engines' trace of a stage."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from memplan.engines.trace import Block, BlockKind, Segment, Trace, joined
+from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, Without, joined
 from memplan.errors import MissingRule
-from memplan.models.traced import DTYPES, TracedEvent, TracedModel, TracedTensor, buffer_at, shape_at, size_at
-from memplan.record import AccumulateGrad, Alloc, Compute, Event, Free
+from memplan.models.traced import (
+    DTYPES,
+    Cut,
+    Recording,
+    TracedEvent,
+    TracedModel,
+    TracedTensor,
+    buffer_at,
+    shape_at,
+    size_at,
+)
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, Event, Free, frees
 from memplan.shapes import FP32, Buffer, DType, Parameter
 from memplan.tape import OpContext
 
 
 @lru_cache(maxsize=256)
-def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...]) -> Trace:
-    """One micro-batch of the whole module, and one block of each kind of recomputation.
+def recorded(
+    model: TracedModel,
+    context: OpContext,
+    kinds: tuple[BlockKind, ...],
+    ends: tuple[bool, bool] | None = None,
+) -> Trace:
+    """The trace of one micro-batch through the module, with one block of each kind of recomputation.
+
+    `ends`: of a pipeline's stage instead; whether that is the first, and whether it is the last.
 
     Raises:
-        MissingRule: for a precision, a size or a device that was not traced.
+        MissingRule: for a precision, a size or a device that was not traced; for a stage that cannot be cut.
     """
     if context.device.type != model.device:
         raise MissingRule(
@@ -26,10 +44,12 @@ def recorded(model: TracedModel, context: OpContext, kinds: tuple[BlockKind, ...
             f"device={model.device!r}{' without a cluster' if model.device == 'cpu' else ''}.",
             kind="a traced model on a device that it was not traced for",
         )
-    return joined([_recorded(model, context, kind) for kind in kinds], kinds)
+    return joined([_recorded(model, context, kind, ends) for kind in kinds], kinds)
 
 
-def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
+def _recorded(
+    model: TracedModel, context: OpContext, kind: BlockKind, ends: tuple[bool, bool] | None
+) -> Trace:
     batch, seq_len = context.micro_batch, context.seq_len
     recording = model.recording(
         weights=context.weight_dtype.name,
@@ -50,9 +70,18 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
         name: Segment(tuple([_event(one, buffers, named, batch, seq_len) for one in events]))
         for name, events in recording.parts.items()
     }
+    boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
+    sent, first, last = boundary, True, True
+    if ends is not None:
+        cut = _checked_cut(model, recording)
+        first, last = ends
+        sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
+        if not first:
+            part |= _without_embedding(part, cut, buffers)
+        part |= _with_loss(part, cut, buffers) if last else _without_head(part, recording, cut, buffers, sent)
     loss = part["loss_backward"]
     head, after_head = part["head"], part["loss"]
-    if context.autocast is not None:  # which the loss is computed in
+    if context.autocast is not None and ends is None:  # which the loss is computed in
         head, after_head = Segment((*head.events, *after_head.events)), Segment()
     return Trace(
         cast_inputs=part["inputs"],
@@ -76,25 +105,143 @@ def _recorded(model: TracedModel, context: OpContext, kind: BlockKind) -> Trace:
         },
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
-        embed_parameters=own(model.embed_parameters),
-        head_parameters=own(model.head_parameters),
+        end_of_forward=part.get("end_of_forward", EMPTY),
+        release=part.get("release", EMPTY),
+        release_loss=part.get("release_loss", EMPTY),
+        release_input_grad=part.get("release_input_grad", EMPTY),
+        embed_parameters=own(model.embed_parameters) if first else (),
+        head_parameters=own(model.head_parameters) if last else (),
         products=_products(part[name] for name in FORWARD),
         products_backward=_products(part[name] for name in BACKWARD),
-        boundary=_buffer(buffers, recording.boundary, context.weight_dtype),
-        sent=_buffer(buffers, recording.boundary, context.weight_dtype),
+        boundary=boundary,
+        sent=sent,
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
         blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers,
     )
 
 
+# --- Stages ---
+
+
+def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
+    """How the module is cut into stages.
+
+    Raises:
+        MissingRule: it cannot be.
+    """
+    why = ""
+    if recording.cut is None:
+        why = "blocks, or what follows them, need more than the block before hands on"
+    if not recording.entry_requires_grad:
+        why = "nothing is trained before the blocks"
+    if any(one.name.startswith(model.blocks[:-1]) for one in model.module_buffers):
+        why = "blocks have buffers of their own"
+    for name, parameters in (("embed", model.embed_parameters), ("head", model.head_parameters)):
+        found = {event.parameter for event in recording.parts[f"{name}_backward"] if event.kind == "grad"}
+        if found != {one.name for one in parameters if one.requires_grad}:
+            why = "what comes before and after the blocks is not in this order in the module"
+    if recording.cut is None or why:
+        raise MissingRule(
+            f"pp: {model.name} cannot be cut into stages ({why}); use pp=1.",
+            kind="a pipeline of a traced model that cannot be cut into stages",
+        )
+    return recording.cut
+
+
+def _without_embedding(
+    part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer]
+) -> dict[str, Segment]:
+    """The parts of a stage that is not the first: its first block's input is received, and not freed here."""
+    entry, entry_grad = buffers[cut.entry], buffers[cut.entry_grad]
+    embed, last = part["embed"], part["embed_backward"]
+    only_first = {buffers[i] for i in cut.embedded} | (_made(embed) & _freed(last)) - {entry}
+    found = {name: Without(*only_first)(segment) for name, segment in part.items()}
+    found[cut.entry_freed] = _without_last_free(found[cut.entry_freed], entry)
+    of_head = _made(*[part[name] for name in HEAD]) - {entry_grad}
+    late = [event for event in last.events if isinstance(event, Free) and event.buffer in of_head]
+    return found | {
+        "inputs": EMPTY,
+        "embed": Without(entry)(found["embed"]),
+        "embed_backward": EMPTY,
+        "end": Segment((*late, *found["end"].events)),
+        "release_input_grad": Segment(frees(entry_grad)),
+    }
+
+
+def _without_head(
+    part: Mapping[str, Segment], recording: Recording, cut: Cut, buffers: Sequence[Buffer], sent: Buffer
+) -> dict[str, Segment]:
+    """The parts of a stage that is not the last: what the head would free is freed as the module returns."""
+    boundary, *grads = [buffers[i] for i in (recording.boundary, recording.boundary_grad, cut.entry_grad)]
+    n_made: Counter[Buffer] = Counter()
+    end: list[Event] = []
+    for event in (*part["head"].events, *part["loss"].events):
+        match event:
+            case Alloc(buffer):
+                n_made[buffer] += 1
+            case Free(buffer) if n_made[buffer]:
+                n_made[buffer] -= 1
+            case Free():
+                end.append(event)
+    freed = Segment(tuple(end))
+    if not cut.last_freed.endswith("backward"):
+        freed = _without_last_free(freed, boundary)
+    others = [segment for name, segment in part.items() if name not in HEAD]
+    only_last = Without(*_made(*[part[name] for name in HEAD]) - _made(*others) - set(grads))
+    return {
+        **{name: only_last(segment) for name, segment in part.items()},
+        **dict.fromkeys((*HEAD, "head_casts", "end"), EMPTY),
+        "end_of_forward": freed,
+        "release": Segment(frees(sent)),
+    }
+
+
+def _with_loss(part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer]) -> dict[str, Segment]:
+    """The parts of the last stage: the schedule holds its output, and the loss until it returns."""
+    loss = buffers[cut.loss]
+    found = {"end": Without(loss)(part["end"]), "release_loss": Segment(frees(loss))}
+    if cut.output < 0:
+        return found
+    output = buffers[cut.output]
+    for name in HEAD:
+        kept = [e for e in part[name].events if not _is_free(e, output)]
+        found[name] = Segment(tuple(kept))
+    return found | {"release": Segment(frees(output))}
+
+
+HEAD: Final = ("head", "loss", "loss_backward", "head_backward")
+"""The parts of what follows the blocks."""
+
+
+def _made(*segments: Segment) -> set[Buffer]:
+    return {e.buffer for segment in segments for e in segment.events if isinstance(e, Alloc)}
+
+
+def _freed(segment: Segment) -> set[Buffer]:
+    return {e.buffer for e in segment.events if isinstance(e, Free)}
+
+
+def _without_last_free(segment: Segment, buffer: Buffer) -> Segment:
+    found = list(segment.events)
+    for i in reversed(range(len(found))):
+        if _is_free(found[i], buffer):
+            del found[i]
+            break
+    return Segment(tuple(found))
+
+
+def _is_free(event: Event, buffer: Buffer) -> bool:
+    return isinstance(event, Free) and event.buffer is buffer
+
+
 FORWARD: Final = ("embed", "entry", "block", "head", "loss")
 BACKWARD: Final = ("loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward")
-"""The parts of a recording in which products are computed."""
+"""The backward parts of a recording, which compute matrix products."""
 
 
 def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
-    """The results of what is computed: of each the last tensor that has come and is still there."""
+    """The results of matrix products: for each the newest tensor that is still alive."""
     found: set[Buffer] = set()
     for part in parts:
         alive: list[Buffer] = []
@@ -110,7 +257,7 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
 
 
 def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
-    """A parameter in the type that weights are computed with; integers stay as they are."""
+    """A parameter in the type that weights are computed in; integers keep their own."""
     own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
     return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
 
@@ -124,6 +271,8 @@ def _event(
             return Alloc(buffers[traced.buffer])
         case "free":
             return Free(buffers[traced.buffer])
+        case "add":
+            return AddToIncoming(buffers[traced.buffer])
         case "grad":
             return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
     return Compute(

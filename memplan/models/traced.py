@@ -91,10 +91,11 @@ class TracedBuffer(NamedTuple):
 class TracedEvent(NamedTuple):
     """What happens to the buffer of this number: it comes, it goes, it is the parameter's gradient.
 
-    Or a product is computed, whose FLOPs and shape are given.
+    Or another gradient is added, in place, to this one, which has come from the block after. Or a product is
+    computed, whose FLOPs and shape are given.
     """
 
-    kind: Literal["alloc", "free", "grad", "compute"]
+    kind: Literal["alloc", "free", "add", "grad", "compute"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
@@ -116,12 +117,31 @@ class Variant(NamedTuple):
     alone: bool
 
 
+class Cut(NamedTuple):
+    """What a pipeline's stages, of some of the blocks each, have of the module beside them.
+
+    Stages that are not the first make of what goes before the blocks all but what follows from weights
+    (`embedded`), and are called with the first block's input, `entry`. The others return their last block's
+    output. `entry_freed`, `last_freed`: the parts in which those two are freed. `entry_grad` is the entry's
+    gradient. The last stage returns `output`, of which the `loss` is computed; -1: the loss itself.
+    """
+
+    entry: int
+    entry_freed: str
+    entry_grad: int
+    last_freed: str
+    embedded: tuple[int, ...]
+    output: int
+    loss: int
+
+
 class Recording(NamedTuple):
     """Forward and backward pass of a micro-batch.
 
     `boundary` is the buffer that blocks are called with (-1: no blocks), `boundary_grad` its gradient (-1:
     none, as nothing is trained in the blocks or before them); `entry_requires_grad`: whether anything is
-    trained before the blocks, so that the first one's input has a gradient too.
+    trained before the blocks, so that the first one's input has a gradient too. `cut`: None where blocks need
+    more of the module than stages hand on.
     """
 
     buffers: tuple[TracedBuffer, ...]
@@ -129,6 +149,7 @@ class Recording(NamedTuple):
     boundary: int
     boundary_grad: int
     entry_requires_grad: bool
+    cut: Cut | None
 
 
 class TracedTensor(NamedTuple):
@@ -343,6 +364,7 @@ def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, A
         "buffers": [table.setdefault(row, len(table)) for row in rows],
         "parts": {part: list(map(_plain_event, events)) for part, events in recording.parts.items()},
         "boundary": [recording.boundary, recording.boundary_grad, recording.entry_requires_grad],
+        "cut": recording.cut,
     }
 
 
@@ -352,12 +374,14 @@ def _plain_buffer(one: TracedBuffer) -> list[Any]:
 
 
 def _plain_event(event: TracedEvent) -> Any:
-    """A buffer that comes is its number, one that goes is -1 less its number."""
+    """A buffer that comes is its number, one that goes is -1 less its number, one that is added to a list."""
     match event.kind:
         case "alloc":
             return event.buffer
         case "free":
             return -1 - event.buffer
+        case "add":
+            return [event.buffer]
         case "grad":
             return [event.buffer, event.parameter]
     return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
@@ -520,7 +544,20 @@ def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str])
         boundary[0],
         boundary[1],
         entry_requires_grad,
+        _cut(within("cut", list | None), len(buffers)),
     )
+
+
+def _cut(value: list[Any] | None, n_buffers: int) -> Cut | None:
+    if value is None:
+        return None
+    found = Cut(*_items(value, "cut", int, str, int, str, list, int, int))
+    for part in (found.entry_freed, found.last_freed):
+        checked_choice("part", part, PARTS)
+    ends = found.output, found.loss
+    for i in (found.entry, found.entry_grad, *found.embedded, *[i for i in ends if i != -1]):
+        _place(i, n_buffers)
+    return found._replace(embedded=tuple(found.embedded))
 
 
 def _place(value: Any, n: int) -> int:
@@ -541,6 +578,8 @@ def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
         return TracedEvent(
             "free" if value < 0 else "alloc", _place(-1 - value if value < 0 else value, n_buffers)
         )
+    if isinstance(value, list) and len(value) == 1:
+        return TracedEvent("add", _place(value[0], n_buffers))
     if isinstance(value, list) and len(value) == 2:
         buffer, parameter = value
         if not isinstance(parameter, str) or parameter not in parameters:

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from memplan.errors import InvalidValue, shown_value, unknown_name
@@ -123,18 +126,45 @@ def _has_sequence(value: Any, name: str, place: int, asked: Sequence[str | int] 
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise InvalidValue(f"module={shown_value(module)} is no torch.nn.Module; give one.")
+    for path, one in module.named_modules():
+        if isinstance(one, WRAPPERS) or hasattr(one, "_orig_mod") or one._compiled_call_impl is not None:
+            raise InvalidValue(
+                f"{path or 'the module'} is compiled or replicated ({type(one).__name__}): not its own code "
+                "is what runs; trace the module that it was made of."
+            )
     parameters = dict(module.named_parameters())
     if not parameters:
         raise InvalidValue(f"{type(module).__name__} has no parameters; there is nothing to train.")
+    for name, tensor in (*parameters.items(), *module.named_buffers()):
+        _check_tensor(name, tensor)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise InvalidValue(
             f"all parameters of {type(module).__name__} are frozen; train one (requires_grad_(True))."
         )
-    for name, parameter in parameters.items():
-        if parameter.is_complex() or parameter.is_quantized:
-            raise InvalidValue(
-                f"parameter {name} is of {parameter.dtype}; use real floats, or plain integers, frozen."
-            )
+
+
+WRAPPERS: Final = (ScriptModule, nn.DataParallel, DistributedDataParallel)
+"""Modules that run something else than a module's own code, as those of `torch.compile` do."""
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    """Refuse a parameter or a buffer whose storage or gradient PyTorch treats in ways that are not traced."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    what = f"{'parameter' if is_parameter else 'buffer'} {name}"
+    if is_lazy(tensor):
+        raise InvalidValue(
+            f"{what} has no shape yet; call the module once, so that lazy modules have theirs."
+        )
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise InvalidValue(
+            f"{what} is a {type(tensor).__name__}, no plain tensor; trace the module before it is sharded or "
+            "quantized."
+        )
+    narrow = tensor.is_floating_point() and tensor.itemsize == 1
+    if tensor.is_quantized or (is_parameter and (tensor.is_complex() or narrow)):
+        raise InvalidValue(f"{what} is of {tensor.dtype}; use real floats, or plain integers, frozen.")
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise InvalidValue(f"{what} has hooks of its own, which cannot be traced; remove them.")
 
 
 def standard_loss(output: Any, targets: Tensor | None = None) -> Tensor:

@@ -18,9 +18,13 @@ from torch.utils.flop_counter import flop_registry
 from memplan.shapes import Kind
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
 """How autograd adds two gradients where it sees a mode such as this one: never in place."""
+
+GIVEN, WEIGHT = -1, -2
+"""Numbers of storages that were there before the step."""
 
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
@@ -92,6 +96,16 @@ class Recorder(ShapesMode):
         """Storage of the gradient of each block's output."""
         self.entry_requires_grad = False
         """Whether the first block is called with a tensor that has a gradient."""
+        self.entry_grad = -1
+        """Storage of that gradient."""
+        self.outputs: dict[int, int] = {}
+        """Storage of the first tensor that each block returns; the module's, if a loss is computed of it."""
+        self.loss = -1
+        """Storage of the loss."""
+        self.embedded: set[int] = set()
+        """Storages of what is computed from weights before the first block."""
+        self.reads_across = False
+        """Whether a unit reads what another one has made from weights, beside what that one has returned."""
         self.kinds: dict[int, Kind] = {}
         """Of storages that are no temporaries."""
         self.recomputing = False
@@ -101,17 +115,19 @@ class Recorder(ShapesMode):
         self._units: list[int] = [0]
         self._alive: dict[int, _Watch] = {}
         self._made_in: list[int] = []
+        self._from_weights = False
+        self._sums: set[Event] = set()
 
     # --- What the run tells ---
 
-    def known(self, tensor: Tensor) -> None:
-        """A tensor is there before the step: what happens to it is not noted."""
-        self._watch(tensor.untyped_storage(), -1)
+    def known(self, tensor: Tensor, number: int = GIVEN) -> None:
+        """A tensor is there before the step, an input or a weight: what happens to it is not noted."""
+        self._watch(tensor.untyped_storage(), number)
 
     def storage_of(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage; -1 for one that was there before the step."""
+        """The number of a tensor's storage; below 0 for one that was there before the step."""
         watch = self._alive.get(tensor.untyped_storage()._cdata)
-        return -1 if watch is None else watch.number
+        return GIVEN if watch is None else watch.number
 
     def entered(self, unit: int, arguments: Any = ()) -> None:
         """A unit's forward pass begins."""
@@ -122,14 +138,21 @@ class Recorder(ShapesMode):
             self.inputs[unit] = self.storage_of(tensor)
         if unit == 1:
             self.entry_requires_grad = any(tensor.requires_grad for tensor in called_with)
+            for tensor in called_with[:1]:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._entry_grad)
 
     def left(self, unit: int, output: Any = ()) -> None:
         """A unit's forward pass has returned; it goes on until something else computes."""
         self._next_unit = unit + 1
         self._first_node = torch.autograd._get_sequence_nr()
         for tensor in tensors(output)[:1]:
+            self.outputs[unit] = self.storage_of(tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._output_grad, unit))
+
+    def _entry_grad(self, grad: Tensor) -> None:
+        self.entry_grad = self.storage_of(grad)
 
     def _output_grad(self, unit: int, grad: Tensor) -> None:
         self.output_grads[unit] = self.storage_of(grad)
@@ -151,6 +174,7 @@ class Recorder(ShapesMode):
     def start_backward(self) -> None:
         """The backward pass begins: what is alive is saved for it."""
         self.kinds |= {watch.number: "activations" for watch in self._alive.values() if watch.number >= 0}
+        self._from_weights = False
         self.segment = Segment("backward", self.n_blocks + 2)
 
     def end_backward(self) -> None:
@@ -171,9 +195,14 @@ class Recorder(ShapesMode):
         self.operation = func
         if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
             self._values.result(SUMS, (args, kwargs), lambda: args[0])
+            self._added(self.storage_of(args[0]))
             return args[0]
+        if self.segment.phase == "forward":
+            self._reads(args, kwargs)
         scratch_bytes = 0
         if self.device.type == "cpu":
+            if func is READ:
+                known_value(args[0])
             out = self.result(func, types, args, kwargs)
             results = on_a_device(out)
         else:
@@ -181,6 +210,9 @@ class Recorder(ShapesMode):
             results = tuple([tensor for tensor in tensors(out) if tensor.device == self.device])
         for tensor in results:
             self.seen(tensor, func)
+            if self._from_weights:
+                self.embedded.add(self.storage_of(tensor))
+                self.embedded.discard(WEIGHT)
         self._workspace("columns of a convolution", columns(func, args, results), results)
         self._workspace("memory of a kernel's own", scratch_bytes, ())
         counted = flop_registry.get(func._overloadpacket)
@@ -190,6 +222,24 @@ class Recorder(ShapesMode):
             done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out
+
+    def _reads(self, *arguments: Any) -> None:
+        """What an operation of a forward pass is called with: it may not be of its unit's own making."""
+        unit, head = self.segment.unit, self.n_blocks + 1
+        read = {self.storage_of(tensor) for tensor in tensors(arguments)}
+        self._from_weights = unit == 0 and not read.isdisjoint({WEIGHT, *self.embedded})
+        for storage in read if unit else ():
+            made = 0 if storage < 0 else self._made_in[storage]
+            own = made == unit or min(made, unit) >= head
+            given = storage in (self.inputs.get(unit), self.outputs.get(unit - 1))
+            self.reads_across |= not (own or given or (made == 0 and storage not in self.embedded))
+
+    def _added(self, storage: int) -> None:
+        """A gradient is added in place to the one of the unit's output: noted the first time."""
+        event = Event("add", self.segment, storage)
+        if self.output_grads.get(self.segment.unit) == storage and event not in self._sums:
+            self._sums.add(event)
+            self.events.append(event)
 
     def _workspace(self, name: str, n_elements: int, results: Sequence[Tensor]) -> None:
         """What a kernel allocates for itself beside its results, of their type or in bytes, and frees."""

@@ -25,7 +25,7 @@ from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
 from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
-from memplan.tracing.recorder import Recorder
+from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -214,6 +214,13 @@ class _Tracer:
                     self._step(recorder, inputs, targets, weights, autocast)
                 except CANNOT as error:
                     raise _depends_on_values(recorder, error) from error
+                except MemplanError:
+                    raise
+                except Exception as error:
+                    raise _Fails(
+                        f"{_where(recorder)} fails as it is traced ({type(error).__name__}: {_why(error)}); "
+                        "give a module and an example that train, and code that reads no values of floats."
+                    ) from error
                 self._check_gradients(parameters)
         return parts_of(recorder, self.prefixes)
 
@@ -233,13 +240,17 @@ class _Tracer:
         example = self.example
         output = example.module(**inputs) if example.is_mapping else example.module(*inputs)
         recorder.left(recorder.n_blocks + 1)
+        if isinstance(output, Tensor) and output.dim():
+            recorder.outputs[recorder.n_blocks + 1] = recorder.storage_of(output)
         found = example.loss(output, targets) if example.has_targets else example.loss(output)
         if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
             raise InvalidValue(
                 f"loss gives {type(found).__name__}, which does not follow from the weights as one number; "
                 "give a function that does."
             )
-        return found / 1
+        made = found / 1
+        recorder.loss = recorder.storage_of(made)
+        return made
 
     def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any]:
         """The inputs and targets at another size."""
@@ -323,13 +334,25 @@ class _Tracer:
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
     """The error for a module that looks at values of floats, or at what follows from them."""
-    where = recorder.scopes[-1] if recorder.scopes else "the loss"
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
     return MissingRule(
-        f"{where} cannot be traced: {recorder.operation} needs values, and of floats only shapes are known "
-        f"({why}); let what is computed not depend on them, or trace the module without that part.",
+        f"{_where(recorder)} cannot be traced: {recorder.operation} needs values, and of floats only shapes "
+        f"are known ({_why(error)}); let what is computed not depend on them, or trace the module without "
+        "that part.",
         kind="a module whose passes depend on values",
     )
+
+
+class _Fails(InvalidValue):
+    """The module's own code fails."""
+
+
+def _where(recorder: Recorder) -> str:
+    """The innermost module that runs."""
+    return recorder.scopes[-1] if recorder.scopes else "the loss"
+
+
+def _why(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:
@@ -362,7 +385,7 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
         made = torch.empty_like(tensor, dtype=dtype, device=recorder.device, requires_grad=False)
     else:  # nothing is asked of the values of weights
         made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
-    recorder.known(made)
+    recorder.known(made, WEIGHT if is_parameter else GIVEN)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
@@ -496,9 +519,7 @@ def _for_any_batch(
         found[Variant(*variant, False)] = _agreed(tracer, variant, (*several, *checked))
         try:
             found[Variant(*variant, True)] = _agreed(tracer, variant, list(zip((1, 1), lengths, strict=True)))
-        except MemplanError:
-            raise
-        except ValueError:  # normalisation over a batch refuses a single sample
+        except _Fails:  # normalisation over a batch refuses a single sample
             continue
     return found
 

@@ -5,13 +5,23 @@ at one place in all of them happens to one buffer: the output of one block, whic
 buffer that each block makes and each block frees.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, Final
 
 from memplan.errors import MissingRule
-from memplan.models.traced import DTYPES, PARTS, Recording, Size, Term, TracedBuffer, TracedEvent, size_at
+from memplan.models.traced import (
+    DTYPES,
+    PARTS,
+    Cut,
+    Recording,
+    Size,
+    Term,
+    TracedBuffer,
+    TracedEvent,
+    size_at,
+)
 from memplan.shapes import DType, Kind
 from memplan.tracing.recorder import Event, Recorder, Segment, Stored
 
@@ -33,6 +43,7 @@ class Parts:
     boundary: int
     boundary_grad: int
     entry_requires_grad: bool
+    cut: Cut | None
 
 
 def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
@@ -215,7 +226,48 @@ class _Classes:
             boundary=number(recorder.inputs.get(like, -1)),
             boundary_grad=number(recorder.output_grads.get(like, -1)),
             entry_requires_grad=recorder.entry_requires_grad,
+            cut=self._cut(number),
         )
+
+    def _cut(self, number: Callable[[int], int]) -> Cut | None:
+        """How stages are cut; None where one would need more of another than what is handed on."""
+        recorder, n = self.recorder, self.recorder.n_blocks
+        entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
+        freed = {e.storage: _end_of(e.segment, n) for e in recorder.events if e.kind == "free"}
+        entry_freed, last_freed = freed.get(entry, ""), freed.get(last, "")
+        only_first = recorder.embedded - {entry}
+        kept = {self.of(i) for i in range(len(self.storages)) if i not in only_first}
+        cannot = (
+            recorder.reads_across,
+            min(entry, last, recorder.entry_grad) < 0,
+            not entry_freed,
+            not last_freed.startswith(("head", "loss")),
+            not kept.isdisjoint(map(self.of, only_first)),
+        )
+        if any(cannot):
+            return None
+        return Cut(
+            entry=number(entry),
+            entry_freed=entry_freed,
+            entry_grad=number(recorder.entry_grad),
+            last_freed=last_freed,
+            embedded=tuple(sorted({number(storage) for storage in only_first} - {-1})),
+            output=number(recorder.outputs.get(n + 1, -1)),
+            loss=number(recorder.loss),
+        )
+
+
+def _end_of(segment: Segment, n_blocks: int) -> str:
+    """The part of a recording that a segment is, if it is of an end or of the first block; else "".
+
+    What the last block frees beyond the others is the head's.
+    """
+    phase, unit = segment
+    if (phase, unit) == ("forward", n_blocks) and n_blocks != representative(n_blocks):
+        unit += 1
+    ends = {0: "embed", 1: "entry", n_blocks + 1: "head", n_blocks + 2: "loss"}
+    suffix = {"forward": "", "backward": "_backward"}.get(phase)
+    return "" if suffix is None or unit not in ends else ends[unit] + suffix
 
 
 # --- Sizes ---
@@ -298,7 +350,8 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
         )
         for part in PARTS
     }
-    return Recording(tuple(buffers), parts, first.boundary, first.boundary_grad, first.entry_requires_grad)
+    boundary = first.boundary, first.boundary_grad, first.entry_requires_grad
+    return Recording(tuple(buffers), parts, *boundary, first.cut)
 
 
 def _skeleton(event: Event) -> Any:
@@ -322,7 +375,7 @@ def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> Tr
 def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
     one = events[0]
     match one.kind:
-        case "alloc" | "free":
+        case "alloc" | "free" | "add":
             return TracedEvent(one.kind, one.storage)
         case "grad":
             return TracedEvent("grad", one.storage, one.detail)

@@ -41,6 +41,26 @@ FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )
 """For modules that are frozen in part, beside the others."""
 
+PIPELINED: Final = (
+    "hf-llama", "hf-mistral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox", "hf-gpt2-untied", "encoder",
+)  # fmt: skip
+"""Modules that are cut into stages: their embedding and head are not tied."""
+
+PIPELINES: Final[tuple[dict[str, Any], ...]] = (
+    {"pp": 2, "schedule": "gpipe", "micro_batch": 2, "global_batch": 8, "precision": "fp32"},
+    {"pp": 2, "micro_batch": 1, "global_batch": 4, "precision": "bf16"},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "precision": "bf16-mixed"},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "precision": "bf16-mixed", "recompute": "full"},
+    {"pp": 4, "micro_batch": 2, "global_batch": 12, "precision": "fp32"},
+    {
+        "pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b", "micro_batch": 2, "global_batch": 8,
+        "precision": "fp32",
+    },
+    {"pp": 2, "dp": 2, "micro_batch": 2, "global_batch": 16, "precision": "fp32"},
+    {"pp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 16, "precision": "bf16-mixed"},
+)  # fmt: skip
+"""Pipelines over blocks: two stages, four of one block, two on each rank; beside DDP and FSDP2."""
+
 
 def wild() -> tuple[Case, ...]:
     """Every module under every plan that it can run."""
@@ -49,7 +69,8 @@ def wild() -> tuple[Case, ...]:
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
-        for options in (*PLANS, *(FROZEN_PLANS if model.frozen else ())):
+        more = (*(FROZEN_PLANS if model.frozen else ()), *(PIPELINES if name in PIPELINED else ()))
+        for options in (*PLANS, *more):
             if "recompute" in options and one.package != "transformers":
                 continue
             plan = plan_of(**options, seq_len=one.seq_len)

@@ -16,7 +16,7 @@ from validate.systems import Training
 from validate.systems.torch.parallelize import device_mesh, parallel_module, stage_module
 from validate.systems.torch.passes import Passes, passes
 from validate.systems.torch.updates import Update, gradient, update_of
-from validate.systems.torch.wild import wild_module, wild_passes
+from validate.systems.torch.wild import wild_modules, wild_passes
 
 
 class TorchTraining(Training):
@@ -73,10 +73,10 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         )
     mesh = device_mesh(plan, device)
     if isinstance(model, TracedModel) or case.is_of_others:
-        module = wild_module(model, plan, mesh, device, seed=case.seed)
-        update = update_of([module], plan, mesh, device, learning_rate=case.learning_rate)
-        frozen = [weight for weight in module.parameters() if not weight.requires_grad]
-        run = wild_passes(module, model, plan, at, device, seed=case.seed)
+        modules = wild_modules(model, plan, at, mesh, device, seed=case.seed)
+        update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
+        frozen = [w for one in modules.values() for w in one.parameters() if not w.requires_grad]
+        run = wild_passes(modules, model, plan, at, mesh, device, seed=case.seed)
         return TorchTraining(run, update, axis_of_group(mesh), frozen)
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device

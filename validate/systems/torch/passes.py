@@ -47,7 +47,7 @@ def passes(
     *,
     seed: int,
 ) -> Passes:
-    """Forward and backward of one step over this rank's stages, accumulated or pipelined; a scaled loss."""
+    """The forward and backward passes of one step over this rank's stages, accumulated or pipelined."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
     if plan.pp > 1 and mesh is not None:
         stages = [_stage(module, model, plan, i, mesh, device) for i, module in modules.items()]
@@ -85,7 +85,7 @@ def _accumulated(
     return run
 
 
-def _schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
+def schedule_class(plan: Plan) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
     """The class that runs the plan's schedule."""
     module, _, name = plan.pipeline_schedule.runs_as.partition(":")
     found: type[PipelineScheduleSingle] | type[PipelineScheduleMulti] = getattr(import_module(module), name)
@@ -137,7 +137,7 @@ def _stage(
 def _pipelined(
     stages: Sequence[PipelineStage], plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
 ) -> Passes:
-    kind, n = _schedule_class(plan), plan.n_micro_batches
+    kind, n = schedule_class(plan), plan.n_micro_batches
 
     def scaled_loss(logits: Tensor, y: Tensor) -> Tensor:
         return scaler.scale(token_loss(logits, y, chunks=plan.loss_chunks) / n)

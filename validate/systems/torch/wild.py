@@ -27,8 +27,15 @@ from memplan.plan import Rank
 from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
 from validate.systems.torch.passes import Passes
+from validate.systems.torch.wild_stages import (
+    VOCABULARY,
+    WIDTH,
+    autocast_dtype,
+    loss_of_output,
+    wild_pipeline,
+    wild_stage,
+)
 
-VOCABULARY: Final = 1000
 N_CLASSES: Final = 10
 IMAGE: Final = 32
 """Rows and columns of an image."""
@@ -56,16 +63,13 @@ def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
     """The loss as most people compute it: the model's own, or cross-entropy with the targets."""
     called = {name: value for name, value in inputs.items() if name != "targets"}
     output = module(**called)
-    if "targets" in inputs:
-        targets = inputs["targets"]
-        return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
-    return cast(Tensor, output.loss)
+    return loss_of_output(output, inputs["targets"]) if "targets" in inputs else cast(Tensor, output.loss)
 
 
 # --- transformers ---
 
 WIDTHS: Final = {
-    "hidden_size": 64,
+    "hidden_size": WIDTH,
     "intermediate_size": 176,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -104,6 +108,13 @@ LANGUAGE: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "OPTForCausalLM",
         "OPTConfig",
         {**WIDTHS, "ffn_dim": 256, "word_embed_proj_dim": 64, "dropout": 0.0},
+    ),
+    "gpt2-untied": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY,
+         "bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+         "tie_word_embeddings": False},
     ),
     "bloom": (
         "BloomForCausalLM",
@@ -493,27 +504,40 @@ def wild_trace(name: str) -> TracedModel:
 # --- Under a plan ---
 
 
-def wild_module(
-    model: TracedModel | Decoder, plan: Plan, mesh: DeviceMesh | None, device: torch.device, *, seed: int
-) -> nn.Module:
-    """The module as it trains under a plan."""
-    torch.manual_seed(seed)
+def wild_modules(
+    model: TracedModel | Decoder,
+    plan: Plan,
+    at: Rank,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    seed: int,
+) -> dict[int, nn.Module]:
+    """The modules of a rank's stages as they train under a plan; of a plan without a pipeline the one."""
     wild = wild_of(model)
-    with nullcontext() if wild.gpu_batch is None else device:
-        module = wild.module().to(device)
-    module.train()
-    if plan.precision == "bf16":
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.bfloat16)
-    if plan.recompute == "full":
-        cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
-    if mesh is None:
-        return module
-    if plan.fsdp:
-        shard_weights(module, units_of_blocks(_blocks(module, model), plan), plan, mesh)
-        return module
-    return replicated(module, plan, mesh["dp"])
+    found: dict[int, nn.Module] = {}
+    for stage in plan.stages_of(at.pp):
+        torch.manual_seed(seed)
+        with nullcontext() if wild.gpu_batch is None else device:
+            module = wild.module().to(device)
+        module.train()
+        if plan.precision == "bf16":
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        if plan.recompute == "full":
+            cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
+        own, path = _blocks(module, model), ""
+        if plan.pp > 1:
+            path = next(name for name, one in module.named_modules() if list(one.children()) == own)
+            module = wild_stage(module, path, plan, stage)
+            own = list(module.module.get_submodule(path).children())
+        if plan.fsdp and mesh is not None:
+            shard_weights(module, units_of_blocks(own, plan), plan, mesh)
+        elif plan.ddp and mesh is not None:
+            module = replicated(module, plan, mesh["dp"])
+        found[stage] = module
+    return found
 
 
 def _blocks(module: nn.Module, model: TracedModel | Decoder) -> list[nn.Module]:
@@ -526,7 +550,14 @@ def _blocks(module: nn.Module, model: TracedModel | Decoder) -> list[nn.Module]:
 
 
 def wild_passes(
-    module: nn.Module, model: TracedModel | Decoder, plan: Plan, at: Rank, device: torch.device, *, seed: int
+    modules: Mapping[int, nn.Module],
+    model: TracedModel | Decoder,
+    plan: Plan,
+    at: Rank,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    seed: int,
 ) -> Passes:
     """Forward and backward of one step on this replica's part of the batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -538,9 +569,11 @@ def wild_passes(
     inputs = {name: own[id(value)] for name, value in drawn.items()}
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
+    if plan.pp > 1 and mesh is not None:
+        return wild_pipeline(modules, plan, inputs, mesh, device, returns_loss="targets" not in inputs)
+    (module,) = modules.values()
     n = plan.n_micro_batches
-    compute = torch_dtype(plan.formats.compute)
-    autocast = plan.mixed and not plan.fsdp
+    compute, narrow = torch_dtype(plan.formats.compute), autocast_dtype(plan)
 
     def loss(i: int) -> Tensor:
         part = {name: value.chunk(n)[i] for name, value in inputs.items()}
@@ -560,7 +593,7 @@ def wild_passes(
         for i in range(n):
             held = isinstance(module, DistributedDataParallel) and i < n - 1
             with module.no_sync() if held else nullcontext():  # type: ignore[operator]
-                with torch.autocast(device.type, compute) if autocast else nullcontext():
+                with torch.autocast(device.type, narrow) if narrow is not None else nullcontext():
                     found = loss(i)
                 found.backward()
             total += float(found.detach())

@@ -1,0 +1,166 @@
+"""Other people's modules cut into pipeline stages of their blocks, by hand as their users do it.
+
+Each stage is the whole module with the blocks and the ends of the others taken out. The last one computes the
+loss where the module does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from memplan import Plan
+from memplan.plan import stage_layers
+from validate.systems.torch.parallelize import torch_dtype
+from validate.systems.torch.passes import Passes, schedule_class
+
+WIDTH: Final = 64
+VOCABULARY: Final = 1000
+"""What is handed from block to block of each token, and the classes of the next one."""
+
+EMBEDDING: Final = ("emb_dropout", "wpe", "drop")
+"""What they have before their blocks beside the table of tokens."""
+
+LAST_NORMS: Final = ("norm", "final_layer_norm", "ln_f")
+"""What decoders of transformers call the norm after their blocks."""
+
+
+class WildStage(nn.Module):
+    """A stage: what it is called with, tokens or what the stage before returns, goes through `run`."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Tensor], plan: Plan) -> None:
+        super().__init__()
+        self.module = module
+        self.run = run
+        self.autocast_dtype = autocast_dtype(plan)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        narrow = self.autocast_dtype
+        with torch.autocast(x.device.type, narrow) if narrow is not None else nullcontext():
+            return self.run(x, labels)
+
+
+def loss_of_output(output: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy with the targets."""
+    return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
+
+
+def autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """What autocast computes in; None: there is none."""
+    return torch_dtype(plan.formats.compute) if plan.mixed and not plan.fsdp else None
+
+
+def wild_stage(module: nn.Module, path: str, plan: Plan, stage: int) -> WildStage:
+    """A stage of a module whose blocks are in the list at `path`; the module itself is cut."""
+    first, last = stage == 0, stage == plan.n_stages - 1
+    blocks = list(module.get_submodule(path).children())
+    own = [blocks[i] for i in stage_layers(len(blocks), plan, stage)]
+    module.set_submodule(path, nn.ModuleList(own))
+    if hasattr(module, "base_model"):
+        return WildStage(module, _of_transformers(cast(Any, module), first=first, last=last), plan)
+    if not first:
+        module.embedding = nn.Identity()
+    if not last:
+        module.head = nn.Identity()
+    return WildStage(module, lambda x, _labels: cast(Tensor, module(x)), plan)
+
+
+def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The forward function of a stage of a decoder of transformers, of which the other ends are taken out."""
+    base = module.base_model
+    if not first:
+        base.set_input_embeddings(nn.Identity())
+        for name in EMBEDDING:
+            if hasattr(base, name):
+                setattr(base, name, nn.Identity())
+    if not last:
+        module.set_output_embeddings(nn.Identity())
+        name = next(name for name in LAST_NORMS if hasattr(base, name))
+        setattr(base, name, nn.Identity())
+
+    def run(x: Tensor, labels: Tensor | None) -> Tensor:
+        called = {"input_ids" if first else "inputs_embeds": x}
+        if last:
+            return cast(Tensor, module(**called, labels=labels).loss)
+        return cast(Tensor, base(**called).last_hidden_state)
+
+    def of_gpt2(x: Tensor, labels: Tensor | None) -> Tensor:
+        for block in base.h:
+            x = block(x, None, None, None, use_cache=False)
+        if not last:
+            return x
+        logits = module.lm_head(base.ln_f(x))
+        return cast(Tensor, module.loss_function(logits, labels, vocab_size=module.config.vocab_size))
+
+    return of_gpt2 if hasattr(base, "wpe") and not first else run
+
+
+def wild_pipeline(
+    stages: Mapping[int, nn.Module],
+    plan: Plan,
+    inputs: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    returns_loss: bool,
+) -> Passes:
+    """Forward and backward of one step over this rank's stages by the plan's schedule.
+
+    The last stage `returns_loss`, or that follows from its output, within autocast as the module is.
+    """
+    kind, n = schedule_class(plan), plan.n_micro_batches
+    tokens, targets = inputs.values()
+    output = () if returns_loss else (plan.micro_batch, plan.seq_len, VOCABULARY)
+    made = [_stage(module, i, plan, output, mesh, device) for i, module in stages.items()]
+    narrow = autocast_dtype(plan)
+
+    def mean(y: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(device.type, narrow) if narrow is not None else nullcontext():
+            return (y if returns_loss else loss_of_output(y, target)) / n
+
+    alone = issubclass(kind, PipelineScheduleSingle)
+    schedule = kind(made[0] if alone else made, n, loss_fn=mean, scale_grads=False)  # type: ignore[arg-type]
+    arguments = (tokens,) if any(stage.is_first for stage in made) else ()
+    has_loss = any(stage.is_last for stage in made)
+    named: dict[str, Any] = {"labels": targets} if has_loss and returns_loss else {}
+
+    def run() -> float | None:
+        if not has_loss:
+            schedule.step(*arguments, return_outputs=False)
+            return None
+        losses: list[Tensor] = []
+        schedule.step(*arguments, target=targets, losses=losses, return_outputs=False, **named)
+        return sum([float(loss.detach()) for loss in losses])
+
+    return run
+
+
+def _stage(
+    module: nn.Module,
+    stage: int,
+    plan: Plan,
+    output: Sequence[int],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> PipelineStage:
+    compute = torch_dtype(plan.formats.compute)
+    dtype = torch_dtype(plan.formats.stored) if plan.mixed and not plan.fsdp else compute
+    shape = plan.micro_batch, plan.seq_len
+    between = torch.empty(*shape, WIDTH, dtype=dtype, device="meta", requires_grad=True)
+    first = torch.empty(shape, dtype=torch.int64, device="meta")
+    of_last = torch.empty(output, dtype=compute if output else torch.float32, device="meta")
+    return PipelineStage(
+        module,
+        stage,
+        plan.n_stages,
+        device,
+        input_args=between if stage else first,
+        output_args=of_last.requires_grad_() if stage == plan.n_stages - 1 else between,
+        group=mesh.get_group("pp"),
+    )
