@@ -57,6 +57,7 @@ def _recorded(
         recompute=kind.recompute,
         batch=batch,
         seq_len=seq_len,
+        casts=context.casts_inputs,
     )
     buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
     named: dict[str, Parameter] = {}
@@ -70,15 +71,11 @@ def _recorded(
         name: Segment(tuple([_event(one, buffers, named, batch, seq_len) for one in events]))
         for name, events in recording.parts.items()
     }
-    boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
-    sent, first, last = boundary, True, True
+    sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
+    first, last = ends or (True, True)
     if ends is not None:
-        cut = _checked_cut(model, recording)
-        first, last = ends
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
-        if not first:
-            part |= _without_embedding(part, cut, buffers)
-        part |= _with_loss(part, cut, buffers) if last else _without_head(part, recording, cut, buffers, sent)
+        part |= _of_stage(part, recording, _checked_cut(model, recording), buffers, sent, ends)
     loss = part["loss_backward"]
     head, after_head = part["head"], part["loss"]
     if context.autocast is not None and ends is None:  # which the loss is computed in
@@ -92,17 +89,7 @@ def _recorded(
         head_casts=part["head_casts"],
         head_backward=Segment((*loss.events, *part["head_backward"].events)),
         n_loss_backward=len(loss.events),
-        blocks={
-            kind: Block(
-                forward=part["block"],
-                backward=part["block_backward"],
-                entry=part["entry"],
-                entry_backward=part["entry_backward"],
-                entry_casts=part["entry_casts"],
-                casts=part["block_casts"],
-                parameters=own(model.block_parameters),
-            )
-        },
+        blocks={kind: _block(part, own(model.block_parameters))},
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
         end_of_forward=part.get("end_of_forward", EMPTY),
@@ -121,7 +108,36 @@ def _recorded(
     )
 
 
+def _block(part: Mapping[str, Segment], parameters: tuple[Parameter, ...]) -> Block:
+    return Block(
+        forward=part["block"],
+        backward=part["block_backward"],
+        entry=part["entry"],
+        entry_backward=part["entry_backward"],
+        entry_casts=part["entry_casts"],
+        casts=part["block_casts"],
+        parameters=parameters,
+    )
+
+
 # --- Stages ---
+
+
+def _of_stage(
+    part: Mapping[str, Segment],
+    recording: Recording,
+    cut: Cut,
+    buffers: Sequence[Buffer],
+    sent: Buffer,
+    ends: tuple[bool, bool],
+) -> dict[str, Segment]:
+    """The parts that differ in a pipeline's stage; `ends`: whether it is the first, and the last."""
+    first, last = ends
+    found = {} if first else _without_embedding(part, cut, buffers)
+    after = {**part, **found}
+    return found | (
+        _with_loss(after, cut, buffers) if last else _without_head(after, recording, cut, buffers, sent)
+    )
 
 
 def _checked_cut(model: TracedModel, recording: Recording) -> Cut:

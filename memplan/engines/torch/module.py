@@ -306,9 +306,9 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
 
 
 def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
-    """Events of the block that another rank's gradient comes in at, in the place of `incoming`.
+    """A block's backward events if its output's gradient, `incoming`, was received from another rank.
 
-    Its sum takes a new tensor, and it is not freed here.
+    Sums with it take a new tensor, and it is not freed here.
     """
     kept: list[Event] = []
     n_alive = 0
