@@ -71,8 +71,8 @@ def _pair(record: Mapping[str, Any]) -> _Pair:
 def _verdict(pairs: Sequence[_Pair], tolerance: float) -> str:
     worst = max((pair.error for pair in pairs), key=abs)
     within = sum(abs(pair.error) <= tolerance for pair in pairs)
-    head = f"{within} of {len(pairs)} peaks predicted within {tolerance:.0%} of the measured one"
-    return f"{head}, the worst {worst:+.3%}"
+    head = f"{within} of {len(pairs)} peaks predicted within {100 * tolerance:g} % of the measured one"
+    return f"{head}, the worst {100 * worst:+.2g} %"
 
 
 def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None:
@@ -88,7 +88,14 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     beside: dict[str, Any] = {"fontsize": 8, "color": MUTED}
     for y, pair in enumerate(pairs):
         place = axes.get_yaxis_transform()
-        axes.text(1.02, y, f"{pair.off_bytes:+,} B", va="center", transform=place, **beside)
+        axes.text(
+            1.02,
+            y,
+            f"{pair.off_bytes:+,} B" if pair.off_bytes else "exact",
+            va="center",
+            transform=place,
+            **beside,
+        )
     axes.text(1.02, 1, "farthest\nrank off by", va="bottom", transform=axes.transAxes, **beside)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
