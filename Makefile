@@ -87,8 +87,7 @@ bench: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m memplan.search.bench
 
 notebooks: $(READY)
-	for notebook in notebooks/*.ipynb; do \
-	    $(BIN)/jupyter-execute --inplace "$$notebook" || exit 1; done
+	$(BIN)/python -m tests.notebooks
 
 gallery: $(READY)
 	$(BIN)/python -m memplan.plots.gallery gallery

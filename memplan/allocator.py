@@ -47,16 +47,6 @@ MOST_UNUSED_BYTES: Final = 20 * MiB
 MANY_PAGES: Final = 2**26
 """Pages that an expandable segment has addresses for where no limit of the GPU is known."""
 
-ADDRESS_BITS: Final = 128
-ADDRESS: Final = 2**ADDRESS_BITS - 1
-"""The bits of a `PackedBlock` that are its address."""
-
-PackedBlock = int
-"""A block as one number: its bytes above `ADDRESS_BITS` bits of its address.
-
-Sorted, blocks are in the order in which the allocator prefers them: the smallest, of equal ones the lowest.
-"""
-
 
 class OutOfMemory(MemplanError):
     """A request that the driver refuses even after everything cached has been given back."""
@@ -168,16 +158,25 @@ class AllocatorConfig:
 
 DEFAULTS: Final = AllocatorConfig()
 
-Places = Callable[[PackedBlock], PackedBlock]
-"""Renames blocks by other addresses."""
+Places = Callable[[int], int]
+"""Renames addresses."""
+
+FreeBlock = tuple[int, int]
+"""The bytes and the address of a free block.
+
+Sorted, free blocks are in the order in which the allocator prefers them: the smallest, of equal ones the
+lowest.
+"""
 
 
 class Pool:
     """The free blocks of one stream for small requests, or for large ones.
 
     Attributes:
-        blocks: the free blocks, sorted.
-        starts, ends: the free blocks by the address of their first byte, and by the address after their last.
+        by_size: the addresses of the free blocks of each size, sorted; there may be none.
+        sizes: the sizes of `by_size`, sorted.
+        starts, ends: the bytes of each free block by its address, and its address by the address after it.
+        unsplit: by the address of a block in use, the bytes beyond the request that were not split off.
         segments: the bytes of each segment by its address.
         unmapped: ranges of expandable segments that have no memory: their bytes by their address.
         least_rest_bytes: a block is split if at least this much of it is left over.
@@ -185,73 +184,103 @@ class Pool:
     """
 
     __slots__ = (
-        "blocks",
+        "by_size",
         "ends",
         "least_rest_bytes",
         "page_bytes",
         "segments",
+        "sizes",
         "small",
         "starts",
         "unmapped",
+        "unsplit",
     )
 
     def __init__(self, *, small: bool, expandable: bool) -> None:
         self.small = small
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         self.least_rest_bytes = BLOCK_BYTES if small or expandable else SMALL_BYTES + BLOCK_BYTES
-        self.blocks: list[PackedBlock] = []
-        self.starts: dict[int, PackedBlock] = {}
-        self.ends: dict[int, PackedBlock] = {}
+        self.by_size: dict[int, list[int]] = {}
+        self.sizes: list[int] = []
+        self.starts: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        self.unsplit: dict[int, int] = {}
         self.segments: dict[int, int] = {}
         self.unmapped: dict[int, int] = {}
+
+    @property
+    def blocks(self) -> list[FreeBlock]:
+        """The free blocks, sorted."""
+        return [(n_bytes, address) for n_bytes in self.sizes for address in self.by_size[n_bytes]]
 
     def put(self, address: int, n_bytes: int) -> int:
         """Add a free block, merged with its free neighbours; the address of the merged one.
 
         Source: `try_merge_blocks`.
         """
-        blocks, starts, ends = self.blocks, self.starts, self.ends
+        starts, ends, by_size = self.starts, self.ends, self.by_size
         end = address + n_bytes
         if address in ends:
-            before = ends.pop(address)
-            del blocks[bisect_left(blocks, before)]
-            address = before & ADDRESS
+            address = ends.pop(address)
+            addresses = by_size[starts[address]]
+            del addresses[bisect_left(addresses, address)]
         if end in starts:
-            behind = starts.pop(end)
-            del blocks[bisect_left(blocks, behind)]
-            end += behind >> ADDRESS_BITS
-        block = end - address << ADDRESS_BITS | address
-        starts[address] = ends[end] = block
-        insort(blocks, block)
+            behind_bytes = starts.pop(end)
+            addresses = by_size[behind_bytes]
+            del addresses[bisect_left(addresses, end)]
+            end += behind_bytes
+        starts[address] = n_bytes = end - address
+        ends[end] = address
+        if n_bytes in by_size:
+            insort(by_size[n_bytes], address)
+        else:
+            by_size[n_bytes] = [address]
+            insort(self.sizes, n_bytes)
         return address
 
-    def take(self, block: PackedBlock) -> None:
-        """Remove a free block."""
-        address = block & ADDRESS
-        del self.starts[address], self.ends[address + (block >> ADDRESS_BITS)]
-        del self.blocks[bisect_left(self.blocks, block)]
+    def take(self, address: int) -> int:
+        """Remove a free block; its bytes."""
+        n_bytes = self.starts.pop(address)
+        del self.ends[address + n_bytes]
+        addresses = self.by_size[n_bytes]
+        del addresses[bisect_left(addresses, address)]
+        return n_bytes
 
-    def is_whole(self, block: PackedBlock) -> bool:
+    def least(self, n_bytes: int) -> FreeBlock | None:
+        """The smallest free block of at least `n_bytes`, of equal ones the lowest; None if there is none.
+
+        Sizes of which there are no blocks any more are forgotten on the way.
+        """
+        sizes, by_size = self.sizes, self.by_size
+        i = bisect_left(sizes, n_bytes)
+        while i < len(sizes):
+            if addresses := by_size[sizes[i]]:
+                return sizes[i], addresses[0]
+            del by_size[sizes.pop(i)]
+        return None
+
+    def is_whole(self, block: FreeBlock) -> bool:
         """Whether a block is its whole segment."""
-        return self.segments.get(block & ADDRESS) == block >> ADDRESS_BITS
+        return self.segments.get(block[1]) == block[0]
 
-    def least_expandable(self, blocks: Sequence[PackedBlock], place: int) -> int:
-        """The index, from one on, of the block that `get_free_block` takes where blocks can be expanded.
+    def least_expandable(self, blocks: Sequence[FreeBlock]) -> FreeBlock | None:
+        """The block that `get_free_block` takes where blocks can be expanded, of those large enough.
 
         It goes on as long as the next block has fewer bytes together with the unmapped ones after it.
 
         Source: `get_free_block`.
         """
-        while place + 1 < len(blocks):
-            if self._expandable_bytes(blocks[place + 1]) >= self._expandable_bytes(blocks[place]):
+        best = None
+        for block in blocks:
+            if best is not None and self._expandable_bytes(block) >= self._expandable_bytes(best):
                 break
-            place += 1
-        return place
+            best = block
+        return best
 
-    def _expandable_bytes(self, block: PackedBlock) -> int:
+    def _expandable_bytes(self, block: FreeBlock) -> int:
         """A block's bytes with the unmapped ones after it."""
-        n_bytes = block >> ADDRESS_BITS
-        return n_bytes + self.unmapped.get((block & ADDRESS) + n_bytes, 0)
+        n_bytes, address = block
+        return n_bytes + self.unmapped.get(address + n_bytes, 0)
 
 
 class Block(NamedTuple):
@@ -293,6 +322,8 @@ class CachingAllocator:
         self.collects_above_bytes = (
             None if threshold is None or allowed_bytes is None else int(threshold * allowed_bytes)
         )
+        self.looks_further = self.expandable_segments or takes_oldest or self.collects_above_bytes is not None
+        """Whether more than its size decides which free block is taken."""
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.n_retries = self.n_given_back = 0
@@ -313,12 +344,13 @@ class CachingAllocator:
         """
         n_bytes = rounded_bytes(n_bytes)
         pool = self.pool_of(n_bytes, stream)
-        block = self.allocate(pool, n_bytes)
-        return Block(pool, block & ADDRESS, block >> ADDRESS_BITS)
+        address = self.allocate(pool, n_bytes)
+        return Block(pool, address, n_bytes + pool.unsplit.get(address, 0))
 
     def free(self, block: Block) -> None:
         """Cache a block, merged with its free neighbours."""
-        self.release(block.pool, block.n_bytes << ADDRESS_BITS | block.address)
+        pool, address, n_bytes = block
+        self.release(pool, address, n_bytes - pool.unsplit.get(address, 0))
 
     def pool_of(self, n_bytes: int, stream: str) -> Pool:
         """The pool that serves requests of `n_bytes` on a stream: the small or the large one.
@@ -330,92 +362,101 @@ class CachingAllocator:
             self._pools[key] = Pool(small=key[1], expandable=self.expandable_segments)
         return self._pools[key]
 
-    def allocate(self, pool: Pool, n_bytes: int) -> PackedBlock:
-        """`malloc` for a known pool and rounded bytes.
+    def allocate(self, pool: Pool, n_bytes: int) -> int:
+        """The address that `malloc` gives to a request of a known pool and of rounded bytes.
 
         Source: `malloc`, `alloc_found_block`.
         """
-        blocks = pool.blocks
-        i = bisect_left(blocks, n_bytes << ADDRESS_BITS)
-        if self.collects_above_bytes is not None:
-            self._n_large_requests += not pool.small
-        if self.takes_oldest:
-            i = self._oldest(pool, i)
-        elif pool.unmapped:
-            i = pool.least_expandable(blocks, i)
-        oversize = self.oversize_bytes
-        if i < len(blocks) and (oversize is None or self._serves(blocks[i] >> ADDRESS_BITS, n_bytes)):
-            block = blocks.pop(i)
-            address, found_bytes = block & ADDRESS, block >> ADDRESS_BITS
-            del pool.starts[address], pool.ends[address + found_bytes]
+        addresses = None if self.looks_further else pool.by_size.get(n_bytes)
+        if addresses:  # of exactly this size
+            address = addresses.pop(0)
+            del pool.starts[address], pool.ends[address + n_bytes]
         else:
-            address, found_bytes = self._new(pool, n_bytes)
-            block = found_bytes << ADDRESS_BITS | address
-        rest_bytes = found_bytes - n_bytes
-        if rest_bytes >= pool.least_rest_bytes and (oversize is None or self._splits(n_bytes)):
-            pool.put(address + n_bytes, rest_bytes)
-            if self.collects_above_bytes is not None:
-                self._since[address + n_bytes] = self._n_large_requests
-            if self.takes_oldest:
-                self._numbers[address + n_bytes] = self._numbers[address]
-                self._numbers[address] = next(self._n_made)
-            found_bytes = n_bytes
-            block = n_bytes << ADDRESS_BITS | address
-        self.allocated_bytes = allocated_bytes = self.allocated_bytes + found_bytes
+            found = self._free_block(pool, n_bytes) if self.looks_further else pool.least(n_bytes)
+            oversize = self.oversize_bytes
+            if found is None or (oversize is not None and not self._serves(found[0], n_bytes)):
+                address, found_bytes = self._new(pool, n_bytes)
+            else:
+                found_bytes, address = found
+                pool.take(address)
+            rest_bytes = found_bytes - n_bytes
+            if rest_bytes >= pool.least_rest_bytes and (oversize is None or self._splits(n_bytes)):
+                pool.put(address + n_bytes, rest_bytes)
+                self._note_split(address, address + n_bytes)
+            elif rest_bytes:
+                pool.unsplit[address] = rest_bytes
+                self.allocated_bytes += rest_bytes
+        self.allocated_bytes = allocated_bytes = self.allocated_bytes + n_bytes
         if allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated_bytes
-        return block
+        return address
 
-    def release(self, pool: Pool, block: PackedBlock) -> None:
-        """`free` for a known pool.
+    def release(self, pool: Pool, address: int, n_bytes: int) -> None:
+        """`free` for a known pool and the rounded bytes that were asked for.
 
         Source: `free_block`.
         """
-        n_bytes = block >> ADDRESS_BITS
+        if address in pool.unsplit:
+            n_bytes += pool.unsplit.pop(address)
         self.allocated_bytes -= n_bytes
-        address = pool.put(block & ADDRESS, n_bytes)
+        merged = pool.put(address, n_bytes)
         if self.collects_above_bytes is not None:
-            self._since[address] = self._n_large_requests
+            self._since[merged] = self._n_large_requests
         if self.takes_oldest:
-            self._numbers[address] = self._numbers[block & ADDRESS]
+            self._numbers[merged] = self._numbers[address]
 
-    def _oldest(self, pool: Pool, place: int) -> int:
-        """Of the free blocks from a place on, that of the oldest of the same size.
+    def _free_block(self, pool: Pool, n_bytes: int) -> FreeBlock | None:
+        """The free block that serves a request, by whatever the settings look at beside its size.
 
-        Source: `get_free_block` of 2.12.
+        Source: `get_free_block`, for `takes_oldest` of 2.12.
         """
-        blocks, numbers = pool.blocks, self._numbers
-        if place == len(blocks):
-            return place
-        end = len(blocks) if pool.unmapped else bisect_left(blocks, (blocks[place] | ADDRESS) + 1)
-        found = sorted(blocks[place:end], key=lambda one: (one >> ADDRESS_BITS, numbers[one & ADDRESS]))
-        best = pool.least_expandable(found, 0) if pool.unmapped else 0
-        return bisect_left(blocks, found[best])
+        if self.collects_above_bytes is not None:
+            self._n_large_requests += not pool.small
+        least = pool.least(n_bytes)
+        if least is None or not (self.takes_oldest or pool.unmapped):
+            return least
+        if not pool.unmapped:
+            addresses = pool.by_size[least[0]]
+            return least[0], min(addresses, key=self._numbers.__getitem__)
+        blocks = [block for block in pool.blocks if block >= least]
+        if self.takes_oldest:
+            blocks.sort(key=lambda block: (block[0], self._numbers[block[1]]))
+        return pool.least_expandable(blocks)
 
-    def by_age(self, in_use: Iterable[PackedBlock], places: "Places | None") -> tuple[PackedBlock, ...]:
-        """All blocks, the oldest first, where that decides which one is taken; with `places` by these."""
+    def _note_split(self, address: int, rest: int) -> None:
+        """Note the age of what was split off behind a block."""
+        if self.collects_above_bytes is not None:
+            self._since[rest] = self._n_large_requests
+        if self.takes_oldest:
+            self._numbers[rest] = self._numbers[address]
+            self._numbers[address] = next(self._n_made)
+
+    def by_age(self, in_use: Iterable[int], places: "Places | None") -> tuple[int, ...]:
+        """The addresses of all blocks, the oldest first, where that decides which one is taken.
+
+        With `places` by these.
+        """
         if not self.takes_oldest:
             return ()
-        every = [*in_use, *(block for pool in self._pools.values() for block in pool.blocks)]
-        every.sort(key=lambda block: self._numbers[block & ADDRESS])
+        every = [*in_use, *(address for pool in self._pools.values() for address in pool.starts)]
+        every.sort(key=self._numbers.__getitem__)
         return tuple(every if places is None else map(places, every))
 
     @property
-    def cached(self) -> tuple[tuple[int, int], ...]:
+    def cached(self) -> tuple[FreeBlock, ...]:
         """The size and the address of each free block, pool by pool."""
-        pools = self._pools.values()
-        return tuple((block >> ADDRESS_BITS, block & ADDRESS) for pool in pools for block in pool.blocks)
+        return tuple(block for pool in self._pools.values() for block in pool.blocks)
 
     def layout(self, places: "Places | None") -> object:
         """The free blocks of each pool; renamed by `places`, if given, and with the bytes of all segments."""
         pools = self._pools.values()
         if places is None:
-            return tuple([tuple(pool.blocks) for pool in pools])
+            return tuple([frozenset(pool.starts.items()) for pool in pools])
         segments = tuple([tuple(pool.segments.values()) for pool in pools])
-        return segments, tuple([tuple(map(places, pool.blocks)) for pool in pools])
+        return segments, tuple([tuple([(n, places(at)) for n, at in pool.blocks]) for pool in pools])
 
     def places(self) -> "Places":
-        """A function that renames blocks as if no segment that was given back had left a gap."""
+        """A function that renames addresses as if no segment that was given back had left a gap."""
         starts: list[int] = []
         moved: list[int] = []
         end = 0
@@ -424,7 +465,7 @@ class CachingAllocator:
             starts.append(address)
             moved.append(address - end)
             end += n_bytes
-        return lambda block: block - moved[bisect_right(starts, block & ADDRESS) - 1]
+        return lambda address: address - moved[bisect_right(starts, address) - 1]
 
     @property
     def ages(self) -> tuple[int, ...]:
@@ -433,8 +474,8 @@ class CachingAllocator:
             return ()
         return tuple(self._age(block) for pool in self._pools.values() for block in pool.blocks)
 
-    def _age(self, block: PackedBlock) -> int:
-        return self._n_large_requests - self._since.get(block & ADDRESS, 0)
+    def _age(self, block: FreeBlock) -> int:
+        return self._n_large_requests - self._since.get(block[1], 0)
 
     def _serves(self, block_bytes: int, n_bytes: int) -> bool:
         """Whether a free block may serve a request: an oversize one serves only requests near its size.
@@ -517,10 +558,9 @@ class CachingAllocator:
         if start is None:
             start = self._addresses(pool)
         while True:
-            mapped_bytes = pool.starts.get(start, 0) >> ADDRESS_BITS
+            mapped_bytes = pool.starts.get(start, 0)
             if mapped_bytes >= n_bytes:
-                pool.take(pool.starts[start])
-                return start, mapped_bytes
+                return start, pool.take(start)
             behind = start + mapped_bytes
             if not self._map(pool, behind, min(n_bytes - mapped_bytes, pool.unmapped[behind])):
                 return None
@@ -528,10 +568,9 @@ class CachingAllocator:
     @staticmethod
     def _row(pool: Pool, unmapped: int) -> tuple[int, int]:
         """The address and the bytes of the range of free and unmapped bytes around an unmapped address."""
-        before = pool.ends.get(unmapped)
-        start = end = unmapped if before is None else before & ADDRESS
+        start = end = pool.ends.get(unmapped, unmapped)
         while True:
-            found_bytes = pool.starts.get(end, 0) >> ADDRESS_BITS or pool.unmapped.get(end, 0)
+            found_bytes = pool.starts.get(end, 0) or pool.unmapped.get(end, 0)
             if not found_bytes:
                 return start, end - start
             end += found_bytes
@@ -568,28 +607,29 @@ class CachingAllocator:
         Source: `release_blocks`.
         """
         for pool in self._pools.values():
-            for block in list(pool.blocks):
+            for block in pool.blocks:
                 if self.expandable_segments:
                     self._unmap(pool, block)
                 elif pool.is_whole(block):
                     self._release(pool, block)
 
-    def _release(self, pool: Pool, segment: PackedBlock) -> None:
-        pool.take(segment)
-        self.reserved_bytes -= pool.segments.pop(segment & ADDRESS)
+    def _release(self, pool: Pool, segment: FreeBlock) -> None:
+        _, address = segment
+        pool.take(address)
+        self.reserved_bytes -= pool.segments.pop(address)
         self.n_given_back += 1
 
-    def _unmap(self, pool: Pool, block: PackedBlock) -> None:
+    def _unmap(self, pool: Pool, block: FreeBlock) -> None:
         """Give the whole pages of a free block back; what is left at either end stays free.
 
         Source: `unmap_block`.
         """
-        address, n_bytes = block & ADDRESS, block >> ADDRESS_BITS
+        n_bytes, address = block
         start = -(-address // pool.page_bytes) * pool.page_bytes
         end = (address + n_bytes) // pool.page_bytes * pool.page_bytes
         if start >= end:
             return
-        pool.take(block)
+        pool.take(address)
         self.reserved_bytes -= end - start
         self.n_given_back += 1
         number = self._numbers.get(address, 0)
@@ -612,13 +652,13 @@ class CachingAllocator:
         if self.oversize_bytes is None:
             return False
         wanted = max(n_bytes, self.oversize_bytes)
-        at = bisect_left(pool.blocks, wanted << ADDRESS_BITS)
-        if at < len(pool.blocks) and not self.expandable_segments:
-            self._release(pool, pool.blocks[at])
+        enough = pool.least(wanted)
+        if enough is not None and not self.expandable_segments:
+            self._release(pool, enough)
             return True
         released = 0
-        for block in reversed(pool.blocks[:at]):
-            block_bytes = block >> ADDRESS_BITS
+        for block in reversed([block for block in pool.blocks if block[0] < wanted]):
+            block_bytes, _ = block
             if released >= wanted or block_bytes < self.oversize_bytes:
                 break
             if not self.expandable_segments:
@@ -645,5 +685,5 @@ class CachingAllocator:
             freed = bool(old)
             for pool, block in old:
                 self._release(pool, block)
-                collected += block >> ADDRESS_BITS
+                collected += block[0]
                 whole.remove((pool, block))

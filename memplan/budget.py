@@ -1,4 +1,4 @@
-"""What a whole training takes: steps, days, GPU-hours, money and energy, from the time of one step."""
+"""The budget of a whole training: steps, days, GPU-hours, money and energy, from the time of one step."""
 
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -10,7 +10,7 @@ from memplan.text_tables import html_text, text_table, wrapped
 from memplan.version import versioned
 
 TOKENS_PER_PARAMETER: Final = 20
-"""Tokens for each parameter of a model that makes the best of its training compute, as a rule of thumb.
+"""Tokens per parameter of compute-optimal training, as a rule of thumb.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, Table 3: 20.0 (400M) to 22.4 (67B); Chinchilla itself, 70B and
 1.4T tokens: 20.
@@ -37,9 +37,9 @@ def chinchilla_tokens(n_parameters: int) -> int:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Budget:
-    """What training on `tokens` tokens takes by the step time of an estimate.
+    """The budget of training on `tokens` tokens by the step time of an estimate.
 
-    `price_per_gpu_hour` is in whatever currency `cost` is wanted in; None: no cost.
+    `price_per_gpu_hour` and `cost` are in the same currency; None: no cost.
 
     Assumes: every step takes the estimate's time.
     Neglects: restarts, checkpoints, evaluation, data that comes late.
@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def n_gpus(self) -> int:
-        """GPUs that are busy."""
+        """The number of GPUs."""
         return self.estimate.plan.world_size
 
     @property
@@ -139,7 +139,7 @@ class Budget:
 def budget(
     estimate: Estimate, *, tokens: float | None = None, price_per_gpu_hour: float | None = None
 ) -> Budget:
-    """What training takes by an estimate's plan: steps, days, GPU-hours, money and energy.
+    """The budget of training with an estimate's plan: steps, days, GPU-hours, money and energy.
 
     Args:
         estimate: of a plan on a cluster whose rates are known.

@@ -75,13 +75,13 @@ NO_COMMAND: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class Refused(click.ClickException):
-    """What memplan refuses, as one message on stderr and exit code 2."""
+    """An error of memplan's as one message on stderr, with exit code 2."""
 
     exit_code = 2
 
 
 class Commands(click.Group):
-    """Commands that print a refusal as one line on stderr, and suggest a name for an unknown command."""
+    """Commands that print errors as one line on stderr, and suggest a name for an unknown command."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -153,7 +153,7 @@ def _choice(flag: str, choices: tuple[str, ...], default: str | None, text: str)
 
 
 def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
-    """The flags that name a cluster and say what of it is not as in its table."""
+    """The flags of a cluster: its name, and values that replace those of its table."""
     return _all_of(
         [
             click.option("--cluster", required=required, metavar="NxGPU", help=text),
@@ -184,13 +184,13 @@ def implementation_option() -> Callable[[F], F]:
 
 def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
     """The flags of the fields of a Plan, for a command; `defaults` where they differ from the plan's."""
-    told = {name: Plan.__dataclass_fields__[name].default for name in FIELDS} | defaults
+    told = {name: _default(name) for name in FIELDS} | defaults
     chosen = [name for name in FIELDS if name not in left_out]
     return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
 
 
 METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
-"""What stands for a value of a field in the help of its flag."""
+"""The placeholder for a field's value in the help of its flag."""
 
 
 def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
@@ -207,42 +207,58 @@ def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
 
 
 def search_options() -> Callable[[F], F]:
-    """Flags of a search: of a field that it varies values and ranges with commas between, as in 1-4,8."""
+    """The flags of a search for a plan's fields."""
     searched = [name for name in FIELDS if name not in ("global_batch", "seq_len")]
-    return _all_of([_search_option(name) for name in searched])
+    return _all_of([_search_option(name, FIELDS[name], _default(name)) for name in searched])
 
 
-def _search_option(name: str) -> Callable[[F], F]:
-    flag, field = _flag(name), FIELDS[name]
+def _search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
+    """The flag of a search for a field, which takes values and ranges between commas: 1-4,8."""
+    flag, text = _flag(name), field.text
+    if isinstance(field, Choice | Registered):
+        text += f": {', '.join(field.choices)}"
     if not field.varied:
-        return _plan_option(name, field, Plan.__dataclass_fields__[name].default)
+        text += f"; left out: {field.left_out or default}"
     match field:
         case Flag():
-            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{field.text}.")
-        case Choice() | Registered():
-            names = f"Of {', '.join(field.choices)}."
-            return click.option(flag, type=_names, metavar="NAME,...", help=names)
-    return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{field.text}.")
+            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
+        case Choice() | Registered() if name != "engine":
+            return click.option(flag, type=_names, metavar="NAME,...", help=f"{text}.")
+        case Count():
+            return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{text}.")
+        case Number():
+            return click.option(flag, type=_numbers, metavar="X,X,...", help=f"{text}.")
+    return _plan_option(name, field, default)
+
+
+def _default(name: str) -> Any:
+    return Plan.__dataclass_fields__[name].default
 
 
 class PlanCommand(click.Command):
-    """A command with a plan's flags, and those of the options of the engine that `--engine` names.
+    """A command with flags for a plan's fields and for the options of the engine named by `--engine`.
 
-    `defaults` are those of options where they differ from the engine's.
+    `defaults`: options whose default here differs from the engine's. `option`: makes an option's flag.
     """
 
-    def __init__(self, *args: Any, defaults: Mapping[str, Any] | None = None, **attributes: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        defaults: Mapping[str, Any] | None = None,
+        option: Callable[[str, Field, Any], Callable[[Any], Any]] = _plan_option,
+        **attributes: Any,
+    ) -> None:
         super().__init__(*args, **attributes)
-        self.defaults = defaults or {}
+        self.defaults, self.option = defaults or {}, option
 
     def options_of(self, engine: str) -> list[click.Parameter]:
-        """The flags of an engine's own options; none of an unknown engine, which is refused later."""
+        """The flags of an engine's own options; none for an unknown engine, which is refused later."""
         kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
         flags = click.Command(None)
         if kind is not None:
             for name, field in described_fields(kind).items():
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
-                _plan_option(name, field, default)(flags)
+                self.option(name, field, default)(flags)
         return flags.params
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -281,6 +297,10 @@ def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[float | str, ...]:
+    return tuple(map(number_or_text, text.split(",")))
 
 
 def _flag(name: str) -> str:
@@ -326,7 +346,7 @@ def trace_command(factory: str, out: str) -> None:
 
 
 def _module_traced(name: str, **options: Any) -> str | Model:
-    """The model of a function's module; another name as it is."""
+    """The traced model of `package.module:factory`; any other text unchanged."""
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
         return name
     try:
@@ -382,7 +402,7 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
         click.echo(str(result))
 
 
-@commands.command("search", cls=PlanCommand)
+@commands.command("search", cls=PlanCommand, option=_search_option)
 @click.argument("model")
 @implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
@@ -410,11 +430,12 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
 def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
     """The best plans of a cluster, of all there are.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Fields of a plan that
-    are left out take every value that makes a difference.
+    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Flags of a plan take one
+    value or several, as in 1-4,8; those whose help names no default take, if left out, every value that makes
+    a difference.
     """
-    if asked["keep"] is None:
-        asked["keep"] = KEEP if as_json or as_csv else SHOWN
+    asked = {name: value for name, value in asked.items() if value is not None}
+    asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with _counting("plans") as progress:
         result = searched(model, progress=progress, **asked)
     if as_csv:
@@ -493,7 +514,7 @@ def fields_of(text: str) -> dict[str, Any]:
 
 @contextmanager
 def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
-    """Shows on stderr how many have been seen, if it is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -541,7 +562,7 @@ def _model_dict(model: Model) -> dict[str, Any]:
 
 
 def _model_row(model: Model) -> tuple[str, ...]:
-    """A model's sizes; one that its family does not have is a dash."""
+    """A model's sizes for a table; a dash where its family has none."""
     sizes = asdict(model) | {"n_layers": model.n_blocks}
     names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
     return (model.name, f"{parameter_count(model):,}", *[str(sizes.get(name, "-")) for name in names])

@@ -1,4 +1,4 @@
-"""The device that a step runs on: what the allocations of its kernels depend on."""
+"""The device that a step runs on, as far as allocations of kernels depend on it."""
 
 from typing import Final, Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Errors that name the value, the rule it breaks and a way out."""
+"""Errors that name the value, the rule that it breaks and a way out."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -19,7 +19,7 @@ class UnknownName(MemplanError):
 
 
 class Refusal(MemplanError):
-    """A plan that is refused; `kind` says why in one line without this plan's values, to count such plans."""
+    """A plan that is refused; `kind`: the reason without this plan's values, to count refusals by."""
 
     def __init__(self, text: str, *, kind: str = "") -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class PlanRefused(Refusal):
 
 
 class MissingRule(Refusal):
-    """Something that no rule gives the cost of; nothing is assumed."""
+    """Something that no rule covers; nothing is assumed about it."""
 
 
 def kind_of(error: MemplanError) -> str:

@@ -71,7 +71,7 @@ class StageEstimate:
 
     @property
     def rank(self) -> Rank:
-        """Its place on the mesh."""
+        """The rank's coordinates on the mesh."""
         return self.record.rank
 
     @property
@@ -176,7 +176,7 @@ class StageEstimate:
 
     @property
     def when(self) -> str:
-        """In which stretch of the step the worst instant is."""
+        """The stretch of the step that the worst instant is in."""
         return self._at_peak[1]
 
     @cached_property
@@ -201,7 +201,7 @@ class StageEstimate:
 
     @property
     def work(self) -> RankWork:
-        """What a step computes and sends, for a time model."""
+        """The rank's work in a step, for a time model."""
         return RankWork(
             forward_flops=self.flops,
             recomputed_flops=self.recomputed_flops,
@@ -212,7 +212,7 @@ class StageEstimate:
 
     @property
     def sent_bytes(self) -> int:
-        """What the rank sends to others in a step, without copies to and from its host."""
+        """Bytes that the rank sends to other ranks in a step."""
         return sum(c.wire_bytes for c in self.collectives if c.axis != "host")
 
     @property
@@ -238,7 +238,7 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
-    """What a plan asks of each GPU; of the ranks of a pipeline stage the one that holds most is shown.
+    """What a plan takes of each GPU; each pipeline stage is shown by the rank that holds most.
 
     Attributes:
         device: whose kernels' rules apply.
@@ -364,8 +364,8 @@ class Estimate:
     def over_bytes(self) -> int | None:
         """Bytes of the worst stage's tensors beyond what is usable beside CUDA's context; None: no limit.
 
-        If it is more than 0 the plan does not fit, and no replay is needed to say so: the allocator holds at
-        least what it is asked for.
+        If it is more than 0 the plan does not fit. No replay is needed to say so: the bytes reserved are at
+        least those of the tensors.
         """
         usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
         if usable is None or self.engine.is_accounting:
@@ -380,7 +380,7 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be known of the plan that no figure says."""
+        """Sentences about the plan that no figure says."""
         return tuple(notes_of(self.model, self.plan))
 
     @property
@@ -516,7 +516,7 @@ class Estimate:
 
 
 def notes_of(model: Model, plan: Plan) -> Iterator[str]:
-    """What else should be known of a plan, in sentences."""
+    """Sentences about a plan that no figure says."""
     if plan.seq_len > model.max_seq_len:
         yield (
             f"seq_len={plan.seq_len} is longer than {model.name}'s context of {model.max_seq_len} tokens "

@@ -1,4 +1,4 @@
-"""What a field of a plan takes: its values, what people are told of it, its word in the name of a case.
+"""Descriptions of a plan's fields: their values, their texts for people, their words in names of cases.
 
 `memplan.plan.Plan` describes each of its fields once, with one of these values. The checks of a plan, the
 flags of the command line, the columns of a search and the names of cases are read from there.
@@ -15,7 +15,7 @@ from memplan.errors import InvalidValue, shown_value
 from memplan.registry import Registry
 
 FLAG_WORDS = {"": True, "true": True, "yes": True, "false": False, "no": False}
-"""How a flag is written as a value."""
+"""The words for a flag's values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,10 @@ class Field(ABC):
     """A field of a plan.
 
     Attributes:
-        text: what it says, for people.
-        left_out: what is taken where it is left out, for people; empty: its default, which is shown.
-        optional: whether None, which stands for `left_out`, is a value.
-        varied: whether a search tries all its values.
-        word: how the name of a case says it where it is not the default; empty: not by its value alone.
+        text: what the field means, for people. left_out: the value if the field is left out, in words; empty:
+        its default is shown. optional: whether None is a value, which means `left_out`. varied: whether a
+        search tries all its values. word: the field in the name of a case, if it is not the default; empty:
+        the name needs more than its value.
     """
 
     text: str
@@ -38,7 +37,7 @@ class Field(ABC):
 
     @property
     def help(self) -> str:
-        """The text with what is taken if the field is left out."""
+        """The text, and the value if the field is left out."""
         return f"{self.text}; left out: {self.left_out}." if self.left_out else f"{self.text}."
 
     def checked(self, name: str, value: object) -> Any:
@@ -54,7 +53,7 @@ class Field(ABC):
         """`checked` of a value that is not left out."""
 
     def parsed(self, text: str) -> Any:
-        """What a text stands for; the text itself where it stands for nothing, which is then refused."""
+        """The value that a text means; the text itself if it means none, to be refused by `checked`."""
         return text
 
 
@@ -76,7 +75,7 @@ class Count(Field):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts(Field):
-    """Several whole numbers, 0 too."""
+    """Several whole numbers, each at least 0."""
 
     def _checked(self, name: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -134,7 +133,7 @@ class Registered(Field):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names, other packages' too."""
+        """The names, those of other packages included."""
         return self.registry.names()
 
     def _checked(self, name: str, value: object) -> str:
@@ -144,7 +143,7 @@ class Registered(Field):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name(Field):
-    """A name that is looked up later; of what is no text the representation is looked up, and not found."""
+    """A name that is looked up later; a value that is no text becomes its `repr`, which no table has."""
 
     def _checked(self, name: str, value: object) -> str:
         return value if isinstance(value, str) else shown_value(value)
@@ -161,7 +160,7 @@ def described_fields(kind: Any) -> dict[str, Field]:
 
 
 def count_or_text(value: object) -> int | str:
-    """A count, or what was written in its place, which memplan then refuses in its own words.
+    """A text as an integer; the text itself if it is none, to be refused with memplan's own error.
 
     >>> count_or_text("8"), count_or_text("8.5")
     (8, '8.5')
@@ -171,7 +170,7 @@ def count_or_text(value: object) -> int | str:
 
 
 def number_or_text(text: str) -> float | str:
-    """A number, or what was written in its place.
+    """A text as a number; the text itself if it is none.
 
     >>> number_or_text("0.5"), number_or_text("half")
     (0.5, 'half')

@@ -1,6 +1,6 @@
 """Tables of the package, and files from outside.
 
-Of these only regular ones of a sensible length are read, and a pipe is never waited for.
+Only regular files of a sensible length are read; a pipe is never waited for.
 """
 
 import os
@@ -26,7 +26,7 @@ def shown_path(path: str | os.PathLike[str], most: int = 120) -> str:
 
 
 def file_bytes(file: Path, *, most_bytes: int, what: str, smaller: str = "give another file") -> bytes:
-    """All of a file; `what` it should be, as "config.json", names the way out; `smaller` if it is too large.
+    """The content of a file; `what` it should be and a `smaller` way out are for the errors' texts.
 
     Raises:
         InvalidValue: no such file, no regular file, one that cannot be read, or one that is larger.
@@ -63,7 +63,7 @@ def file_text(file: Path, *, most_bytes: int, what: str) -> str:
 
 
 def of_file(file: str | os.PathLike[str], error: MemplanError) -> MemplanError:
-    """An error that says which file it is about."""
+    """The error with the file's path in its text."""
     return type(error)(f"{shown_path(file)}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Bytes that CUDA kernels allocate beside their operands: they follow from the shapes and the GPU alone.
+"""Scratch bytes of CUDA kernels beside their operands and results, which follow from shapes and the GPU.
 
 Read from the kernels' sources, and confirmed by PyTorch 2.13's CUDA build without a GPU (`validate.nogpu`).
 """
@@ -15,17 +15,17 @@ ALIGNED_BYTES: Final = 256
 """CUB aligns each of its arrays to this."""
 
 SORTED_IDS: Final = 3072
-"""The most token ids of which an embedding's gradient is summed without sorting them."""
+"""Up to this many token ids an embedding's gradient is summed without sorting them."""
 
 ROWS_PER_THREAD: Final = 10
-"""How many rows of the same id one thread sums (`NROWS_PER_THREAD`)."""
+"""Rows of one id that one thread sums (`NROWS_PER_THREAD`)."""
 
 MANY_ROWS: Final = 65536
-"""The most rows of which a norm's weight gradients are summed in one step."""
+"""Up to this many rows a norm's weight gradients are summed in one step."""
 
 
 class ReductionScratch(NamedTuple):
-    """What a sum over one dim allocates: partial sums, and a counter for each group of blocks."""
+    """The scratch of a sum over one dim: partial sums, and a counter for each group of blocks."""
 
     sums_bytes: int
     counters_bytes: int
@@ -34,7 +34,7 @@ class ReductionScratch(NamedTuple):
 def reduction_scratch(
     device: Device, n_outputs: int, n_inputs: int, *, along_rows: bool = True
 ) -> ReductionScratch | None:
-    """What a kernel allocates to sum `n_inputs` numbers for each of `n_outputs`; None if nothing.
+    """The scratch of a kernel that sums `n_inputs` numbers for each of `n_outputs`; None if it needs none.
 
     It is needed where several blocks share an output. `along_rows`: the outputs lie next to each other in
     memory, as for a bias gradient, where the inputs of one output are a row apart; otherwise the inputs do.
@@ -127,7 +127,7 @@ def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_hea
 
 
 class SortScratch(NamedTuple):
-    """Bytes that CUB allocates to sort token ids, to find the different ones, and to number their parts."""
+    """Bytes that CUB allocates to sort token ids, to find distinct ones, and to number their parts."""
 
     sort_bytes: int
     unique_bytes: int

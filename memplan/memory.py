@@ -1,4 +1,4 @@
-"""Memory as a fold over the record of a step: what is alive at its worst instant, and when that is."""
+"""Memory as a fold over the record of a step: the buffers alive at its worst instant, and when that is."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -41,12 +41,12 @@ Alive = Counter[Buffer]
 
 
 def n_bytes_of(alive: Alive) -> int:
-    """Bytes of all that is alive."""
+    """The sum of the bytes of all buffers."""
     return sum(n * buffer.n_bytes for buffer, n in alive.items())
 
 
 def bytes_by_kind(alive: Alive) -> Bytes:
-    """What is alive, by kind."""
+    """The bytes of buffers by kind."""
     sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for buffer, n in alive.items():
         sums[buffer.kind] += n * buffer.n_bytes
@@ -55,14 +55,14 @@ def bytes_by_kind(alive: Alive) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """The worst moment of one stretch of a step: `when`, the bytes held then."""
+    """The worst moment of one stretch of a step: `when` it is, and the bytes held then."""
 
     when: str
     total_bytes: int
 
 
 def instants(step: Stretch, rest_bytes: int) -> list[Instant]:
-    """The highs of a step's named stretches, in order; repeated stretches at their first and last."""
+    """The worst moment of each named stretch of a step, in order; of repeated ones the first and the last."""
     return [Instant(when=name, total_bytes=n_bytes) for name, n_bytes in _highs(step, rest_bytes, "")]
 
 
@@ -85,7 +85,7 @@ def _highs(stretch: Stretch, start: int, suffix: str) -> Iterator[tuple[str, int
 
 
 def repeat_text(i: int, stretch: Stretch) -> str:
-    """Which of a stretch's equal repetitions is meant: of a block, or of a micro-batch's passes.
+    """The repetition of a stretch in words: of a block, or of a micro-batch.
 
     >>> from memplan.record import events, repeated
     >>> repeat_text(1, repeated(events("block", ()), 7))
@@ -95,7 +95,7 @@ def repeat_text(i: int, stretch: Stretch) -> str:
 
 
 def alive_at_high(stretch: Stretch, alive: Alive) -> str:
-    """Add to `alive` what is alive at the stretch's high, relative to its start; the name of that instant."""
+    """Add the buffers alive at a stretch's worst instant, relative to its start; that instant's name."""
     if stretch.repeats > 1:
         part = stretch.parts[0]
         if part.net_bytes > 0:
@@ -126,7 +126,7 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
 
 
 def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
-    """Add to `alive` what a stretch leaves when it is there `times` times; what it frees is taken away."""
+    """Add the buffers that `times` repetitions of a stretch leave, less the older ones that they free."""
     for buffer, n in stretch.left:
         alive[buffer] += n * times
     for part in stretch.parts:

@@ -1,7 +1,6 @@
-"""The order in which a rank of a pipeline runs its passes: compressed, so that its length does not grow.
+"""The order in which a pipeline rank runs its passes, as nested loops whose length does not grow.
 
-Micro-batches are taken in turn, each pass of a stage the next one of its kind, so that an action need not
-name its micro-batch.
+An action need not name its micro-batch: each kind of pass of a stage takes the micro-batches in turn.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,37 +19,36 @@ ActionKind = Literal[
     "reshard",
     "reduce",
 ]
-"""A backward pass is whole, or in parts: the input's gradient first, the gradients of the weights later.
+"""A backward pass is whole, or split into the input's gradient and, later, those of the weights.
 
-In a stage's last one DDP reduces. What comes after are FSDP2's: to gather a stage's weights, to free them, to
-reduce its gradients.
+DDP reduces in `last-backward`. `unshard`, `reshard` and `reduce` are FSDP2's, for all weights of a stage.
 """
 
 Stages = tuple[int, ...]
-"""Numbers of a rank's stages, or a number of each."""
+"""Indices of a rank's stages, or one number for each of them."""
 
 
 class Action(NamedTuple):
-    """What is done to the `local`-th of the rank's stages, a pass of one micro-batch say."""
+    """An action on the `local`-th of the rank's stages, such as a pass of one micro-batch."""
 
     kind: ActionKind
     local: int
 
 
 class Loop(NamedTuple):
-    """Actions and loops of actions in order, all of it `times` over."""
+    """Actions and loops in order, repeated `times` times."""
 
     parts: "tuple[Action | Loop, ...]"
     times: int = 1
 
     @property
     def once(self) -> bool:
-        """Whether it is there a single time."""
+        """Whether it is repeated only once."""
         return self.times == 1
 
 
 def loop_of(parts: "Iterable[Action | Loop]") -> Loop:
-    """Parts in order; a loop that is there once is replaced by its own parts.
+    """A loop of these parts in order; a part that is repeated once is replaced by its own parts.
 
     >>> twice = Loop(listed("F0"), 2)
     >>> loop_of([Loop(listed("F0 B0")), twice]) == Loop((*listed("F0 B0"), twice))
@@ -94,7 +92,7 @@ def actions(loop: Loop) -> Iterator[Action]:
 
 
 def in_rows(loop: Loop) -> Iterator[tuple[Action, int]]:
-    """Every action of a loop in order, and how often in a row where that is known.
+    """Every action of a loop in order, with the number of times in a row where a loop says it.
 
     >>> [(action.kind, n) for action, n in in_rows(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 1))))]
     [('forward', 3), ('backward', 1), ('forward', 1)]
@@ -112,7 +110,7 @@ def in_rows(loop: Loop) -> Iterator[tuple[Action, int]]:
 
 
 def counts(loop: Loop) -> dict[Action, int]:
-    """How often each action occurs."""
+    """The occurrences of each action."""
     found: dict[Action, int] = {}
     for part in loop.parts:
         if isinstance(part, Action):
@@ -126,9 +124,10 @@ def counts(loop: Loop) -> dict[Action, int]:
 
 
 def under_way(order: Loop, n_stages: int, m: int) -> tuple[Stages, Stages | None]:
-    """Micro-batches that are to have a backward pass: before the first one, and when all stages have had one.
+    """Micro-batches in flight by stage: before the first backward pass, and once every stage has had one.
 
-    By stage. The latter is just before the next one; None if one so far is in parts, or a stage's last of m.
+    The latter is just before the next backward pass; None if a pass so far was split, or was a stage's last
+    of m.
 
     >>> under_way(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 5), Loop(listed("B0"), 3))), 1, 8)
     ((3,), (3,))
@@ -152,9 +151,9 @@ def under_way(order: Loop, n_stages: int, m: int) -> tuple[Stages, Stages | None
 
 
 def in_flight(loop: Loop, local: int) -> int:
-    """The most micro-batches whose forward pass through a stage is kept for a backward pass still to come.
+    """The most micro-batches in flight on a stage.
 
-    A micro-batch is kept until the last part of its backward pass.
+    A micro-batch is in flight from its forward pass to the last part of its backward pass.
 
     >>> in_flight(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 5), Loop(listed("B0"), 3))), 0)
     3
@@ -163,7 +162,7 @@ def in_flight(loop: Loop, local: int) -> int:
 
 
 def _held(loop: Loop | Action, local: int) -> tuple[int, int]:
-    """What a loop adds to the micro-batches kept, and the most it has kept."""
+    """What a loop adds to the micro-batches in flight, and the most that are in flight within it."""
     if isinstance(loop, Action):
         if loop.local == local and loop.kind == "forward":
             return 1, 1

@@ -1,4 +1,4 @@
-"""How a tensor is laid out along an axis of the mesh, in DTensor's words, and what a change of it sends.
+"""Placements of tensors along axes of the mesh, as DTensor's, and the collectives that change them.
 
 Source: `torch.distributed.tensor.placement_types`.
 """
@@ -13,7 +13,7 @@ from memplan.errors import MissingRule
 @final
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Each rank has an equal part along a dim."""
+    """Each rank has an equal chunk along a dim."""
 
     dim: int
 
@@ -21,23 +21,23 @@ class Shard:
 @final
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Each rank has all of it."""
+    """Each rank has the whole tensor."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each rank has a part of the sum."""
+    """Each rank has a term of the sum."""
 
 
 Placement = Shard | Replicate | Partial
 
 Placements = Mapping[str, Placement]
-"""By mesh axis. A plain tensor, of which no rank knows what others have, has none."""
+"""The placement by mesh axis; empty for a plain tensor, which is no DTensor."""
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """What one rank of a mesh with these sizes has of a tensor whose axes divide it evenly.
+    """The local shape of a tensor on a mesh of these sizes, which divide it evenly.
 
     >>> local_shape((8, 6), {"tp": Shard(0)}, {"tp": 4}), local_shape((8, 6), {"tp": Partial()}, {"tp": 4})
     ((2, 6), (8, 6))
@@ -52,7 +52,7 @@ def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[st
 def collective_of(
     source: Placement, target: Placement
 ) -> Literal["all_reduce", "reduce_scatter", "all_gather"] | None:
-    """The collective that changes a layout; None where each rank has what it needs.
+    """The collective that changes one placement to another; None if the change is local.
 
     Source: `torch.distributed.tensor._redistribute:redistribute_local_tensor`.
 

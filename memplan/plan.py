@@ -1,4 +1,4 @@
-"""Plans: what can be asked of a cluster, and what is refused."""
+"""Plans: the ways of dividing a training job over a cluster, and the checks of a plan's values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ Recompute = Literal["none", "selective", "full"]
 
 OPTIMIZERS: Final[tuple[str, ...]] = get_args(Optimizer)
 N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
-"""What each optimizer keeps for every weight."""
+"""The tensors that each optimizer keeps per weight."""
 RECOMPUTES: Final[tuple[str, ...]] = get_args(Recompute)
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
 """The axes of the mesh, outermost first."""
 
 MOST_MICRO_BATCHES: Final = 2**23
-"""More micro-batches than that in a step are a mistake, not a plan."""
+"""The most micro-batches of a step; more are taken for a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class Plan:
 
     Mesh axes, outermost first: `pp` ranks of a pipeline, `dp_replicate` replicas of `dp` data-parallel ranks
     (HSDP), `tp` tensor shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer
-    state, 2 gradients too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens,
-    each replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica. Each
-    field says in its `text` what it is.
+    state, 2 gradients too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens, each
+    replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica. Each field's
+    `text` describes it.
 
     Attributes:
         recompute: what of a block is computed again in backward: "none"; "full": all, from the block's input;
@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def n_replicas(self) -> int:
-        """Parts of the global batch that are trained on at the same time: dp_replicate x dp."""
+        """Data-parallel ranks that the global batch is divided over: dp_replicate x dp."""
         return self.dp_replicate * self.dp
 
     @property
@@ -196,7 +196,7 @@ class Plan:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are computed with in another type than they are stored in."""
+        """Whether weights are stored in another type than the one that is computed in."""
         return self.formats.stored != self.formats.compute
 
     @property
@@ -206,12 +206,12 @@ class Plan:
 
     @property
     def pipeline_schedule(self) -> Schedule:
-        """The schedule of its name."""
+        """The pipeline schedule that its `schedule` names."""
         return SCHEDULES.named(self.schedule)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward passes are taken apart: a pipeline's, by its schedule."""
+        """Whether the schedule splits backward passes."""
         return self.pp > 1 and self.pipeline_schedule.splits_backward
 
     @property
@@ -229,7 +229,7 @@ class Plan:
         return self.global_batch // (self.n_replicas * self.micro_batch)
 
     def place(self, rank: int) -> Rank:
-        """Where `rank` sits on the mesh, the tensor axis running fastest.
+        """The coordinates of `rank` on the mesh; the tensor axis is the innermost.
 
         >>> Plan(dp=2, tp=2, global_batch=2).place(3)
         Rank(pp=0, dp_replicate=0, dp=1, tp=1)
@@ -251,7 +251,7 @@ class Plan:
 
 
 FIELDS: Final[dict[str, Field]] = described_fields(Plan)
-"""What each field of a plan takes: the one table of them."""
+"""The description of each field of a plan: the one table of them."""
 
 
 def _check_world(plan: Plan) -> None:
@@ -300,7 +300,7 @@ def _check_replicas(plan: Plan) -> None:
 
 
 def _check_options(plan: Plan) -> None:
-    """Options that say more of something which the plan does not have."""
+    """Raise for options of a feature that the plan does not use."""
     if plan.recompute_blocks is not None and plan.recompute == "none":
         raise PlanRefused(
             f"recompute_blocks={plan.recompute_blocks} says which blocks to recompute, but recompute='none'; "
@@ -322,13 +322,13 @@ PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
     _check_replicas,
     _check_options,
 )
-"""What no plan may contradict, in the order in which it is asked."""
+"""The checks of every plan, in order."""
 
 
 def stage_layers(n_layers: int, plan: Plan, stage: int) -> range:
-    """The blocks of one pipeline stage: those of `layers_per_stage`, or as even as possible.
+    """The blocks of one pipeline stage: by `layers_per_stage`, or divided as evenly as possible.
 
-    Where that is not even the first stages take one more.
+    If they do not divide evenly, the first stages have one more.
 
     >>> [stage_layers(7, Plan(pp=3), stage) for stage in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]

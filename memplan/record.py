@@ -1,4 +1,4 @@
-"""The record of one rank's step: what an engine leaves when it has played one, and all that others read.
+"""The record of one rank's step: an engine's only output, and the only input of everything above engines.
 
 A record is events in order: `Alloc` and `Free`, `Compute`, `Collective`. They are grouped into stretches with
 a name, and a loop is one stretch with a count: a step of thousands of equal blocks and micro-batches is a
@@ -25,13 +25,13 @@ from typing import ClassVar, Literal, NamedTuple
 from memplan.shapes import Buffer, DType, Parameter, Shape
 
 Phase = Literal["forward", "backward", "recompute"]
-"""What computes: a forward pass, a backward pass, or a forward pass run again within a backward pass."""
+"""When something is computed: in a forward pass, a backward pass, or a recomputation."""
 
 PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
-"""What a stage does with a micro-batch; schedules may divide the backward pass."""
+"""A stage's pass of a micro-batch; schedules may split the backward pass."""
 
 Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
-"""Over which ranks a collective goes: an axis of the mesh, all ranks, or to and from the rank's own host."""
+"""The ranks of a collective: an axis of the mesh, all ranks, or the rank and its host."""
 
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "copy"
@@ -39,7 +39,7 @@ CollectiveKind = Literal[
 
 
 Overlap = Literal["nothing", "backward", "compute"]
-"""What a collective may run beside: nothing, its own backward pass, or any computation of the step."""
+"""What a collective may overlap with: nothing, its own backward pass, or any computation of the step."""
 
 
 class Alloc(NamedTuple):
@@ -65,7 +65,7 @@ class Free(NamedTuple):
 
 
 class AccumulateGrad(NamedTuple):
-    """A buffer has become the gradient of a parameter; the engine keeps it, or adds it to an older one."""
+    """A mark: this buffer is now a parameter's gradient, which the engine keeps or adds to an older one."""
 
     buffer: Buffer
     parameter: Parameter
@@ -77,9 +77,9 @@ class AccumulateGrad(NamedTuple):
 
 
 class AddToIncoming(NamedTuple):
-    """A gradient has been added to the one that came from the block above.
+    """A mark: a gradient is added to the one that came from the next block.
 
-    In place within a stage; where another rank has sent that one, the sum takes a new tensor: this buffer.
+    In place within a stage; if that one was received from another rank, the sum is a new tensor: this buffer.
     """
 
     buffer: Buffer
@@ -92,7 +92,7 @@ class AddToIncoming(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
-    """A matrix product or an attention: its FLOPs, its result's shape and type; it equals only itself."""
+    """A matrix product or an attention: its FLOPs, its result's shape and type. It equals only itself."""
 
     phase: Phase
     flops: int
@@ -103,7 +103,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collective:
-    """Equal collectives one after the other, `calls` of them; it equals only itself.
+    """`calls` equal collectives in a row; it equals only itself.
 
     `payload_bytes` is the operand of each call as the framework passes it: the full tensor of an all-gather
     or a reduce-scatter. `what` is for people.
@@ -119,7 +119,7 @@ class Collective:
 
 
 class Pass(NamedTuple):
-    """A pass of a micro-batch through a stage; whether a backward pass `reduces` gradients as it computes."""
+    """A pass of a micro-batch through a stage; `reduces`: it reduces gradients as it computes them."""
 
     part: PassPart
     reduces: bool
@@ -128,15 +128,15 @@ class Pass(NamedTuple):
 Event = Alloc | Free | AccumulateGrad | AddToIncoming | Compute | Collective
 
 Counts = Mapping[Compute | Collective | Pass, int]
-"""How often each occurs."""
+"""Occurrences of each computation, collective and pass."""
 
 
 class Stretch:
     """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
 
-    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `micro_batch`: it is what a
-    stage (its place on the rank) does with its next micro-batch, in one part of its work; `has_passes`: it is
-    that, or has such parts. Never changed.
+    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `micro_batch`: the stretch
+    is a pass (or a part of one) of the rank's stage of this index, over its next micro-batch; `has_passes`:
+    it is one, or contains one. Never changed.
     """
 
     __slots__ = (
@@ -184,7 +184,7 @@ class Stretch:
 
     @property
     def left(self) -> tuple[tuple[Buffer, int], ...]:
-        """Buffers of which its own events leave one or more; fewer than none where they free older ones."""
+        """The net number of each buffer that its own events leave; negative where they free older ones."""
         if self._left is None:
             found: dict[Buffer, int] = {}
             for event in changes(self.events):
@@ -194,7 +194,7 @@ class Stretch:
 
     @property
     def counts(self) -> Counts:
-        """How often it computes, sends and passes what, all repetitions together."""
+        """Occurrences of each computation, collective and pass in all repetitions."""
         if self._counts is None:
             self._counts = _counts(self)
         return self._counts
@@ -223,7 +223,7 @@ def _count_passes(
     times: dict[Stretch, int],
     found: dict[Compute | Collective | Pass, int],
 ) -> None:
-    """Add what a stretch with passes has `n` times over: its passes, and the parts to be looked into."""
+    """Add n times the passes of a stretch that has some, and the parts that are still to be counted."""
     for part in stretch.parts:
         if part.has_passes:
             _count_passes(part, n * stretch.repeats, times, found)
@@ -252,7 +252,7 @@ def frees(*buffers: Buffer) -> tuple[Event, ...]:
 
 
 def events(name: str, sequence: Iterable[Event]) -> Stretch:
-    """A stretch of single events; the marks for the engine among them are left out.
+    """A stretch of events, without the engine's marks among them.
 
     >>> from memplan.shapes import FP32
     >>> a, b = (Buffer(n, (1,), FP32, size, "temporaries") for n, size in (("a", 30), ("b", 12)))
@@ -283,7 +283,7 @@ def chain(name: str, *parts: Stretch) -> Stretch:
 
 
 def passed(stage: int, part: PassPart, *parts: Stretch) -> Stretch:
-    """What a stage does with its next micro-batch."""
+    """A stretch marked as a stage's pass of its next micro-batch."""
     live, high = _marks(parts)
     return Stretch(part, (), parts, 1, live, high, (stage, part))
 
@@ -298,7 +298,7 @@ def _marks(parts: Iterable[Stretch]) -> tuple[int, int]:
 
 
 def repeated(part: Stretch, n: int) -> Stretch:
-    """A stretch n times over; nothing if n is 0."""
+    """A stretch repeated n times; an empty one if n is 0."""
     net, high = part.net_bytes, part.high_bytes
     if n <= 0:
         return Stretch(part.name, (), (), 0, 0, 0)

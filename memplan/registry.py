@@ -1,4 +1,4 @@
-"""Registries: values of one kind by their names, memplan's own and what other packages add.
+"""Registries: values of one kind by name, memplan's own and those of other packages.
 
 Another package adds a value by an entry point of the registry's group, and it is known wherever names are:
 
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
     """Values of one kind by name.
 
     Attributes:
-        what: what a value is, in one word; the entry points' group is `memplan.` and its plural.
+        what: the word for a value; the entry points' group is `memplan.` and the word's plural.
         kind: the type of the values.
         own: memplan's own: the value, or the module and the name of one that is imported when it is used.
     """
@@ -54,7 +54,7 @@ class Registry(Generic[T]):
         return found if isinstance(found, self.kind) else loaded(self, name)
 
     def checked_name(self, name: object) -> str:
-        """A name that is known, without importing its value.
+        """The name itself if it is known; its value is not imported.
 
         Raises:
             UnknownName: with the names that are known.
@@ -74,7 +74,7 @@ def installed(group: str) -> "dict[str, EntryPoint]":
 
 @cache
 def loaded(registry: Registry[T], name: str) -> T:
-    """The value of a name that is not at hand."""
+    """The value of a name that must be imported."""
     own = registry.own.get(registry.checked_name(name))
     if isinstance(own, str):
         module, _, attribute = own.partition(":")

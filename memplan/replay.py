@@ -19,7 +19,6 @@ from memplan.allocator import (
     AllocatorConfig,
     CachingAllocator,
     OutOfMemory,
-    PackedBlock,
     Places,
     Pool,
     rounded_bytes,
@@ -326,9 +325,10 @@ OUTSIDE: Final[MicroBatch] = (-1, 0, 0)
 
 
 _Operation = tuple[Pool, int, int, Buffer | None]
-"""A pool; the bytes of an allocation, or 0 for a free; the index of the block; the buffer.
+"""A pool; the bytes of an allocation, or less than 0 those of a free; an index; the buffer.
 
-A block that is allocated and freed within one stretch is known by its index, and the buffer is None.
+A block that is allocated and freed within one stretch is known by the index of its allocation, and the buffer
+is None.
 """
 
 
@@ -340,7 +340,7 @@ class _Replay:
     ) -> None:
         self.program, self.patience = program, patience
         self.allocator = allocator
-        self.held: dict[Buffer, dict[MicroBatch, list[PackedBlock]]] = {}
+        self.held: dict[Buffer, dict[MicroBatch, list[int]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
         self.current = OUTSIDE
         self.beside: dict[Buffer, list[tuple[frozenset[Buffer], Buffer]]] = {}
@@ -493,9 +493,9 @@ class _Replay:
             elif own.get(buffer) and buffer not in self.program.oldest_first and buffer not in self.beside:
                 place = own[buffer].pop()
                 found[place] = pool, n_bytes, place, None
-                found.append((pool, 0, place, None))
+                found.append((pool, -n_bytes, place, None))
             else:
-                found.append((pool, 0, 0, buffer))
+                found.append((pool, -n_bytes, 0, buffer))
         return found
 
     def _request(self, buffer: Buffer) -> tuple[Pool, int]:
@@ -508,33 +508,33 @@ class _Replay:
 
     def _play(self, operations: Sequence[_Operation]) -> None:
         allocate, release = self.allocator.allocate, self.allocator.release
-        blocks: list[PackedBlock] = [0] * len(operations)
+        own: list[int] = [0] * len(operations)
         for pool, n_bytes, place, buffer in operations:
-            if buffer is not None:
-                if n_bytes:
-                    self._hold(buffer, allocate(pool, n_bytes))
+            if buffer is None:
+                if n_bytes > 0:
+                    own[place] = allocate(pool, n_bytes)
                 else:
-                    self._free(buffer)
-                    if buffer in self.program.handed_over:
-                        self._hand_over(buffer)
-            elif n_bytes:
-                blocks[place] = allocate(pool, n_bytes)
+                    release(pool, own[place], -n_bytes)
+            elif n_bytes > 0:
+                self._hold(buffer, allocate(pool, n_bytes))
             else:
-                release(pool, blocks[place])
+                self._free(buffer)
+                if buffer in self.program.handed_over:
+                    self._hand_over(buffer)
 
     def _allocate(self, buffer: Buffer) -> None:
         if buffer.n_bytes:
             self._hold(buffer, self.allocator.allocate(*self._request(buffer)))
 
-    def _hold(self, buffer: Buffer, block: PackedBlock) -> None:
+    def _hold(self, buffer: Buffer, address: int) -> None:
         """Keep a block for the current micro-batch; the first of a group allocates the buffer beside it."""
-        held = self.held.get(buffer)
+        held, current = self.held.get(buffer), self.current
         if held is None:
-            self.held[buffer] = {self.current: [block]}
-        elif self.current in held:
-            held[self.current].append(block)
+            self.held[buffer] = {current: [address]}
+        elif current in held:
+            held[current].append(address)
         else:
-            held[self.current] = [block]
+            held[current] = [address]
         if buffer in self.beside:
             for group in list(self.beside[buffer]):
                 for other in group[0]:
@@ -551,8 +551,6 @@ class _Replay:
         what the forward pass has made it frees the oldest, of what the first part has made, which went the
         other way, the newest.
         """
-        if not buffer.n_bytes:
-            return
         if buffer not in self.held and self.not_yet[buffer]:
             self.not_yet[buffer] -= 1
             return
@@ -564,20 +562,22 @@ class _Replay:
             earlier = [made for part in range(split - 1, -1, -1) if (made := (stage, n, part)) in held]
             current = earlier[0] if earlier else next(reversed(held))
             newest = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
-        self.allocator.release(self.requests[buffer][0], self._taken(buffer, current, newest))
+        pool, n_bytes = self.requests[buffer]
+        self.allocator.release(pool, self._taken(buffer, current, newest), n_bytes)
 
     def _hand_over(self, buffer: Buffer) -> None:
-        """Put what another stage of the rank has made in the place of a buffer that a pass has freed."""
+        """Replace a freed receive buffer by the tensor that another stage of the rank has made for it."""
         block = self._taken(self.program.handed_over[buffer], self.current)
         self.handed_over[buffer] += 1
         self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)
 
-    def _taken(self, buffer: Buffer, of: MicroBatch, i: int = -1) -> PackedBlock:
+    def _taken(self, buffer: Buffer, of: MicroBatch, i: int = -1) -> int:
         """The i-th block of a buffer and micro-batch, which is no longer held."""
         held = self.held[buffer]
-        block = held[of].pop(i)
-        if not held[of]:
+        blocks = held[of]
+        address = blocks.pop(i)
+        if not blocks:
             del held[of]
             if not held:
                 del self.held[buffer]
-        return block
+        return address

@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: the order in which each rank runs its passes, and what follows from it.
+"""Pipeline schedules as values: the order in which each rank runs its passes, its bubble, its requirements.
 
 `SCHEDULES` has memplan's own. Another package adds one by an entry point of the group `memplan.schedules`
 (see `memplan.registry`), and it is planned, searched and asked for by its name like these.
@@ -20,12 +20,12 @@ from memplan.orders import Action, Loop, Stages, actions, listed, loop_of, under
 from memplan.registry import Registry
 
 Order = Callable[[int, int, int, int], Loop]
-"""What a rank runs in a step: of pp ranks, which one, the stages of each, the micro-batches."""
+"""The order of a rank's step, from (pp, rank, stages per rank, micro-batches)."""
 
 Bubble = Callable[[Any, Any, Any], Any]
-"""What a rank waits in a step, of pp ranks, the stages of each, the micro-batches: numbers or arrays.
+"""A rank's waiting time in a step, from (pp, stages per rank, micro-batches): numbers or arrays.
 
-In thirds of what a micro-batch takes of a stage: a forward pass, each half of a backward pass.
+The unit is a third of a micro-batch's time on a stage: a forward pass, or either half of a backward pass.
 """
 
 MicroBatches = Callable[[int, int, int], tuple[int, str]]
@@ -63,11 +63,11 @@ class Schedule:
 
     @property
     def stages_per_rank(self) -> int | None:
-        """The only number of stages that each rank can have; None: any."""
+        """The number of stages that each rank must have; None: any."""
         return 1 if self.single_stage else 2 if self.placement == "v" else None
 
     def bubble_fraction(self, pp: Any, virtual_stages: Any, n_micro_batches: Any) -> Any:
-        """What a rank waits in a step, in units of what it works: numbers or arrays.
+        """A rank's waiting time in a step as a fraction of its busy time: numbers or arrays.
 
         Assumes: all stages are alike; a forward pass takes as long as either half of a backward pass, which
         matters where it is split.
@@ -128,7 +128,7 @@ def _looped_bfs(pp: int, rank: int, v: int, m: int) -> Loop:
 def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Loop:
     """Micro-batches go in rounds through each of the rank's stages, forward and backward in turn.
 
-    With backward passes split, weights wait `rank` turns for theirs.
+    Where backward passes are split, weights' gradients follow `rank` turns later.
 
     Source: `_get_1f1b_rank_ops`, `_get_warmup_ops`.
     """
@@ -168,7 +168,7 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Loop:
 
 
 class _Rounds(NamedTuple):
-    """Turns of a schedule that goes `per_round` times to each of a rank's stages; they recur by `period`."""
+    """Turns of a schedule that runs each stage of a rank `per_round` times in a row; `period`: of a cycle."""
 
     per_round: int
     period: int
@@ -176,9 +176,9 @@ class _Rounds(NamedTuple):
     def __call__(
         self, at: Callable[[int], tuple[Action, ...]], start: int, stop: int, *changes: int
     ) -> Iterator[Loop]:
-        """The turns from start to stop; equal ones that follow each other as one.
+        """The turns from start to stop, equal ones in a row as a loop.
 
-        They differ from those before only `per_round` after one of the `changes`, and as often after that.
+        Turns change only at one of the `changes`, and every `per_round` turns after it.
         """
         whole, left = divmod(stop - start, self.period)
         first = start % self.period
@@ -206,9 +206,9 @@ class _Rounds(NamedTuple):
 
 
 def _zbv(pp: int, rank: int, v: int, m: int) -> Loop:
-    """Down the ranks with the first stage and back up with the second; weights as soon as possible.
+    """Down the ranks with the first stage and back up with the second; weight gradients come early.
 
-    The order is that of at least 2 pp - 1 micro-batches, less those that there are not.
+    The order is made for at least 2 pp - 1 micro-batches; actions of missing ones are left out.
 
     Source: `ScheduleZBVZeroBubble`.
     """
@@ -240,7 +240,7 @@ def _first(m: int, loop: Loop) -> Iterator[Action]:
 
 
 def _dualpipe_v(pp: int, rank: int, v: int, m: int) -> Loop:
-    """Forward passes of one stage beside backward passes of the other; at the ends weights wait.
+    """Forward passes of one stage alternate with backward passes of the other.
 
     Source: `ScheduleDualPipeV`.
     """
@@ -291,7 +291,7 @@ def _all_start_late(p: Any, v: Any, m: Any) -> Any:
 
 
 def _interleaved_bubble(p: Any, v: Any, m: Any) -> Any:
-    """As with one stage on each rank, of passes that take 1 / v as long; more where m is less than p.
+    """The bubble of one stage per rank, with passes 1 / v as long; longer where m is less than p.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Lamy-Poirier 2022, arXiv:2211.05953
     (looped-bfs); with few micro-batches the order itself, run pass by pass.
@@ -300,7 +300,7 @@ def _interleaved_bubble(p: Any, v: Any, m: Any) -> Any:
 
 
 def _zero_bubble(p: Any, v: Any, m: Any) -> Any:
-    """A third of what interleaved 1F1B waits: (p-1)(F+B-W) for ZB-H1; more where m is less than p.
+    """A third of interleaved 1F1B's bubble: (p-1)(F+B-W) for ZB-H1; longer where m is less than p.
 
     Source: Qi et al. 2024, arXiv:2401.10241; with few micro-batches the order itself, run pass by pass.
     """
@@ -308,7 +308,7 @@ def _zero_bubble(p: Any, v: Any, m: Any) -> Any:
 
 
 def _zbv_bubble(p: Any, v: Any, m: Any) -> Any:
-    """Ranks only start one after the other, given enough micro-batches.
+    """With enough micro-batches ranks wait only for their first one.
 
     Source: Qi et al. 2024, arXiv:2401.10241, section 6; with few micro-batches the order, run pass by pass.
     """
@@ -316,7 +316,7 @@ def _zbv_bubble(p: Any, v: Any, m: Any) -> Any:
 
 
 def _dualpipe_v_bubble(p: Any, v: Any, m: Any) -> Any:
-    """Ranks only start one after the other.
+    """Ranks wait only for their first micro-batch.
 
     Source: DeepSeek-AI 2024, arXiv:2412.19437.
     """

@@ -44,7 +44,7 @@ def n_elements(shape: Shape) -> int:
 
 
 def check_equal(what: str, left: object, right: object) -> None:
-    """Refuse operands that differ where an operation needs equal ones.
+    """Raise for operands that differ where an operation needs equal ones.
 
     Raises:
         InvalidValue: with both values.
@@ -56,7 +56,7 @@ def check_equal(what: str, left: object, right: object) -> None:
 
 
 class Role(Enum):
-    """What a buffer is to the code; its name is for people to read."""
+    """The role of a buffer that code depends on; its name is only for people."""
 
     TENSOR = "tensor"
     RNG_STATE = "state of the random number generator"
@@ -88,11 +88,10 @@ def buffer_of(name: str, shape: Shape, dtype: DType, kind: Kind = "temporaries")
 class Parameter:
     """A weight as one rank holds it, before any data-parallel sharding.
 
-    `placements` say for each mesh axis how it is laid out: a weight that has some is a DTensor;
-    `grad_placements` say it of its gradient as the backward pass makes it. `shape`, `n_elements` and
-    `n_bytes` are of what the rank holds, `grad_shape` is of what it has of the gradient, `partial_grad` its
-    part of a gradient that is a sum over ranks, until it is summed. One that does not require a gradient is
-    frozen: it has neither gradient nor optimizer state.
+    `placements`: by mesh axis; a weight that has some is a DTensor. `grad_placements`: of its gradient as the
+    backward pass makes it. `shape`, `n_elements` and `n_bytes` are local, and so is `grad_shape`;
+    `partial_grad` is this rank's term of a gradient that is still to be summed over ranks. A parameter that
+    does not require a gradient is frozen: it has neither gradient nor optimizer state.
     """
 
     __slots__ = (
@@ -131,25 +130,25 @@ class Parameter:
         self.partial_grad = buffer_of(f"{name}.grad (partial)", self.shape, dtype, "grads")
 
     def lay_out_grad_like_weight(self) -> None:
-        """Cut what the rank has of the gradient to what it holds of the weight."""
+        """Give the gradient the weight's placements."""
         self.grad_placements, self.grad_shape = self.placements, self.shape
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether its type is the precision's to say."""
+        """Whether it is of floats, whose type the precision decides."""
         return "float" in self.dtype.name
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether PyTorch knows how it is laid out."""
+        """Whether it is a DTensor."""
         return bool(self.placements)
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks have different parts of it."""
+        """Whether it is sharded over a mesh axis."""
         return any(isinstance(placement, Shard) for placement in self.placements.values())
 
     @property
     def has_partial_grad(self) -> bool:
-        """Whether ranks have parts of its gradient's sum."""
+        """Whether its gradient is partial: each rank has a term of the sum."""
         return Partial() in self.grad_placements.values()

@@ -32,7 +32,7 @@ Count: TypeAlias = int | npt.NDArray[np.int64]
 """A whole number, or one for each of many plans."""
 
 WHOLE_BACKWARD: Final = ("backward", "backward-weight")
-"""The passes that end a micro-batch's backward pass."""
+"""The parts of passes that end a micro-batch's backward pass."""
 
 EFFICIENCY: Final = 0.5
 """The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
@@ -53,7 +53,7 @@ def added(seconds: Iterable[Quantity]) -> Quantity:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """What one rank does in a step, counted from its record.
+    """One rank's work in a step, counted from its record.
 
     Attributes:
         forward_flops, recomputed_flops: of all its micro-batches.
@@ -71,14 +71,13 @@ class RankWork:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Where the seconds of one rank's step go; the parts add up to `total_s`.
+    """The seconds of one rank's step by cause; the parts add up to `total_s`.
 
     Attributes:
-        compute_s: matrix products of the forward and backward passes.
-        recompute_s: matrix products of forward passes that are run again.
-        tp_s: traffic over the tensor axis, during which the rank computes nothing.
-        dp_s: traffic over the data axes, or between all ranks, that no computation hides.
-        pp_s: traffic to other stages of the pipeline, during which the rank computes nothing.
+        compute_s: matrix products of the forward and backward passes. recompute_s: matrix products of forward
+        passes that are run again. tp_s: traffic over the tensor axis, which nothing hides. dp_s: the part of
+        traffic over the data axes, or between all ranks, that no computation hides. pp_s: traffic to other
+        stages of the pipeline, which nothing hides.
         bubble_s: waiting while the pipeline fills and drains.
         update_s: the optimizer.
     """
@@ -151,7 +150,7 @@ def model_flops(forward_flops: Quantity) -> Quantity:
 def compute_s(flops: Quantity, peak_flops_per_s: float, efficiency: float) -> Quantity:
     """Seconds of matrix products: FLOPs / (peak dense rate x efficiency).
 
-    Neglects: norms, activations, casts and kernel launches, for which the efficiency stands.
+    Neglects: norms, activations, casts and kernel launches, which the efficiency accounts for.
 
     >>> compute_s(1e12, 1e12, 0.5)
     2.0
@@ -174,10 +173,11 @@ def forward_flops(counts: Counts) -> int:
 
 
 def recomputed_flops(counts: Counts) -> int:
-    """Forward FLOPs that a rank runs again in its backward passes.
+    """Forward FLOPs that a rank recomputes in its backward passes.
 
-    With recompute="full" a block is run again up to the last tensor that it saves, so without its last matrix
-    product; with "selective" no product is. A split backward pass runs its regions again for each weight.
+    With recompute="full" a block is recomputed up to the last tensor that it saves, so without its last
+    matrix product; with "selective" no product is. A split backward pass recomputes its regions for each
+    weight.
 
     Source: torch.utils.checkpoint:_StopRecomputationError, `memplan.tape.SplitBackward`.
     """
@@ -275,8 +275,8 @@ def exposed_s(
 def bubble_s(fraction: Quantity, others_s: Quantity) -> Quantity:
     """Seconds that a rank waits: the bubble's fraction of the other ranks' mean working time.
 
-    If all ranks work equally long, this is the fraction of its own work. A rank that works longer than the
-    others waits for their shorter first and last passes only: exact for gpipe.
+    If all ranks are busy equally long, this is the fraction of its own busy time. A rank that is busier than
+    the others waits only for their shorter first and last passes: exact for gpipe.
 
     Assumes: this rank is the slowest; a rank's virtual stages take equally long.
 
@@ -412,7 +412,7 @@ Yes: TypeAlias = npt.NDArray[np.bool_]
 
 
 def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
-    """Whether a plan sends over the links within a node, and over those between nodes.
+    """Whether a plan uses the links within a node, and the links between nodes.
 
     Here and below the plan's degrees may be arrays over plans.
     """
@@ -426,7 +426,7 @@ def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
 
 
 def _groups(plan: Plan) -> dict[Axis, tuple[Count, Count]]:
-    """For each axis its number of ranks, and how many ranks apart two neighbours are."""
+    """For each axis its number of ranks and its stride: the ranks between two neighbours."""
     found: dict[Axis, tuple[Count, Count]] = {}
     stride, n_divided = 1, 0
     for axis in reversed(MESH_AXES):
@@ -439,7 +439,7 @@ def _groups(plan: Plan) -> dict[Axis, tuple[Count, Count]]:
 
 
 def _axis_bytes_per_s(plan: Plan, cluster: Cluster) -> dict[Axis, Quantity]:
-    """Bytes per second of each axis; a rate that is not known is infinite, as no plan here uses it."""
+    """Bytes per second of each axis; unknown rates are infinite, as no plan here uses them."""
     within = cluster.intra_node.bytes_per_s or inf
     between = cluster.inter_node.bytes_per_s or inf
     rates: dict[Axis, Quantity] = {}
@@ -481,7 +481,7 @@ class Work(NamedTuple):
     """Totals of one rank's step, or arrays of them over plans.
 
     Attributes:
-        sent: bytes by what they may run beside, then by axis.
+        sent: bytes by their overlap, then by axis.
         reducing: the share of the backward passes during which gradients are reduced.
         moved_bytes: what the optimizer reads and writes.
     """
@@ -494,7 +494,7 @@ class Work(NamedTuple):
 
 
 def sent_bytes(collectives: Iterable[CollectiveTotal]) -> dict[Overlap, Sent]:
-    """Bytes of a rank's collectives by what they may run beside, then by axis."""
+    """Bytes of a rank's collectives by their overlap, then by axis."""
     sent: dict[Overlap, Sent] = {overlap: Counter() for overlap in get_args(Overlap)}
     for c in collectives:
         sent[c.overlap][c.axis] += c.wire_bytes
@@ -510,7 +510,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(plan: Plan, cluster: Cluster) -> Rates:
-    """The rates of a plan, or of many; one that is not known is infinite, as no plan here uses it."""
+    """The rates of a plan, or of many; unknown ones are infinite, as no plan here uses them."""
     return Rates(
         peak_flops_per_s(plan, cluster) or inf,
         cluster.gpu.memory_bytes_per_s or inf,
@@ -547,7 +547,7 @@ def busy_s(parts: Mapping[str, Quantity]) -> Quantity:
 
 
 def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quantity:
-    """Seconds of a rank's bubble, from the seconds of all ranks' passes and of its own."""
+    """Seconds of a rank's bubble, from the busy seconds of all ranks and its own."""
     fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, plan.virtual_stages, plan.n_micro_batches)
     return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas
 
 MOST_STAGES: Final = 24
-"""Pipeline stages printed; of more, the first, the last and the worst are."""
+"""The most pipeline stages that are printed; of more only the first, the last and the worst."""
 
 BRIEF_KINDS: Final = dict(zip(KINDS, ("weights", "grads", "optim.", "activ.", "temp."), strict=True))
 
@@ -44,16 +44,16 @@ HEADED: Final = (
     "global_batch",
     "seq_len",
 )
-"""What the lines "mesh" and "batch" say of a plan."""
+"""The fields of a plan in the lines "mesh" and "batch"."""
 
 ALWAYS: Final = ("precision", "optimizer", "recompute", "engine")
-"""What the line "options" says even where it is a default."""
+"""The fields that the line "options" shows even at their defaults."""
 
 # --- Frames -----------------------------------------------------------------------------------------------
 
 
 def ledger_rows(alive: Mapping[Buffer, int]) -> list[dict[str, Any]]:
-    """Rows of what is alive, largest first; their `total_bytes` add up to all bytes alive.
+    """Rows of the buffers alive, largest first; their `total_bytes` add up to all bytes alive.
 
     Buffers of the same name, kind, shape, type and size share a row.
 
@@ -85,7 +85,7 @@ def ledger_frame(alive: Mapping[Buffer, int]) -> "pandas.DataFrame":
 
 
 def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
-    """One row per pipeline stage: its layers, its peak by kind in bytes, when that is, its step, the batch.
+    """One row per pipeline stage: its layers, its peak in bytes by kind and its instant, its step, the batch.
 
     Raises:
         MemplanError: if pandas is not installed.
@@ -113,7 +113,7 @@ def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """What `print(estimate)` shows: what was asked, each stage's peak, whether it fits, what is sent.
+    """The text of `print(estimate)`: the plan, each stage's peak, the verdict, the traffic.
 
     Every line has at most `WIDTH` characters; every number of bytes has its unit.
     """
@@ -124,7 +124,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def notes_text(model: Model, plan: Plan) -> list[str]:
-    """What else should be known of a plan, each note in lines of its own."""
+    """The notes on a plan, each in lines of its own."""
     return [wrapped(f"Note: {note}") for note in notes_of(model, plan)]
 
 
@@ -160,7 +160,7 @@ def _header(estimate: Estimate) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """How the tokens of a step are divided into passes.
+    """The division of a step's tokens into micro-batches, in words.
 
     >>> batch_text(Plan(dp=2, micro_batch=2, global_batch=24, seq_len=8))
     '24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas (gradient accumulation)'
@@ -173,7 +173,7 @@ def batch_text(plan: Plan) -> str:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """The nodes of a cluster and what joins them.
+    """The nodes of a cluster and their links, in words.
 
     >>> from memplan.hardware import cluster
     >>> cluster_text(cluster("16xh100-sxm")), cluster_text(cluster("1xcpu"))
@@ -246,7 +246,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def verdict_text(estimate: Estimate) -> str:
-    """The verdict with its reasons: the interval of what a GPU holds, what is usable, and the margin.
+    """The verdict with its reasons: the interval of bytes on a GPU, the usable bytes, and the margin.
 
     >>> from memplan import estimate
     >>> print(verdict_text(estimate("gpt2", cluster="1xh100-sxm")))

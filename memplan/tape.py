@@ -52,7 +52,7 @@ from memplan.shapes import (
 )
 
 Backend = Literal["gloo", "nccl", "nccl-at-once", "fake"]
-"""What runs the collectives; `nccl-at-once`: NCCL where collectives take no time, as in `validate.nogpu`."""
+"""The backend of collectives; `nccl-at-once`: NCCL whose collectives take no time, as in `validate.nogpu`."""
 
 NCCL: Final = frozenset({"nccl", "nccl-at-once"})
 """NCCL's process group."""
@@ -75,10 +75,10 @@ CPU_RNG_STATE_BYTES: Final = 5056
 """The state of PyTorch's CPU generator (`torch.get_rng_state().nbytes`), kept by every recomputed region."""
 
 Saved = tuple["Tensor", ...]
-"""What an operation has saved for its backward."""
+"""The tensors that an operation saves for its backward."""
 
 Grads = tuple["Tensor | Expanded | None", ...]
-"""What a backward returns: a gradient for each input, None where the input needs none."""
+"""The gradients that a backward returns: one for each input, None where the input needs none."""
 
 Backward = Callable[["Tensor", Saved], Grads]
 
@@ -89,11 +89,11 @@ class OpContext:
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
-    `remakes_dtensors`: weights are plain tensors of which DTensors are made for each pass, as DDP does: their
-    gradients are laid out like them as soon as they are made. `casts_inputs`: what blocks are called with is
-    cast to the type of the weights, as FSDP2 does. `loss_chunks`: pieces of the
-    sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
-    `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
+    `remakes_dtensors`: weights are plain tensors from which DTensors are made in each pass, as by DDP:
+    gradients get their weights' placements as soon as they are made. `casts_inputs`: arguments of blocks are
+    cast to the type of the weights, as by FSDP2. `loss_chunks`: pieces of the sequence whose cross-entropy is
+    computed one after the other. `torch_release` is PyTorch's. `keeps_wide_grads`: the gradient of a narrower
+    weight stays in float32 where it is computed so.
     """
 
     device: Device = H100
@@ -117,7 +117,7 @@ class OpContext:
 
     @property
     def stream(self) -> Placement:
-        """How the residual stream (batch, seq, d) is laid out over the tensor axis."""
+        """The placement of the residual stream (batch, seq, d) over the tensor axis."""
         return Shard(1) if self.sequence_parallel else Replicate()
 
     @property
@@ -175,7 +175,7 @@ class Node:
         self.grad: Tensor | None = None
 
     def unpacked(self) -> "tuple[Tensor, ...]":
-        """What was saved. Recomputed tensors are handed over; others stay until the node's step is over.
+        """The saved tensors; recomputed ones are handed over, others stay until the node has run.
 
         Source: torch.utils.checkpoint:_checkpoint_hook, torch/csrc/autograd/engine.cpp (`release_variables`).
         """
@@ -186,7 +186,7 @@ class Node:
 
 
 class Region:
-    """A part of the forward pass that keeps only its arguments, and is run again in the backward pass.
+    """A checkpointed part of the forward pass: it keeps its arguments only, and is run again in backward.
 
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
@@ -216,7 +216,7 @@ class Region:
 
 
 class _Recomputed(Exception):
-    """The last saved tensor of a region has been recomputed: the rest of the region is not run."""
+    """Stops the recomputation of a region once its last saved tensor is there."""
 
 
 class Tensor:
@@ -271,7 +271,7 @@ class Tensor:
     def __add__(self, other: "Tensor") -> "Tensor":
         """Elementwise sum of equal shapes, promoted to the wider type; saves nothing.
 
-        Both gradients are the sum's own.
+        Its gradient is passed on to both.
         """
         tape = self.tape
         check_equal("a sum", self.shape, other.shape)
@@ -298,7 +298,7 @@ def _mul_backward(grad: Tensor, saved: Saved) -> Grads:
 
 
 class Expanded(NamedTuple):
-    """The gradient of an input that was expanded (broadcast), in the shape that it was expanded to.
+    """The gradient of an expanded (broadcast) input, in the expanded shape.
 
     The tape sums it to the input's own shape and casts it to the input's type when the backward has returned.
 
@@ -329,7 +329,7 @@ class Workspace:
         self._held.append(tensor)
 
     def handed_over(self) -> Saved:
-        """The buffers, which are no longer this block's to free."""
+        """The buffers, which the block no longer frees."""
         held, self._held = self._held, []
         return tuple(held)
 
@@ -385,7 +385,7 @@ class Tape:
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
         self.shared: dict[str, Tensor] = {}
-        """What the embedding makes for all blocks, which are called with it; recomputed ones keep it."""
+        """Tensors made by the embedding that all blocks are called with; recomputed blocks keep them."""
 
     def new(
         self,
@@ -405,7 +405,7 @@ class Tape:
         self._held += tensors
 
     def cast_arguments(self) -> None:
-        """Cast what a block is called with, of float32, to the type of the weights, if wrappers do.
+        """Cast a block's float32 arguments to the type of the weights, if the wrapper does.
 
         Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward.
         """
@@ -418,7 +418,7 @@ class Tape:
             }
 
     def let_go(self) -> None:
-        """Drop what is held, and what the blocks were called with."""
+        """Drop the held tensors and the blocks' arguments."""
         self._held.clear()
         self.shared.clear()
 
@@ -427,11 +427,11 @@ class Tape:
         return Workspace(self)
 
     def kernel_workspace(self) -> Workspace:
-        """A block of buffers that a kernel allocates itself: none are where tensors have no data."""
+        """A block of buffers that a kernel allocates itself; none if kernels do not run."""
         return Workspace(self if self.context.device.runs_kernels else None)
 
     def sum_workspace(self, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
-        """Allocate and free what a sum takes on CUDA beside its output (see `reduction_scratch`)."""
+        """Allocate and free a sum's scratch on CUDA (see `reduction_scratch`)."""
         device = self.context.device
         scratch = (
             None if device.on_cpu else reduction_scratch(device, n_outputs, n_inputs, along_rows=along_rows)
@@ -442,11 +442,11 @@ class Tape:
                 blocks.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
 
     def wants(self, i: int) -> bool:
-        """Whether the i-th input's gradient is asked for; in a split backward pass not all are."""
+        """Whether the i-th input's gradient is computed; a split backward pass computes only some."""
         return not self._wanted or self._wanted[i]
 
     def grad_of(self, i: int, shape: Shape, dtype: DType, *, is_view: bool = False) -> Tensor | None:
-        """A gradient for the i-th input; None if it is not asked for."""
+        """A new gradient for the i-th input; None if it is not computed."""
         if not self.wants(i):
             return None
         grad = self.new("grad", shape, dtype)
@@ -499,9 +499,9 @@ class Tape:
     ) -> Parameter:
         """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight.
 
-        `shape` is of the whole weight; placements over axes of a single rank are left out. A gradient is laid
-        out like its weight where DTensors are made anew, unless it is partial; so is the sum of a tied
-        weight's gradients that are laid out in different ways (`_sum`).
+        `shape` is of the whole weight; placements over axes of a single rank are left out. Where DTensors are
+        made in each pass, a gradient gets its weight's placement unless it is partial; so does the sum of a
+        tied weight's gradients with different placements (`_sum`).
         """
         key, mesh = f"{self.scope}{name}", self.context.mesh
         own = {axis: each for axis, each in (placements or {}).items() if axis in mesh}
@@ -518,10 +518,10 @@ class Tape:
         return known
 
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
-        """A parameter as a tensor without bytes: these the engine records.
+        """A parameter as a tensor without bytes: the engine records weights.
 
         In another `dtype` it is a copy that autocast keeps until `leave_autocast`. Autocast keeps copies of
-        leaves only: a DTensor that DDP makes again for each pass is none.
+        leaves only, so not of a DTensor that DDP makes in each pass.
 
         Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`: `arg.is_leaf()`),
         torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor.
@@ -540,7 +540,7 @@ class Tape:
         self._casts.clear()
 
     def cast(self, x: Tensor, dtype: DType) -> Tensor:
-        """`x` in another element type: itself if it already is, else a copy; saves nothing."""
+        """`x` in an element type: `x` itself, or a copy; saves nothing."""
         if x.dtype == dtype:
             return x
         y = self.new(f"copy as {dtype.name}", x.shape, dtype, self._cast_node(x))
@@ -548,7 +548,7 @@ class Tape:
         return y
 
     def _cast_node(self, x: Tensor) -> Node:
-        """The backward step of `x` in another element type: a copy of the gradient in its own."""
+        """The backward step of a cast: a copy of the gradient in the type of `x`."""
         was = x.dtype
 
         def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -572,7 +572,8 @@ class Tape:
         """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
 
         From torch 2.15 on the workspace is freed with each product. Before, the first product of a pass
-        brings one that stays: the results are kept, of which one is the first. None: it is not asked for.
+        allocates one that stays; the results of products are noted, so that the first is known. None: the
+        product is not computed.
         """
         if result is None or result.storage is None:
             return
@@ -600,7 +601,7 @@ class Tape:
 
     @property
     def watched(self) -> bool:
-        """Whether a Python dispatch mode sees the operations, as in selective recomputation."""
+        """Whether a Python dispatch mode is active, as in selective recomputation."""
         region = self._replaying or self._region
         return region is not None and region.selective
 
@@ -609,7 +610,7 @@ class Tape:
     ) -> tuple[Tensor, ...]:
         """The outputs of `compute`, an operation of `flops` that selective recomputation saves.
 
-        With `again` it is not saved, but computed again: a policy may save only some of the products.
+        With `again` it is recomputed instead: a policy may save only some of the products.
 
         Source: torch.utils.checkpoint:_CachingTorchDispatchMode, and
         torch.utils.checkpoint:_CachedTorchDispatchMode.
@@ -644,7 +645,7 @@ class Tape:
     def _sum(self, parameter: Parameter, older: Tensor, grad: Tensor) -> Tensor:
         """The sum of a tied weight's gradients: in place, unless the older is a view or a DTensor.
 
-        A DTensor that is whole on every rank is cut first where the weight is divided.
+        A replicated DTensor is first sharded if the weight is.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
         """
@@ -656,7 +657,7 @@ class Tape:
             return self.new("sum of grads", parameter.shape, grad.dtype)
 
     def _taken_over(self, grad: Tensor) -> Tensor:
-        """The sum of `grad` and a gradient that came from outside the tape, marked as such."""
+        """The sum of `grad` and a gradient that came from outside the tape, with the mark `AddToIncoming`."""
         n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
@@ -697,7 +698,7 @@ class Tape:
             part = None
 
     def make_saved(self, node: Node) -> None:
-        """Run a node's region again if it has not kept what the node saved."""
+        """Recompute a node's region if it did not keep the node's saved tensors."""
         if node.saved is None and node.region is not None:
             self._recompute(node.region)
 
@@ -734,11 +735,11 @@ class Tape:
         return total
 
     def retain(self, grad: Tensor) -> None:
-        """Let no other gradient be added to this one in place."""
+        """Keep other gradients from being added to this one in place."""
         self._retained.add(id(grad.storage))
 
     def release_retained(self) -> None:
-        """Forget the gradients that nothing may be added to."""
+        """Allow in-place additions to all gradients again."""
         self._retained.clear()
 
     def graded(self, parameter: Parameter, grad: Tensor) -> Tensor:
@@ -784,7 +785,7 @@ class Tape:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
     def _mark_ready(self, parameter: Parameter) -> None:
-        """Count one use of a parameter as done; after the last one its gradient is complete."""
+        """Count a use of a parameter as done; after its last use its gradient is complete."""
         self._uses[parameter] -= 1
         if self._uses[parameter] == 0:
             self.graded(parameter, self._grads[parameter])
@@ -795,8 +796,8 @@ class SplitBackward:
 
     The first part keeps the graph below the newest weight, with all that it has saved, and the gradient that
     reached each operation with a weight. The second part runs these operations in the order of the module,
-    each as a backward pass of its own, and then frees the graph. A recomputed region is run again in full for
-    each of them; what it saves for the other operations is kept until these have run.
+    each as a backward pass of its own, and then frees the graph. A recomputed region is run in full for each
+    of them; what it saves for other operations is kept until these have run.
 
     Source: torch.distributed.pipelining._backward:stage_backward_input,
     torch.distributed.pipelining._backward:stage_backward_weight, torch.utils.checkpoint:_CheckpointFrame (its

@@ -1,6 +1,6 @@
-"""Rows as text for a terminal of 80 columns, and as pandas frames for those who have pandas.
+"""Rows as text for a terminal of 80 columns, and as pandas frames if pandas is installed.
 
-Text that is too long for its line or its column goes on below; nothing is cut.
+Text that is too long for its line or its column continues below; nothing is cut.
 """
 
 import csv
@@ -20,10 +20,10 @@ WIDTH: Final = 80
 """Columns of a terminal; no line is longer."""
 
 FORMULAS: Final = ("=", "+", "-", "@", "\t", "\r")
-"""How a cell begins that a spreadsheet takes for a formula."""
+"""The characters with which a spreadsheet's formula may begin."""
 
 NARROWEST: Final = 8
-"""A column is not made narrower than that."""
+"""The least width of a column."""
 
 
 def frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "pandas.DataFrame":
@@ -72,7 +72,7 @@ def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: int | Non
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
-    """A row's lines: cells that are too long go on in the lines below."""
+    """A row's lines: cells that are too long continue in the lines below."""
     cells = [
         wrap(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths, strict=True)
     ]
@@ -122,7 +122,7 @@ def interval_text(held: tuple[int, int]) -> str:
 
 
 def html_text(text: str) -> str:
-    """Text for a notebook, as it would stand in a terminal.
+    """Text for a notebook, formatted as in a terminal.
 
     >>> html_text("a < b")
     '<pre>a &lt; b</pre>'

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline run which pass: each as soon as its rank is free and its input is there."""
+"""The start and end of every pass of a pipeline: each starts when its rank is free and its input is there."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from memplan.steptime import StepTime, forward_flops, recomputed_flops
 from memplan.traffic import collectives
 
 MOST_PASSES: Final = 100_000
-"""More passes are not worked out one by one."""
+"""The most passes of a timetable."""
 
 FORWARDS: Final[dict[PassPart, int]] = {
     "forward": 1,
@@ -26,7 +26,7 @@ FORWARDS: Final[dict[PassPart, int]] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPass:
-    """A pass of a micro-batch through a stage: on which rank of the pipeline, from when to when."""
+    """A pass of a micro-batch through a stage: its pipeline rank, its start and its end."""
 
     rank: int
     stage: int
@@ -37,7 +37,7 @@ class TimedPass:
 
 
 class _Work(NamedTuple):
-    """What a pass computes and sends."""
+    """The FLOPs of a pass and the bytes that it sends."""
 
     stage: int
     part: PassPart
@@ -49,11 +49,11 @@ class _Work(NamedTuple):
 
 
 def timetable(estimate: Estimate) -> tuple[TimedPass, ...]:
-    """Every pass of a step in the order in which each rank's record has it, rank by rank.
+    """Every pass of a step, rank by rank, in the order of each rank's record.
 
-    A rank's busy seconds (`StepTime`: compute, recompute, tp, pp) are divided over its passes by what each of
-    them computes and sends. A forward pass waits for that of the stage before, a backward pass for that of
-    the stage after, or on the last stage for its own forward pass.
+    A rank's busy seconds (`StepTime`: compute, recompute, tp, pp) are divided over its passes in proportion
+    to their FLOPs and bytes sent. A forward pass waits for that of the stage before, a backward pass for that
+    of the stage after, or on the last stage for its own forward pass.
 
     Assumes: no pass slows another; what is sent arrives at the end of the pass that sends it.
     Neglects: gradient reductions, gathered weights and the update, which `StepTime` has as dp and update.
@@ -97,7 +97,7 @@ def _passes(stretch: Stretch) -> Iterator[Stretch]:
 
 
 def _works(of: StageEstimate) -> Iterator[_Work]:
-    """What each pass of a rank computes and sends; its backward passes by the forward pass of their stage."""
+    """The work of each pass of a rank; that of a backward pass follows from its stage's forward pass."""
     stages, schedule = of.plan.stages_of(of.stage), SCHEDULES.named(of.plan.schedule)
     products: dict[int, int] = {}
     seen: dict[tuple[int, PassPart], int] = {}
@@ -118,7 +118,7 @@ def _works(of: StageEstimate) -> Iterator[_Work]:
 
 
 def _sums(stretch: Stretch, of: StageEstimate) -> tuple[int, int, int, int]:
-    """A pass' forward and recomputed FLOPs, and what it sends over tp and pp that nothing hides."""
+    """A pass' forward and recomputed FLOPs, and the bytes it sends over tp and pp without overlap."""
     waits = [c for c in collectives(stretch.counts, of.plan) if not c.overlappable]
     tp_bytes, pp_bytes = (sum(c.wire_bytes for c in waits if c.axis == axis) for axis in ("tp", "pp"))
     return forward_flops(stretch.counts), recomputed_flops(stretch.counts), tp_bytes, pp_bytes
@@ -138,7 +138,7 @@ def _timed(works: Sequence[_Work], time: StepTime) -> Iterator[tuple[_Work, floa
 
 
 def _run(ranks: Sequence[Sequence[tuple[_Work, float]]], n_stages: int) -> Iterator[TimedPass]:
-    """Every pass as soon as it can be, on all ranks together; given out rank by rank."""
+    """Every pass as early as possible, simulated on all ranks together; listed rank by rank."""
     done: dict[tuple[str, int, int], float] = {}
     found: list[list[TimedPass]] = [[] for _ in ranks]
     while any(len(timed) < len(passes) for timed, passes in zip(found, ranks, strict=True)):
@@ -169,7 +169,7 @@ def _run(ranks: Sequence[Sequence[tuple[_Work, float]]], n_stages: int) -> Itera
 
 
 def _ready_s(work: _Work, n_stages: int, done: dict[tuple[str, int, int], float]) -> float | None:
-    """When a pass has its input; None: not yet known."""
+    """The time at which a pass has its input; None: not known yet."""
     stage, i = work.stage, work.micro_batch
     if work.part == "forward":
         return done.get(("forward", stage - 1, i)) if stage else 0.0

@@ -12,7 +12,7 @@ AXES: Final[tuple[Axis, ...]] = (*reversed(MESH_AXES), "world", "host")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTotal:
-    """All calls of one kind, over one mesh axis, for one purpose, in one step of one rank.
+    """All collectives of one kind, axis and purpose in one step of one rank.
 
     `payload_bytes` is the operands' sum as the framework passes them (the full tensor of an all-gather or a
     reduce-scatter), `wire_bytes` what this rank sends.
@@ -28,7 +28,7 @@ class CollectiveTotal:
 
     @property
     def overlappable(self) -> bool:
-        """Whether computation goes on meanwhile."""
+        """Whether computation may overlap with it."""
         return self.overlap != "nothing"
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class CollectiveTotal:
 
 
 def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
-    """All collectives of one rank's step, given how often each occurs; the innermost axis' first."""
+    """All collectives of one rank's step from their occurrences, the innermost mesh axis first."""
     wire_bytes = ENGINES.named(plan.engine).wire_bytes
     totals: dict[tuple[CollectiveKind, Axis, str, Overlap], list[int]] = {}
     for event, n in counts.items():
@@ -66,6 +66,6 @@ def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
 
 
 def ranks_along(plan: Plan) -> dict[Axis, int]:
-    """How many ranks each axis has."""
+    """The number of ranks of each axis."""
     ranks: dict[Axis, int] = {axis: getattr(plan, axis) for axis in MESH_AXES}
     return ranks | {"host": 1, "world": plan.world_size}

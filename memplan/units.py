@@ -53,7 +53,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def scaled(value: float, unit: float, digits: int) -> str:
-    """A value in a unit as text; in powers of ten where it has more than six digits before the point.
+    """A value in a unit as text; with an exponent if it has more than six digits before the point.
 
     >>> scaled(1536, KiB, 2), scaled(10**30, GiB, 2)
     ('1.50', '9.31e+20')

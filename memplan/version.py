@@ -1,11 +1,11 @@
-"""What a result was made with: memplan's version, and that of the form of its JSON."""
+"""The version of memplan, and of the form of its JSON."""
 
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 SCHEMA_VERSION: Final = 1
-"""Raised whenever a key of `to_dict()` or `--json` is removed, or means something else."""
+"""Incremented whenever a key of `to_dict()` or `--json` is removed or changes its meaning."""
 
 
 @cache
@@ -23,7 +23,7 @@ def version() -> str:
 
 
 def versioned(values: dict[str, Any]) -> dict[str, Any]:
-    """Plain values with what made them.
+    """Plain values preceded by both versions.
 
     >>> list(versioned({"peak_bytes": 1}))
     ['memplan_version', 'schema_version', 'peak_bytes']

@@ -1,4 +1,4 @@
-"""Menus for a plan, for notebooks: choose its fields, see what it holds, how long it takes, and its flags."""
+"""Menus for notebooks: choose a plan's fields; see its memory, its step time and its flags."""
 
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ipywidgets import VBox
 
 MOST_MICRO_BATCH: Final = 8
-"""Sequences of a pass that the menu goes up to."""
+"""The largest micro-batch in the menu."""
 
 
 def planner(
@@ -55,7 +55,7 @@ def planner(
 
 
 def _show(model: Model, name: str | None, asked: dict[str, Any]) -> None:
-    """What a plan comes to, or why it cannot run, below the menus."""
+    """Shows a plan's charts below the menus, or why it cannot run."""
     from IPython.display import display
 
     try:

@@ -47,11 +47,31 @@ def missing(shown: str, output: str) -> list[str]:
     return [line for line in shown.splitlines() if line not in ("", LEFT_OUT) and line not in left]
 
 
+def refreshed(shown: str, output: str) -> str:
+    """The lines that are shown, each with the figures that it has in the output.
+
+    >>> refreshed("a 1\\n...\\nc 3", "a 10\\nb 20\\nc 30")
+    'a 10\\n...\\nc 30'
+    """
+    if LEFT_OUT not in shown.splitlines():
+        return output
+    left, lines = output.splitlines(), []
+    for line in shown.splitlines():
+        at = next((i for i, new in enumerate(left) if _words(line) and _words(new) == _words(line)), None)
+        lines.append(line if at is None else left[at])
+        left = left if at is None else left[at + 1 :]
+    return "\n".join(lines)
+
+
+def _words(line: str) -> list[str]:
+    """What is left of a line without its figures."""
+    return re.sub(r"[-+]?[\d.][\d.,]*", "", line).split()
+
+
 def rewritten(text: str) -> str:
-    """A README with the output of every command whose whole output it shows."""
+    """A README with what its commands print today, all of it or the lines that it shows."""
     for command, shown in blocks(text):
-        if LEFT_OUT not in shown.splitlines():
-            text = text.replace(f"```text\n{shown}\n```", f"```text\n{output_of(command)}\n```")
+        text = text.replace(f"```text\n{shown}\n```", f"```text\n{refreshed(shown, output_of(command))}\n```")
     return text
 
 

@@ -1,5 +1,6 @@
 """Charts: what is drawn equals what was estimated; nothing is cut off, nothing warns."""
 
+import struct
 import subprocess
 import sys
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
 
 import memplan
 from memplan import plots
@@ -17,6 +20,7 @@ from memplan.plots.measured import _pair
 from memplan.plots.memory import _ledger
 from memplan.plots.style import KINDS as PARTS
 from memplan.plots.style import stage_of
+from memplan.plots.time import PASSES, SECONDS
 from memplan.plots.timeline import _drawn, _held
 from memplan.shapes import KINDS
 from memplan.units import GiB, MiB
@@ -96,9 +100,14 @@ def every_chart(one, staged):
     }
 
 
-def test_nothing_of_any_chart_is_cut_off(one, staged):
+def image_size(file):
+    return struct.unpack(">II", file.read_bytes()[16:24])
+
+
+@pytest.mark.parametrize("lay_out", [lambda figure: figure, plots.slide], ids=["page", "slide"])
+def test_nothing_of_any_chart_is_cut_off(one, staged, lay_out):
     for name, figure in every_chart(one, staged).items():
-        figure.draw_without_rendering()
+        lay_out(figure).draw_without_rendering()
         width_in, height_in = figure.get_size_inches()
         drawn = figure.get_tightbbox()
         assert drawn.x0 >= -0.01, name
@@ -108,13 +117,29 @@ def test_nothing_of_any_chart_is_cut_off(one, staged):
 
 
 def test_the_gallery_has_every_chart_and_its_lines(tmp_path):
-    assert set(EXAMPLES) == set(plots.__all__)
+    assert set(EXAMPLES) == set(plots.__all__) - {"slide"}
     shown = {name: EXAMPLES[name] for name in ("ring_all_reduce", "predicted_beside_measured", "schedule")}
     page = gallery(tmp_path, shown).read_text(encoding="utf-8")
     for name in shown:
         assert f'<img src="{name}.png"' in page
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert image_size(tmp_path / f"{name}-slide.png") == (1920, 1080)
     assert "plots.ring_all_reduce(4)</pre>" in page.replace("\n<", "<")
+
+
+def test_text_on_a_slide_is_read_from_the_back_row(one, staged):
+    """12 points and more, and the title 20, on a slide 13.33 inches wide."""
+    for name, figure in every_chart(one, staged).items():
+        width_in, _ = plots.slide(figure).get_size_inches()
+        sizes = [text.get_fontsize() * 13.33 / width_in for text in figure.findobj(Text) if text.get_text()]
+        assert min(sizes) >= 12, name
+        assert max(sizes) >= 20, name
+
+
+def test_too_many_rows_for_a_slide_are_refused(one):
+    many = plots.predicted_beside_measured([RECORD] * 40)
+    with pytest.raises(MemplanError, match="40 rows have no room on a slide; use fewer"):
+        plots.slide(many)
 
 
 def test_every_axis_has_a_unit_or_a_name(one, staged):
@@ -140,12 +165,25 @@ def test_every_kind_has_a_color_a_label_and_a_place():
     assert len({part.color for part in PARTS.values()}) == len(KINDS)
 
 
-def test_neighbours_in_a_stack_differ_in_grey():
-    luma = [
-        np.dot([int(part.color[i : i + 2], 16) / 255 for i in (1, 3, 5)], [0.299, 0.587, 0.114])
-        for part in PARTS.values()
-    ]
-    assert min(abs(np.diff(luma))) > 0.15
+def luma(part):
+    return np.dot(to_rgb(part.color), [0.299, 0.587, 0.114])
+
+
+@pytest.mark.parametrize("parts", [PARTS, SECONDS], ids=["bytes", "seconds"])
+def test_neighbours_in_a_stack_differ_in_grey(parts):
+    assert min(abs(np.diff([luma(part) for part in parts.values()]))) > 0.15
+
+
+def test_forward_is_told_from_backward_in_grey_by_its_numbers():
+    for name, pair in PASSES.items():
+        assert {part.ink for part in pair} == {"white" if name == "forward" else "black"}
+        assert all((luma(part) < 0.55) == (name == "forward") for part in pair) or name == "backward-input"
+
+
+def test_the_legend_leaves_out_what_is_not_seen(one):
+    shown = [text.get_text() for text in plots.step_time({"one GPU": one}).legends[0].get_texts()]
+    assert shown == ["compute", "update"]
+    assert 0 < one.time.update_s < one.step_s
 
 
 @pytest.mark.parametrize("stage", [None, 0, 3])
@@ -189,8 +227,8 @@ def test_the_budget_is_drawn_only_where_all_have_it(one):
 
 def test_the_error_shown_is_of_the_rank_farthest_off():
     assert _pair(RECORD).error == pytest.approx(-0.005)
-    assert "1 of 1" in plots.predicted_beside_measured([RECORD]).get_suptitle()
-    assert "0 of 1" in plots.predicted_beside_measured([RECORD], tolerance=0.004).get_suptitle()
+    assert "1 of 1" in plots.predicted_beside_measured([RECORD]).texts[0].get_text()
+    assert "0 of 1" in plots.predicted_beside_measured([RECORD], tolerance=0.004).texts[0].get_text()
 
 
 def test_the_front_is_of_plans_that_none_beats():

@@ -1,10 +1,12 @@
 """The READMEs show what their commands print; what they link to and the pictures in them are there."""
 
 import re
+from fnmatch import fnmatch
 
 import pytest
 
 from tests.readme import MORE, README, blocks, missing, output_of
+from tests.test_replay_nogpu import EXPECTED
 
 TEXTS = {file: file.read_text(encoding="utf-8") for file in (README, *MORE)}
 REPORTS = [
@@ -25,6 +27,17 @@ def test_every_picture_of_the_readme_is_there():
     assert len(pictures) == 3
     for picture in pictures:
         assert (README.parent / picture).stat().st_size > 10_000
+
+
+def test_the_table_of_runs_without_a_gpu_counts_what_their_replays_expect():
+    """Ranks, and in how many of them requested, allocated and reserved bytes are equal."""
+    count = r"\| ([\d,]+)[^|\n]*"
+    rows = re.findall(rf"^\| `([\w*-]+)`[^|\n]*\|[^|\n]*{4 * count}", TEXTS[README], re.MULTILINE)
+    assert len(rows) == 7
+    for files, *shown in rows:
+        found = [EXPECTED[name] for name in EXPECTED if fnmatch(name, files)]
+        counts = [sum(n for n, _, _ in found), *(sum(equal[i] for _, equal, _ in found) for i in range(3))]
+        assert [int(figure.replace(",", "")) for figure in shown] == counts, files
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=[str(file.relative_to(README.parent)) for file in TEXTS])

@@ -124,6 +124,15 @@ def test_the_peak_is_within_1_percent_of_the_measured_one(record):
     assert not off, f"ranks whose predicted peak is off: {off}"
 
 
+@every_case
+def test_the_prediction_on_file_is_todays(record):
+    """Notebooks and reports show it: a file is rejudged in the commit that changes a rule."""
+    assert record.predicted is not None
+    on_file = [rank["peak_bytes"] for rank in record.predicted["ranks"]]
+    today = [predicted(record)[rank["rank"]].peak_bytes for rank in ranks_of(record)]
+    assert on_file == today, "use `python -m validate rejudge FILE --out NEW`"
+
+
 def test_the_median_peak_is_within_a_quarter_percent():
     assert median(abs(max(peak_errors(record), key=abs)) for record in REAL) <= MEDIAN_TOLERANCE
 

@@ -24,7 +24,7 @@ from memplan.search import judge, searched
 from memplan.search.bounds import bounds
 from memplan.search.plans import VARIED, number_of, value_of
 from memplan.search.pool import Pool
-from memplan.search.search import common
+from memplan.search.search import bases
 from memplan.search.space import Space, divisors
 from memplan.search.table import search_rows
 from memplan.steptime import Roofline, StepTime
@@ -83,9 +83,9 @@ def test_every_plan_has_the_figures_of_its_estimate(
             assert one.over_bytes == max(0, estimated.worst.peak_bytes - room_bytes(estimated))
             assert one.peak_bytes == estimated.worst.peak_bytes == estimated.peak.total_bytes
             assert one.step_s == (inf if estimated.step_s is None else estimated.step_s)
-    for values in found.refused:
+    for job, values in found.refused:
         with pytest.raises(MemplanError):
-            check_plan(model, replace(found.base, **values))
+            check_plan(model, replace(job, **values))
 
 
 def test_the_frame_says_why_not():
@@ -268,7 +268,9 @@ def test_no_plan_is_better_than_its_bounds(
     seed: int,
 ):
     where = memplan.cluster(cluster)
-    base = common(global_batch=global_batch, seq_len=32, precision=precision, optimizer=optimizer, **options)
+    (base,) = bases(
+        global_batch=global_batch, seq_len=32, precision=precision, optimizer=optimizer, **options
+    )
     ranges = {"schedule": (schedule,), "recompute_blocks": (None, 1)}
     space = Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges)
     grids = [ruled.running for batch in space.grids() for ruled in batch if len(ruled.running)]
@@ -317,7 +319,8 @@ def test_several_batches_and_lengths_are_compared_by_the_token():
     job: dict[str, Any] = {"cluster": "4xh100-sxm", "keep": 20, "schedule": "1f1b", "offload": False}
     together = searched(LLAMA, global_batch=(8, 12), seq_len=(32, 64), **job)
     alone = [searched(LLAMA, global_batch=n, seq_len=m, **job) for m in (32, 64) for n in (8, 12)]
-    assert together.jobs == ((8, 32), (12, 32), (8, 64), (12, 64))
+    jobs = [(job.global_batch, job.seq_len) for job in together.jobs]
+    assert jobs == [(8, 32), (12, 32), (8, 64), (12, 64)]
     for count in ("n_plans", "n_within", "n_beyond", "n_slower", "n_refused"):
         assert getattr(together, count) == sum(getattr(each, count) for each in alone)
     by_token = sorted(
@@ -332,6 +335,31 @@ def test_several_batches_and_lengths_are_compared_by_the_token():
             fields = {name: row[name] for name in (*VARIED, "global_batch", "seq_len")}
             assert memplan.estimate(LLAMA, cluster="4xh100-sxm", **fields).step_s == row["step_s"]
     assert "8 or 12 x 32 or 64 tokens a step" in str(together)
+
+
+def test_several_values_of_any_field_and_of_an_engines_option_are_searched():
+    asked: dict[str, Any] = {
+        "cluster": "4xh100-sxm",
+        "global_batch": 8,
+        "seq_len": 32,
+        "keep": 200,
+        "zero": 3,
+    }
+    precisions, units = ("bf16", "bf16-mixed"), ("block", "model")
+    together = searched(LLAMA, precision=precisions, fsdp_units=list(units), **asked)
+    alone = [searched(LLAMA, precision=p, fsdp_units=u, **asked) for p in precisions for u in units]
+    assert together.n_plans == sum(each.n_plans for each in alone)
+    assert together.different == ("precision", "fsdp_units")
+    times = sorted(one.step_s for each in alone for one in each.within)
+    assert [one.step_s for one in together.within] == pytest.approx(times[:200], rel=1e-12)
+    rows = [row for row in search_rows(together) if row["verdict"] != "refused"]
+    assert {(row["precision"], row["fsdp_units"]) for row in rows} == {*product(precisions, units)}
+    for row in rows:
+        fields = {name: row[name] for name in (*VARIED, "global_batch", "seq_len", "precision", "fsdp_units")}
+        assert memplan.estimate(LLAMA, cluster="4xh100-sxm", **fields).step_s == row["step_s"]
+    assert "precision=bf16 or bf16-mixed, fsdp_units=block or model" in str(together).replace("\n", " ")
+    with pytest.raises(UnknownName, match="fsdp_units 'modle'; did you mean 'model'"):
+        searched(LLAMA, fsdp_units=["block", "modle"], **asked)
 
 
 def test_a_tensor_axis_is_on_one_node_unless_that_is_lifted():
@@ -427,7 +455,7 @@ def test_the_longest_sequence_is_the_longest():
         "pp": 1,
     }
     found = memplan.longest_sequence("llama-2-7b", **asked)
-    n = found.base.seq_len
+    n = found.jobs[0].seq_len
     assert n % 256 == 0
     assert found.fitting is not None
     assert searched("llama-2-7b", seq_len=n + 256, **asked).fitting is None
@@ -446,7 +474,7 @@ def test_the_fewest_gpus_and_the_longest_sequence_are_objectives_too():
     asked: dict[str, Any] = {"cluster": limited("4xh100-sxm", 16), "global_batch": 8}
     found = memplan.search(LARGER, objective="seq_len", tp=1, pp=1, offload=False, keep=5, **asked)
     longest = memplan.longest_sequence(LARGER, tp=1, pp=1, offload=False, keep=5, **asked)
-    assert found.attrs["seq_len"] == longest.base.seq_len
+    assert found.attrs["seq_len"] == longest.jobs[0].seq_len
     assert found["peak_bytes"].iloc[0] == longest.to_frame()["peak_bytes"].iloc[0]
     with pytest.raises(PlanRefused, match=r"small fits on 4xh100-sxm \(nearest: .*; use more GPUs"):
         memplan.search(LARGER, cluster=limited("4xh100-sxm", 1), global_batch=8, seq_len=64, objective="gpus")

@@ -299,7 +299,7 @@ def test_figures_are_of_every_pair_and_nothing_is_cut_off():
     near = {"one": [(70 * 2**30, 71 * 2**30), (60 * 2**30, 50 * 2**30)]}
     errors = {"exact": [0.0, 0.0], "some": [0.0, -1e-5, 0.5], "none": []}
     drawn = [figures.predicted_against_measured(groups) for groups in (wide, near)]
-    assert "2 of 3 peaks predicted within 1%" in drawn[0].get_suptitle()
+    assert "2 of 3 peaks predicted within 1%" in drawn[0].texts[0].get_text()
     assert [np.asarray(points.get_offsets()).shape[0] for points in drawn[0].axes[0].collections] == [2, 1]
     shown = figures.errors_by(errors)
     assert [text.get_text() for text in shown.axes[0].texts] == [

@@ -1,1 +1,1 @@
-"""Really run the plans that memplan predicts, with PyTorch's own tools, and compare."""
+"""Runs the plans that memplan predicts, with real PyTorch, and compares both."""

@@ -58,10 +58,10 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 _Value = TypeVar("_Value")
 
 FORMATS: Final = ("png", "svg", "pdf")
-"""What a step can be drawn as, by the end of the file's name."""
+"""The formats of a step's drawing, by the file's extension."""
 
 DRAWN: Final = "memplan explain"
-"""The title in a drawing's metadata, by which it is known again."""
+"""The title in a drawing's metadata, by which `explain` recognises its own files."""
 
 HELP_WIDTH: Final = 43
 """Characters beside an option's name on a terminal of 80 columns."""
@@ -194,7 +194,7 @@ def explain(
     global_batch: int | None,
     **plan: Any,
 ) -> None:
-    """Which predicted tensor each byte at the measured peak is.
+    """Attribute each byte at the measured peak to a predicted tensor.
 
     CASE is a case's name in any suite; or leave it out and give a plan's options, as for `run`.
     """
@@ -241,7 +241,7 @@ def explain(
 
 
 def _refuse_both(context: click.Context, names: Iterable[str]) -> None:
-    """A case says its plan already."""
+    """Raise for a case and options of a plan together."""
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             flag = f"--{name.replace('_', '-')}"
@@ -249,7 +249,7 @@ def _refuse_both(context: click.Context, names: Iterable[str]) -> None:
 
 
 def _unbroken(names: Sequence[str]) -> str:
-    """Names in lines of an option's help, none of them divided at a hyphen."""
+    """Names wrapped into lines of an option's help, not broken at hyphens."""
     return textwrap.fill(", ".join(names), HELP_WIDTH, break_on_hyphens=False)
 
 
@@ -383,7 +383,7 @@ def sweep(
 
 
 def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: str) -> Rounds:
-    """The cases of a suite that the options leave.
+    """The cases of a suite that pass the options' filters.
 
     Raises:
         InvalidValue: filters that leave none of the first ones: with the nearest name.
@@ -414,7 +414,7 @@ def _as_installed(case: Case) -> Case:
 
 
 def _place(suite: str, gpus: Gpus | None) -> str:
-    """Where a GPU suite runs, so that nobody takes CPU numbers for a GPU's."""
+    """A sentence on where a GPU suite runs, so that nobody takes CPU numbers for a GPU's."""
     if gpus is None:
         return f"{suite}: PyTorch sees no GPU here, so this is its smallest form, on CPU\n"
     where = f"{suite}: on {gpus.n} x {gpus.name}, {human_bytes(gpus.memory_bytes)} each\n"
@@ -422,7 +422,7 @@ def _place(suite: str, gpus: Gpus | None) -> str:
 
 
 def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tuple[list[Record], list[Case]]:
-    """What the file has of the cases, and those that are to be run."""
+    """The records of cases that the file has, and the cases still to be run."""
     done = {Case.from_dict(record.case).identity: record for record in file.known} if file else {}
     known, waiting = [], []
     for case in cases:
@@ -510,7 +510,7 @@ def report_files(
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The file to write.")
 def rejudge(files: tuple[Path, ...], out: Path) -> None:
-    """Set what was measured beside what memplan predicts now, several files in one; nothing is run."""
+    """Compare records with memplan's present predictions, several files in one; nothing is run."""
     with open_records(out, resume=False) as file:
         every = chain.from_iterable(map(read_records, found_files(files)))
         records = [rejudged(record) for record in merged(every)]
@@ -524,7 +524,7 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each row.")
 def compare_published(file: Path | None, as_json: bool) -> None:
-    """Others' measurements of GPU memory beside what memplan says; nothing is run.
+    """Compare published measurements of GPU memory with memplan's predictions; nothing is run.
 
     FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out.
     """
@@ -555,7 +555,7 @@ def _finish(records: list[Record]) -> None:
     "--out", type=click.Path(path_type=Path), help="Keep what PyTorch's allocator said in this file."
 )
 def requests(programs: int, gpu_name: str, out: Path | None) -> None:
-    """Ask PyTorch's caching allocator for random bytes, with all its settings, beside memplan's.
+    """Compare memplan's allocator with PyTorch's caching allocator on random requests, under all settings.
 
     It is CUDA's own, on a GPU that is not there (see --device nogpu): what it says is compared after each
     request, without a limit, with the process limited, and on a GPU that has no more memory.

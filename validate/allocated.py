@@ -1,7 +1,7 @@
-"""What CUDA's caching allocator said of runs, beside memplan's replay of the same steps.
+"""Measured bytes of CUDA's caching allocator beside memplan's replay of the same steps.
 
-Three figures of each rank, all predicted afresh: the bytes that tensors asked for in a steady step, those of
-the blocks that were allocated for them since the training began, and those reserved from the driver.
+Three figures of each rank, all predicted afresh: the bytes requested by tensors in a steady step, and the
+peaks of allocated blocks and of reserved bytes since the training began.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ FIGURES = ("requested", "allocated", "reserved")
 
 
 def allocator_errors(records: Iterable[Record]) -> Iterator[AllocatorErrors]:
-    """The errors of every rank whose allocator was asked; none of CPU ranks."""
+    """The errors of every rank with a CUDA allocator."""
     for record in records:
         ranks = record.measured["ranks"] if record.measured else []
         case = Case.from_dict(record.case)
@@ -64,7 +64,7 @@ def after(replay: Replayed, step: int) -> tuple[int, int]:
 
 
 def allocator_summary(errors: Iterable[AllocatorErrors]) -> list[str]:
-    """A line for each figure: in how many ranks it is equal to the byte, and the largest error."""
+    """A line for each figure: the number of ranks where it is exact to the byte, and the largest error."""
     every = list(errors)
     lines = []
     for figure in FIGURES if every else ():
@@ -76,7 +76,7 @@ def allocator_summary(errors: Iterable[AllocatorErrors]) -> list[str]:
 
 
 def twins_summary(records: Sequence[Record]) -> list[str]:
-    """A line for each figure: how many ranks have the same bytes on a GPU and without it."""
+    """A line for each figure: the number of ranks with equal bytes on a GPU and without it."""
     both = [
         sides
         for on_gpu, without in pairs(records)

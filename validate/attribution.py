@@ -1,9 +1,9 @@
-"""Which predicted tensor is in each block that the allocator holds at the measured peak.
+"""The predicted tensor in each block that the allocator holds at the measured peak.
 
-Two lists are laid beside each other: the blocks that the allocator held at the measured peak, and the tensors
-that the prediction holds at its own peak, each in the order of allocation. A block is a tensor only if it has
-its bytes exactly and its place in that order, both being alive at that instant; or, where autograd makes some
-in another order than is predicted, if both were made in one stretch of the step or the next. Of what was held
+Two lists are aligned: the blocks that the allocator held at the measured peak, and the tensors that the
+prediction holds at its own peak, each in the order of allocation. A block is a tensor only if it has its
+bytes exactly and its place in that order, both being alive at that instant; or, where autograd makes some in
+another order than is predicted, if both were made in one stretch of the step or the next. Of what was held
 before the step began, weights and optimizer state are known by their addresses, and are only matched with
 tensors of their kind. A block that stands for several tensors (a shard and its padding, the buckets of DDP)
 must have exactly their bytes; sums that happen to be near count for nothing.
@@ -31,7 +31,7 @@ from validate.predict import estimated_rank
 
 PADDING: Final = " (padding)"
 STATES: Final[tuple[str, ...]] = ("weights", "optimizer")
-"""The kinds that are known of a block held between steps."""
+"""The kinds of states that a block held between steps may be known to have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """The matches of two lists, and what is left of each."""
+    """The matches of two lists, and the rest of each list."""
 
     known: tuple[Known, ...]
     blocks: tuple[Block, ...]
@@ -58,7 +58,7 @@ class Matched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What the bytes alive at a rank's measured peak are.
+    """The bytes alive at a rank's measured peak, attributed to predicted tensors.
 
     `predicted_bytes` are held at the predicted instant `when`. `unexplained` are blocks that the ledger does
     not have, `unmeasured` tensors that it has and no block is. `lost_bytes` were freed by threads that no
@@ -132,11 +132,11 @@ class Comparison:
 
     @property
     def peak(self) -> int:
-        """The place of the measured peak."""
+        """The index of the measured peak."""
         return max(range(len(self.events)), key=lambda i: self.events[i].total_bytes)
 
     def attribution(self) -> Attribution:
-        """What the bytes at the measured peak are.
+        """The bytes at the measured peak, attributed.
 
         They are compared with the instant that the measured peak is at, or with the predicted peak where that
         explains more: with the nearest of several equally high ones, as each micro-batch's.
@@ -235,7 +235,7 @@ class Comparison:
         return list(rest.elements()), [(self.predicted[i][0], born[i]) for i in sorted(born)]
 
     def _frees(self) -> Iterator[tuple[int, int]]:
-        """Where each measured block was allocated, and where it is freed."""
+        """The indices at which each measured block is allocated and freed."""
         born: dict[int, int] = {}
         for i, event in enumerate(self.events):
             if event.n_bytes > 0:

@@ -13,7 +13,7 @@ MOST_SUMS: Final = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Bytes that the allocator holds: since when, and the operations they were asked for in, outermost first.
+    """A block that the allocator holds: its allocation's index and the operations around it, outermost first.
 
     `kind` is "weights" or "optimizer" if its address is known to hold such a state, "" if it is known not to,
     None if nothing is known.

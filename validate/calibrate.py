@@ -1,8 +1,8 @@
-"""Micro-measurements of a device: what matrix products, attention, copies and kernel launches take.
+"""Timings of single operations on a device: matrix products, attention, copies and kernel launches.
 
-A probe is one operation on one shape. It runs until it has been timed for long enough, and its median and its
-least time are kept; rates follow from the bytes and FLOPs of the operation, no more. On a GPU CUDA's events
-time it, on its own stream; on CPU the clock does, on one thread.
+A probe is one operation on one shape. It runs until it has been timed for long enough; its median and its
+least time are kept. Rates follow from the operation's bytes and FLOPs. On a GPU CUDA's events time it, on its
+own stream; on CPU the clock does, on one thread.
 """
 
 import json
@@ -31,14 +31,14 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 WARM_UPS: Final = 3
 ENOUGH_S: Final = {"cuda": 0.2, "cpu": 0.02}
-"""Seconds that a probe is timed for in all, by device."""
+"""Total seconds for which a probe is timed, by device."""
 
 MOST_RUNS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One operation: `sizes` are its shape, `flops` and `bytes` what it computes, reads and writes."""
+    """One operation: its shape (`sizes`), its FLOPs, and the bytes that it reads and writes."""
 
     kind: Kind
     dtype: str
@@ -249,7 +249,7 @@ LARGEST_BYTES: Final = 2**26
 """A calibration has some hundred lines."""
 
 STARTS: Final = (b'{"kind":', b'{"environment":')
-"""How every line of a file of timings begins."""
+"""The beginnings of the lines in a file of timings."""
 
 
 def timings(content: bytes, path: Path) -> list[Timing]:

@@ -1,4 +1,4 @@
-"""A configuration to be run and compared."""
+"""Cases: configurations to be run and compared."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -35,7 +35,7 @@ REFERENCE: Final = "reference"
 """The name of a single-process run that another one is compared with."""
 
 TRAINING: Final = ("seq_len", "precision", "optimizer", "clip_grad_norm", "torch_version")
-"""What that run's plan has in common with the other's."""
+"""The fields of a plan that a single-process reference run keeps."""
 
 LEAST_STEPS: Final = 6
 """Two to warm up, one whose collectives are counted, three whose memory is observed."""
@@ -45,7 +45,7 @@ GPU_STEPS: Final = 10
 """On GPUs: three to warm up, one observed; six are timed. One more, with its collectives counted, follows."""
 
 UNTIMED_STEPS: Final = 4
-"""Where many layers are run to no end but their memory: three to warm up, one observed."""
+"""Where many layers are run for their memory only: three to warm up, one observed."""
 
 
 FAKE_STEPS: Final = 2
@@ -57,12 +57,13 @@ class Case:
     """One plan for one model, to be run and compared.
 
     `steps` are optimizer steps in all; those after the first six (on a GPU four) are timed. The ranks are
-    ended after `timeout_s` seconds. Equal seeds mean equal weights and tokens.
+    ended after `timeout_s` seconds. Equal seeds give equal weights and tokens.
 
-    The ranks are on `device`, a GPU of the name `gpu` in memplan's table, and talk by `backend`. Only
-    `rank` runs, and stands in for all (`validate.standin`); None: all of them run. A rank whose allocator
-    would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's allocator has the settings
-    of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no data only bytes are seen.
+    The ranks run on `device`, a GPU of the name `gpu` in memplan's table, and communicate by `backend`.
+    `rank`: only this rank runs, with stand-ins for the others (`validate.standin`); None: all ranks run. A
+    rank whose allocator     would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's
+    allocator has the settings     of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no
+    data only bytes are seen.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Case:
     tensors: Tensors = "real"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """As its plain values: of a traced model the name, which is short."""
+        """Pickles it as plain values, a traced model as its name."""
         return Case.from_dict, (self.to_compact_dict(),)
 
     @property
@@ -101,7 +102,7 @@ class Case:
 
     @property
     def talks_by(self) -> Backend:
-        """The backend as memplan names it: NCCL takes no time on a GPU that is not there."""
+        """memplan's name of the backend: NCCL's collectives take no time on a GPU that is not there."""
         return "nccl-at-once" if (self.device, self.backend) == ("nogpu", "nccl") else self.backend
 
     @property
@@ -111,7 +112,7 @@ class Case:
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's step size, smaller for wide models: those would learn the tokens by heart at once.
+        """The learning rate, smaller for wide models, which would memorise the tokens at once.
 
         Source: Yang et al. 2022, arXiv:2203.03466 (1 / width).
         """
@@ -129,7 +130,7 @@ class Case:
 
     @property
     def is_of_others(self) -> bool:
-        """Whether its module is other people's: a traced one, or one of transformers."""
+        """Whether its module is not memplan's own: a traced one, or one of transformers."""
         return isinstance(self.model, TracedModel) or family_of(self.model) in OF_TRANSFORMERS
 
     @property
@@ -158,7 +159,7 @@ class Case:
 
     @property
     def identity(self) -> "Case":
-        """What makes it the same case as another: not how long it may take."""
+        """The values by which cases are the same; the time-out is not among them."""
         return replace(self, timeout_s=0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def placed(case: Case, gpus: Gpus | None) -> Case:
 
 
 def check_case(case: Case) -> None:
-    """Raise if the ranks cannot talk as they would have to.
+    """Raise if the backend cannot run the plan's communication.
 
     Source: pytorch.org/docs/stable/distributed.html ("Backends"); ProcessGroupGloo.cpp (`send`), which hands
     the tensor's address to a socket.
@@ -299,7 +300,7 @@ WORDS: Final = (
 
 
 def title(model: Decoder | TracedModel, plan: Plan) -> str:
-    """A name from what a plan says: the model's, the mesh, then every option that is not the usual one.
+    """The name of a case: the model, the mesh, then every option that is not at its default.
 
     >>> from memplan.models import preset
     >>> title(preset("gpt2"), Plan(dp=2, zero=3, precision="bf16", offload=True))

@@ -96,7 +96,7 @@ class CollectiveCounter(TorchDispatchMode):
         self._payload_bytes[key] += _n_bytes(arguments[operand])
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What was counted, sorted by kind and axis."""
+        """The counted collectives, sorted by kind and axis."""
         return tuple(
             Collective(kind=kind, axis=axis, calls=calls, payload_bytes=self._payload_bytes[kind, axis])
             for (kind, axis), calls in sorted(self._calls.items())

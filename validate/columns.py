@@ -1,10 +1,10 @@
-"""Rows of equal keys, as the ranks of a case are, written once where they agree."""
+"""Rows with equal keys (the ranks of a case) as columns, with equal values written once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Columns = dict[str, Any]
-"""`shared`: what all rows agree on; `by_rank`: of every other key the list of values; `n`: how many rows."""
+"""`shared`: keys with one value in all rows; `by_rank`: other keys with a list of values; `n`: rows."""
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> Columns:

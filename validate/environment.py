@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).parents[1]
 
 
 def environment(case: Case) -> dict[str, Any]:
-    """What a case's measurement may depend on, as plain values; nothing that names a machine or a person.
+    """The environment that a measurement may depend on, as plain values; it identifies no machine or person.
 
     `device` is "cpu", "nogpu", or the name of the GPU that it ran on, of which `gpu` says more.
     """
@@ -34,7 +34,7 @@ def gpus_of(case: Case) -> Gpus | None:
 
 
 def surroundings(gpus: Gpus | None) -> dict[str, Any]:
-    """The part of `environment` that all cases share: on these GPUs, or on CPU."""
+    """The part of `environment` that all cases on these GPUs, or on CPU, share."""
     if gpus is None:
         return _software() | {"device": "cpu"}
     if gpus.device == "nogpu":

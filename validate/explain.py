@@ -1,4 +1,4 @@
-"""A measured step beside the predicted one, and what the bytes at its peak are."""
+"""A measured step beside the predicted one, and the attribution of the bytes at its peak."""
 
 import textwrap
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from memplan.plots.style import MEASURED, MUTED, OUTSIDE
+from memplan.plots.style import MEASURED, MUTED, OUTSIDE, heading
 from memplan.plots.timeline import PHASES, SHADES
 from memplan.shapes import Buffer
 from memplan.text_tables import WIDTH
@@ -38,7 +38,7 @@ class StretchPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A named tensor of the ledger at the peak: how many there should be, and how many were measured."""
+    """A named tensor of the ledger at the peak, with its predicted and its measured count."""
 
     name: str
     kind: str
@@ -266,8 +266,7 @@ def plot(explanation: Explanation) -> "Figure":
     axes.set_ylabel("bytes held (MiB)")
     axes.set_xlabel(f"{len(totals):,} allocations and frees in order (not to the scale of time)")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(explanation.title, x=0.012, ha="left", fontsize=12, weight="bold")
-    axes.set_title(explanation.verdict, loc="left", fontsize=9, color=MUTED)
+    heading(figure, explanation.title, explanation.verdict)
     figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
     return figure
 

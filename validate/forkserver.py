@@ -1,4 +1,4 @@
-"""Fresh processes forked from one that has its modules imported and has used nothing of them.
+"""Fresh processes, forked from a server that has imported the modules and used none of them.
 
 `multiprocessing` has a fork server too, whose socket stays in the temporary folder when its client is killed.
 This one talks over a socket without a name and hands out files without one. It lives in a session of its
@@ -30,7 +30,7 @@ from validate.tracebacks import without_folders
 
 MOST_MESSAGE_BYTES: Final = 1 << 17
 SAID_BYTES: Final = 4000
-"""How much of what a process printed is kept."""
+"""The number of bytes kept of a process's output."""
 
 PR_SET_PDEATHSIG: Final = 1
 """Source: linux/prctl.h."""
@@ -44,7 +44,7 @@ Source: man 5 proc_pid_oom_score_adj.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a process ended: what its function returned, or the signal or exit code; and its last output.
+    """The end of a process: its function's result, or a signal or exit code; and its last output.
 
     All three are None if the server ended first.
     """
@@ -66,7 +66,7 @@ class Forked:
         self._answer = answer
 
     def fileno(self) -> int:
-        """The pipe on which its exit is told."""
+        """The pipe that becomes readable when it exits."""
         return self._status
 
     def kill(self) -> None:
@@ -92,7 +92,7 @@ class Forked:
 
 
 def ended(processes: Iterable[Forked], timeout_s: float) -> list[Forked]:
-    """Those that have ended, as soon as one has; none after the time-out."""
+    """Waits until a process has ended or the time is out: the processes that have ended."""
     waiting: list[Any] = list(processes)
     return cast(list[Forked], wait(waiting, timeout_s))
 
@@ -102,8 +102,8 @@ def _content(descriptor: int) -> bytes:
 
 
 SETTINGS: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""What libraries read: one thread; the profiler does not speak among a rank's last words; whoever asks while
-modules are imported whether there is a GPU asks its driver, not CUDA, which does not survive a fork.
+"""Variables that libraries read: one thread; a silent profiler, so that a rank's last output is its own; and
+checks for a GPU while modules are imported ask the driver, not CUDA, which does not survive a fork.
 """
 
 
@@ -187,7 +187,7 @@ class _Running:
 
 
 def serve(client: socket.socket) -> None:
-    """The server: forks and kills as told, says what has ended; returns when its client has ended."""
+    """Runs the server until its client ends: forks and kills on request, reports processes that ended."""
     running: dict[int, _Running] = {}
     with selectors.DefaultSelector() as ready:
         ready.register(client, selectors.EVENT_READ)

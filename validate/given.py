@@ -1,4 +1,4 @@
-"""The ranks that torchrun or Slurm started: each runs a fresh process per case; rank 0 says which case."""
+"""The ranks that torchrun or Slurm started: each runs a fresh process per case, which rank 0 chooses."""
 
 import pickle
 import re
@@ -29,7 +29,7 @@ from validate.launch import (
 )
 
 ASK_S: Final = 0.05
-"""How often a rank looks whether there is a next case."""
+"""Seconds between two looks for a next case."""
 
 MEETING: Final = timedelta(minutes=10)
 """How long a launcher may take to start all ranks."""
@@ -133,7 +133,7 @@ class GivenRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Lets the other ranks go; the store is this one's, so it waits until they have seen it."""
+        """Tells the other ranks that it is over, and waits until they know: the store is this rank's."""
         self._tell(f"{self._n_cases}/case", None)
         others = [f"gone/{rank}" for rank in range(1, self._given.world_size)]
         self._await(others, time.monotonic() + LAST_WORDS_S)

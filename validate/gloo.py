@@ -45,7 +45,7 @@ def let_ranks_go_first() -> None:
 
 @contextmanager
 def nothing_held_after_waits() -> Iterator[None]:
-    """Lets a finished collective's tensors go before the rank that waited for it goes on.
+    """Makes waiting for a collective return only after gloo's worker has dropped its tensors.
 
     gloo's worker tells the waiting rank first and drops its references to the operands after: if it loses
     its core in between, they live on while the rank allocates, and a peak depends on the machine's load. A

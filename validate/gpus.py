@@ -24,7 +24,7 @@ PATIENCE_S: Final = 120.0
 """How long a first look at the GPUs may take."""
 
 PLAYED_GPUS: Final = 8
-"""GPUs that a machine without one plays, one for each process: as many as a usual node has."""
+"""The number of GPUs that are played, one for each process: those of a usual node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

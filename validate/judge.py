@@ -1,4 +1,4 @@
-"""A case run, set beside memplan's prediction and the single-process run of the same training."""
+"""Compares a case's run with memplan's prediction and with a single-process run of the same training."""
 
 import math
 import time
@@ -150,7 +150,7 @@ def _compared(
 
 
 def rejudged(record: Record) -> Record:
-    """The record with its measurement compared with what memplan predicts now; nothing is run.
+    """The record with its measurement compared with memplan's present prediction; nothing is run.
 
     Raises:
         MemplanError: a plan that ran and that memplan refuses now.
@@ -191,7 +191,7 @@ def collectives_off(ranks: Sequence[RankMeasurement], predictions: Sequence[Pred
 
 
 def attributed_fraction(ranks: Sequence[RankMeasurement]) -> float | None:
-    """The attributed part of the bytes at the peak on the rank where it is least; None if any is unknown."""
+    """The smallest attributed fraction of the bytes at the peak over all ranks; None if one is unknown."""
     known = [rank.attributed_fraction for rank in ranks if rank.attributed_fraction is not None]
     return rounded(min(known), 7) if len(known) == len(ranks) else None
 
@@ -250,7 +250,7 @@ def _relative(value: float, truth: float) -> float:
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """A number to so many significant digits; None if it is none.
+    """A number rounded to significant digits; None if it is not finite.
 
     >>> rounded(7.823684215545654, 7), rounded(-2.800715246387142e-07)
     (7.823684, -2.801e-07)
@@ -273,7 +273,7 @@ def _plain(rank: RankMeasurement) -> dict[str, Any]:
 
 
 def _measurement(case: Case, plain: Mapping[str, Any]) -> RankMeasurement:
-    """The measurement that `_plain` wrote; what it does not keep is empty or no number."""
+    """The measurement written by `_plain`; what that leaves out is empty or NaN."""
     return RankMeasurement(
         rank=plain["rank"],
         at=case.plan.place(plain["rank"]),

@@ -53,10 +53,10 @@ PRELOADED: Final = (
 """What the fork server imports once for all ranks."""
 
 LAST_WORDS_S: Final = 1.0
-"""How long the other ranks may go on after a failure, or after the time-out, to say what they know of it."""
+"""Seconds that the other ranks have after a failure or the time-out to report it."""
 
 STACK_CHARACTERS: Final = 1000
-"""How much is kept of where a rank was when the time was out."""
+"""Characters kept of a rank's stack at the time-out."""
 
 POLL_S: Final = 0.2
 
@@ -73,7 +73,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a case ended: `ok` with every rank's measurement, or another outcome with the reason."""
+    """The end of a case: `ok` with every rank's measurement, or another outcome with the reason."""
 
     outcome: Outcome
     ranks: tuple[RankMeasurement, ...] = ()
@@ -83,10 +83,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What a rank is told: its case, its place, and the store where it meets the others.
+    """The arguments of a rank: its case, its rank, and the store for the rendezvous.
 
-    `prefix` keeps cases apart that meet in one store. The rank may take `memory_bytes` of the host beyond
-    what it starts with; None: all there is. On a GPU its allocations of a step are written to `snapshot`.
+    `prefix` keeps cases apart that share a store. The rank may allocate `memory_bytes` of the host beyond
+    what it starts with; None: no limit. On a GPU its allocations of a step are written to `snapshot`.
     """
 
     case: Case
@@ -123,7 +123,7 @@ class Failure:
 Answer = Measured | Failure
 
 Program = Callable[[Seat], RankMeasurement]
-"""What a rank does."""
+"""The function that a rank runs."""
 
 
 def rank_program(seat: Seat, *, keep_events: bool = False, prepare: Prepare = prepared) -> RankMeasurement:
@@ -177,7 +177,7 @@ def check_limit(peak_bytes: int, limit_bytes: int | None) -> None:
 
 
 def attributed(case: Case, measured: RankMeasurement, *, keep_events: bool = False) -> RankMeasurement:
-    """The measurement with how much of its peak the ledger explains, where its events are known."""
+    """The measurement with the attributed fraction of its peak, where its events are known."""
     memory = measured.memory
     fraction = None
     if memory.events:
@@ -320,7 +320,7 @@ def answers(
 
 
 def concluded(given: Sequence[Answer]) -> Ended:
-    """How a case ended whose ranks answered so: the failure that came first explains those that follow."""
+    """The end of a case from its ranks' answers: the first failure explains those that follow."""
     failures = [answer for answer in given if isinstance(answer, Failure)]
     if not failures:
         return _all_measured([answer for answer in given if isinstance(answer, Measured)])
@@ -345,7 +345,7 @@ def _all_measured(given: Sequence[Measured]) -> Ended:
 
 
 def _answer(rank: int, end: End, *, out_of_memory: bool) -> Answer:
-    """What a process that ended by itself answered, or what is known of its death, which explains others."""
+    """The answer of a process that ended by itself, or a failure that says how it died."""
     if end.value is not None:
         return cast(Answer, end.value)
     how = f"was killed by {end.signal.name}" if end.signal else f"died with exit code {end.exit_code}"
@@ -360,7 +360,7 @@ def _answer(rank: int, end: End, *, out_of_memory: bool) -> Answer:
 
 
 def _ended_by_us(rank: int, end: End, timeout_s: float, *, late: bool) -> Answer:
-    """A rank that was killed because it, or another one, came to no end."""
+    """The failure of a rank that was killed after a time-out or another rank's failure."""
     stack = end.said[-STACK_CHARACTERS:]
     return Failure(
         rank=rank,
@@ -374,7 +374,7 @@ def _ended_by_us(rank: int, end: End, timeout_s: float, *, late: bool) -> Answer
 
 
 def rank_main(seat: Seat, program: Program) -> Answer:
-    """One rank's process: what it answers."""
+    """Runs one rank's process: its answer."""
     started_at_s = time.monotonic()
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(POLL_S, seat.case.timeout_s - _age_s()))
@@ -432,7 +432,7 @@ def _speaks_of_memory(text: str) -> bool:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Lets this process allocate so much more; beyond it malloc fails, and no other process is harmed.
+    """Limits what this process may still allocate; beyond it malloc fails, and no other process is harmed.
 
     What counts is private writable memory (man 2 getrlimit, RLIMIT_DATA), not the libraries' address space.
     """

@@ -1,4 +1,4 @@
-"""What this machine has for cases that run side by side."""
+"""The cores and the memory of this machine, for cases that run side by side."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from memplan.units import GiB, KiB, MiB, TiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What the cases that run at the same time may use together."""
+    """The resources that concurrent cases may use together."""
 
     cores: int
     memory_bytes: int
@@ -53,7 +53,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """What a cgroup has left, its page cache counted as free."""
+    """The free bytes of a cgroup, its page cache included."""
     limit, used = _words(folder / "memory.max"), _words(folder / "memory.current")
     if not limit or not used or limit[0] == "max":
         return None

@@ -1,4 +1,4 @@
-"""One rank: what it holds, what it sends, what it loses, how long it takes."""
+"""Measures one rank: its memory, its collectives, its losses, its step times."""
 
 import gc
 import math
@@ -237,7 +237,7 @@ def _barrier() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What is known of the tensors just before the update: the states, and the storages they are in."""
+    """The states just before the update, and their storages."""
 
     states: States
     weight_storages: dict[int, int]
@@ -246,7 +246,7 @@ class _Seen:
 
 
 def _observed_step(training: Training) -> tuple[float | None, _Seen]:
-    """One marked step; the states are looked at between backward and update, which allocates nothing."""
+    """Runs one marked step; states are listed between backward and update, without allocating."""
     with record_function(STEP):
         loss = training.gradients()
         seen = _seen(training)
@@ -275,13 +275,13 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 _Sight = Callable[[], tuple[States, Memory]]
-"""Gives what was observed; called when the training is over, since it takes time."""
+"""Returns the observation; called after the training, since it takes time."""
 
 
 def _observed_on_cpu(
     training: Training, warm_up: Profile, profile: NewProfile, n_steps: int
 ) -> tuple[list[float | None], _Sight]:
-    """The losses of some steady steps, and what was seen in the one with the least peak."""
+    """The losses of some steady steps, and the observation of the one with the lowest peak."""
     settled()
     losses, seen = [], []
     with nothing_held_after_waits(), profile() as profiled:
@@ -336,7 +336,7 @@ def _peak_by_kind(step: list[MemoryEvent], peak: MemoryEvent, update_ns: int, se
 
 
 class GpuWatch:
-    """What CUDA's caching allocator says of a training, by its own statistics.
+    """Observes a training through the statistics of CUDA's caching allocator.
 
     `context_bytes` of the device are in use before there is any tensor. The allocator is asked after `steps`;
     the allocations of the observed step are written to `snapshot`.
@@ -411,7 +411,7 @@ def _let_watchdog_go() -> None:
 
 
 def device_bytes() -> int:
-    """What is in use of the current GPU, by this and any other process; makes CUDA's context if need be."""
+    """Bytes of the current GPU in use by any process; makes CUDA's context if there is none."""
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return total_bytes - free_bytes
 

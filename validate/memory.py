@@ -1,4 +1,4 @@
-"""Every allocation and free of a step, from the profiler's events."""
+"""The allocations and frees of a step, from the profiler's events."""
 
 import ctypes
 from bisect import bisect_left

@@ -1,7 +1,7 @@
-"""What commands write: never over what they read, never over what they did not write, all of it or nothing.
+"""Output files of commands: written completely or not at all, and never over inputs or others' files.
 
-A file is checked before the work begins, so that no work is lost for a folder that cannot be written; its
-content goes to a file beside it, which takes its place when it is whole.
+A file is checked before the work begins, so that no work is lost for a folder that cannot be written. Its
+content goes to a file beside it, which replaces it when it is complete.
 """
 
 import os
@@ -20,7 +20,7 @@ HEAD_BYTES: Final = 4096
 """How much of an existing file is read to tell who wrote it."""
 
 Ours = Callable[[bytes], bool]
-"""Whether a file that begins so was written by the command that is to write it again."""
+"""Tells from a file's beginning whether the same command wrote it."""
 
 
 class CannotWrite(MemplanError):

@@ -1,4 +1,4 @@
-"""What memplan says about one rank."""
+"""memplan's prediction for one rank."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def estimated_rank(case: Case, rank: int) -> StageEstimate:
 
 
 def prediction(case: Case, rank: int) -> Prediction:
-    """What of `estimated_rank` a run can confirm: not the copies to and from the host, which no group sends.
+    """The figures of `estimated_rank` that a run can confirm; copies to and from the host are no collectives.
 
     Raises:
         PlanRefused: if the plan cannot run.

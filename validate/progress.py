@@ -1,4 +1,4 @@
-"""How far a sweep is, for someone who watches: nothing where nobody does."""
+"""The progress of a sweep on a terminal; nothing elsewhere."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Others' measurements of memory beside what memplan says: `data/published/memory.csv`, row by row.
+"""Published measurements of memory beside memplan's predictions: `data/published/memory.csv`, row by row.
 
 A row that memplan cannot express is listed with the reason; one that differs from its plan in something that
 memplan has no rule for (compiled blocks, float8) is predicted all the same, and says so.
@@ -94,14 +94,14 @@ INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("a micro-batch that is not stated", lambda r: not r["micro_batch_per_gpu"]),
     ("recomputation that is not stated", lambda r: r["recompute"] == "unknown"),
 )
-"""Why a row is not predicted; the first reason that holds."""
+"""The reasons for not predicting a row; the first one that holds is given."""
 
 DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("compiled", lambda r: r["compile"] == "true"),
     ("float8", lambda r: "fp8" in r["precision"]),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
 )
-"""What a row did that memplan has no rule for; it is predicted without."""
+"""Features of a row that memplan has no rule for; it is predicted without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def compared(row: Row) -> Compared:
-    """A row beside its prediction.
+    """A row with its prediction.
 
     Raises:
         MemplanError: a row that is no plan: with its number.
@@ -228,7 +228,7 @@ def _bytes(peak_gib: str) -> int:
 
 
 def comparable_estimate(row: Row) -> Estimate:
-    """What memplan says of the plan of a row that it can express."""
+    """memplan's estimate of a row's plan, which it can express."""
     model = MODELS[row["model"]]
     return estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
 
@@ -324,7 +324,7 @@ def _nogpu_runs() -> dict[str, Any]:
 
 
 def _plan_text(row: Row, e: Estimate) -> str:
-    """What distinguishes a plan from the others of its table."""
+    """The fields in which a plan differs from the others of its table."""
     plan = e.plan
     degrees = [f"{axis}{n}" for axis in ("dp", "tp", "pp") if (n := getattr(plan, axis)) > 1]
     recompute = {"none": "", "selective": "sel."}.get(plan.recompute, plan.recompute)

@@ -1,4 +1,4 @@
-"""One record per case: what was asked, predicted and measured, and the verdict; kept as JSON lines.
+"""Records: a case, its prediction, its measurement and their comparison; kept as JSON lines.
 
 A file may come from anywhere: whatever it holds, it is records as `record.schema.json` says, or refused.
 """
@@ -30,7 +30,7 @@ PEAK_TOLERANCE: Final = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A case and what came of it.
+    """A case with its outcome and its comparison.
 
     `peak_error` is prediction / measurement - 1 of the rank where it is largest, `states_off_bytes` the sum
     over ranks of the absolute differences of weights, gradients and optimizer state, `collectives_off` the
@@ -110,7 +110,7 @@ def merged(records: Iterable[Record]) -> list[Record]:
 
 
 def _line(record: Record) -> str:
-    """A record without what is a default, is said twice or is said by the file."""
+    """A record as a line, without defaults, repetitions and what the file says once."""
     row = {
         field.name: value
         for field in fields(Record)
@@ -248,7 +248,7 @@ def _one_line(text: str) -> str:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """A line's object; no number is infinite or none."""
+    """The object of a line; numbers are finite."""
     try:
         row = json.loads(line, parse_constant=_refused_number, parse_float=_finite)
     except RecursionError:
@@ -270,7 +270,7 @@ def _refused_number(text: str) -> float:
 
 
 NO_CASE: Final = {"name": "", "model": {}, "plan": {}}
-"""Of a line that says only with what the next ones were made."""
+"""The case of a line that holds only the environment of the lines after it."""
 
 
 def _environment(values: Any) -> dict[str, Any] | None:

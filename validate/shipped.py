@@ -1,4 +1,4 @@
-"""The data that come with the project: a checkout's folder `data`, or a copy of it in an installed wheel."""
+"""The data that come with the project: the folder `data` of a checkout, or its copy in a wheel."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ DATA: Final = "data"
 
 
 def data_folder() -> Path:
-    """Where the data are.
+    """The folder of the data.
 
     >>> (data_folder() / "published" / "memory.csv").is_file()
     True

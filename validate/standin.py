@@ -44,7 +44,7 @@ class StoreOfOne(dist.Store):
         return self
 
     def set(self, key: str, value: str) -> None:
-        """Nobody will ask for it."""
+        """Does nothing: no other rank reads it."""
 
     def get(self, key: str) -> bytes:
         """NCCL's unique id."""
@@ -78,7 +78,7 @@ Source: torch/distributed/pipelining/stage.py.
 
 @contextmanager
 def unanimous() -> Iterator[None]:
-    """Pipeline stages hear that all of them know the shapes, which here they do, whatever was received.
+    """Makes the votes of pipeline stages unanimous: all stages know the shapes, whatever was received.
 
     The answer is copied to the device: a GPU that is not there computes none.
     """

@@ -1,4 +1,4 @@
-"""A suite run: several cases at once as a budget allows, until all are done or a signal stops it."""
+"""Runs a suite: several cases at once as a budget allows, until all are done or a signal stops it."""
 
 import signal
 import sys
@@ -40,16 +40,16 @@ with the same 40 s of processor time. What is measured of memory and traffic is 
 """
 
 RANK_BYTES: Final = 512 * MiB
-"""What a rank may take for itself: PyTorch's workspaces, threads and code (seen: 130 MiB)."""
+"""Memory of a rank's process itself: PyTorch's workspaces, threads and code (seen: 130 MiB)."""
 
 SHAPES_BYTES: Final = 3 * GiB // 2
-"""What a rank may take whose tensors have no data (seen: 1.1 GiB): Python objects and PyTorch's code."""
+"""Memory of a rank whose tensors have no data (seen: 1.1 GiB): Python objects and PyTorch's code."""
 
 PLAYED_BYTES: Final = GiB
-"""What a rank may take of the host whose GPU is not there (seen: 0.8 GiB, PyTorch's CUDA libraries)."""
+"""Host memory of a rank whose GPU is not there (seen: 0.8 GiB, PyTorch's CUDA libraries)."""
 
 UNKNOWN_BYTES: Final = 2 * GiB
-"""What a rank may take whose peak has no rule."""
+"""Memory of a rank whose peak has no rule."""
 
 
 class Judge:
@@ -113,7 +113,7 @@ def part_of(cases: Sequence[_T], part: str) -> list[_T]:
 
 @cache
 def rank_bytes(case: Case) -> int:
-    """What each of a case's ranks may take of the machine: twice the largest predicted peak, and a base."""
+    """Memory reserved for each of a case's ranks: twice the largest predicted peak, and a base."""
     if case.tensors == "fake":
         return SHAPES_BYTES
     try:
@@ -128,7 +128,7 @@ def rank_bytes(case: Case) -> int:
 
 @cache
 def host_bytes(case: Case) -> int:
-    """What each rank on a GPU that is not there may take of the machine: what it offloads, and a base."""
+    """Memory reserved for each rank on a GPU that is not there: what it offloads, and a base."""
     try:
         return PLAYED_BYTES + max(estimated_rank(case, rank).host.total_bytes for rank in case.ranks)
     except MemplanError:
@@ -136,7 +136,7 @@ def host_bytes(case: Case) -> int:
 
 
 def share_of(case: Case, budget: Budget) -> Budget:
-    """What a case takes of a budget while it runs: cores, at most all there are, and its ranks' memory.
+    """The share of a budget that a running case takes: cores, at most all of them, and its ranks' memory.
 
     On a GPU it takes all cores, so that nothing runs beside it; what it takes of the host is not counted. On
     a GPU that is not there each rank keeps a core busy, and takes what the host holds of the plan.

@@ -1,4 +1,4 @@
-"""Tracebacks as records keep them: files by their place in a package, not by the machine's folders."""
+"""Tracebacks for records: files are named by their place in a package, without the machine's folders."""
 
 import sys
 from pathlib import Path

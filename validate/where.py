@@ -18,7 +18,7 @@ from validate.records import Record
 
 Value = bool | int | float | str | tuple[int, ...] | None
 Facts = Mapping[str, Value]
-"""What is known of a case, by field."""
+"""Values of a case by field."""
 
 Kind = Literal["number", "flag", "text", "numbers", "texts", "nothing"]
 
@@ -45,7 +45,7 @@ class Where:
     _holds: Callable[[Facts], Value]
 
     def __call__(self, facts: Facts) -> bool:
-        """Whether the case is meant; comparisons with what is not known are false."""
+        """Whether the case passes; comparisons with unknown values are false."""
         return bool(self._holds(facts))
 
 
@@ -87,7 +87,7 @@ CASE_FIELDS: Final[Mapping[str, Field]] = {
     "rank": Field(kind="number"),
     "tensors": Field(kind="text", choices=get_args(Tensors)),
 }
-"""What is known of every case: its name, its model's and its plan's fields, where it runs."""
+"""The fields of every case: its name, its model's and its plan's fields, where it runs."""
 
 RECORD_FIELDS: Final[Mapping[str, Field]] = {
     **CASE_FIELDS,
@@ -96,7 +96,7 @@ RECORD_FIELDS: Final[Mapping[str, Field]] = {
     "predicted_peak_bytes": Field(kind="number", after_run=True),
     "measured_peak_bytes": Field(kind="number", after_run=True),
 }
-"""And what a run adds; the peaks are of the rank that held most."""
+"""The fields of a record, which a run adds; peaks are of the rank that held most."""
 
 
 def case_facts(case: Case) -> dict[str, Value]:
@@ -301,7 +301,7 @@ class _Reader:
 
     @staticmethod
     def _check_choices(a: _Term, b: _Term) -> None:
-        """A text that a field never has is a slip of the pen."""
+        """Raise for a comparison with a text that the field never has."""
         for field, other in ((a, b), (b, a)):
             constants = other.constant if isinstance(other.constant, tuple) else (other.constant,)
             for constant in constants:

@@ -21,15 +21,15 @@ from memplan.replay import AllocatorProgram
 from memplan.tape import Backend
 
 Rule = Callable[[Model, Plan], None]
-"""Raises `PlanRefused` or `MissingRule` if no plan of a model can be as this one says."""
+"""Raises `PlanRefused` or `MissingRule` for a plan that the engine cannot run on a model."""
 
 Confirmation = Literal["measured", "unmeasured", "unconfirmed"]
-"""What rules were compared with: runs on the device itself, runs of its software without it, or no run."""
+"""What rules were compared with: runs on the device, of its software without it, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRecord:
-    """What the host holds of a rank's states where they are offloaded: page-locked or not, and its step."""
+    """The offloaded states of a rank on its host, page-locked and not, and the host's step."""
 
     pinned: Alive
     pageable: Alive
@@ -44,12 +44,11 @@ class HostRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What an engine's play of one rank leaves: what is alive between steps, and the record of a step.
+    """What an engine says of one rank: the buffers alive between steps, and the record of a step.
 
     Attributes whose meaning their name does not tell:
-        layers: the blocks of each of the rank's stages.
-        grads: the gradients that the optimizer sees.
-        step_counts: the part of the optimizer state that a GPU's rank leaves on the host.
+        layers: the blocks of each of the rank's stages. grads: the gradients that the optimizer reads.
+        step_counts: Adam's step counts, which a rank on a GPU keeps on the host.
         host: what the host holds instead of the device; None where nothing is offloaded.
         program: the rank's first steps as a caching allocator sees them; None where there is none.
     """
@@ -75,11 +74,10 @@ class RankRecord:
 
 
 class Costs(NamedTuple):
-    """What one micro-batch takes of one tensor rank for a part of the model.
+    """Costs of a part of the model on one tensor rank, for one micro-batch.
 
-    Elements of its trained weights; FLOPs of its forward pass, of a recomputed block those that are done
-    again; bytes that it sends over the tensor axis in both passes; bytes that its forward pass leaves for the
-    backward pass.
+    Elements of its trained weights; FLOPs of its forward pass, and of the part that is recomputed; bytes sent
+    over the tensor axis in both passes; bytes that the forward pass saves for the backward pass.
     """
 
     elements: int
@@ -90,9 +88,9 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
-    """The costs of a model's parts: its ends, a block of each kind, and one of each that is recomputed.
+    """The costs of the embedding, of the head, and of a block of each kind, recomputed or not.
 
-    `boundary_bytes` go from stage to stage.
+    `boundary_bytes`: what one stage sends to the next.
     """
 
     embedding: Costs
@@ -104,15 +102,13 @@ class PartCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelism:
-    """Lower bounds of what data parallelism takes of one rank; numbers, or arrays over plans.
+    """Lower bounds of one rank's traffic and memory for data parallelism; numbers, or arrays over plans.
 
     Attributes:
-        waits: bytes sent in a step over each axis while nothing is computed.
-        reductions: bytes sent beside backward passes.
-        gathers: bytes sent beside any computation.
-        reducing: the share of backward passes that reduce gradients.
-        states_bytes: weights, what is kept beside them, and optimizer state.
-        unsharded_bytes: gathered weights that stay from their first forward pass to the last backward pass.
+        waits: bytes sent in a step over each axis that no computation can hide. reductions: bytes sent beside
+        backward passes. gathers: bytes sent beside any computation. reducing: the share of backward passes
+        that reduce gradients. states_bytes: weights, what is kept beside them, and optimizer state.
+        unsharded_bytes: gathered weights that live from the first forward pass to the last backward pass.
         grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
         updated_bytes: the weights that the rank's optimizer updates.
     """
@@ -132,11 +128,11 @@ class Engine(ABC):
 
     name: ClassVar[str]
     plays: ClassVar[str]
-    """What it plays, with the version that its rules were read from."""
+    """The framework, with the version that the rules were read from."""
     is_accounting: ClassVar[bool] = False
-    """Whether it is closed-form accounting that no run can confirm: it gives no verdict and no step time."""
+    """Whether it is closed-form accounting, which no run can confirm: no verdict and no step time."""
     refusals: ClassVar[tuple[Rule, ...]] = ()
-    """The rules of what a plan may say, in the order in which they are asked; each raises if it is broken."""
+    """The checks of a plan, in order; each raises for a plan that cannot run."""
     gives_bounds: ClassVar[bool] = False
     """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
     options: ClassVar[type[Any] | None] = None
@@ -150,20 +146,20 @@ class Engine(ABC):
 
     @abstractmethod
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
-        """The record of each rank of a pipeline, worked out as it is asked for; of its peers the fullest."""
+        """The record of each pipeline rank, of its fullest data-parallel peer; computed when it is read."""
 
     @abstractmethod
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
     ) -> RankRecord:
-        """The record of one given rank; `backend` is what ranks talk by, left out the device's usual one."""
+        """The record of one given rank; `backend` runs its collectives, by default the device's usual one."""
 
     def check_device(self, plan: Plan, device: Device) -> None:
         """Raise if the plan runs on this device, but not correctly."""
         return
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
-        """What one micro-batch of a plan of one replica and one stage takes of the model's parts."""
+        """The costs of the model's parts for one micro-batch of a plan with one replica and one stage."""
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def data_parallelism(
@@ -179,7 +175,7 @@ class Engine(ABC):
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:
-        """What should be known of a plan under this engine that no figure says."""
+        """Sentences about a plan under this engine, for what no figure says."""
         return ()
 
     def wire_bytes(self, kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:

@@ -23,7 +23,7 @@ USUAL_ENGINE: Final = str(Plan.__dataclass_fields__["engine"].default)
 
 
 class EngineOptions(TypedDict, total=False):
-    """The options of memplan's own engines, so that type checkers and editors know them."""
+    """The options of memplan's own engines, for type checkers and editors."""
 
     fsdp_units: Literal["block", "block+ends", "model"]
     fsdp_blocks: int

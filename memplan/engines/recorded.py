@@ -30,7 +30,7 @@ def recorded(
     kinds: tuple[BlockKind, ...],
     ends: tuple[bool, bool] | None = None,
 ) -> Trace:
-    """One micro-batch of the whole module, and one block of each kind of recomputation.
+    """The trace of one micro-batch through the module, with one block of each kind of recomputation.
 
     `ends`: of a pipeline's stage instead; whether that is the first, and whether it is the last.
 
@@ -252,11 +252,11 @@ def _is_free(event: Event, buffer: Buffer) -> bool:
 
 FORWARD: Final = ("embed", "entry", "block", "head", "loss")
 BACKWARD: Final = ("loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward")
-"""The parts of a recording in which products are computed."""
+"""The backward parts of a recording, which compute matrix products."""
 
 
 def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
-    """The results of what is computed: of each the last tensor that has come and is still there."""
+    """The results of matrix products: for each the newest tensor that is still alive."""
     found: set[Buffer] = set()
     for part in parts:
         alive: list[Buffer] = []
@@ -272,7 +272,7 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
 
 
 def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
-    """A parameter in the type that weights are computed with; integers stay as they are."""
+    """A parameter in the type that weights are computed in; integers keep their own."""
     own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
     return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
 

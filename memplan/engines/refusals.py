@@ -1,4 +1,4 @@
-"""Refusals that engines share: each raises if no plan of a model can be as this one says.
+"""Refusals that engines share: each raises for a plan that cannot run on a model.
 
 Each raises with the value, the rule that it breaks and a way out. What one engine alone refuses is in its own
 folder; `memplan.engines.checks` asks all that apply to a plan.
@@ -39,7 +39,7 @@ def check_supported(plan: Plan, supported_values: Mapping[str, tuple[Any, ...]])
 def check_divided(plan: Plan, sizes: Mapping[str, int], otherwise: str = "") -> None:
     """Raise if the tensor axis does not divide one of a model's sizes.
 
-    `otherwise`: what else than another `tp` would do, as text.
+    `otherwise`: another way out than a different `tp`, as text.
     """
     for name, total in sizes.items():
         if total % plan.tp:
@@ -65,7 +65,7 @@ def check_sequence(model: Model, plan: Plan) -> None:
 
 
 def check_layers(model: Model, plan: Plan) -> None:
-    """Raise if the model's blocks cannot be dealt out to the pipeline's stages."""
+    """Raise if the model's blocks cannot be divided over the pipeline's stages."""
     if plan.virtual_stages > 1 and plan.pp == 1:
         raise PlanRefused(
             f"virtual_stages={plan.virtual_stages} are stages of a pipeline, but pp=1; use pp of 2 or more, "
@@ -105,7 +105,7 @@ def check_layers(model: Model, plan: Plan) -> None:
 
 
 def _check_empty_stages(plan: Plan, layers: tuple[int, ...]) -> None:
-    """The ends have weights of their own, other stages only those of their blocks."""
+    """Raise for a stage between the ends without blocks: it would have no weights."""
     empty = [stage for stage in range(1, plan.n_stages - 1) if not layers[stage]]
     for rank in range(plan.pp):
         if set(plan.stages_of(rank)) <= set(empty):

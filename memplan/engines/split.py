@@ -1,7 +1,7 @@
-"""A stage's backward pass in two parts, traced over the blocks that differ: first, last, one between.
+"""A stage's backward pass in two parts, traced over its first block, its last block and one between.
 
-What a block's first part makes for the block before is kept until that block's second part, so that unlike a
-whole backward pass it cannot be put together from the trace of a single block.
+The gradient that a block's first part makes for the block before lives until that block's second part. So,
+unlike a whole backward pass, the parts cannot be composed from the trace of a single block.
 """
 
 from collections import Counter
@@ -28,13 +28,13 @@ from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor
 
 CountedSegments = tuple[tuple[Segment, int], ...]
-"""Segments in order, and how often each."""
+"""Segments in order, each with its number of repetitions."""
 
 BlockRuns = tuple[tuple[BlockKind, int], ...]
-"""A stage's runs of equal blocks, and how long each is."""
+"""A stage's runs of equal blocks, each with its length."""
 
-MOST_ALIKE: Final = 2
-"""A run's first and last block are themselves; what is between them recurs."""
+MOST_TRACED: Final = 3
+"""Blocks of a run that are traced: the first, the last, and one that stands for those between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class SplitTrace:
     """The two parts of a backward pass through a stage that is not the pipeline's first.
 
     `loss`, `head`, `blocks` and `end` are the first part, in its order; `weights`, `weights_head` and
-    `weights_end` the second, in the module's. At an end all goes that the part has held. `products` are the
-    results of matrix products of both parts.
+    `weights_end` the second, in the module's order. The ends free what their part has held. `products` are
+    the results of matrix products of both parts.
     """
 
     loss: Segment = EMPTY
@@ -60,9 +60,9 @@ class SplitTrace:
 def split_traced(
     trace: Trace, model: Model, context: OpContext, *, last: bool, runs: BlockRuns
 ) -> SplitTrace:
-    """One micro-batch back through a stage of runs of blocks; its buffers and weights are the `trace`'s.
+    """The split backward pass of one micro-batch, in the buffers and parameters of the stage's `trace`.
 
-    The trace is handed in, not looked up: another one of the same stage has other buffers.
+    The trace is an argument because another trace of the same stage has other buffers.
     """
     tape = Tape(context)
     names = _Names(trace, tape.products["backward"])
@@ -126,7 +126,7 @@ def split_traced(
 def _second_part(
     split: SplitBackward, names: "_Names", cut: Marks, blocks: Iterable[tuple[int, int]]
 ) -> dict[str, Any]:
-    """The second part of the backward pass; `blocks`: the last node and the repetitions of each one."""
+    """The second part of the backward pass; `blocks`: each traced block's last node and repetitions."""
     weights: list[tuple[Segment, int]] = []
     for end, n in blocks:
         split.weights(up_to=end)
@@ -139,15 +139,15 @@ def _second_part(
 
 
 def _times(runs: BlockRuns) -> Iterator[int]:
-    """How often each traced block recurs: of three in a row the one between the others does."""
+    """The repetitions of each traced block: 1 but for the middle one of a run of three."""
     for _, n in runs:
-        yield from (1, n - 2, 1) if n > MOST_ALIKE else [1] * n
+        yield from (1, n - 2, 1) if n >= MOST_TRACED else [1] * n
 
 
 def _kinds(runs: BlockRuns) -> Iterator[BlockKind]:
     """The kind of each traced block."""
     for kind, n in runs:
-        yield from repeat(kind, min(n, MOST_ALIKE + 1))
+        yield from repeat(kind, min(n, MOST_TRACED))
 
 
 _Signature = tuple[str, Shape, DType, Kind, bool]
@@ -155,12 +155,10 @@ _Signature = tuple[str, Shape, DType, Kind, bool]
 
 
 class _Names:
-    """Gives the buffers of a run of several blocks the names that they have in the trace of one block.
+    """Renames the buffers of several traced blocks to those of the trace of one block.
 
-    Buffers that the trace does not have share a name with their equals in other blocks: the first of its kind
-    that a block makes with the first ones, the second with the second ones.
-
-    Knows how often each buffer's block recurs.
+    Buffers that this trace lacks share a name with the corresponding buffers of other blocks: the first of a
+    kind that each block makes, the second, and so on. It also knows the repetitions of each buffer's block.
     """
 
     def __init__(self, trace: Trace, products: Set[Buffer]) -> None:
@@ -172,22 +170,22 @@ class _Names:
         self.made: Counter[_Signature] = Counter()
 
     def leave_out(self, segment: Segment) -> None:
-        """What belongs to the schedule."""
+        """Leave out a buffer that belongs to the schedule."""
         self.known.update((buffer, None) for e in segment.events if (buffer := buffer_in(e)) is not None)
 
     def give(self, segment: Segment, traced_as: Segment, repeats: int = 1) -> None:
-        """The allocations of a forward pass, one after the other as in the trace."""
+        """Rename the allocations of a forward pass to those of the trace, one by one."""
         ours, theirs = ([e.buffer for e in s.events if isinstance(e, Alloc)] for s in (segment, traced_as))
         self.known.update(zip(ours, theirs, strict=True))
         self.repeats.update(dict.fromkeys(ours, repeats))
 
     def call(self, tensor: Tensor | None, buffer: Buffer) -> None:
-        """A single tensor."""
+        """Rename the buffer of a single tensor."""
         if tensor is not None and tensor.storage is not None:
             self.known[tensor.storage.buffer] = buffer
 
     def __call__(self, segment: Segment, repeats: int = 1) -> Segment:
-        """A segment of the backward pass, of a block that recurs so often."""
+        """A segment of the backward pass of a block with `n` repetitions, renamed."""
         self.made.clear()
         for event in segment.events:
             if isinstance(event, AccumulateGrad):
@@ -197,11 +195,11 @@ class _Names:
         return Segment(tuple(self._events(segment)))
 
     def called(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-        """What buffers are called."""
+        """Events with their buffers renamed."""
         return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 
     def by_repeats(self, segment: Segment) -> CountedSegments:
-        """What an end frees: the buffers of a block that recurs n times are freed n times."""
+        """The frees of an end, grouped by the repetitions of the buffers' blocks."""
         found: dict[int, list[Event]] = {}
         for event in segment.events:
             buffer = buffer_in(event)

@@ -239,7 +239,7 @@ def layer_activations_full_recompute_bytes(*, seq_len: int, micro_batch: int, d_
 
 
 def interleaving_factor(*, pp: int, chunks: int = 1) -> float:
-    """What an interleaved schedule multiplies the first stage's activations with: 1 + (p - 1) / (pm).
+    """The factor of an interleaved schedule on the first stage's activations: 1 + (p - 1) / (pm).
 
     One chunk is plain 1F1B: its first stage keeps p micro-batches of L/p layers, so L layers: factor 1.
 
@@ -268,7 +268,7 @@ def first_stage_activations_bytes(
 def input_output_activations_bytes(
     *, seq_len: int, micro_batch: int, d_model: int, vocab_size: int, tp: int = 1, pp: int = 1
 ) -> float:
-    """What the first stage keeps outside the layers: sbhp/t, and on one stage (4sbh/t) (1 + v/h) more.
+    """The first stage's activations outside the layers: sbhp/t, and on one stage (4sbh/t) (1 + v/h) more.
 
     sbhp/t: the embedding's dropout masks of p micro-batches. With p = 1 the stage is also the last: LayerNorm
     and output layer keep 2sbh/t each, the cross-entropy the fp32 logits, 4sbv/t.
@@ -342,7 +342,7 @@ def stage_activations_bytes(model: Decoder, plan: Plan, pp_rank: int) -> float:
 
 
 def _layer_bytes(model: Decoder, plan: Plan, sizes: dict[str, int], *, recompute: Recompute) -> float:
-    """One layer's activations; what is selectively recomputed is attention's core, as in the paper."""
+    """One layer's activations; selective recomputation is of attention's core, as in the paper."""
     if recompute == "full":
         kept = layer_activations_full_recompute_bytes(**sizes)
         return kept / plan.tp if plan.sequence_parallel else kept
@@ -405,7 +405,7 @@ def forward_flops(model: Model, plan: Plan) -> float:
 
 
 def recomputed_flops(model: Decoder, plan: Plan, pp_rank: int) -> float:
-    """What of a GPU's `forward_flops` is computed again: all of its recomputed layers' share.
+    """The part of a GPU's `forward_flops` that is recomputed: its recomputed layers' share.
 
     Neglects: attention's core, which "selective" computes again, as `forward_flops` does.
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix: one more forward pass.
@@ -418,9 +418,9 @@ def recomputed_flops(model: Decoder, plan: Plan, pp_rank: int) -> float:
 
 
 def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
-    """The formulas' step: one instant at which everything is alive, what is computed, what is sent.
+    """The formulas' step: one instant at which everything is alive, the computation, and the collectives.
 
-    Each number of bytes is rounded to a whole one.
+    Bytes are rounded to whole numbers.
     """
     grads = _bytes("grads", _states(model, plan).grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
@@ -452,11 +452,11 @@ SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "clip_grad_norm": (None,),
     "loss_chunks": (1,),
 }
-"""Values of a plan's options that the formulas cover; of other options all."""
+"""The values of options that the formulas cover; options that are not listed may have any."""
 
 
 def _decoder(model: Model) -> Decoder:
-    """The model, if the papers' formulas are about it.
+    """The model itself, if the papers' formulas cover it.
 
     Raises:
         MissingRule: blocks of several kinds, or sizes of another kind than the formulas have.
@@ -485,7 +485,7 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     check_positions,
     _check_options,
 )
-"""The rules of what a plan may say: no vocabulary to divide, no tied weights, no schedule to fill."""
+"""The checks of a plan under the formulas: fewer than the torch engine's."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""One micro-batch through one pipeline stage, as traced from the model's forward pass."""
+"""The trace of one micro-batch through one pipeline stage, from the model's forward pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +16,7 @@ from memplan.tape import OpContext, Tape, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one part of the model does in one direction."""
+    """The events of one part of the model in the forward or the backward pass."""
 
     events: tuple[Event, ...] = ()
     _stretches: dict[tuple[Any, ...], Stretch] = field(
@@ -24,11 +24,11 @@ class Segment:
     )
 
     def stretch(self, name: str) -> Stretch:
-        """Its events under a name."""
+        """The events as a named stretch."""
         return self.made_once((name,), lambda: events(name, self.events))
 
     def made_once(self, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
-        """A stretch that follows from the segment and the key alone: stages that share a trace share it."""
+        """A stretch that depends on the segment and the key only, made once and shared."""
         if key not in self._stretches:
             self._stretches[key] = make()
         return self._stretches[key]
@@ -38,7 +38,7 @@ EMPTY = Segment()
 
 
 class BlockKind(NamedTuple):
-    """A kind of the model's blocks, and how it is recomputed."""
+    """A kind of blocks and its recomputation."""
 
     kind: str
     recompute: Recompute
@@ -46,12 +46,11 @@ class BlockKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One kind of block in both directions, and its parameters in the order of the module.
+    """The forward and backward pass of one kind of block, and its parameters in the module's order.
 
-    `entry`, `entry_backward`, `entry_casts`: as a stage's first block, which waits for the embedding's
-    collective. Where its
-    input came from another stage, that tensor is the schedule's and not freed here. `casts` frees what
-    autocast kept of the block's weights, when the forward pass ends.
+    `entry`, `entry_backward`, `entry_casts`: the same as a stage's first block, which waits for the
+    embedding's collective. An input that was received is freed by the schedule, not here. `casts` frees
+    autocast's copies of the block's weights, when the forward pass ends.
     """
 
     forward: Segment
@@ -65,7 +64,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """Forward and backward of the ends a stage owns and of its kinds of blocks; it equals only itself.
+    """Forward and backward pass of a stage's embedding, head and kinds of blocks; it equals only itself.
 
     Attributes whose meaning their name does not tell:
         cast_inputs: makes inputs of the weights' type, before the module is called.
@@ -114,12 +113,12 @@ class Trace:
     entry_requires_grad: bool = True
 
     def gradients(self) -> dict[Parameter, Buffer]:
-        """The gradients that a backward pass leaves."""
+        """The buffer of each parameter's gradient after a backward pass."""
         blocks = [block.backward for block in self.blocks.values()]
         return gradients(self.head_backward, *blocks, self.embed_backward)
 
     def sending(self, forward: Segment) -> Segment:
-        """A block's forward pass whose output is `sent`."""
+        """The forward pass of a block whose output is sent to another stage."""
         return Segment(
             tuple(
                 Alloc(self.sent) if isinstance(e, Alloc) and e.buffer is self.boundary else e
@@ -136,7 +135,7 @@ class Marks:
         self.n_events = self.n_parameters = 0
 
     def segment(self) -> Segment:
-        """What the tape has done since the last segment."""
+        """The tape's events since the last segment."""
         events = self.tape.events[self.n_events :]
         self.n_events = len(self.tape.events)
         return Segment(tuple(events))
@@ -179,9 +178,9 @@ def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
 
 
 def without_blocks(trace: Trace) -> Trace:
-    """The ends of a stage that has no block: what would pass between them and a block is the schedule's.
+    """The trace of a stage without blocks: the tensors between its ends and a block belong to the schedule.
 
-    The last stage's head then makes the gradient of what the stage has received.
+    The last stage's head then makes the gradient of the received input.
     """
     received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
     return replace(
@@ -194,9 +193,10 @@ def without_blocks(trace: Trace) -> Trace:
 
 
 def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
-    """The block of another trace in the buffers of one: what passes between blocks, what the embedding sends.
+    """A block of another trace, renamed to the buffers that blocks of this trace share with each other.
 
-    Its parameters are the ones of `same_kind`: a block of its kind that has been traced before, or None.
+    Its parameters become those of `same_kind`, a block of its kind that was traced before, unless that is
+    None.
     """
     (block,) = other.blocks.values()
     if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
@@ -234,10 +234,10 @@ def _traced(
 
 
 class _TracedStage:
-    """A stage of one block as one micro-batch passes through it: the tensors it holds, the segments so far.
+    """A stage of one block while a micro-batch passes through it: the tensors it holds, the segments so far.
 
-    A tensor dies when its last reference goes, so that each is referred to from here for as long as PyTorch
-    refers to it, and from no local variable any longer.
+    A tensor is freed with its last reference, so attributes refer to each one for exactly as long as PyTorch
+    does, and no local variable outlasts them.
     """
 
     def __init__(
@@ -257,11 +257,11 @@ class _TracedStage:
         self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
     def _end(self, name: str) -> None:
-        """What was done since the last segment is the segment of this name."""
+        """Cut the tape's record: the events since the last cut are the segment of this name."""
         self.segments[name] = self.cut.segment()
 
     def _end_forward(self, name: str) -> int:
-        """A part's forward pass is over, and so is its autocast; the number of nodes so far."""
+        """End the forward pass of a part, and autocast; the number of nodes so far."""
         self._end(name)
         self.parameters[name] = self.cut.parameters()
         n_nodes = len(self.tape.nodes)
@@ -270,14 +270,14 @@ class _TracedStage:
         return n_nodes
 
     def forward(self) -> None:
-        """The embedding and the block."""
+        """Run the embedding and the block."""
         self.n_embed = self._end_forward("embed")
         self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
         self.boundary = _buffer(self.held["x"])
         self.n_block = self._end_forward("block")
 
     def loss(self) -> None:
-        """The last stage's head and loss, and the way back through both."""
+        """Run the last stage's head and loss, and their backward pass."""
         tape = self.tape
         logits = self.model.head(self.held["x"])
         del self.held["x"]
@@ -306,13 +306,13 @@ class _TracedStage:
         self._end("head_backward")
 
     def send(self) -> None:
-        """What another stage than the last does with its output: the gradient that comes back starts it."""
+        """Send the output of a stage that is not the last; backward starts with a received gradient."""
         tape, x = self.tape, self.held.pop("x")
         self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
 
     def backward(self) -> None:
-        """The way back through the block and the embedding."""
+        """Run the backward pass of the block and the embedding."""
         tape = self.tape
         incoming = _buffer_of_grad(tape)
         tape.backward(down_to=self.n_embed)
@@ -327,7 +327,7 @@ class _TracedStage:
         self._end("embed_backward")
 
     def release(self) -> None:
-        """What goes at the end of the backward pass, and what a schedule holds beyond it."""
+        """Free what lives to the end of the backward pass, then what a schedule holds beyond it."""
         losses = "scaled loss", "loss"
         for name in ("start", *(() if self.keep_logits else losses)):
             self.held.pop(name, None)
@@ -341,7 +341,7 @@ class _TracedStage:
         self._end("release_input_grad")
 
     def trace(self) -> Trace:
-        """All segments, with one buffer for what is handed from block to block."""
+        """The trace: all segments, with one buffer for the tensor that is passed from block to block."""
         entry, boundary, found = self.entry, self.boundary, self.segments
         if entry.n_bytes != boundary.n_bytes:
             raise MissingRule(
@@ -389,13 +389,13 @@ class _TracedStage:
 
 
 def _buffer_of_grad(tape: Tape) -> Buffer | None:
-    """The gradient that has reached the newest node; None if it is another stage's."""
+    """The buffer of the gradient at the newest node; None if another stage sends it."""
     grad = tape.nodes[-1].grad
     return None if grad is None or grad.storage is None else grad.storage.buffer
 
 
 def _check_handed_on(incoming: Buffer | None, boundary_grad: Buffer, backward: Segment) -> None:
-    """A block must add to the gradient that it gets and hand it on, as one with a residual sum does."""
+    """Raise unless the block adds to its output's gradient and passes it on, as a residual sum does."""
     from_outside = incoming is None and AddToIncoming(boundary_grad) in backward.events
     if incoming is not boundary_grad and not from_outside:
         raise MissingRule(
@@ -415,7 +415,7 @@ def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
 
 
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
-    """What a stage's first block gets: the embedding of tokens, or what another stage has sent."""
+    """The input of a stage's first block: the embedding of tokens, or a received tensor."""
     context = tape.context
     if first:
         return model.embed(Tensor(tape, (context.micro_batch, context.seq_len), INT64))
@@ -435,7 +435,7 @@ def _buffer(x: Tensor | None) -> Buffer:
 
 
 class Without:
-    """Leaves out what happens to some buffers."""
+    """Leaves out the events of some buffers."""
 
     def __init__(self, *buffers: Buffer) -> None:
         self.buffers = buffers
@@ -445,7 +445,7 @@ class Without:
 
 
 class _Renamed:
-    """Calls buffers and parameters by others' names: one block's output is the next one's input."""
+    """Renames buffers and parameters: one block's output is the next block's input."""
 
     def __init__(
         self, buffers: dict[Buffer, Buffer], parameters: dict[Parameter, Parameter] | None = None
@@ -468,10 +468,10 @@ class _Renamed:
 
 
 def buffer_in(event: Event) -> Buffer | None:
-    """The buffer that an event is about; None of computation and collectives."""
+    """The buffer of an event; None for computation and collectives."""
     return event.buffer if isinstance(event, (Alloc, Free, AccumulateGrad, AddToIncoming)) else None
 
 
 def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
-    """The gradients that backward segments leave."""
+    """The buffer of each parameter's gradient after these backward segments."""
     return {e.parameter: e.buffer for s in segments for e in s.events if isinstance(e, AccumulateGrad)}

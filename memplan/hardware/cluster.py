@@ -1,4 +1,4 @@
-"""Many GPUs: nodes of equal GPUs, joined by a network; and whether a plan's bytes fit on each of them."""
+"""Clusters: nodes of equal GPUs joined by a network, and whether a plan's bytes fit on each GPU."""
 
 import re
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from memplan.hardware.gpu import Gpu, Link, check_link, gpu, gpu_names
 from memplan.hardware.overheads import Interval
 
 DEFAULT_MARGIN: Final = 0.05
-"""The fraction of usable memory that a plan which "fits" leaves free, unless told otherwise.
+"""The default fraction of usable memory that a plan must leave free to count as fitting.
 
 A policy, not a prediction: published runs of plans that memplan can express in full are within 4 %
 (`python -m validate published`).
@@ -86,7 +86,7 @@ class Cluster:
         return None if usable is None else int(usable * (1 - self.margin))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: what a plan's verdict and time depend on."""
+        """Plain values: those that a plan's verdict and time depend on."""
         return {
             "name": self.name,
             "n_gpus": self.n_gpus,
@@ -99,10 +99,10 @@ class Cluster:
         }
 
     def verdict(self, held: Interval) -> Verdict | None:
-        """Whether a GPU can hold bytes of which only an interval is known; None: it has no limit.
+        """Whether a GPU can hold bytes that are known as an interval; None: it has no limit.
 
-        "fits": even the most of it leaves the margin free. "does not fit": even the least of it is more than
-        is usable. "cannot say": neither; what decides is known as a range only.
+        "fits": even the upper end leaves the margin free. "does not fit": even the lower end is more than is
+        usable. "cannot say": neither.
 
         Neglects: what else runs on the GPU.
 
@@ -121,7 +121,7 @@ class Cluster:
 
 @cache
 def node_table() -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of `clusters.toml` as they stand there, read once, at first use."""
+    """The entries of `clusters.toml`, read once, at first use."""
     return toml_table(Path(__file__).with_name("clusters.toml"))
 
 
@@ -174,7 +174,7 @@ def cluster(
 def changed(
     found: Cluster, *, gpus_per_node: int | None, network: "Link | str | None", margin: float | None
 ) -> Cluster:
-    """A cluster with other nodes, another network or another margin; None: as it is.
+    """A cluster with other nodes, another network or another margin; None: unchanged.
 
     Raises:
         InvalidValue: as `cluster`.

@@ -13,7 +13,7 @@ from memplan.files import toml_table
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
-"""The number formats a peak rate may be stated for."""
+"""The number formats that peak rates are stated for."""
 
 DEVICE_KINDS: Final = ("cuda", "cpu")
 """torch's types of the devices that memplan has rules for."""
@@ -90,7 +90,7 @@ class Gpu:
 
     @property
     def device(self) -> Device:
-        """What its kernels run on.
+        """The device that its kernels run on.
 
         >>> gpu("a100-80-sxm").device
         Device(type='cuda', capability=(8, 0), multiprocessors=108, runs_kernels=True)
@@ -143,7 +143,7 @@ def check_link(name: str, link: object) -> None:
 
 @cache
 def gpu_table() -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of `gpus.toml` as they stand there, read once, at first use."""
+    """The entries of `gpus.toml`, read once, at first use."""
     return toml_table(Path(__file__).with_name("gpus.toml"))
 
 

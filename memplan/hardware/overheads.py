@@ -1,4 +1,4 @@
-"""What a process holds on a GPU out of the caching allocator: CUDA's context, NCCL's buffers."""
+"""What a process holds on a GPU outside the caching allocator: CUDA's context, NCCL's buffers."""
 
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
 @cache
 def overhead_table() -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of `overheads.toml` as they stand there, read once, at first use."""
+    """The entries of `overheads.toml`, read once, at first use."""
     return toml_table(Path(__file__).with_name("overheads.toml"))
 
 
@@ -35,7 +35,7 @@ def n_communicators(*axes: Any) -> Any:
 
 
 def outside_allocator(n_communicators: int) -> Interval:
-    """What the caching allocator does not know of: CUDA's context, and each communicator's buffers.
+    """Bytes outside the caching allocator: CUDA's context, and each communicator's buffers.
 
     >>> [n_bytes // MiB for n_bytes in outside_allocator(0)]
     [300, 1008]

@@ -1,4 +1,4 @@
-"""What a model is to the engines, and the decoder-only transformer that most families are."""
+"""The interface of a model to engines, and the decoder-only transformer that most families are."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -31,27 +31,27 @@ class Layers(NamedTuple):
 class Model(ABC):
     """A language model as engines see it: an embedding, blocks of one or several kinds, a head.
 
-    `d_model` is the width of what is handed from block to block, `max_seq_len` the trained context. Frozen:
-    change a field with `dataclasses.replace`. A subclass adds sizes of its own and writes the forward pass:
-    `embed`, a `block` of each kind, `head`. A tied head names the embedding's table as its weight.
+    `d_model` is the width of the tensor between blocks, `max_seq_len` the trained context. Frozen: change a
+    field with `dataclasses.replace`. A subclass adds sizes of its own and writes the forward pass: `embed`, a
+    `block` of each kind, `head`. A tied head names the embedding's table as its weight.
 
     Raises:
         InvalidValue: a size that is no positive integer.
     """
 
     family: ClassVar[str] = "custom"
-    """Its name in the registry (`memplan.models.families`), if it is there."""
+    """The family's name in the registry (`memplan.models.families`), if it has one."""
     implementation: ClassVar[str] = "reference"
-    """Whose code the forward pass is written after, in a word."""
+    """The word for the code that the forward pass follows."""
     code: ClassVar[str] = "memplan's own modules (validate/systems/torch)"
-    """That code, with its version, for people."""
+    """The name of that code and its version, for people."""
 
     axes: ClassVar[tuple[Axis, ...]] = ("pp", "tp")
     """The mesh axes, beside the data axes, that the code can be divided over."""
     chunks_loss: ClassVar[bool] = True
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
     computes_loss: ClassVar[bool] = False
-    """Whether the module computes its loss itself: as a part of its forward pass, and of its autocast."""
+    """Whether the module computes its loss in its own forward pass, and so under its autocast."""
 
     name: str
     d_model: int
@@ -94,12 +94,12 @@ class Model(ABC):
     def sizes_over_tp(self) -> Mapping[str, int]:
         """Sizes that the tensor axis must divide, by name, for the text of a refusal.
 
-        What is not here is refused by the operations, in their words.
+        Other sizes are refused by the operations, in their words.
         """
         return {}
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        """What a module keeps beside its weights: each pipeline stage has its own."""
+        """The module's buffers, such as rotary angles: each pipeline stage has its own."""
         return ()
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
@@ -120,7 +120,7 @@ class Model(ABC):
 
     @abstractmethod
     def block(self, x: Tensor, kind: str) -> Tensor:
-        """One block of a kind, (batch, seq, d_model) to the same."""
+        """One block of a kind: (batch, seq, d_model) to (batch, seq, d_model)."""
 
     @abstractmethod
     def head(self, x: Tensor) -> Tensor:

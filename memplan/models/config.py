@@ -52,19 +52,19 @@ class Config:
         return str(found)
 
     def refuse(self, *keys: str) -> None:
-        """Refuse settings that change a step's memory and that memplan has no rule for."""
+        """Raise for settings that change a step's memory and that memplan has no rule for."""
         for key in keys:
             if self.values.get(key):
                 raise InvalidValue(f"{key}={_shown(self.values[key])} is not planned by memplan; remove it.")
 
     def expect(self, key: str, default: Any) -> None:
-        """Refuse a setting that is not the default, which memplan has no rule for."""
+        """Raise for a setting that is not the default, which memplan has no rule for."""
         if (found := self.value(key, default)) != default:
             raise InvalidValue(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
 
     @property
     def _rope_parameters(self) -> "Config":
-        """What a file of transformers 5 says of rotary positions."""
+        """The rotary settings of a file of transformers 5."""
         parameters = self.value("rope_parameters", {})
         if not isinstance(parameters, dict):
             raise InvalidValue(f"rope_parameters={_shown(parameters)} is not allowed; use an object.")
@@ -77,7 +77,7 @@ class Config:
         return checked_count("sliding_window", self.values.get("sliding_window", default), least=0)
 
     def rotary_part(self, default: float) -> float:
-        """How much of a head is turned: `partial_rotary_factor`, more than 0 and up to 1."""
+        """The rotated fraction of a head: `partial_rotary_factor`, more than 0 and up to 1."""
         key = "partial_rotary_factor"
         part = self._rope_parameters.value(key, self.value(key, default))
         if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:

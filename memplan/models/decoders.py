@@ -1,4 +1,4 @@
-"""Decoders whose sizes several implementations share; each implementation writes its own forward pass."""
+"""The sizes that several implementations of a family share; each implementation has its own forward pass."""
 
 from dataclasses import dataclass
 from typing import ClassVar

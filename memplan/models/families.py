@@ -29,8 +29,8 @@ class Family:
 
     Attributes:
         implementations: the class of each implementation, by its name; the first is a preset's default.
-        readers: of a config.json, by its `model_type`.
-        presets: models by name, as the entries of `presets.toml` without their `family`.
+        readers: functions that read a config.json, by its `model_type`. presets: models by name, as the
+        entries of `presets.toml` without their `family`.
     """
 
     implementations: Mapping[str, type[Model]]
@@ -46,7 +46,7 @@ NAMES: Final = (
     "gpt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2",
     "starcoder2", "gpt_neox", "opt",
 )  # fmt: skip
-"""memplan's own families: each is the object of this name, in capitals, of the module of this name."""
+"""memplan's own families: each is an object in the module of this name, with the name in capitals."""
 
 FAMILIES: Final = Registry(
     what="model",

@@ -13,7 +13,7 @@ from memplan.tape import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaDecoder(WindowedDecoder):
-    """What Gemma 1, 2 and 3 share."""
+    """The code that Gemma 1, 2 and 3 share."""
 
     attention_bias: bool = False
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and the feed-forward layer side by side, heads turned in part."""
+"""GPT-NeoX and Pythia: attention and the feed-forward layer in parallel, heads rotated in part."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
@@ -20,7 +20,10 @@ from memplan.tape import Tensor
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptNeox(HuggingFaceDecoder):
-    """`GPTNeoXForCausalLM`. `partial_rotary`: how much of a head is turned; `parallel`: the layers' order.
+    """`GPTNeoXForCausalLM`.
+
+    `partial_rotary`: the rotated fraction of a head. `parallel`: attention and feed-forward layer read the
+    same input.
 
     Source: transformers.models.gpt_neox.modeling_gpt_neox (5.23).
     """

@@ -1,9 +1,9 @@
-"""Decoders as transformers 5.23 runs them: what its families share. Each family says what differs from Llama.
+"""Decoders as transformers 5.23 runs them: families override what differs from Llama.
 
 All of them take PyTorch's attention (`sdpa`) and their own loss, and have no cache.
 
-What their forward functions have a name for lives until they return; recomputed blocks keep what they are
-called with, the ids of positions among it.
+Local variables of their forward functions live until these return; recomputed blocks keep their arguments,
+position ids included.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ SLIDING: Final = "sliding"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceDecoder(Decoder, ABC):
-    """A decoder of transformers with rotary positions, as Llama is where a family does not say otherwise.
+    """A decoder of transformers with rotary positions; it is Llama except where a family overrides it.
 
     Neglects: means of a norm, 4 bytes a token; masks of a byte per token; the embedding's output between the
     blocks and the head.
@@ -58,7 +58,7 @@ class HuggingFaceDecoder(Decoder, ABC):
 
     @property
     def rotary_dim(self) -> int:
-        """How much of a head is turned."""
+        """The width of the rotated part of a head."""
         return self.d_head
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
@@ -79,7 +79,7 @@ class HuggingFaceDecoder(Decoder, ABC):
         return x
 
     def rotation(self, tokens: Tensor) -> None:
-        """Make what the blocks are called with: the ids of positions, and the tables of their angles."""
+        """Make the arguments of all blocks: position ids, and the tables of rotary angles."""
         keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
@@ -121,7 +121,7 @@ class HuggingFaceDecoder(Decoder, ABC):
         return self.logits(self.norm(x, self.last_norm))
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits of what the blocks have made and the last norm; that lives until the loss is there."""
+        """The logits from the last norm's output, which lives until the loss is computed."""
         x.tape.let_go()
         x.tape.hold(x)
         return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
@@ -138,7 +138,7 @@ class HuggingFaceDecoder(Decoder, ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowedDecoder(HuggingFaceDecoder):
-    """A decoder whose queries find no key that is `window` tokens or more before them (0: there is none).
+    """A decoder whose queries see no key that is `window` or more tokens before them (0: no window).
 
     A sequence that reaches beyond it needs a mask, with which keys and values are copied for each query head.
 
@@ -164,7 +164,7 @@ class WindowedDecoder(HuggingFaceDecoder):
 
 
 def keep_rotation(tokens: Tensor, rotary_dim: int, dtype: DType) -> None:
-    """Make the ids of positions and the tables of their angles, and hand both to all blocks."""
+    """Make the position ids and the tables of rotary angles, which all blocks are called with."""
     shared = tokens.tape.shared
     shared["positions"] = position_ids(tokens)
     shared["cosines"], shared["sines"] = halves_rotation(tokens, rotary_dim, dtype)
@@ -184,7 +184,7 @@ def decoder_sizes(
     max_seq_len: int,
     tied_head: bool = False,
 ) -> dict[str, Any]:
-    """A decoder's sizes; given are transformers' defaults, 0 where they follow from others.
+    """A decoder's sizes; the arguments are transformers' defaults, 0 where they follow from others.
 
     Raises:
         InvalidValue: a value that is no size; dropout of attention, or quantized weights.

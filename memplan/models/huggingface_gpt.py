@@ -34,8 +34,8 @@ ACTIVATIONS: Final = {"gelu_new": gelu_new, "gelu_pytorch_tanh": gelu, "gelu": g
 class HuggingFaceGpt(GptDecoder):
     """`GPT2LMHeadModel` with PyTorch's attention (`sdpa`) and its own loss, without a cache.
 
-    What its forward functions have a name for lives until they return: the embeddings until the last block
-    has run, attention's output until its block has.
+    Local variables of its forward functions live until these return: the embeddings until the last block has
+    run, attention's output until its block has.
 
     Neglects: masks of a byte per token.
     Source: transformers.models.gpt2.modeling_gpt2 (5.23).

@@ -13,9 +13,9 @@ from memplan.models.traced import is_trace, model_from_trace
 
 
 def resolve(model: Model | str | os.PathLike[str], implementation: str | None = None) -> Model:
-    """The model that is meant: a Model itself, a preset's name, or the path of a trace or a config.json.
+    """The model: from a Model itself, a preset's name, or the path of a trace or a config.json.
 
-    `implementation`: whose code trains it; None: the model's own, the preset's or the file's default. A
+    `implementation`: whose code trains it; None: the model's own, or the default of the preset or file. A
     preset's name goes before a folder of the same name: write ./gpt2 for the folder.
 
     >>> resolve("gpt2").n_blocks

@@ -42,7 +42,7 @@ def ends_are_tied(model: Model) -> bool:
 
 @cache
 def not_divided(model: Model, tp: int) -> str:
-    """What an operation says that `tp` tensor ranks cannot divide; empty if all of them can."""
+    """The error of an operation that `tp` ranks cannot divide, as text; empty if there is none."""
     if isinstance(model, TracedModel):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Phi 3 and 4: Llama with fused projections, whose heads may be turned in part."""
+"""Phi 3 and 4: Llama with fused projections, whose heads may be rotated in part."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
@@ -13,7 +13,7 @@ from memplan.tape import Tensor
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phi3(WindowedDecoder):
-    """`Phi3ForCausalLM`. `partial_rotary`: how much of a head is turned.
+    """`Phi3ForCausalLM`. `partial_rotary`: the rotated fraction of a head.
 
     Source: transformers.models.phi3.modeling_phi3 (5.23).
     """

@@ -1,4 +1,4 @@
-"""Published models by name: the table `presets.toml`, and those of other packages' families."""
+"""Published models by name: the table `presets.toml`, and the presets of other packages' families."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -24,7 +24,7 @@ AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
 def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, mask: Tensor | None = None) -> Tensor:
     """Causal attention of q (batch, seq, heads, d_head) to k, v (batch, seq, kv_heads, d_head).
 
-    A `mask` of booleans, as one that ends at a window, is put into numbers for each sequence, and saved.
+    A boolean `mask`, such as a window's, is converted to numbers for each sequence, and saved.
 
     4 x batch x heads x seq^2 x d_head FLOPs, counted whole although half is masked (the convention of
     Chowdhery et al. 2022, appendix B).
@@ -67,7 +67,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tens
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse queries, keys and values that no rule here is for.
+    """Raise for queries, keys and values that no rule here covers.
 
     Raises:
         InvalidValue: with the shapes or types that differ.
@@ -88,7 +88,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 def attention_kernel(
     device: Device, torch_release: Release, dtype: DType, d_head: int, *, grouped: bool, dropout: bool
 ) -> AttentionKernel:
-    """Which implementation PyTorch takes for causal attention; `grouped`: several query heads share a key.
+    """The implementation that PyTorch chooses for causal attention; `grouped`: query heads share a key.
 
     cuDNN's drops probabilities in torch 2.11 only; the memory-efficient one takes grouped heads from 2.14 on.
 

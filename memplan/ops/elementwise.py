@@ -86,7 +86,7 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 def _of_result(x: Tensor, name: str) -> Tensor:
-    """An activation whose derivative follows from its result, which is saved."""
+    """An activation that saves its result, from which its derivative follows."""
     y = x.tape.new(name, x.shape, x.dtype)
     y.node = x.tape.node((x.node,), (y.detach(),), same_backward)
     return y

@@ -11,9 +11,9 @@ from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the vocabulary's table; saves the token ids. The table's gradient is dense.
 
-    Over the tensor axis each rank holds a part of the rows and contributes zeros for the others; the partial
-    outputs are summed, and FSDP2 gathers the first block's weights before that reads the sum. PyTorch makes
-    that table's gradient whole on every rank; DDP cuts it back.
+    Over the tensor axis each rank holds some of the rows and has zeros for the others; these partial outputs
+    are summed, and FSDP2 gathers the first block's weights before the sum is read. PyTorch makes the table's
+    gradient whole on every rank; DDP shards it again.
 
     Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
     aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
@@ -38,7 +38,7 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
 
 
 def position_ids(tokens: Tensor) -> Tensor:
-    """0 to seq - 1, or this tensor rank's part of them under sequence parallelism; shape (seq,).
+    """The ids 0 to seq - 1, under sequence parallelism this tensor rank's chunk; shape (seq,).
 
     Source: torch:arange.
     """
@@ -60,7 +60,7 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
     """x (batch, seq, d) plus p (seq, d) or (1, seq, d); saves nothing.
 
-    p's gradient is summed over the batch: of (seq, d) even over a batch of one.
+    p's gradient is summed over the batch, for p of (seq, d) even over a batch of one.
 
     Source: tools/autograd/derivatives.yaml (`add.Tensor`).
     """

@@ -47,7 +47,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
 
 
 def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
-    """FlashAttention of heads that are first padded to a multiple of 8, where they are none.
+    """FlashAttention; heads are first padded to a multiple of 8.
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`pad_last_dim`, `post_process_flash_output`).
     """
@@ -118,7 +118,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Backward's workspace is what cuDNN's frontend asks for: a float32 accumulator for dq and each row's dot.
 
-    Neglects: what the engine that cuDNN chooses asks for beyond that, which only a real GPU tells.
+    Neglects: further workspace of the engine that cuDNN chooses, which only a real GPU tells.
 
     Source: aten/src/ATen/native/cudnn/MHA.cpp (`run_cudnn_SDP_fprop`, `run_cudnn_SDP_bprop`),
     cudnn_frontend/node/scaled_dot_product_flash_attention.h (`SDPABackwardNode`).

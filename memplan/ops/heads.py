@@ -1,7 +1,7 @@
 """Attention heads: their layout, their copies for grouped queries, rotary positions.
 
-Queries, keys and values are (batch, seq, heads, d_head). Batched products lay them out one head after the
-other (`Tensor.head_major`); the operations after them copy them back to one token after the other.
+Queries, keys and values are (batch, seq, heads, d_head). Batched products need them one head after the other
+(`Tensor.head_major`); the operations after them copy them back to one token after the other.
 """
 
 from memplan.ops.dims import dims, divided
@@ -12,7 +12,7 @@ DIMS = ("batch", "seq", "heads", "d_head")
 
 
 def heads(x: Tensor, d_head: int) -> Tensor:
-    """(batch, seq, heads x d_head) seen as (batch, seq, heads, d_head); its gradient is put in that order.
+    """A view of (batch, seq, heads x d_head) as (batch, seq, heads, d_head); its gradient is made contiguous.
 
     Source: torch:Tensor.unflatten.
     """
@@ -23,9 +23,9 @@ def heads(x: Tensor, d_head: int) -> Tensor:
 
 
 def feature_parts(x: Tensor, n: int) -> list[Tensor]:
-    """x as n views along its features, the last dim; backward joins their gradients once all are there.
+    """x as n views along its features, the last dim; backward joins their gradients once all have come.
 
-    What is joined of heads is laid out by head.
+    Gradients of heads are joined one head after the other.
 
     Source: torch:split, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
     """
@@ -179,7 +179,7 @@ def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor, *others: Tensor) -
 
 
 def rope_of_part(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x with as much of each head turned as the tables are wide; the rest is copied beside it.
+    """x with the first part of each head rotated, as wide as the tables; the rest is copied beside it.
 
     Source: transformers.models.phi3.modeling_phi3, apply_rotary_pos_emb.
     """
@@ -196,7 +196,7 @@ def rope_of_part(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _in_type_of(grad: Tensor, dtype: DType, into: Workspace) -> None:
-    """The product of a gradient and a table, then in another type, where it is of another."""
+    """The product of a gradient and a table, cast to another type if it differs."""
     if dtype == grad.dtype:
         into.new("grad times table", grad.shape, dtype)
         return
@@ -212,7 +212,7 @@ def attention_flops(q: Tensor) -> int:
 
 
 def head_major(x: Tensor) -> Tensor:
-    """x with one head after the other, as batched products need it: a copy, but of one sequence or head."""
+    """x with one head after the other, as batched products need it: a copy unless one of these dims is 1."""
     return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
 
 

@@ -19,7 +19,7 @@ torch.distributed.tensor.parallel.style:RowwiseParallel.
 def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again: bool = False) -> Tensor:
     """x W^T + b, with W (n_out, n_in): 2 x tokens x n_in x n_out FLOPs; saves x and W.
 
-    `again`: selective recomputation saves the outputs of other products, but computes this one again.
+    `again`: selective recomputation computes this product again instead of saving its output.
 
     Under autocast the weight, the bias and x are first copied to its type, and the weight's copy is kept
     until backward. With rows, partial outputs are summed over the tensor axis, or reduce-scattered over the
@@ -43,7 +43,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
 
 
 def conv1d(x: Tensor, name: str, n_out: int) -> Tensor:
-    """x W + b, with W (n_in, n_out): a linear whose weight is the other way round, whole on every rank.
+    """x W + b, with W (n_in, n_out): a linear whose weight is transposed, and whole on every rank.
 
     Source: transformers.pytorch_utils, Conv1D.
     """

@@ -29,7 +29,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
 
 def shifted_cross_entropy(logits: Tensor) -> Tensor:
-    """The same of the next token, as transformers has it: targets are padded and shifted into a copy.
+    """`cross_entropy` of the next token as in transformers: targets are padded and shifted into a copy.
 
     Source: transformers.loss.loss_utils, ForCausalLMLoss.
     """
@@ -76,7 +76,7 @@ def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
 def _pieces(logits: Tensor, n: int) -> list[Tensor]:
     """Pieces of ceil(seq / n) along the sequence, the last one shorter.
 
-    Backward joins their gradients, all of them alive, once the first piece's has come.
+    Backward joins their gradients once the first piece's has come; until then all are alive.
 
     Source: torch:chunk, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
     """

@@ -71,7 +71,7 @@ def _products_of_heads(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """The probabilities, of the scores with the bias added in place, unless a dispatch mode watches."""
+    """The probabilities from scores to which the bias is added, in place unless a dispatch mode is active."""
     tape, shape, node, on_cpu = scores.tape, scores.shape, scores.node, scores.tape.context.device.on_cpu
 
     if tape.watched:

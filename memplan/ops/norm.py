@@ -59,8 +59,8 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
 def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
     """RMSNorm as Meta's and Hugging Face's Llama write it: operation by operation, on any device.
 
-    In float32 up to the weight, which is applied in x's type: beside what the composite saves, that is the
-    normed x in that type.
+    It computes in float32 up to the weight, which is applied in x's type. Besides what the composite saves,
+    it saves the normed x in that type.
 
     Source: torchtitan/models/norms.py (`RMSNorm.forward`), transformers' `LlamaRMSNorm.forward`.
     """
@@ -70,7 +70,7 @@ def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
 
 
 def rms_norm_in_fp32(x: Tensor, name: str) -> Tensor:
-    """The same with the weight applied in float32, as OLMo 2 has it.
+    """`rms_norm_by_parts` with the weight applied in float32, as in OLMo 2.
 
     Source: transformers.models.olmo2.modeling_olmo2, Olmo2RMSNorm.forward.
     """
@@ -79,7 +79,7 @@ def rms_norm_in_fp32(x: Tensor, name: str) -> Tensor:
 
 
 def rms_norm_around_one(x: Tensor, name: str) -> Tensor:
-    """The same with 1 + the weight, as Gemma has it: the sum is made for each norm, in float32, and saved.
+    """`rms_norm_by_parts` with 1 + the weight, as in Gemma: each norm makes and saves that sum in float32.
 
     Source: transformers.models.gemma.modeling_gemma, GemmaRMSNorm.forward.
     """
@@ -195,7 +195,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
 
 
 def _sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
-    """Replace the gradients of a norm's weights, over very many tokens on CUDA, by sums of partial sums.
+    """Replace the weights' gradients of a norm over very many tokens on CUDA by sums of partial sums.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).
     """

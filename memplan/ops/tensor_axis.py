@@ -1,6 +1,6 @@
-"""Collectives of the tensor axis, and the changes of layout that cause them.
+"""Collectives of the tensor axis, and the changes of placement that cause them.
 
-They are functional: the result is a new tensor.
+They are functional collectives: the result is a new tensor.
 """
 
 from memplan.ops.dims import dims, divided
@@ -10,11 +10,11 @@ from memplan.tape import NCCL, Grads, Saved, Tape, Tensor
 
 
 def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
-    """Enter a tensor-parallel region, in which every tensor rank sees the whole sequence.
+    """The input of a tensor-parallel region, in which every tensor rank sees the whole sequence.
 
-    The stream is made whole; its gradient, of which each rank has a part of the sum, is laid out like it.
-    `waits`: a gathered sequence is waited for at once, as `PrepareModuleInput` does for a region of several
-    modules; `ColwiseParallel`, for a single product, waits when that reads it.
+    Its gradient is partial, and gets the placement of the residual stream. `waits`: a gathered sequence is
+    waited for at once, as by `PrepareModuleInput` for a region of several modules; `ColwiseParallel`, for a
+    single product, waits when the product reads it.
 
     Source: torch.distributed.tensor.parallel.style:PrepareModuleInput, Korthikanti et al. 2022 (g, f).
     """
@@ -36,7 +36,7 @@ def gather_sequence(x: Tensor, *, waits: bool = True) -> Tensor:
 
 
 def divided_sequence(x: Tensor) -> Tensor:
-    """x as a norm sees it under sequence parallelism: a DTensor of the same bytes.
+    """The input of a norm under sequence parallelism: a DTensor of the same bytes.
 
     Source: torch.distributed.tensor.parallel.style:SequenceParallel.
     """
@@ -49,9 +49,9 @@ def divided_sequence(x: Tensor) -> Tensor:
 
 
 def replicated_parameter(tape: Tape, name: str, shape: Shape) -> Parameter:
-    """A weight that every tensor rank applies to its part of the stream: where that is divided, a DTensor.
+    """A weight that every tensor rank applies to its chunk of the sequence.
 
-    Then each rank has a part of its gradient's sum.
+    Under sequence parallelism it is a DTensor, and its gradient is partial.
 
     Source: torch.distributed.tensor.parallel.style:SequenceParallel.
     """
@@ -61,10 +61,10 @@ def replicated_parameter(tape: Tape, name: str, shape: Shape) -> Parameter:
 
 
 def reduced_over_tp(y: Tensor, *, waits: bool = True) -> Tensor:
-    """Leave a tensor-parallel region: the tensor ranks' partial outputs are laid out like the stream.
+    """The output of a tensor-parallel region: partial outputs get the placement of the residual stream.
 
-    `waits`: the next thing that happens is that it is read. Of a gathered gradient, but for `fake`, the own
-    part is held until everything has arrived.
+    `waits`: the next operation reads it. When its gradient is gathered, this rank's chunk is held until the
+    all-gather is done, except under `fake`.
 
     Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp (`FakeWork`),
     torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (`AsyncAllgatherWork`),
@@ -89,7 +89,7 @@ def reduced_over_tp(y: Tensor, *, waits: bool = True) -> Tensor:
 def redistributed(
     x: Tensor, source: Placement, target: Placement, what: str, *, waits: bool = True
 ) -> Tensor:
-    """x laid out over the tensor axis like `target`; x itself where nothing is sent.
+    """x with the placement `target` over the tensor axis; x itself where nothing is sent.
 
     Source: torch.distributed.tensor._redistribute:redistribute_local_tensor.
     """
@@ -120,10 +120,10 @@ def all_reduced(x: Tensor, what: str) -> Tensor:
 
 
 def gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
-    """The whole sequence: the ranks' parts arrive one after the other, and are then interleaved by a copy.
+    """The whole sequence: the ranks' chunks arrive one after the other, and a copy interleaves them.
 
-    A single sequence needs no copy, and need not be waited for: then gloo's scratch may live until the
-    sequence is read.
+    A single sequence needs no copy, and is waited for only when it is read; gloo's scratch may live until
+    then.
 
     Source: torch.distributed._functional_collectives:all_gather_tensor.
     """
@@ -142,9 +142,9 @@ def gathered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
 
 
 def reduce_scattered(x: Tensor, what: str, *, waits: bool = True) -> Tensor:
-    """This rank's part of the summed sequence; the operand is first put in the order of the ranks.
+    """This rank's chunk of the summed sequence; the operand is first copied into the order of the ranks.
 
-    It need not be waited for: then NCCL's handle holds the operand until the part is read.
+    If it is waited for only when it is read, NCCL's handle holds the operand until then.
 
     Source: torch.distributed._functional_collectives:reduce_scatter_tensor,
     torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).

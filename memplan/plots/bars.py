@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 LABEL_LENGTH: Final = 32
 """Characters of a bar's name in a line; a longer one goes on below."""
 
-BEYOND: Final = 1.45
-"""How far the axis of bars goes on beyond the longest, for what is written there."""
+CHARACTER: Final = 0.015
+"""About how much of the axis' width a bold character takes."""
 
-CHARACTER: Final = 0.0105
-"""About how much of a chart's width a bold character takes."""
+ROOM: Final = 0.065
+"""The least share of the axis' width that has room for a value."""
 
-ROOM: Final = 0.055
-"""The least share of the longest bar that has room for its value."""
+VISIBLE: Final = 0.002
+"""The least share of the axis' width that is seen, and named in the legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +56,40 @@ def stacked_bars(
     xlabel: str,
     line: Line | None = None,
 ) -> "Figure":
-    """Bars of parts in the order of `parts`, those that no bar has left out of the legend."""
+    """Bars of parts in the order of `parts`; the legend leaves out those too small to be seen in any bar."""
     reach = max([bar.total for bar in bars] + ([line.value] if line else []))
     labels = ["\n".join(fill(text, LABEL_LENGTH) for text in bar.label.splitlines()) for bar in bars]
     n_lines = max(label.count("\n") for label in labels) + 1
     height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
-    figure, axes = new_axes(title, subtitle, height_in=height_in, beside=labels)
+    figure, axes = new_axes(title, subtitle, height_in=height_in)
     below = [0.0] * len(bars)
     for name, part in parts.items():
-        _draw_part(axes, part, [bar.values.get(name, 0.0) for bar in bars], below, room=ROOM * reach)
-    for y, bar in enumerate(bars):
-        _label_end(axes, y, bar, _end(bar, line, reach))
+        _draw_part(axes, part, [bar.values.get(name, 0.0) for bar in bars], below, reach)
+    ends = _ends(bars, line, reach)
+    for y, (bar, end) in enumerate(zip(bars, ends, strict=True)):
+        _label_end(axes, y, bar, end)
     axes.set_yticks(range(len(bars)), labels)
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, BEYOND * reach)
+    axes.set_xlim(0, reach)
     axes.set_xlabel(xlabel)
     axes.tick_params(axis="y", length=0)
     if line:
-        axes.axvline(line.value, label=line.text, zorder=3, **DASHED)
+        axes.axvline(line.value, label=line.text, zorder=3, clip_on=False, **DASHED)
     legend_below(figure, axes)
     return figure
 
 
-def _end(bar: Bar, line: Line | None, reach: float) -> float:
-    """Where a bar's total is written: at its end, or behind the line if that would cross it."""
-    end = bar.total
-    width = CHARACTER * max(len(bar.total_text), len(bar.small_text)) * BEYOND * reach
-    return line.value if line and end <= line.value < end + width else end
+def _ends(bars: Sequence[Bar], line: Line | None, reach: float) -> list[float]:
+    """Where each bar's total is written: at its end; behind the line if the line would cross one of them."""
+    ends = [bar.total for bar in bars]
+    if line is None:
+        return ends
+    widths = [CHARACTER * max(len(bar.total_text), len(bar.small_text)) * reach for bar in bars]
+    crossed = any(end <= line.value < end + width for end, width in zip(ends, widths, strict=True))
+    return [line.value if crossed and end <= line.value else end for end in ends]
 
 
-def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[float], *, room: float) -> None:
+def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[float], reach: float) -> None:
     """One part of every bar upon those below, with its value where there is room for it."""
     if not any(values):
         return
@@ -98,13 +102,13 @@ def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[fl
         edgecolor=part.edge,
         hatch=part.hatch,
         linewidth=0.8,
-        label=part.label,
+        label=part.label if max(values) > VISIBLE * reach else None,
     )
-    texts = [f"{value:.3g}" if value > room else "" for value in values]
-    written = axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=part.ink)
-    if part.hatch:
-        for text in written:
-            text.set_bbox(PAPER if text.get_text() else None)
+    digits = 1 if reach >= 10 else 2
+    texts = [f"{value:.{digits}f}" if value > ROOM * reach else "" for value in values]
+    written = axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=part.ink, zorder=4)
+    for text in written:
+        text.set_bbox({**PAPER, "facecolor": part.color} if text.get_text() else None)
     below[:] = [start + value for start, value in zip(below, values, strict=True)]
 
 

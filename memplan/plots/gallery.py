@@ -1,10 +1,10 @@
-"""A page with an example picture of every chart and the lines that draw it.
+"""A page with an example picture of every chart, on a page and on a slide, and the lines that draw it.
 
-`python -m memplan.plots.gallery FOLDER` writes it; with names of charts, of these only.
+`python -m memplan.plots.gallery FOLDER` writes it; with names of charts, their slides alone.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from inspect import getdoc, getsource
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import memplan
 from memplan import plots
+from memplan.plots.style import SLIDE_DPI
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI: Final = 213
-"""A picture as wide as a slide of 1,920 pixels."""
+"""Dots per inch of a picture: 1,917 pixels in width, as a slide."""
 
 
 def _compare() -> "Figure":
@@ -37,12 +38,13 @@ def _front() -> "Figure":
 
 
 def _frontier() -> "Figure":
-    models = ("gpt2-xl", "llama-2-7b", "llama-2-13b", "llama-3-70b", "llama-3.1-405b")
+    models = ("gpt2-xl", "llama-2-7b", "llama-2-13b", "qwen2.5-32b", "llama-3-70b", "gpt3-175b", "llama-670b")
     lines: dict[str, list[memplan.Estimate]] = {"DDP": [], "ZeRO-3, recompute": []}
     for n in (8, 64, 512):
         job: Any = {
             "cluster": f"{n}xh100-sxm",
             "global_batch": n,
+            "seq_len": 1024,
             "tp": 1,
             "pp": 1,
             "dp_replicate": 1,
@@ -140,18 +142,30 @@ def gallery(folder: Path, examples: Mapping[str, Callable[[], "Figure"]] = EXAMP
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for name, draw in examples.items():
-        draw().savefig(folder / f"{name}.png", dpi=DPI)
+        figure = draw()
+        figure.savefig(folder / f"{name}.png", dpi=DPI)
+        plots.slide(figure).savefig(folder / f"{name}-slide.png", dpi=SLIDE_DPI)
         what = (getdoc(getattr(plots, name)) or "").partition("\n")[0]
         code = dedent(getsource(draw).partition("\n")[2]).replace("return ", "")
         entries.append(
             f'<h2 id="{name}">plots.{name}</h2>\n<p>{escape(what)}</p>\n'
-            f'<img src="{name}.png" alt="{escape(what)}">\n<pre>{escape(code)}</pre>'
+            f'<img src="{name}.png" alt="{escape(what)}">\n<pre>{escape(code)}</pre>\n'
+            f'<p><a href="{name}-slide.png">The same on a slide</a>: <code>plots.slide(figure)</code></p>'
         )
     page = folder / "index.html"
     page.write_text(PAGE.format(entries="\n".join(entries)), encoding="utf-8")
     return page
 
 
+def slides(folder: Path, names: Iterable[str]) -> None:
+    """Write the named examples as slides, without a page."""
+    for name in names:
+        plots.slide(EXAMPLES[name]()).savefig(folder / f"{name}.png", dpi=SLIDE_DPI)
+
+
 if __name__ == "__main__":
     folder, *names = sys.argv[1:] or ["gallery"]
-    print(gallery(Path(folder), {name: EXAMPLES[name] for name in names or EXAMPLES}))
+    if names:
+        slides(Path(folder), names)
+    else:
+        print(gallery(Path(folder)))

@@ -12,6 +12,7 @@ from memplan.plots.style import (
     WITHIN,
     byte_unit,
     checked_some,
+    heading,
     plain,
 )
 
@@ -39,11 +40,10 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     left.set_yticks(rows, [p.name for p in pairs], fontsize=8)
     left.set_ylim(len(pairs) - 0.4, -0.6)
     left.set_xlabel(f"peak of the fullest rank ({unit.name})")
-    if len(every) > len(pairs):
-        text = f"{len(every) - len(pairs)} more cases have no run or no prediction"
-        left.set_title(text, loc="left", fontsize=9, color=MUTED)
+    n_more = len(every) - len(pairs)
+    left_out = f"{n_more} more cases have no run or no prediction" if n_more else ""
     _draw_errors(right, pairs, 100 * tolerance)
-    figure.suptitle(_verdict(pairs, tolerance), x=0.012, ha="left", fontsize=12, weight="bold")
+    heading(figure, _verdict(pairs, tolerance), left_out)
     handles, labels = left.get_legend_handles_labels()
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": 8.5}
     figure.legend(handles[::-1], labels[::-1], **place)
@@ -71,8 +71,8 @@ def _pair(record: Mapping[str, Any]) -> _Pair:
 def _verdict(pairs: Sequence[_Pair], tolerance: float) -> str:
     worst = max((pair.error for pair in pairs), key=abs)
     within = sum(abs(pair.error) <= tolerance for pair in pairs)
-    head = f"{within} of {len(pairs)} peaks predicted within {tolerance:.0%} of the measured one"
-    return f"{head}, the worst {worst:+.3%}"
+    head = f"{within} of {len(pairs)} peaks predicted within {100 * tolerance:g} % of the measured one"
+    return f"{head}, the worst {100 * worst:+.2g} %"
 
 
 def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None:
@@ -83,12 +83,20 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     axes.hlines(rows, 0, percents, color=MUTED, linewidth=1)
     colors = [WITHIN if abs(percent) <= tolerance else OUTSIDE for percent in percents]
     axes.scatter(percents, rows, c=colors, s=22, zorder=3)
-    reach = 2 * max(tolerance, *map(abs, percents))
+    reach = 1.4 * max(tolerance, *map(abs, percents))
     axes.set_xlim(-reach, reach)
-    place: dict[str, Any] = {"ha": "right", "va": "center", "transform": axes.get_yaxis_transform()}
+    beside: dict[str, Any] = {"fontsize": 8, "color": MUTED}
     for y, pair in enumerate(pairs):
-        axes.text(1, y, f"{pair.off_bytes:+,} B", fontsize=8, color=MUTED, **place)
-    axes.set_title("farthest rank off by", loc="right", fontsize=8, color=MUTED)
+        place = axes.get_yaxis_transform()
+        axes.text(
+            1.02,
+            y,
+            f"{pair.off_bytes:+,} B" if pair.off_bytes else "exact",
+            va="center",
+            transform=place,
+            **beside,
+        )
+    axes.text(1.02, 1, "farthest\nrank off by", va="bottom", transform=axes.transAxes, **beside)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)
@@ -97,7 +105,7 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
 def _two_axes(n_rows: int) -> "tuple[Figure, Axes, Axes]":
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_IN, 1.6 + 0.2 * n_rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, 2.2 + 0.2 * n_rows), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
     plain(left)
     plain(right)

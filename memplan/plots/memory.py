@@ -124,14 +124,13 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
         title,
         f"{peak_text}\n{common_text([estimate])}",
         height_in=1.7 + 0.31 * len(shown),
-        beside=[row.name for row in shown],
     )
     values = [row.total_bytes / unit.n_bytes for row in shown]
     bars = axes.barh(range(len(shown)), values, height=0.72, color=[KINDS[row.kind].color for row in shown])
     axes.bar_label(bars, [row.text for row in shown], padding=4, fontsize=8, color=MUTED)
     axes.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8.5)
     axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlim(0, 1.8 * values[0])
+    axes.set_xlim(0, values[0])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"bytes held at the peak ({unit.name})")
     legend_of_kinds(figure, {row.kind for row in shown})

@@ -14,6 +14,9 @@ MOST_RANKS: Final = 16
 SUMS: Final = Part("reduce-scatter: partial sums", "#56B4E9")
 RESULTS: Final = Part("all-gather: finished sums", "#009E73", ink="white")
 
+FADED: Final = 0.3
+"""How strong the colors are of all chunks but the first, whose way can be followed so."""
+
 
 def ring_all_reduce(n_ranks: int) -> "Figure":
     """Which chunk each of n ranks sends to the next one in each of the 2 (n - 1) steps of a ring.
@@ -31,15 +34,21 @@ def ring_all_reduce(n_ranks: int) -> "Figure":
     n = checked_count("n_ranks", n_ranks, least=2, most=MOST_RANKS)
     steps = 2 * (n - 1)
     title = f"Ring all-reduce of {n} ranks: {steps} steps, 1/{n} of the data in each"
-    subtitle = f"each rank sends 2 x {n - 1}/{n} = {steps / n:.3g} times its data, to the next rank"
+    subtitle = (
+        f"each rank sends 2 x {n - 1}/{n} = {steps / n:.3g} times its data, to the next rank; in full color: "
+        "the way of chunk 0"
+    )
     figure, axes = new_axes(title, subtitle, height_in=1.7 + 0.36 * n)
     for rank in range(n):
         for step in range(steps):
             part = SUMS if step < n - 1 else RESULTS
             chunk = (rank - step) % n if step < n - 1 else (rank + 1 - (step - n + 1)) % n
-            axes.barh(rank, 1, left=step, height=0.8, color=part.color, edgecolor="white")
+            first = chunk == 0
+            color = (part.color, 1.0 if first else FADED)
+            axes.barh(rank, 1, left=step, height=0.8, facecolor=color, edgecolor="white")
             axes.text(step + 0.5, rank, f"chunk {chunk}" if n <= 6 else f"{chunk}", ha="center", va="center",
-                      fontsize=8.5, color=part.ink)  # fmt: skip
+                      fontsize=8.5, color=part.ink if first else "black",
+                      weight="bold" if first else "normal")  # fmt: skip
     axes.set_yticks(range(n), [f"rank {rank} to {(rank + 1) % n}" for rank in range(n)])
     axes.set_ylim(n - 0.5, -0.5)
     axes.set_xticks([step + 0.5 for step in range(steps)], [f"{step + 1}" for step in range(steps)])

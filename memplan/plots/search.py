@@ -44,6 +44,8 @@ def front(found: "pandas.DataFrame") -> "Figure":
     known = found[found["verdict"].isin(VERDICTS) & found["tokens_per_s_per_gpu"].notna()]
     known = known[known["device_high_bytes"].notna()]
     checked_some("plans with a step time that fit or may fit", list(known.index))
+    from matplotlib.patheffects import withStroke
+
     figure, axes = new_axes("Speed against memory", _subtitle(found), height_in=5.0)
     for verdict, (color, marker) in VERDICTS.items():
         rows = known[known["verdict"] == verdict]
@@ -57,12 +59,13 @@ def front(found: "pandas.DataFrame") -> "Figure":
               drawstyle="steps-post", zorder=2.5, label="none beats in both")  # fmt: skip
     named = _apart(best)
     place: dict[str, Any] = {"xytext": (-7, 5), "textcoords": "offset points", "ha": "center"}
+    place["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
     for i, row in enumerate(named):
         at = row["device_high_bytes"] / GiB, row["tokens_per_s_per_gpu"]
         axes.annotate(f"{i + 1}", at, fontsize=9, weight="bold", **place)
     if (budget := found.attrs.get("budget_bytes")) is not None:
         axes.axvline(budget / GiB, label=f"budget {human_bytes(budget)}", **DASHED)
-    axes.set_xlabel("bytes that a GPU holds at the worst instant, up to (GiB)")
+    axes.set_xlabel("most that a GPU holds (GiB)")
     axes.set_ylabel("tokens per second and GPU (roofline)")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(y=0.12)
@@ -77,7 +80,8 @@ def _subtitle(found: "pandas.DataFrame") -> str:
     jobs = ", ".join(f"{job['global_batch']:,} x {job['seq_len']:,}" for job in asked.get("jobs", []))
     return (
         f"{asked.get('model', '')} on {asked.get('cluster', '')}, {jobs} tokens a step; the best kept of "
-        f"{asked.get('n_plans', len(found)):,} plans\nnot confirmed by a run; times are a roofline"
+        f"{asked.get('n_plans', len(found)):,} plans\nbars: the interval of bytes that a verdict hangs on, "
+        "confirmed by no GPU run; times are a roofline"
     )
 
 
@@ -143,7 +147,7 @@ def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
     seq_lens = sorted({each.plan.seq_len for each in every})
     subtitle = f"{', '.join(gpus)}; sequences of {', '.join(f'{n:,}' for n in seq_lens)} tokens"
     figure, axes = new_axes(
-        "The largest model that fits", f"{subtitle}; not confirmed by a run", height_in=4.8
+        "The largest model that fits", f"{subtitle}; confirmed by no GPU run", height_in=4.8
     )
     for (name, line), (color, marker) in zip(lines.items(), cycle(LINES), strict=False):
         points = sorted((each.plan.world_size, each.n_parameters / 1e9) for each in line)

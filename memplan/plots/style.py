@@ -5,9 +5,9 @@ those of Okabe and Ito 2008, "Color Universal Design", ordered so that neighbour
 and a print in grey stays readable.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from memplan.engines.options import Said, said_by
@@ -49,8 +49,14 @@ WITHIN, OUTSIDE, MEASURED = "#0072B2", "#D55E00", "#56B4E9"
 
 MUTED: Final = "0.35"
 WIDTH_IN: Final = 9.0
-LINE_LENGTH: Final = 118
-"""Characters of a subtitle that fit into the width, less what stands beside the axis."""
+LEFT: Final = 0.012
+"""Where titles start, as a share of the width."""
+
+SLIDE_IN: Final = (8.0, 4.5)
+"""16:9, a little smaller than a chart: on a slide 13.33 inches wide its text is 5/3 of a chart's."""
+
+SLIDE_DPI: Final = 240
+"""Dots per inch of a slide of 1,920 x 1,080 pixels."""
 
 NARROWEST: Final = 0.03
 """The least share of the horizontal axis that gets a name."""
@@ -165,35 +171,59 @@ def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
         if same and name != varied and _says_something(estimates, first[name]):
             parts.append(f"{value}" if name in ("precision", "optimizer") else f"{name}={value}")
     if any(e.confirmed == "unmeasured" for e in estimates):
-        parts.append("not confirmed by a run")
+        parts.append("confirmed by no GPU run")
     return ", ".join(parts)
 
 
 def _says_something(estimates: Sequence[Estimate], said: Said) -> bool:
     """Whether a field is worth a word: degrees of 1, what only many ranks have, one pass a step are not."""
-    axis = {"zero": "dp", "schedule": "pp", "sequence_parallel": "tp"}.get(said.name, said.name)
+    axis = {"zero": "dp", "schedule": "pp"}.get(said.name, said.name)
     if axis in ("dp", "tp", "pp"):
         return any(getattr(e.plan, axis) > 1 for e in estimates)
     if said.name == "global_batch":
         return any(e.plan.n_micro_batches > 1 for e in estimates)
-    return not said.is_default or (said.name in FIELDS and said.name != "engine")
+    return not said.is_default or (said.name in FIELDS and said.name not in ("engine", "sequence_parallel"))
 
 
-def new_axes(
-    title: str, subtitle: str, *, height_in: float, beside: Iterable[str] = ()
-) -> "tuple[Figure, Axes]":
-    """A chart with a title, a line below it, and room for the names that stand beside its axis."""
+def new_axes(title: str, subtitle: str, *, height_in: float) -> "tuple[Figure, Axes]":
+    """A chart with a title and what holds of all of it below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     axes = figure.add_subplot()
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold")
-    longest = max((len(line) for text in beside for line in text.splitlines()), default=0)
-    room = max(40, round(LINE_LENGTH - 1.1 * longest))
-    lines = [fill(line, room) for line in subtitle.splitlines()]
-    axes.set_title("\n".join(lines), loc="left", fontsize=9, color=MUTED)
+    heading(figure, title, subtitle)
     plain(axes)
     return figure, axes
+
+
+def heading(figure: "Figure", title: str, subtitle: str = "") -> None:
+    """A title in bold above lines that wrap at the figure's width.
+
+    The layout keeps room for one text above the axes: for the lines, with two empty ones where the title is.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    top = figure.transFigure + ScaledTranslation(0, -0.05, figure.dpi_scale_trans)
+    figure.text(LEFT, 1, title, va="top", fontsize=13, weight="bold", transform=top)
+    lines = f"\n\n{subtitle}" if subtitle else "\n "
+    figure.suptitle(lines, x=LEFT, ha="left", fontsize=9, color=MUTED, wrap=True)
+
+
+def slide(figure: "Figure") -> "Figure":
+    """The same chart laid out anew for a slide of 16:9, its text large enough for a room.
+
+    `plots.slide(figure).savefig("slide.png", dpi=240)` makes 1,920 x 1,080 pixels.
+
+    Raises:
+        InvalidValue: a chart of so many rows that their names would overlap.
+    """
+    figure.set_size_inches(*SLIDE_IN)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = sorted((text.get_window_extent() for text in axes.get_yticklabels()), key=lambda box: box.y0)
+        if any(low.y1 > high.y0 for low, high in pairwise(boxes)):
+            raise InvalidValue(f"{len(boxes)} rows have no room on a slide; use fewer of them.")
+    return figure
 
 
 def plain(axes: "Axes") -> None:

@@ -17,24 +17,28 @@ if TYPE_CHECKING:
 SECONDS: Final[Mapping[str, Part]] = {
     "compute_s": Part("compute", "#0072B2", ink="white"),
     "recompute_s": Part("recompute", "#56B4E9"),
-    "tp_s": Part("tensor axis", "#E69F00"),
-    "dp_s": Part("data axes", "#009E73", ink="white"),
+    "tp_s": Part("tensor axis", "#D55E00"),
+    "dp_s": Part("data axes", "#E69F00"),
     "pp_s": Part("pipeline's sends", "#F0E442"),
     "bubble_s": Part("bubble", "white", edge="0.6", hatch="////"),
-    "update_s": Part("update", "#CC79A7"),
+    "update_s": Part("update", "#009E73", ink="white"),
 }
-"""The parts of `memplan.steptime.StepTime`: blue computes, warm and green wait for others."""
+"""The parts of `memplan.steptime.StepTime`: blue computes, warm waits for others, green updates."""
 
 PASSES: Final[Mapping[str, tuple[Part, Part]]] = {
-    "forward": (Part("forward", "#0072B2", ink="white"), Part("forward, 2nd stage", "#56B4E9")),
-    "backward": (Part("backward", "#E69F00"), Part("backward, 2nd stage", "#F6CE7A")),
-    "backward-input": (
-        Part("backward: input", "#D55E00", ink="white"),
-        Part("backward: input, 2nd stage", "#EFA876"),
+    "forward": (
+        Part("forward", "#0072B2", ink="white"),
+        Part("forward, 2nd stage", "#3D8FC4", ink="white"),
     ),
-    "backward-weight": (Part("backward: weights", "#F0E442"), Part("backward: weights, 2nd", "#F9F4B3")),
+    "backward": (Part("backward", "#E69F00"), Part("backward, 2nd stage", "#F6CE7A")),
+    "backward-input": (Part("backward: input", "#D55E00"), Part("backward: input, 2nd stage", "#EFA876")),
+    "backward-weight": (
+        Part("backward: weights", "#F0E442"),
+        Part("backward: weights, 2nd stage", "#F9F4B3"),
+    ),
 }
-"""The passes of a rank's stages: full colors for one, lighter ones for the next."""
+"""The passes of a rank's stages: full colors for one, lighter ones for the next; forward is dark with white
+numbers, so that a print in grey tells it from backward."""
 
 IDLE: Final = Part("idle", "white", edge="0.75", hatch="////")
 
@@ -88,7 +92,7 @@ def schedule(estimate: Estimate) -> "Figure":
     title = f"{name}: {_many(plan.pp, 'rank')}, {_many(plan.n_micro_batches, 'micro-batch')}, {idle:.0%} idle"
     subtitle = f"{common_text([estimate])}\n{estimate.time_model.label}"
     rows = [_rank_text(estimate, rank) for rank in range(plan.pp)]
-    figure, axes = new_axes(title, subtitle, height_in=1.75 + 0.36 * plan.pp, beside=rows)
+    figure, axes = new_axes(title, subtitle, height_in=1.75 + 0.36 * plan.pp)
     for rank in range(plan.pp):
         _draw_rank(axes, [each for each in passes if each.rank == rank], plan.pp, end_s, seconds)
     axes.set_yticks(range(plan.pp), rows)
@@ -158,4 +162,7 @@ def _legend(figure: "Figure", passes: Sequence[TimedPass], *, idle: bool) -> Non
     parts = [part for pair in PASSES.values() for part in pair if part.label in drawn] + [IDLE] * idle
     patches = [Patch(facecolor=p.color, edgecolor=p.edge, hatch=p.hatch, label=p.label) for p in parts]
     place: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "fontsize": 8.5}
-    figure.legend(handles=patches, ncols=min(4, len(patches)), columnspacing=1.2, handlelength=1.6, **place)
+    n_rows = -(-len(patches) // 4)
+    figure.legend(
+        handles=patches, ncols=-(-len(patches) // n_rows), columnspacing=1.2, handlelength=1.6, **place
+    )

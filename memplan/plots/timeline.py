@@ -158,14 +158,15 @@ def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":
 
 
 def _shade_phases(axes: "Axes", held: _Held) -> None:
-    """Each phase shaded, and named below where it is wide enough."""
+    """Each phase shaded; named below if all are wide enough, else the shades are."""
     stops = held.widths.cumsum()
     starts = stops - held.widths
     names = [name for name, _ in held.phases]
     for name, start, stop in zip(names, starts, stops, strict=True):
         axes.axvspan(start, stop, color=SHADES[name], linewidth=0, zorder=0)
-    named = [i for i, name in enumerate(names) if upright(name, held.widths[i] / stops[-1]) is False]
-    axes.set_xticks([(starts[i] + stops[i]) / 2 for i in named], [names[i] for i in named], fontsize=9)
-    axes.tick_params(axis="x", length=0)
-    if len(named) < len(names):
+    axes.set_xticks([])
+    if all(upright(*each) is False for each in zip(names, held.widths / stops[-1], strict=True)):
+        axes.set_xticks((starts + stops) / 2, names, fontsize=9)
+        axes.tick_params(axis="x", length=0)
+    else:
         axes.set_xlabel("white: forward, grey: backward, dark grey: optimizer\n" + axes.get_xlabel())

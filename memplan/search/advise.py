@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit, each change with what it frees and what it costs."""
+"""Changes for a plan that does not fit, each with the bytes that it frees and the time that it costs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class Change:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Advice:
-    """What can be changed of a plan, cheapest first, and the best combination found that fits, if any."""
+    """Changes of a plan, the cheapest first, and the best combination found that fits, if any."""
 
     asked: Estimate
     changes: tuple[Change, ...]
@@ -101,7 +101,7 @@ class Advice:
 
 
 def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
-    """What to change in a plan that was estimated for a cluster, in order of cost.
+    """The changes that save memory in a plan that was estimated for a cluster, in order of cost.
 
     The changes are those that people are told when memory is short: a smaller micro-batch, recomputation,
     the next ZeRO stages, sequence parallelism, more tensor or pipeline ranks (fewer replicas), offload.
@@ -140,7 +140,7 @@ def _slower_s(before: Estimate, after: Estimate) -> float | None:
 
 
 def _cost(asked: Estimate, change: Change) -> tuple[float, int]:
-    """Seconds that a step takes longer, unknown ones last; then the most bytes freed."""
+    """The sort key: seconds added to a step, unknown ones last; then the most bytes freed."""
     after = change.estimated
     if after is None:
         return inf, 0

@@ -19,7 +19,7 @@ import numpy as np
 from memplan.estimate import estimate_plan
 from memplan.models import Gpt, Model, resolve
 from memplan.search.plans import VARIED
-from memplan.search.search import cluster_of, common, searched, values_of
+from memplan.search.search import bases, cluster_of, searched, values_of
 from memplan.search.space import Space
 from memplan.text_tables import text_table
 from memplan.units import KiB, MiB
@@ -77,7 +77,7 @@ def space_of(job: Job) -> Space:
     """All plans of a job."""
     options = job.options
     ranges: dict[str, Any] = {name: values_of(name, options[name]) for name in VARIED if name in options}
-    base = common(global_batch=options["global_batch"], seq_len=options["seq_len"])
+    (base,) = bases(global_batch=options["global_batch"], seq_len=options["seq_len"])
     n_gpus = cluster_of(options["cluster"]).n_gpus
     return Space(model=model_of(job.model), n_gpus=n_gpus, base=base, ranges=ranges)
 

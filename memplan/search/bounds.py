@@ -1,8 +1,8 @@
 """Lower bounds on the step time and the memory of every plan of a grid.
 
-Both are arrays over a grid's plans, from what a few micro-batches of one block and of a model's ends take,
-which is traced once for each degree of tensor parallelism. They state no rule of their own: traces give
-FLOPs, bytes and collectives, `memplan.steptime` turns work into seconds.
+Both are arrays over a grid's plans, computed from the costs of one block and of a model's ends for a few
+micro-batch sizes, traced once for each degree of tensor parallelism. They state no rule of their own: traces
+give FLOPs, bytes and collectives, `memplan.steptime` turns work into seconds.
 
 Why they hold. Time: a pipeline's slowest rank works no less than the average one, and each part of a step's
 time is convex in the work, so the average rank's work takes no longer. Memory: the first rank of a pipeline
@@ -41,13 +41,13 @@ from memplan.steptime import (
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.float64]
-"""Whole bytes, or fewer than there are: floats hold 2^53 of them exactly."""
+"""Bytes as floats, which hold whole numbers up to 2^53 exactly."""
 
 ROUNDED_BYTES: Final = 2
-"""Bytes by which what is sent over an axis may be less than in exact arithmetic: only whole ones are."""
+"""Bytes by which an axis's traffic may be below the exact value, as only whole bytes are sent."""
 
 ROUNDING: Final = 1e-9
-"""Much more than a sum of floats is off by rounding, as a part of it."""
+"""A relative error much larger than that of a sum of floats."""
 
 
 class BlockKind(NamedTuple):
@@ -58,9 +58,9 @@ class BlockKind(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """What goes with a micro-batch of n sequences: `one` for a single one, else `each` n times, and `once`.
+    """A number that depends on the micro-batch: `one` for a single sequence, else `each` x n + `once`.
 
-    A single sequence is apart because PyTorch copies less of it: its heads are in order as they are.
+    A single sequence is apart because PyTorch copies less of it: its heads are contiguous.
     """
 
     one: float
@@ -91,7 +91,7 @@ class AffineCosts(NamedTuple):
 
 
 class PartsOfModel(NamedTuple):
-    """What a model's parts take of one tensor rank, and the bytes of what passes from stage to stage."""
+    """The costs of a model's parts on one tensor rank, and the bytes sent from stage to stage."""
 
     costs: Mapping[Part, AffineCosts]
     boundary_bytes: Affine
@@ -99,7 +99,7 @@ class PartsOfModel(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
-    """The parts of a model under a plan of one replica and one stage, whatever its micro-batch."""
+    """The costs of a model's parts under a plan of one replica and one stage, for any micro-batch."""
     each = [_costs(model, plan, device, n) for n in (1, 2, 3)]
     parts = [_parts(costs) for costs in each]
     return PartsOfModel(
@@ -121,17 +121,17 @@ def _parts(costs: PartCosts) -> dict[Part, Costs]:
 
 
 def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> PartCosts:
-    """Of one micro-batch; the first of two blocks is recomputed."""
+    """The costs for one micro-batch, where the first of two blocks is recomputed."""
     batch = {"micro_batch": micro_batch, "global_batch": plan.n_replicas * micro_batch}
     some = unchecked(plan, recompute_blocks=1, **batch)
     return ENGINES.named(plan.engine).part_costs(model, some, device)
 
 
 class _FirstRank(NamedTuple):
-    """How many of each part the first rank of a pipeline holds.
+    """The number of each part that the first rank of a pipeline holds.
 
-    `recomputed`: recomputed blocks of each kind of the whole pipeline, for each limit per stage [blocks];
-    `n_crossing`: boundaries between stages that are on different ranks.
+    `recomputed`: recomputed blocks of each kind in the whole pipeline, for each limit per stage [blocks];
+    `n_crossing`: boundaries between stages on different ranks.
     """
 
     parts: Mapping[Part, int]
@@ -151,7 +151,7 @@ class _Instant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """A pipeline's schedule; of a single rank, where it does not matter, 1F1B."""
+    """A pipeline's schedule; 1F1B for a single rank, where it does not matter."""
 
     engine: str
     model: Model
@@ -160,7 +160,7 @@ class _Schedule:
     virtual_stages: int
     layers: tuple[int, ...] | None
     limits: tuple[int, ...]
-    """The numbers of blocks of each stage that are recomputed at most: [blocks]."""
+    """The limits on each stage's recomputed blocks: [blocks]."""
 
 
 def _stages(key: _Schedule) -> tuple[Plan, list[tuple[Layers, ...]]]:
@@ -177,12 +177,12 @@ def _stages(key: _Schedule) -> tuple[Plan, list[tuple[Layers, ...]]]:
 
 
 def _n_of(kind: str, layers: Iterable[Layers]) -> int:
-    """How many of a stage's blocks are of a kind."""
+    """The number of a stage's blocks of a kind."""
     return sum([n for each, n in layers if each == kind])
 
 
 def _recomputed(kind: str, layers: Sequence[Layers], limits: Sequence[int]) -> Column:
-    """How many of a stage's blocks of a kind are recomputed, the first ones: [blocks]."""
+    """The number of a stage's blocks of a kind that are recomputed, the first ones: [blocks]."""
     most = np.array([sum([n for _, n in layers]) if limit == NO_LIMIT else limit for limit in limits])
     found, start = np.zeros(len(limits), np.int64), 0
     for each, n in layers:
@@ -214,10 +214,7 @@ def _pipeline(key: _Schedule) -> _FirstRank:
 
 @lru_cache(maxsize=4096)
 def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_Instant, _Instant, NDArray[np.bool_]]:
-    """Before the first rank's first backward pass, and when all its stages had one and another is to come.
-
-    And whether there is such an instant [m].
-    """
+    """Micro-batches in flight on the first rank at two instants; whether there is the second [m]."""
     plan, stages = _stages(key)
     schedule = SCHEDULES.named(key.schedule)
     found = [first_under_way(schedule, key.pp, key.virtual_stages, m) for m in ms]
@@ -405,7 +402,7 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
 
 
 def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
-    """Bytes that the average rank sends, as `Work.sent`."""
+    """Bytes that the average rank sends, in the form of `Work.sent`."""
     axes: list[Axis] = ["pp", "dp_replicate", "dp", "tp", "world", "host"]
     over_tp = plans.of("sent_bytes", "embedding") + plans.of("sent_bytes", "head")
     for n, block, recomputed in plans.runs:
@@ -452,7 +449,7 @@ def _least_bytes(plans: _Plans) -> Bytes:
 
 
 def _saved(plans: _Plans, unsharded_bytes: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What each grid's cells have saved and gathered at both instants; whether there is the later one."""
+    """The bytes saved and gathered in each grid's cells at both instants; whether there is the later one."""
     each = {part: plans.of("saved_bytes", part) for part in plans.parts}
     gathered = np.broadcast_to(unsharded_bytes, plans.m.shape)
     for i, key in enumerate(plans.schedules):

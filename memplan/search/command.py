@@ -1,4 +1,4 @@
-"""The command line of a plan: what to type to see it in full."""
+"""The `memplan estimate` command line of a plan."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ FIRST: Final = ("dp_replicate", "dp", "tp", "pp", "zero")
 """Fields of a plan that stand first, in this order."""
 
 ALWAYS: Final = ("global_batch", "seq_len")
-"""Fields that are said even where they are a plan's defaults: the command's depend on the model."""
+"""Fields that are always written, as the command's defaults for them depend on the model."""
 
 
 def estimate_command(estimated: Estimate, model: str | None = None) -> str | None:
@@ -51,13 +51,13 @@ def _preset_name(model: Model) -> str | None:
 
 
 def _implementation(model: Model, named_as: str) -> dict[str, str]:
-    """The implementation, unless it is the one that is meant where none is named."""
+    """The implementation, unless it is the model's default."""
     usual = preset(named_as).implementation if named_as in preset_names() else None
     return {} if model.implementation == usual else {"implementation": model.implementation}
 
 
 def cluster_values(where: Cluster) -> dict[str, Any] | None:
-    """The keywords that name a cluster, with what is not as in the tables; None if none do."""
+    """The keywords that make a cluster, with what differs from the tables; None if none can."""
     said: dict[str, Any] = {}
     try:
         if where.gpus_per_node != min(where.n_gpus, gpus_per_node(where.gpu.name)):
@@ -76,7 +76,7 @@ def cluster_values(where: Cluster) -> dict[str, Any] | None:
 
 
 def _facts(where: Cluster) -> tuple[Any, ...]:
-    """What an estimate depends on."""
+    """The values of a cluster that an estimate depends on."""
     return where.gpu, where.gpus_per_node, where.intra_node, where.inter_node.bytes_per_s, where.margin
 
 

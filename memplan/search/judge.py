@@ -1,7 +1,7 @@
 """Best-first search: plans are estimated in the order of their bounds, until no bound beats the plans kept.
 
 A plan is *within* the budget if its allocated bytes and the most that CUDA's context and NCCL's buffers may
-take are within it. Only such a plan can have the verdict "fits". Whether it does also depends on what the
+take are within it. Only such a plan can have the verdict "fits". Whether it fits also depends on what the
 caching allocator reserves, which is replayed for the plans that are kept (`memplan.search.search.Found`).
 """
 
@@ -32,7 +32,7 @@ OBJECTIVES: Final = {
 """The figures that an objective minimises: the first decides, of plans with equal ones the next."""
 
 HELD: Final = 2**16
-"""Plans that a pool holds at first; eight times as many if the best are not sure to be among them."""
+"""Plans that the first pool holds; if the best may be missing from it, the next holds eight times more."""
 
 
 def simpler(plan: Plan) -> tuple[int, ...]:
@@ -45,8 +45,7 @@ def simpler(plan: Plan) -> tuple[int, ...]:
 class Judged:
     """A plan with figures of its estimate; `over_bytes` is 0 if it is within the budget.
 
-    An unknown time is infinite. `estimate` is None where so many plans are kept that each is estimated again
-    when it is shown.
+    An unknown time is infinite. `estimate` is None where too many plans are kept to hold all their estimates.
     """
 
     plan: Plan
@@ -73,7 +72,7 @@ class Judged:
 class Judge:
     """Bounds and estimates of plans of one model on one cluster.
 
-    `slack_bytes` of the budget are left to what the caching allocator reserves beyond what is allocated.
+    `slack_bytes` of the budget are left for what the caching allocator reserves beyond what it allocates.
     """
 
     def __init__(self, model: Model, cluster: Cluster, time_model: TimeModel, slack_bytes: int = 0) -> None:
@@ -97,7 +96,7 @@ class Judge:
         return np.asarray(self._room[_communicators(grid)], np.float64)
 
     def may_be_shown(self, grid: Grid, memory: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whether each plan may be within the budget, or at least may fit where a first search asks."""
+        """Whether each plan may be within the budget; in a search without slack, whether it may fit."""
         most = self._room if self._is_again else np.maximum(self._room, self._most)
         return np.asarray(memory <= most[_communicators(grid)], np.bool_)
 
@@ -159,8 +158,8 @@ def _axes(plan: Plan) -> tuple[int, ...]:
 class Ranked:
     """The best plans within the budget, some beyond it, and the numbers of plans within, beyond and left out.
 
-    Those beyond are the best by their bounds that an estimate showed to be beyond; if no plan is within, the
-    plans that exceed the budget least.
+    The plans beyond are the best by their bounds; if no plan is within, the ones that exceed the budget
+    least.
     """
 
     within: tuple[Judged, ...]
@@ -282,7 +281,7 @@ def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged
 
 
 def every(judge: Judge, grids: Grids, objective: str) -> Ranked:
-    """Every plan, estimated: those within the budget, best first, then those beyond it, the nearest first."""
+    """Every plan, estimated: those within the budget, best first, then the others, nearest first."""
     plans = [grid.all() for batch in grids() for grid in batch]
     found = [replace(judge(some.plan(i)), estimate=None) for some in plans for i in range(len(some))]
     within = sorted((one for one in found if not one.over_bytes), key=lambda one: one.keys(objective))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
-from memplan.engines.options import EngineOptions
 from memplan.hardware import Link
 from memplan.plan import Optimizer, Recompute
 from memplan.steptime import TimeModel
@@ -14,8 +13,8 @@ Progress = Callable[[int], None]
 """Told now and then how many plans have been seen."""
 
 
-class PlanOptions(EngineOptions, total=False):
-    """Keywords of a plan: of the fields that a search varies one value or several, of the others one."""
+class PlanOptions(TypedDict, total=False):
+    """Keywords of a plan, and of the options of memplan's own engines: one value or several."""
 
     dp: int | Iterable[int]
     dp_replicate: int | Iterable[int]
@@ -29,16 +28,25 @@ class PlanOptions(EngineOptions, total=False):
     recompute_blocks: int | Iterable[int | None] | None
     schedule: str | Iterable[str]
     offload: bool | Iterable[bool]
-    precision: str
-    optimizer: Optimizer
+    precision: str | Iterable[str]
+    optimizer: Optimizer | Iterable[Optimizer]
     layers_per_stage: Sequence[int] | None
-    clip_grad_norm: float | None
-    loss_chunks: int
+    clip_grad_norm: float | Iterable[float | None] | None
+    loss_chunks: int | Iterable[int]
     engine: str
+    fsdp_units: str | Iterable[str]
+    fsdp_blocks: int | Iterable[int]
+    optimizer_impl: str | Iterable[str]
+    set_to_none: bool | Iterable[bool]
+    gradient_as_bucket_view: bool | Iterable[bool]
+    static_graph: bool | Iterable[bool]
+    bucket_cap_bytes: int | Iterable[int | None] | None
+    ddp_comm_hook: str | Iterable[str]
+    torch_version: str | Iterable[str]
 
 
 class ClusterOptions(TypedDict, total=False):
-    """What of a cluster is not as in its table; see `memplan.cluster`."""
+    """Keywords that change a cluster of the table; see `memplan.cluster`."""
 
     gpus_per_node: int | None
     network: Link | str | None

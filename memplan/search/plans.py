@@ -1,4 +1,4 @@
-"""Many plans of one model at once: a Plan, and arrays of the fields in which they differ."""
+"""Many plans of one model: a Plan, and arrays of the fields in which they differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,7 +127,7 @@ class Grid:
 
 
 def unchecked(plan: Plan, **values: Any) -> Plan:
-    """A plan with other values, which may be arrays, and which nothing checks."""
+    """A plan with other values, which may be arrays, without any check."""
     other = object.__new__(Plan)
     for name in Plan.__dataclass_fields__:
         object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
@@ -135,7 +135,7 @@ def unchecked(plan: Plan, **values: Any) -> Plan:
 
 
 def _choices(field: str) -> Sequence[Any]:
-    """The values that a column of this field has the indices of; none if it has the values themselves."""
+    """The values whose indices a field's column holds; empty if it holds the values themselves."""
     match FIELDS[field]:
         case Choice() | Registered() as known:
             return known.choices
@@ -146,7 +146,7 @@ def _choices(field: str) -> Sequence[Any]:
 
 
 def value_of(field: str, number: int) -> Any:
-    """What a number in a field's column stands for.
+    """The value that a number in a field's column means.
 
     >>> value_of("recompute", 2), value_of("offload", 0), value_of("tp", 8)
     ('full', False, 8)
@@ -157,7 +157,7 @@ def value_of(field: str, number: int) -> Any:
 
 
 def number_of(field: str, value: Any) -> int:
-    """The number that stands for a value in a field's column.
+    """The number that means a value in a field's column.
 
     >>> number_of("schedule", "1f1b"), number_of("recompute_blocks", None), number_of("zero", 3)
     (1, -1, 3)

@@ -37,12 +37,12 @@ class Entry(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The plan, which no rule refuses."""
+        """The plan, checked."""
         return self.alone.plan(0)
 
     @property
     def values(self) -> dict[str, Any]:
-        """The varied fields of the plan, which a rule may refuse."""
+        """The varied fields of the plan, unchecked."""
         return self.alone.values(0)
 
 
@@ -75,7 +75,7 @@ class Pool:
             self._drop()
 
     def _drop(self) -> None:
-        """Drop the plans with the largest first keys; of plans with equal ones all stay or all go."""
+        """Drop the plans with the largest first keys; plans with equal ones stay or go together."""
         grids, places, columns = self._joined()
         first = columns[0]
         kept = first <= np.partition(first, self.most - 1)[self.most - 1]

@@ -17,7 +17,7 @@ SEQ_LEN_STEP: Final = 256
 """Sequence lengths that are tried are multiples of this."""
 
 PROBED: Final = 5
-"""Plans that a search keeps which only has to find whether one fits."""
+"""Plans that a search keeps if it only has to find out whether one fits."""
 
 SMALLEST: Final = {"micro_batch": 1}
 """The default of these questions: a larger micro-batch needs more memory."""
@@ -56,7 +56,7 @@ def smallest_part(
     global_batch: int,
     **options: Unpack[SearchOptions],
 ) -> Found:
-    """As `smallest_cluster`, of the GPUs of a cluster.
+    """The plans of the fewest GPUs of this cluster that can train the model: as `smallest_cluster`.
 
     Raises:
         PlanRefused: if all of it is too small: with what the nearest plan lacks.
@@ -83,7 +83,7 @@ def smallest_part(
 def _asked(
     model: Model | str | os.PathLike[str], cluster: Cluster | str, options: SearchOptions
 ) -> tuple[Model, Cluster, dict[str, Any]]:
-    """A question's model, its cluster, and the options that are left."""
+    """The model, the cluster and the other options of a question."""
     asked: dict[str, Any] = {**SMALLEST, **options}
     changes = (asked.pop(name, None) for name in ("gpus_per_node", "network", "margin"))
     return resolve(model, asked.pop("implementation", None)), cluster_of(cluster, *changes), asked
@@ -92,14 +92,14 @@ def _asked(
 def _probed(
     model: Model, where: Cluster, global_batch: int, asked: dict[str, Any], **also: Any
 ) -> tuple[Found, bool]:
-    """A search that keeps few plans, and whether one fits."""
+    """A search that keeps few plans, and whether one of them fits."""
     few = asked | {"keep": min(asked.get("keep") or PROBED, PROBED)} | also
     found = searched(model, cluster=where, global_batch=global_batch, **few)
     return found, found.fitting is not None
 
 
 def parts_of_cluster(whole: Cluster) -> Iterator[Cluster]:
-    """What there is of a cluster: GPUs of one node, then whole nodes; smallest first.
+    """The parts of a cluster, smallest first: GPUs of one node, then whole nodes.
 
     >>> from memplan.hardware import cluster
     >>> [part.n_gpus for part in parts_of_cluster(cluster("24xh100-sxm"))]
@@ -189,6 +189,6 @@ def largest_model(
 
 
 def nearest_text(result: Found) -> str:
-    """What the nearest plan lacks, for an error's text."""
+    """The bytes that the nearest plan exceeds the budget by, for an error's text."""
     row = next((row for row in search_rows(result) if row["why"] is not None), None)
     return "" if row is None else f" (nearest: {row['why']})"

@@ -66,7 +66,7 @@ class Rules:
         return RefusedBy(always, at)
 
     def _said(self, rule: "_Rule", common: Mapping[str, Any], axes: Sequence[Choices]) -> Column:
-        """The rule's number or `RUNS` for each index; axes that the rule does not read have length 1."""
+        """The rule's verdict on each index; axes that the rule does not read have length 1."""
         n_read = -1
         while len(rule.read) > n_read:
             n_read = len(rule.read)

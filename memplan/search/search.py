@@ -1,7 +1,7 @@
 """`memplan.search`: what should be run on a cluster.
 
-Every plan is enumerated (`space`), refused by rule (`rules`) or bounded (`bounds`). Then plans are estimated,
-the most promising first, until no bound is better than what is kept (`judge`). So what is found is what
+Every plan is enumerated (`space`), and either refused by a rule (`rules`) or bounded (`bounds`). Then plans
+are estimated, the most promising first, until no bound beats the plans kept (`judge`). So a search finds what
 estimating every plan would find, and each plan shown has the figures and the verdict of its own estimate.
 """
 
@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 
 import numpy as np
 
 from memplan.checks import checked_choice, checked_count, checked_flag
 from memplan.engines.base import ENGINES
-from memplan.engines.options import USUAL_ENGINE, plan_of, shows
+from memplan.engines.options import USUAL_ENGINE, plan_dict, plan_fields, plan_of, shows
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
+from memplan.fields import Counts
 from memplan.hardware import Cluster, Link, resolve_cluster
 from memplan.models import Model, resolve
-from memplan.plan import FIELDS, Plan
+from memplan.plan import Plan
 from memplan.search.judge import (
     OBJECTIVES,
     Judge,
@@ -54,7 +55,7 @@ KEEP: Final = 100
 """Plans of each verdict that a search keeps unless told otherwise."""
 
 LOOKS: Final = 4
-"""The most searches that are done for a plan that fits, each with more room for the caching allocator."""
+"""The most searches for a plan that fits, each leaving more room for the caching allocator."""
 
 
 @final
@@ -63,14 +64,15 @@ class Found:
     """What a search found: the best plans within the budget, some beyond it, the first refused ones.
 
     A plan is *within* the budget by what it allocates, with the most that CUDA's context and NCCL's buffers
-    may take. Whether it fits is asked of the kept plans only, when they are looked at: each has its
-    estimate's verdict (`kept`), so that a search never contradicts `memplan.estimate` on a plan that it
-    shows. If none of them fits, because the caching allocator reserves more than it is asked for, the search
-    is repeated (`again`) for plans that leave room for that (`fitting`). So a plan that is said to fit does;
-    that no faster one does is sure only if it is among those kept at first.
+    may take. Verdicts are computed for the kept plans only, when they are read: each is its estimate's
+    (`kept`), so a search never contradicts `memplan.estimate` on a plan that it shows. If none of them fits,
+    because the caching allocator reserves more than is allocated, the search is repeated (`again`) for plans
+    that leave room for that (`fitting`). So a plan that is said to fit does; that no faster one fits is sure
+    only if it is among those kept at first.
 
-    `base` is what all plans have in common; of several batches or sequence lengths `jobs` has each, and
-    `base` the first. `keep` says how many plans are shown that fit or may fit.
+    `jobs` has a plan for each job that was searched for: each combination of the values of `global_batch`,
+    `seq_len` and other fields that are not varied within a search. `keep` says how many plans are shown that
+    fit or may fit.
 
     `n_within` and `n_beyond` count the plans that are known to be within the budget and beyond it, `n_slower`
     those whose bound is worse than all the best, within it or not, `n_refused` all that are refused;
@@ -79,10 +81,10 @@ class Found:
 
     model: Model
     cluster: Cluster
-    base: Plan
+    jobs: tuple[Plan, ...]
     within: tuple[Judged, ...]
     beyond: tuple[Judged, ...]
-    refused: tuple[dict[str, Any], ...]
+    refused: tuple[tuple[Plan, dict[str, Any]], ...]
     n_within: int
     n_beyond: int
     n_slower: int
@@ -90,10 +92,15 @@ class Found:
     refused_by: Mapping[str, int] = field(default_factory=dict)
     objective: str = "speed"
     keep: int | None = None
-    jobs: tuple[tuple[int, int], ...] = ()
     time_model: TimeModel = field(default_factory=Roofline)
     left_out: tuple[str, ...] = ()
     again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def different(self) -> tuple[str, ...]:
+        """The fields of a plan in which the jobs differ."""
+        said = [plan_dict(job) for job in self.jobs]
+        return tuple([name for name in said[0] if any(each[name] != said[0][name] for each in said)])
 
     @property
     def n_plans(self) -> int:
@@ -154,7 +161,7 @@ class Found:
     def __repr__(self) -> str:
         return (
             f"<Found {self.n_plans:,} plans of {self.model.name} on {self.cluster.name}, seq_len="
-            f"{self.base.seq_len}: {self.n_within:,} within the budget, {len(self.within)} of them kept>"
+            f"{self.jobs[0].seq_len}: {self.n_within:,} within the budget, {len(self.within)} of them kept>"
         )
 
     def _repr_html_(self) -> str:
@@ -212,15 +219,16 @@ def search(
             out, 0.05.
         **options: fields of `memplan.Plan` and options of its engine. Those that a search varies (`dp`,
             `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
-            `recompute`, `recompute_blocks`, `schedule`, `offload`) take one value or several and all that
-            make a difference if left out (`recompute_blocks`: None); the others one value.
+            `recompute`, `recompute_blocks`, `schedule`, `offload`) take all values that make a difference if
+            left out (`recompute_blocks`: None), the others their default. All take one value or several, but
+            for `engine` and `layers_per_stage`; plans of several are compared by tokens per second.
 
     Returns:
         A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
         those that are refused, each the best first. Its columns: the varied fields, `global_batch`,
-        `seq_len`; `tie`, the same number where no plan is more than 1 % slower than the first of them;
-        `verdict` ("fits", "cannot say", "does not fit", "refused"; None on CPU ranks, which have no limit),
-        `why` not;
+        `seq_len`, other fields that are not at their defaults; `tie`, the same number where no plan is more
+        than 1 % slower than the first of them; `verdict` ("fits", "cannot say", "does not fit", "refused";
+        None on CPU ranks, which have no limit), `why` not;
         `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
         is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
         `worst_stage`, `when`;
@@ -277,12 +285,11 @@ def searched(
         asked |= how | {"cluster": where, "global_batch": global_batch}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
+    asked |= {"seq_len": model.max_seq_len if seq_len is None else seq_len, "global_batch": global_batch}
     varied = {name: asked.pop(name, None) for name in VARIED}
     ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
-    lengths = values_of("seq_len", model.max_seq_len if seq_len is None else seq_len)
-    batches = values_of("global_batch", global_batch)
-    jobs = [job(base=common(global_batch=n, seq_len=m, **asked)) for m in lengths for n in batches]
+    jobs = [job(base=base) for base in bases(**asked)]
     for one in jobs:
         one.check_time()
     return jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
@@ -359,7 +366,7 @@ def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress:
     return Found(
         model=space.model,
         cluster=judge.cluster,
-        base=space.base,
+        jobs=(space.base,),
         within=ranked.within[:keep],
         beyond=ranked.beyond[:keep],
         refused=refused.first(keep),
@@ -370,14 +377,13 @@ def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress:
         refused_by=refused.by_rule(space),
         objective=objective,
         keep=keep,
-        jobs=((space.base.global_batch, space.base.seq_len),),
         time_model=judge.time_model,
         left_out=tuple(space.left_out()),
     )
 
 
 def together(found: Sequence[Found]) -> Found:
-    """Several searches that differ in batch and sequence length, as one."""
+    """Several searches for different jobs, as one."""
     one, *_ = found
     per_token = partial(Judged.keys, objective=one.objective, per_token=True)
     within = sorted((judged for each in found for judged in each.within), key=per_token)
@@ -391,7 +397,7 @@ def together(found: Sequence[Found]) -> Found:
         one,
         within=tuple(within[: one.keep]),
         beyond=tuple(beyond[: one.keep]),
-        refused=tuple([values for each in found for values in each.refused][: one.keep]),
+        refused=tuple([refused for each in found for refused in each.refused][: one.keep]),
         n_within=sum(each.n_within for each in found),
         n_beyond=sum(each.n_beyond for each in found),
         n_slower=sum(each.n_slower for each in found),
@@ -404,7 +410,7 @@ def together(found: Sequence[Found]) -> Found:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles of objects: there are few, and it would take a sixth of the time."""
+    """Runs with Python's garbage collector off, which would take a sixth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -418,7 +424,7 @@ class _Refused:
     """The first refused plans, and the number of each kind of refusal."""
 
     def __init__(self, base: Plan, keep: int | None, progress: Progress | None) -> None:
-        self._job = {"global_batch": base.global_batch, "seq_len": base.seq_len}
+        self._base = base
         self._pool = Pool(2**62 if keep is None else keep)
         self._progress = progress
         self._counts = Counter[int]()
@@ -442,9 +448,9 @@ class _Refused:
         if self._progress is not None:
             self._progress(self._n_seen)
 
-    def first(self, keep: int | None) -> tuple[dict[str, Any], ...]:
-        """The varied fields of the first refused plans."""
-        return tuple(self._job | entry.values for entry in islice(self._pool, keep))
+    def first(self, keep: int | None) -> tuple[tuple[Plan, dict[str, Any]], ...]:
+        """The first refused plans: their job, and their varied fields."""
+        return tuple([(self._base, entry.values) for entry in islice(self._pool, keep)])
 
     def by_rule(self, space: Space) -> dict[str, int]:
         """The number of plans of each kind of refusal, the most first."""
@@ -452,8 +458,8 @@ class _Refused:
         return {texts[rule]: n for rule, n in self._counts.most_common()}
 
 
-def values_of(name: str, asked: Any) -> tuple[Any, ...]:
-    """What was asked of a varied field: one value or several, each checked, each once.
+def values_of(name: str, asked: Any, engine: str = USUAL_ENGINE) -> tuple[Any, ...]:
+    """The values asked for of a plan's field, one or several: checked, without repetitions.
 
     >>> values_of("tp", [1, 2, 2]), values_of("recompute", "full"), values_of("pp", range(1, 3))
     ((1, 2), ('full',), (1, 2))
@@ -461,23 +467,29 @@ def values_of(name: str, asked: Any) -> tuple[Any, ...]:
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, or none at all.
     """
-    several = isinstance(asked, Iterable) and not isinstance(asked, str)
-    values = tuple(dict.fromkeys(asked)) if several else (asked,)
+    field = plan_fields(engine)[name]
+    several = isinstance(asked, Iterable) and not isinstance(asked, str) and not isinstance(field, Counts)
+    values = dict.fromkeys(field.checked(name, value) for value in (asked if several else (asked,)))
     if not values:
         raise InvalidValue(f"{name}={shown_value(asked)} leaves nothing to try; name at least one value.")
-    return tuple(FIELDS[name].checked(name, value) for value in values)
+    return tuple(values)
 
 
-def common(*, global_batch: int, **options: Any) -> Plan:
-    """A plan with these options: what all plans of a search have in common.
+def bases(*, engine: str = USUAL_ENGINE, **options: Any) -> Iterator[Plan]:
+    """A plan for each combination of the options' values: what all plans of one job have in common.
 
     Raises:
         MemplanError: a name that is no field of a plan, or a value that no plan can have.
     """
-    engine = options.get("engine", USUAL_ENGINE)
     if ENGINES.named(engine).is_accounting:
         raise InvalidValue(
             f"engine={engine!r} is closed-form accounting, which gives no verdict and no step time to search "
             "by; use engine='torch'."
         )
-    return plan_of(global_batch=global_batch, micro_batch=global_batch, **options)
+    known = plan_fields(engine)
+    several = [
+        values_of(name, value, engine) if name in known else (value,) for name, value in options.items()
+    ]
+    for values in product(*several):
+        chosen = dict(zip(options, values, strict=True))
+        yield plan_of(engine=engine, micro_batch=chosen["global_batch"], **chosen)

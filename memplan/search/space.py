@@ -26,7 +26,7 @@ DATA: Final = {
     "ddp": ((0, True), (1, True)),
     "none": ((0, False), (1, False)),
 }
-"""Uses of the data axis: ZeRO stages, each with whether it has several ranks; the least memory first."""
+"""Uses of the data axis: ZeRO stages, each with or without several ranks; the least memory first."""
 
 
 class Mesh(NamedTuple):
@@ -44,7 +44,7 @@ class Mesh(NamedTuple):
 
 
 class GridKind(NamedTuple):
-    """What the plans of a batch of grids have in common; `data` is a key of `DATA`."""
+    """What all plans of a batch of grids share; `data` is a key of `DATA`."""
 
     data: str
     recompute: str
@@ -92,8 +92,8 @@ class Space:
     def grids(self, most: int = MOST_CELLS) -> Iterator[list[Ruled]]:
         """All plans, as batches of grids of one kind with about `most` cells.
 
-        A combination that is refused whatever its micro-batch is counted as one plan, and so is a mesh on
-        which no plan can run.
+        A combination that is refused for every micro-batch counts as one plan, and so does a mesh on which no
+        plan can run.
         """
         pipelines = list(self._pipelines())
         offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
@@ -132,7 +132,7 @@ class Space:
                         yield mesh
 
     def tps(self) -> tuple[int, ...]:
-        """The degrees of tensor parallelism: as asked for, within a node unless that is lifted."""
+        """The degrees of tensor parallelism that are tried: within a node, unless that is lifted."""
         every = self.of("tp", divisors(self.n_gpus))
         return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
 
@@ -168,7 +168,7 @@ class Space:
         return mesh.dp > 1 and max(self.of("zero", (3,))) >= 2
 
     def micro_batches(self, n_replicas: int) -> tuple[int, ...]:
-        """The micro-batches that divide a replica's part of the batch; where none does, the first of them."""
+        """The micro-batches that divide a replica's sequences; if none does, the first one asked for."""
         each, rest = divmod(self.base.global_batch, n_replicas)
         if rest:
             return self.of("micro_batch", (1,))[:1]
@@ -176,7 +176,7 @@ class Space:
         return tuple(n for n in asked if each % n == 0) or asked[:1]
 
     def of(self, field: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values of a field: its range, or without one the usual ones."""
+        """The values of a field: those asked for, else the usual ones."""
         return self.ranges.get(field, usual)
 
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
@@ -292,7 +292,7 @@ class _PipelineGrids:
         ]
 
     def _there(self) -> NDArray[np.bool_]:
-        """Whether plans are tried, on the axes (zero, offload, sequence_parallel, tp, several)."""
+        """Whether a combination is tried, on the axes (zero, offload, sequence_parallel, tp, several)."""
         of, no, yes_or_no = self.space.of, (False,), (False, True)
         offload, split, _ = self.blocks.values()
         axes = self.zeros, offload, split, self.tps, self.several

@@ -59,12 +59,14 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def columns_of(found: "Found") -> tuple[str, ...]:
-    """The names of the columns: those of all searches, then what else was asked of every plan."""
-    return (*COLUMNS, *(name for name in not_usual(found.base) if name not in COLUMNS))
+    """The names of the columns: those of all searches, then the other options that were asked for."""
+    names = dict.fromkeys(name for job in found.jobs for name in not_usual(job))
+    return (*COLUMNS, *(name for name in names if name not in COLUMNS))
 
 
 def counts(found: "Found") -> dict[str, Any]:
     """The numbers of plans, the kinds of refusals, and the jobs that were searched for."""
+    names = dict.fromkeys(("global_batch", "seq_len", *found.different))
     return {
         "n_plans": found.n_plans,
         "n_within": found.n_within,
@@ -73,8 +75,8 @@ def counts(found: "Found") -> dict[str, Any]:
         "n_refused": found.n_refused,
         "refused_by": dict(found.refused_by),
         "cluster": found.cluster.name,
-        "seq_len": found.base.seq_len,
-        "jobs": [{"global_batch": n, "seq_len": m} for n, m in found.jobs],
+        "seq_len": found.jobs[0].seq_len,
+        "jobs": [{name: plan_dict(job)[name] for name in names} for job in found.jobs],
         "left_out": list(found.left_out),
     }
 
@@ -86,10 +88,10 @@ def search_dict(found: "Found", model: str | None = None) -> dict[str, Any]:
 
 
 def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, Any]]:
-    """The frame's rows as plain values; what is not known, or not there for a refused plan, is None.
+    """The frame's rows as plain values; unknown values, and those that a refused plan lacks, are None.
 
-    First the plans that fit, then those of which memplan cannot say, then those that do not, each the best
-    first, of those that do not fit the nearest. `model`: how the model was named on the command line.
+    First the plans that fit, then those of which memplan cannot say, then those that do not fit: each group
+    the best first, the last one the nearest first. `model`: how the model was named on the command line.
     """
     estimates, columns = shown(found), columns_of(found)
     for verdict in ORDER:
@@ -97,17 +99,16 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
         for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
             row = _row(each, tie, model)
             yield {name: row[name] for name in columns}
-    said = plan_dict(found.base)
-    for values in found.refused:
-        why = str(refusal(found.model, found.base, values))
+    for job, values in found.refused:
+        said, why = plan_dict(job), str(refusal(found.model, job, values))
         yield {name: said.get(name) for name in columns} | values | {"verdict": "refused", "why": why}
 
 
 def shown(found: "Found") -> list[Estimate]:
     """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
 
-    Where faster plans than those that fit may fit too, half of the places at least are left to those that do.
-    Verdicts, which take replays, are asked for in the order of plans until these are found.
+    If faster plans may fit too, at least half of the places go to plans that do fit. Verdicts, which take
+    replays, are computed in the order of plans until enough are found.
     """
     surer = found.fitting
     roomier = () if surer is None else surer.within

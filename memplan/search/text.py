@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from memplan.engines.options import plan_dict
 from memplan.search.advise import Advice
 from memplan.search.command import command_text, estimate_command
 from memplan.search.search import Found
@@ -33,7 +34,7 @@ TIED: Final = f"A plan marked = is within {TIE:.0%} of the first one above it wi
 
 
 def search_text(found: Found, model: str | None = None, most: int | None = None) -> str:
-    """The plans kept: the best, or the nearest if none fits; what kinds were refused; and what to type.
+    """The text of a search: the best plans, or the nearest if none fits; the refusals; the commands.
 
     `model`: how the model was named on the command line; `most`: plans of each verdict, None: all.
     """
@@ -45,7 +46,7 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
         chosen = [row for row in rows if row["verdict"] == verdict]
         if chosen and not (fit and verdict == "does not fit"):
             first = chosen[:most]
-            parts.append(f"{heading}\n{_plans(first, len(shown) + 1)}")
+            parts.append(f"{heading}\n{_plans(first, len(shown) + 1, found.different)}")
             if more := len(chosen) - len(first):
                 parts.append(f"{more} more of these are kept: see to_frame().")
             shown += first
@@ -53,7 +54,7 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
         parts.append(wrapped(f"Plan 1: {shown[0]['why']}."))
     if found.refused_by:
         parts.append(_refusals(found.refused_by))
-    parts += notes_text(found.model, found.base)
+    parts += dict.fromkeys(text for job in found.jobs for text in notes_text(found.model, job))
     if any(row["step_s"] is not None for row in rows):
         parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(shown) else ROUGH)
     if commands := "\n".join(_commands(shown)):
@@ -76,10 +77,15 @@ def _has_ties(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def _head(found: Found) -> str:
     cluster = found.cluster
-    batches, lengths = (" or ".join(map(str, dict.fromkeys(of))) for of in zip(*found.jobs, strict=True))
+    said = [plan_dict(job) for job in found.jobs]
+    values = {
+        name: " or ".join(dict.fromkeys(str(each[name]) for each in said))
+        for name in (*JOB, *found.different)
+    }
+    others = "".join([f", {name}={text}" for name, text in values.items() if name not in JOB])
     lines = [
-        f"{printable(found.model.name)} on {printable(cluster.name)}, {batches} x {lengths} tokens a step: "
-        f"{found.n_plans:,} plans",
+        f"{printable(found.model.name)} on {printable(cluster.name)}, {values['global_batch']} x "
+        f"{values['seq_len']} tokens a step{others}: {found.n_plans:,} plans",
         cluster_text(cluster),
     ]
     refused = f"{found.n_refused:,} are refused"
@@ -100,11 +106,12 @@ def _head(found: Found) -> str:
     return "\n".join(map(wrapped, [*lines, *found.left_out]))
 
 
-def _plans(rows: Sequence[Mapping[str, Any]], first: int) -> str:
+def _plans(rows: Sequence[Mapping[str, Any]], first: int, different: Sequence[str]) -> str:
     hybrid = any(row["dp_replicate"] > 1 for row in rows)
     mesh = MESH if hybrid else tuple(axis for axis in MESH if axis != "dp_replicate")
     heads = {"dp_replicate": "rep"}
-    several = [name for name in ("global_batch", "seq_len") if len({row[name] for row in rows}) > 1]
+    several = [name for name in JOB if len({row[name] for row in rows}) > 1]
+    others = [name for name in different if name not in JOB]
     limited = any(row["device_low_bytes"] is not None for row in rows)
     holds = "a GPU holds" if limited else "peak"
     cells: list[tuple[str, ...]] = [
@@ -131,7 +138,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int) -> str:
                 str(row["zero"]),
                 str(row["micro_batch"]),
                 _schedule(row),
-                _options(row),
+                _options(row, others),
                 interval_text(held).replace(" to ", "-") if limited else human_bytes(row["peak_bytes"]),
                 "-" if speed is None else f"{speed:,.0f}",
             )
@@ -155,12 +162,19 @@ def _schedule(row: Mapping[str, Any]) -> str:
     return f"{row['schedule']}{virtual_stages}"
 
 
-def _options(row: Mapping[str, Any]) -> str:
+def _options(row: Mapping[str, Any], others: Sequence[str]) -> str:
     parts = ["sp"] if row["sequence_parallel"] else []
+    parts += [_option(name, row[name]) for name in others]
     if row["recompute"] != "none":
         blocks = row["recompute_blocks"]
         parts.append(row["recompute"] + ("" if blocks is None else f" of {blocks}"))
     return " ".join(parts + ["offload"] * row["offload"]) or "-"
+
+
+def _option(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return value if isinstance(value, str) else f"{name}={value}"
 
 
 def _commands(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -32,14 +32,14 @@ def why(a: Estimate, b: Estimate) -> str:
 
 
 def compared_text(a: Estimate, b: Estimate, model: str | None = None) -> str:
-    """`why`, and what to type to see each plan in full; `model`: how it was named on the command line."""
+    """The text of `why` and each plan's command; `model`: its name on the command line."""
     commands = [(name, estimate_command(each, model)) for name, each in (("a", a), ("b", b))]
     shown = [command_text(command, head=f"{name}: ") for name, command in commands if command is not None]
     return "\n".join([why(a, b), *([""] if shown else []), *shown])
 
 
 def plan_text(estimated: Estimate) -> str:
-    """A plan in a line: its mesh, and what else is not as usual.
+    """A plan in a line: its mesh, and the other fields that are not at their defaults.
 
     >>> from memplan import estimate
     >>> plan_text(estimate("gpt2", dp=2, zero=3, global_batch=8, recompute="full"))

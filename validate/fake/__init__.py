@@ -14,4 +14,4 @@ MEANING = (
     "PyTorch's real code over tensors without data: bytes are those of the storages it makes; "
     "no kernel runs, so there are no values and no times"
 )
-"""What every record of such a run says of itself."""
+"""The kind of truth, as written in every record of such a run."""

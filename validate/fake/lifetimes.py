@@ -1,4 +1,4 @@
-"""When storages come to life and die: what an allocator would give out and take back."""
+"""The lifetimes of storages: what an allocator would allocate and free."""
 
 import weakref
 from collections.abc import Container
@@ -19,7 +19,7 @@ class _Watch(weakref.ref[UntypedStorage]):
 
 
 class Lifetimes:
-    """The allocations and frees of all storages that were seen, and the regions that were marked.
+    """The allocations and frees of all storages seen, and the marked regions.
 
     An instant (`time_ns` of an event) is the number of what happened before: nothing here takes time. With
     `paths` an event says in which regions and operation it happened.

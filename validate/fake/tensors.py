@@ -32,13 +32,13 @@ torch/csrc/distributed/c10d/Functional.cpp (`wait_tensor`).
 
 
 class WithoutData(ShapesMode):
-    """Runs on shapes alone what the dispatcher is asked for, and sees every storage that is made."""
+    """Runs dispatched operations on shapes alone, and sees every storage that is made."""
 
     def __init__(self, lifetimes: Lifetimes) -> None:
         super().__init__(Shapes())
         self._lifetimes = lifetimes
         self.keeps_books = False
-        """Whether integers are real: PyTorch's C++ code is about to read them without the dispatcher."""
+        """Whether integers get real data, because PyTorch's C++ code reads them without the dispatcher."""
 
     def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.keeps_books and not types and kwargs.get("dtype", torch.int) in (torch.int, torch.long):

@@ -14,7 +14,7 @@ MEANING: Final = (
     "PyTorch's CUDA software over a played CUDA runtime, no GPU: bytes are PyTorch's own, "
     "values and times mean nothing"
 )
-"""What every record of such a run says of itself."""
+"""The kind of truth, as written in every record of such a run."""
 
 
 def environment_for(gpu: Gpu) -> dict[str, str]:

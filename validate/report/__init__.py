@@ -1,4 +1,4 @@
-"""Records for people: on the terminal, as a flat table, as a page of its own."""
+"""Reports of records: on the terminal, as a flat table, as an HTML page."""
 
 from validate.report.text import details, header, listing, plan_lines, row, summary
 

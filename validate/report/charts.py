@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from memplan.plots.style import MUTED, OUTSIDE, WITHIN
+from memplan.plots.style import MUTED, OUTSIDE, WITHIN, heading, plain
 from memplan.units import MiB
 from validate.records import PEAK_TOLERANCE, Record
 
@@ -63,9 +63,8 @@ def _color(record: Record) -> str:
 def _axes(title: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=SIZE_IN, layout="constrained")
     axes = figure.add_subplot()
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
+    heading(figure, title)
+    plain(axes)
     return figure, axes
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from memplan.plots.search import LINES
-from memplan.plots.style import MUTED, OUTSIDE, WIDTH_IN, WITHIN, checked_some, plain
+from memplan.plots.style import MUTED, OUTSIDE, WIDTH_IN, WITHIN, checked_some, heading, plain
 from memplan.units import GiB, KiB, MiB, TiB
 from validate.records import PEAK_TOLERANCE
 
@@ -59,7 +59,7 @@ def predicted_against_measured(
         _percent_ticks(below, max(abs(ahead / seen - 1) for ahead, seen in every))
     within = sum(abs(ahead / seen - 1) <= tolerance for ahead, seen in every)
     title = f"{within:,} of {len(every):,} peaks predicted within {tolerance:.0%}"
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold")
+    heading(figure, title)
     above.legend(loc="upper left", frameon=False, fontsize=9)
     for axes in (above, below):
         plain(axes)
@@ -78,8 +78,8 @@ def _byte_ticks(axes: "Axes", reach: Any, *, step: int) -> None:
 
 
 def _percent_ticks(axes: "Axes", worst: float) -> None:
-    """Ticks at powers of ten of percents, both signs, as far as there are errors."""
-    powers = [10.0**i for i in range(-3, 4) if 10.0**i <= max(1.0, 1000 * worst)]
+    """Ticks at powers of a hundred of percents, both signs, as far as there are errors."""
+    powers = [10.0**i for i in (-2, 0, 2, 4) if 10.0**i <= max(1.0, 1000 * worst)]
     ticks = [-p for p in reversed(powers)] + [0.0] + powers
     axes.set_yticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks], fontsize=8)
     axes.set_ylim(-2 * max(1.0, 100 * worst), 2 * max(1.0, 100 * worst))
@@ -115,7 +115,8 @@ def errors_by(groups: Mapping[str, Sequence[float]], tolerance: float = PEAK_TOL
         )
     axes.axvline(100 * tolerance, color="black", linewidth=1, linestyle=(0, (4, 3)))
     axes.set_xscale("log")
-    powers = [p for p in range(-7, 2) if p <= 0 or any(each.max() > 0.1 for each in known.values())]
+    farthest = max(tolerance, *(each.max() for each in known.values()))
+    powers = [p for p in range(-7, 9) if 10.0 ** (p - 1) < farthest]
     axes.set_xticks([100 * 10.0**p for p in powers], ["0", *(f"{100 * 10.0**p:g}" for p in powers[1:])])
     axes.set_yticks(range(len(known)), list(known), fontsize=8.5)
     axes.set_ylim(len(known) - 0.4, -0.6)
@@ -123,7 +124,7 @@ def errors_by(groups: Mapping[str, Sequence[float]], tolerance: float = PEAK_TOL
     axes.set_xlabel(
         f"|predicted / measured - 1| (%), 0 at the left end; dashed: {tolerance:.0%}; bar: median"
     )
-    figure.suptitle("Error of the predicted peak", x=0.012, ha="left", fontsize=12, weight="bold")
+    heading(figure, "Error of the predicted peak")
     plain(axes)
     return figure
 

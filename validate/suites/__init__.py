@@ -1,4 +1,4 @@
-"""Which configurations are run: suites by name, or from a file."""
+"""Suites of cases, by name or from a file."""
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""The same training on a GPU and without it: whether the stand-in for the GPU gives the GPU's own bytes."""
+"""The same training on a GPU and without it, to compare the played GPU's bytes with the real one's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from validate.records import Record
 from validate.suites.gpu import gpu_single
 
 WITHOUT: Final = ", without the GPU"
-"""What the name of a case's twin ends in."""
+"""The end of the name of a case's twin."""
 
 
 def gpu_both(gpus: Gpus | None, records: Sequence[Record]) -> list[Case]:

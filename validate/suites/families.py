@@ -31,7 +31,7 @@ QUIRKS: Final[dict[str, dict[str, Any]]] = {
     "gpt_neox": {**ALL_HEADS},
     "opt": {**ALL_HEADS, "dropout": 0.1, "tied_head": True},
 }
-"""What each family has of its own, and sizes that the suite `wild` has not."""
+"""Options of each family alone, and sizes that the suite `wild` lacks."""
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "precision": "fp32"},

@@ -135,7 +135,7 @@ def _cases(table: dict[str, Any]) -> Iterator[Case]:
 
 
 def _settings(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a case says beside its plan, each value checked."""
+    """The settings of a case beside its plan, each checked."""
     if "name" in asked and not (isinstance(asked["name"], str) and asked["name"].strip()):
         raise InvalidValue(f"name={shown_value(asked['name'])} is not allowed; use a text that is not empty.")
     if "steps" in asked:

@@ -77,7 +77,7 @@ class Question:
 
     @property
     def most(self) -> int | None:
-        """More makes no case: a sequence has at most the tokens that the model has positions for."""
+        """The largest `n` of a case: a sequence is not longer than the model's positions."""
         return self.model.max_seq_len // TOKENS if self.along == "sequence" else None
 
     @property
@@ -101,7 +101,7 @@ def _predicted(question: Question) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """What is known of a question: the largest `n` that ran, the smallest that did not.
+    """The answer to a question so far: the largest `n` that ran, the smallest that did not.
 
     `unclear` are outcomes that say nothing about memory, such as a crash: then it stays open.
     """
@@ -144,7 +144,7 @@ class Frontier:
 
 
 def size(case: Case, along: Along) -> int:
-    """How large a case is along an axis, as `Question.case` counts."""
+    """The `n` of a case along an axis, as `Question.case` counts."""
     sizes = {
         "micro-batch": case.plan.micro_batch,
         "sequence": case.plan.seq_len // TOKENS,

@@ -158,7 +158,7 @@ PIPELINES: Final[tuple[Row, ...]] = (
     (LLAMA_100M, {"pp": 2, "tp": 2, "sequence_parallel": True}),
     (LLAMA_100M, {"pp": 2, "dp": 2, "tp": 2, "sequence_parallel": True, "zero": 1}),
 )
-"""What several GPUs can do besides."""
+"""Plans for several GPUs: pipelines."""
 
 
 def gpu_single(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -185,7 +185,7 @@ def gpu_nccl(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def gpu_standin(gpus: Gpus | None) -> tuple[Case, ...]:
-    """One rank of a world whose other ranks are played; as many layers as fit one GPU."""
+    """One rank of a world with stand-ins for the others; as many layers as fit one GPU."""
     return tuple(
         case for model, options, ranks in STAND_INS for case in _stand_ins(model, options, ranks, gpus)
     )

@@ -1,4 +1,4 @@
-"""Models small enough for a laptop, and a suite of what the known ones look like."""
+"""Models small enough for a laptop, and a suite of small forms of the known ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,7 +36,7 @@ WIDE_HEADS: Final = replace(LLAMA, name="llama-small-wide-heads", d_head=32)
 
 
 def models() -> tuple[Case, ...]:
-    """Every model of memplan's own modules in small, biases and heads of another width, and one whole."""
+    """Small forms of the presets with memplan's own modules, with biases and other heads, and one whole."""
     return (*_plans_of_each(), _whole("gpt2"))
 
 

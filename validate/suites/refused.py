@@ -1,4 +1,4 @@
-"""What PyTorch cannot run, and memplan therefore refuses.
+"""Plans that PyTorch cannot run, and that memplan therefore refuses.
 
 `sweep --anyway` runs these plans all the same, to hear PyTorch's own reason.
 """

@@ -1,4 +1,4 @@
-"""The frameworks that can be run: each sets up, from a case, one rank's part of a training.
+"""The frameworks that can be run: each sets up one rank's part of a case's training.
 
 A framework is a module of this package with a function `prepared`, found by the name of memplan's engine that
 plays it. All that the harness asks of it is a `Training`.
@@ -16,7 +16,7 @@ from memplan.errors import PlanRefused
 from validate.cases import Case
 
 SYSTEMS: Final = {"torch": "validate.systems.torch"}
-"""memplan's engine to the module that runs what it plays."""
+"""The module that runs the framework of each of memplan's engines."""
 
 
 class Training(ABC):
@@ -40,7 +40,7 @@ class Training(ABC):
 
     @abstractmethod
     def weights(self) -> Sequence[Tensor]:
-        """This rank's own tensors of weights, trained or frozen: of a weight that is divided, its part."""
+        """This rank's local weight tensors, trained or frozen."""
 
     @abstractmethod
     def grads(self) -> Sequence[Tensor]:
@@ -68,7 +68,7 @@ class Training(ABC):
 
 
 class System(Protocol):
-    """What a framework's module has."""
+    """The interface of a framework's module."""
 
     def prepared(self, case: Case, rank: int, device: torch.device) -> Training:
         """The case's training on one rank; if there are several, the process group of all exists."""

@@ -1,6 +1,6 @@
-"""What data parallelism sends and holds at least, in closed form: a plan's fields may be arrays over plans.
+"""Lower bounds of data parallelism's traffic and memory in closed form; a plan's fields may be arrays.
 
-All plans of the arrays are of one kind: of one or of several data-parallel ranks, under FSDP2 or not.
+All plans of the arrays have one data-parallel rank, or all have several; all use FSDP2, or none does.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
 
 
 def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage: Any) -> DataParallelism:
-    """FSDP2 reduces with each micro-batch, in a pipeline once; blocks are gathered again if it reshards."""
+    """The bounds under FSDP2, which reduces in each micro-batch (in a pipeline once)."""
     options = torch_options(plan)
     formats, dp, pp, m = plan.formats, plan.dp, plan.pp, plan.n_micro_batches
     part = (dp - 1) / dp

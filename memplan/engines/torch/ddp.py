@@ -1,8 +1,8 @@
-"""DistributedDataParallel: its buckets, how gradients reach them, what a communication hook does to each.
+"""DistributedDataParallel: its buckets, how gradients reach them, and its communication hooks.
 
-A bucket is one flat tensor, kept from step to step, that its parameters' gradients are copied into and that
-is reduced as a whole. A hook works on each bucket while it is reduced: what it allocates for that time are
-temporaries, and so is what PowerSGD keeps from step to step (errors, P and Q), as the buckets are.
+A bucket is one flat tensor, kept from step to step; gradients are copied into it, and it is reduced as a
+whole. A hook works on each bucket while it is reduced. Its allocations are counted as temporaries, as the
+buckets are, including what PowerSGD keeps from step to step (errors, P and Q).
 
 Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.algorithms.ddp_comm_hooks`.
 """
@@ -41,11 +41,11 @@ POWERSGD_LEAST_RATE: Final = 2
 """How many times smaller a gradient must become to be compressed (`min_compression_rate`'s default)."""
 
 COMPRESSED: Final = {"fp16": FP16, "bf16": BF16}
-"""What the compressing hooks reduce in."""
+"""The type that each compressing hook reduces in."""
 
 
 class Bucket(NamedTuple):
-    """Elements of a bucket; and if PowerSGD reduces it, of what it compresses: P and Q, and what is left."""
+    """Elements of a bucket; under PowerSGD also those of P, of Q and of its uncompressed gradients."""
 
     n_elements: int
     p: int
@@ -54,7 +54,7 @@ class Bucket(NamedTuple):
 
 
 def low_rank(parameter: Parameter) -> tuple[int, int] | None:
-    """Elements of P and Q that stand for a gradient; None if they would not be small enough.
+    """Elements of P and Q for a gradient; None if it is not compressed, as they would not be small enough.
 
     Source: powerSGD_hook.py (`_should_compress`).
 
@@ -69,11 +69,11 @@ def low_rank(parameter: Parameter) -> tuple[int, int] | None:
 
 
 def ready_order(trace: Trace, runs: BlockRuns) -> tuple[list[Parameter], list[Parameter]]:
-    """Parameters in the order their gradients are ready: those ready as they are made, and the late ones.
+    """Parameters in the order in which their gradients are ready: at once, and late ones.
 
-    Of a tied weight's uses the last one counts. Beside tensor parallelism DDP holds plain weights and makes
-    DTensors of the divided ones, module by module, before the forward pass. That is the first step of the
-    pass, and so the last of the way back.
+    A tied weight is ready with its last use. Beside tensor parallelism DDP holds plain weights and makes
+    DTensors of the divided ones, module by module, at the start of the forward pass. Their gradients
+    therefore become plain tensors, and ready, at the end of the backward pass: they are late.
 
     Source: `torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor`.
     """
@@ -89,7 +89,7 @@ def ready_order(trace: Trace, runs: BlockRuns) -> tuple[list[Parameter], list[Pa
 
 
 def ready(segment: Segment) -> list[Parameter]:
-    """The parameters whose gradients are ready as a backward segment makes them."""
+    """The parameters whose gradients are ready within a backward segment."""
     return [
         e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.is_dtensor
     ]
@@ -144,7 +144,7 @@ def payloads(hook: str, bucket: Bucket, dtype: DType) -> tuple[int, ...]:
 
 
 def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
-    """What a hook keeps of a bucket from step to step: PowerSGD its error, P and Q."""
+    """The tensors that a hook keeps of a bucket from step to step: PowerSGD's error, P and Q."""
     if hook != "powersgd":
         return ()
     sizes = ("error", bucket.n_elements), ("P", bucket.p), ("Q", bucket.q)
@@ -152,10 +152,10 @@ def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
 
 
 def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = ()) -> tuple[Event, ...]:
-    """The reduction of a bucket, and what a hook allocates for it; one bucket is reduced after the other.
+    """The reduction of a bucket with the allocations of its hook; buckets are reduced one after the other.
 
-    fp16 and bf16: a copy in that type, unless the gradients are of it. PowerSGD: the bucket before it is
-    compressed, what is not compressed, and the new error, which replaces the one `held`.
+    fp16 and bf16: a copy in that type, unless the gradients have it already. PowerSGD: a copy of the bucket,
+    the uncompressed gradients, and the new error, which replaces the one `held`.
 
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
@@ -192,9 +192,8 @@ class DdpState(NamedTuple):
 class DistributedDataParallel(StageModule[DdpState]):
     """A module under DDP: the last backward pass of a step reduces.
 
-    There, gradients that are views of buckets are copied into them once they are ready, and each bucket is
-    reduced when the last of its gradients is. Late gradients are ready, and added to older ones, when all
-    else of the pass is done.
+    In it, gradients that are views of buckets are copied into them when they are ready, and each bucket is
+    reduced with its last gradient. Late gradients are ready, and added to older ones, at the end of the pass.
 
     Plays `torch.nn.parallel.distributed:DistributedDataParallel`.
     """
@@ -244,9 +243,10 @@ class DistributedDataParallel(StageModule[DdpState]):
         return chain(forward.name, *self._sync_buffers(), forward)
 
     def _sync_buffers(self) -> Iterator[Stretch]:
-        """The first rank's buffers to the others: flat copies of all of a type, of a single one a view.
+        """The broadcast of the first rank's module buffers: a flat copy per type, of a single buffer a view.
 
-        Once a step, as passes under `no_sync` ask for none; never under a schedule, whose are all under it.
+        It happens once a step, not in passes under `no_sync`; so never under a schedule, whose passes all
+        are.
 
         Source: `torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers`,
         torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`).
@@ -282,9 +282,9 @@ class DistributedDataParallel(StageModule[DdpState]):
         return iter(_fills(stage.trace, stage.runs, stage.options.bucket_cap_bytes, self.hook))
 
     def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
-        """A ready gradient: the reduction of the bucket it fills, and the tensors that are no longer needed.
+        """The events when a gradient is ready: the reduction of the bucket that it fills, and frees.
 
-        The gradient that just came is held until what follows from it is done, an older one is not.
+        A new gradient is held by autograd until the reduction is done, an older one is not.
 
         Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
         """
@@ -295,7 +295,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         return (*frees(grad) * (drops - 1), *reduced, *frees(grad) * min(drops, 1))
 
     def _ready(self, segment: Segment, drops: int, filled: Sequence[Bucket | None]) -> tuple[Event, ...]:
-        """A backward segment's events, and what happens to each gradient that is ready as it is made."""
+        """A backward segment's events, with those of each gradient that is ready in it."""
         found: list[Event] = []
         fills = iter(filled)
         for event in segment.events:
@@ -315,7 +315,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         *,
         outside: bool = False,
     ) -> Stretch:
-        """A backward segment as a stretch; its input's gradient may come from `outside`."""
+        """A backward segment with its reductions; `outside`: its gradient comes from another stage."""
 
         def made() -> Stretch:
             body = self._ready(segment, drops, filled)
@@ -324,13 +324,13 @@ class DistributedDataParallel(StageModule[DdpState]):
         return self._once(segment, (name, drops, outside, *filled), made)
 
     def _once(self, segment: Segment, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
-        """What follows from a segment and a key, unless a hook has a part in it."""
+        """A stretch made once for a segment and a key, unless it has a hook's allocations."""
         return segment.made_once((self.stage.weight_dtype, *key), make) if self.hook == "none" else make()
 
     def _late(
         self, parameters: Sequence[Parameter], drops: int, filled: Sequence[Bucket | None]
     ) -> tuple[Event, ...]:
-        """Late gradients; one that each tensor rank knows a part of is the sum, which is a new tensor.
+        """The events of the late gradients; partial ones are first summed into new tensors.
 
         Source: `torch.distributed.tensor.placement_types:Partial._reduce_value`.
         """
@@ -350,7 +350,7 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _replicated_blocks(
         self, drops: int, last: bool, filled: Iterator[Bucket | None]
     ) -> Iterator[Stretch]:
-        """The blocks in reverse, equal ones together; the last one's gradient may come from another stage."""
+        """The blocks' backward passes, the last first; those that fill equal buckets are counted."""
         outside = not self.stage.last
         for segment, n in backward_order(self.stage.blocks):
             for closed, times in self._turns(len(ready(segment)) if last else 0, n, filled):
@@ -361,7 +361,7 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _turns(
         self, n_ready: int, n: int, filled: Iterator[Bucket | None]
     ) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
-        """The buckets that gradients fill in each of n turns of so many, equal turns together."""
+        """The buckets that the gradients of each of n equal blocks fill; equal ones in a row are counted."""
         if not n_ready:
             yield (), n
             return
@@ -369,7 +369,7 @@ class DistributedDataParallel(StageModule[DdpState]):
             yield closed, len(list(same))
 
     def _end(self, drops: int, last: bool, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
-        """The embedding's backward, and the late gradients; the table's is cut once all others are ready."""
+        """The embedding's backward pass, then the late gradients; the token table's comes last."""
         trace, plan, name = self.trace, self.stage.plan, "backward: end"
         cutting = trace.embed_backward
         made = _next(filled, len(ready(cutting)))

@@ -69,7 +69,7 @@ class TorchEngine(Engine):
 
 
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
-    """Of each rank of the pipeline the one that holds most."""
+    """The data-parallel rank that holds most, for each rank of the pipeline."""
     known: dict[StageKind, Stage] = {}
     alike: dict[tuple[Stage, ...], RankStages] = {}
     for pp_rank in range(plan.pp):
@@ -81,7 +81,7 @@ def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
 
 
 def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) -> PartCosts:
-    """The costs of the ends, and of two blocks of each kind, of which the first may be recomputed."""
+    """The costs of the ends and of each kind of block, recomputed and not."""
     traces = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device).trace for kind in model.kinds]
     trace = traces[0]
 

@@ -15,20 +15,19 @@ from memplan.record import AccumulateGrad, Alloc, Event, Free, Stretch, chain, e
 from memplan.shapes import Parameter, Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
-"""What FSDP2 has of a stage's weights: after a forward pass it frees those of the groups that reshard."""
+"""Which of a stage's weights are gathered; a forward pass frees those of the groups that reshard."""
 
 
 class FsdpState(NamedTuple):
-    """What passes of a step have left.
+    """The state after some passes of a step.
 
     Attributes whose meaning their name does not tell:
-        unshard_issued: all weights are being gathered ahead of the next pass.
-        has_unsummed_grads: there are unsharded gradients in the type in which they came.
-        has_sums: there are unsharded gradients in the type that the micro-batches of a schedule are added up
-            in.
-        has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed ones.
-        recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
-        deferring: of each micro-batch under way, whether they were before its forward pass.
+        unshard_issued: all weights are being gathered ahead of the next pass. has_unsummed_grads: there are
+        unsharded gradients in the type in which autograd made them. has_sums: there are unsharded gradients
+        in the type in which a schedule's micro-batches are summed. has_sharded_grads: there are reduced
+        gradients, of an earlier pass or zeroed. recomputed_last: the blocks were last run to be recomputed
+        (`FSDPModule.defers`). deferring: for each micro-batch in flight, `recomputed_last` before its forward
+        pass.
     """
 
     weights: Weights
@@ -82,20 +81,19 @@ class FSDPModule(StageModule[FsdpState]):
 
     @property
     def sums_in_reduce_dtype(self) -> bool:
-        """Whether the micro-batches of a schedule are added up in another type than they come in."""
+        """Whether a schedule's micro-batches are summed in another type than autograd makes them in."""
         formats = self.stage.plan.formats
         return self.pipelined and formats.gather != formats.reduce
 
     @property
     def defers(self) -> bool:
-        """Whether sums of recomputed blocks can be late: where backward passes are split.
+        """Whether gradients of recomputed blocks may be summed late: where backward passes are split.
 
-        A second part runs the blocks again and stops early, so that their groups still seem to be in a
-        forward pass. The next one then registers no `RegisterPostBackwardFunction` for them, and what that
-        would do in its backward pass is done when this is over, after the root, in the module's order. Not so
-        a group of several blocks: it seems to have run the first of them, and begins anew with the second.
-
-        Not so from torch 2.15 on, where autograd adds up.
+        A second part recomputes the blocks and stops early, so their groups remain in the forward state. The
+        next forward pass then registers no `RegisterPostBackwardFunction` for them; its work is done at the
+        end of that micro-batch's backward pass, after the root, in the module's order. A group of several
+        blocks is not affected (its second block starts it anew), and neither is torch from 2.15 on, where
+        autograd sums.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward`,
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`.
@@ -107,13 +105,13 @@ class FSDPModule(StageModule[FsdpState]):
 
     @property
     def n_recomputed(self) -> int:
-        """How many of the stage's blocks are run again: the first ones."""
+        """How many of the stage's blocks, the first ones, are recomputed."""
         return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
     # --- What happens to one group ---
 
     def pre_forward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
-        """A group's weights are gathered unless they are whole.
+        """Gathers a group's weights, unless they are unsharded.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward`.
         """
@@ -126,7 +124,7 @@ class FSDPModule(StageModule[FsdpState]):
             comms.all_gather = group
 
     def post_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
-        """A group that reshards frees its weights.
+        """Frees a group's unsharded weights, if it reshards.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward`.
         """
@@ -134,7 +132,7 @@ class FSDPModule(StageModule[FsdpState]):
             yield from group.reshard()
 
     def prefetch(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
-        """A group that was freed after its forward pass is gathered, unless it is being gathered.
+        """Gathers a group that was freed after its forward pass, unless its all-gather is under way.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch`.
         """
@@ -146,7 +144,7 @@ class FSDPModule(StageModule[FsdpState]):
     def pre_backward(
         self, group: ParamGroup | None, following: ParamGroup | None, comms: CommContext
     ) -> Iterator[CountedEvents]:
-        """A group's weights are gathered if they were freed, and those that are needed next.
+        """Gathers a group's weights if they were freed, and prefetches the group that is needed next.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_backward`.
         """
@@ -158,7 +156,7 @@ class FSDPModule(StageModule[FsdpState]):
             yield from self.prefetch(following, comms)
 
     def post_backward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
-        """A group's gradients are reduced and its weights freed; under a schedule they are only added up.
+        """Frees a group's weights and reduces its gradients; under a schedule gradients are only summed.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
         """
@@ -175,7 +173,7 @@ class FSDPModule(StageModule[FsdpState]):
     # --- Passes ---
 
     def _forward(self, release: Stretch | None) -> Stretch:
-        """The forward pass: groups are gathered as they are called, those that stay whole once in a step."""
+        """The forward pass: groups that are not unsharded are gathered as their modules are called."""
         trace, units, comms = self.trace, self.units, CommContext()
 
         def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
@@ -206,9 +204,10 @@ class FSDPModule(StageModule[FsdpState]):
         return chain("forward", *parts)
 
     def _backward(self) -> Stretch:
-        """The backward pass: groups are gathered one ahead if they were freed.
+        """The backward pass: freed groups are gathered, one group ahead.
 
-        It ends where nothing is trained before. What was gathered ahead beyond that is dropped at the end.
+        It ends at the first module with trained parameters; a group gathered ahead of that is freed at the
+        end.
         """
         trace, units, comms = self.trace, self.units, CommContext()
         late = any(self.state.deferring[:1])
@@ -252,7 +251,7 @@ class FSDPModule(StageModule[FsdpState]):
             self.state = state._replace(weights="whole", has_unsummed_grads=True)
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
-        """A backward segment's events: gradients are kept, or added to older ones that are not summed yet."""
+        """A backward segment's events; gradients are added to older ones that are not summed yet."""
         if self.stage.autograd_casts_grads:
             return tuple(self._cast_by_autograd(segment.events))
         return added_to_older(segment) if self.state.has_unsummed_grads else segment.events
@@ -260,8 +259,8 @@ class FSDPModule(StageModule[FsdpState]):
     def _is_cast_at_once(self, parameter: Parameter) -> bool:
         """Whether autograd casts a gradient to the type of its sum as soon as it is made.
 
-        Others come as they are, into an older sum or the reduce-scatter. Those that may be summed over the
-        tensor axis before are always cast.
+        Other gradients stay as they are until they are added to an older sum or reduced. Gradients that may
+        be partial over the tensor axis are always cast.
 
         Source: torch 2.15's `FSDPParam.may_reduce_grad_outside_dp`.
         """
@@ -269,9 +268,10 @@ class FSDPModule(StageModule[FsdpState]):
         return first_of_a_sum or not self.stage.widens_grads or Replicate() in parameter.placements.values()
 
     def _cast_by_autograd(self, found: Iterable[Event]) -> Iterator[Event]:
-        """A backward pass where gradients are cast to the type of their sum, which they become or go to.
+        """A backward segment's events where autograd casts gradients to the type of their sum.
 
-        CPU adds a narrower tensor by way of a widened copy.
+        A first gradient becomes the sum, later ones are added; CPU adds a narrower tensor through a widened
+        copy.
 
         Source: torch/csrc/autograd/engine.cpp (`validate_outputs`),
         torch/csrc/autograd/functions/accumulate_grad.h (`accumulateGrad`).
@@ -290,7 +290,7 @@ class FSDPModule(StageModule[FsdpState]):
                 yield Free(wide if cast else grad)
 
     def _backward_input(self) -> Stretch:
-        """The first part: after each group its gradients that are not summed yet are added to their sum."""
+        """The first part of a split backward pass; each group's gradients are added to their sum after it."""
         split, units, comms = self.stage.split, self.units, CommContext()
         late, has_unsummed = any(self.state.deferring[:1]), self.state.has_unsummed_grads
 
@@ -314,7 +314,7 @@ class FSDPModule(StageModule[FsdpState]):
         return chain("backward", *parts)
 
     def _made_weights(self, found: Iterable[Event]) -> Iterator[Event]:
-        """What the second part leaves of gradients: from torch 2.15 on they are cast to their sum's type."""
+        """The second part's events; from torch 2.15 on gradients are cast to their sum's type."""
         if not self.stage.autograd_casts_grads:
             yield from super()._made_weights(found)
             return
@@ -341,7 +341,7 @@ class FSDPModule(StageModule[FsdpState]):
     def _rows(
         self, order: Iterable[tuple[Segment, int]], *, late: bool
     ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int, bool]]:
-        """The blocks' backward passes in rows of a group each, and whether that is closed in its turn."""
+        """The blocks' backward passes by unit, and whether the unit's post-backward runs in its turn."""
         ahead = self.stage.n_blocks
         for group, row, times in grouped(order, reversed(self.units.rows)):
             size = sum([n for _, n in row])
@@ -351,11 +351,11 @@ class FSDPModule(StageModule[FsdpState]):
 
     @property
     def _takes_grad(self) -> bool:
-        """Whether the first block's input has a gradient, after which its group is reduced."""
+        """Whether the first block's input requires a gradient, whose hook runs the group's post-backward."""
         return not self.stage.first or self.trace.entry_requires_grad
 
     def _not_visited(self, comms: CommContext) -> Iterator[CountedEvents]:
-        """The end of groups whose inputs have no gradient: freed and reduced after the root, in order.
+        """The post-backward of groups whose inputs have no gradient: after the root, in the module's order.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
@@ -369,14 +369,14 @@ class FSDPModule(StageModule[FsdpState]):
                 yield from repeatedly(self._freed(group, comms), n)
 
     def _freed(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
-        """The end of a group of which the backward pass needed nothing."""
+        """Frees a group that the backward pass did not use."""
         if group is not None and group.reshards:  # as it has after the forward pass
             yield from group.reduce_grads(self.grads, comms, has_sharded_grads=False)
         else:
             yield from self.post_backward(group, comms)
 
     def _late(self) -> Iterator[CountedEvents]:
-        """The sums of the recomputed blocks' groups, after all others."""
+        """The late sums of recomputed blocks' groups, after all others (see `defers`)."""
         left = self.n_recomputed
         for group, size, times in self.units.rows:
             if group is not None and size == 1 and left > 0:
@@ -384,7 +384,7 @@ class FSDPModule(StageModule[FsdpState]):
             left -= size * times
 
     def finalize_backward(self, comms: CommContext) -> Iterator[CountedEvents]:
-        """The end of a backward pass that reduces: what its collectives still hold is dropped.
+        """The end of a backward pass that reduces: frees what its collectives still hold.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
@@ -400,9 +400,9 @@ class FSDPModule(StageModule[FsdpState]):
     # --- What a schedule does between passes ---
 
     def reduce_grads(self) -> list[Stretch]:
-        """Every group in turn is freed and reduced, the last gradients being added to their sum before.
+        """Adds each group's last gradients to their sum, frees its weights and reduces it, group by group.
 
-        From torch 2.15 on the last group is the first.
+        From torch 2.15 on the last group comes first.
 
         Source: `torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad`, torch 2.15's
         `FSDPState.finalize_backward`.
@@ -422,13 +422,13 @@ class FSDPModule(StageModule[FsdpState]):
         return parts
 
     def unshard(self) -> Stretch:
-        """All groups are gathered at once, ahead of the stage's first pass."""
+        """Gathers all groups ahead of the stage's first pass."""
         turns = (turn for group, n in self.units for turn in repeatedly(group.ahead(group.unshard()), n))
         self.state = self.state._replace(weights="whole", unshard_issued=True)
         return in_order("gathering of a stage's weights", turns)
 
     def wait_for_unshard(self) -> list[Stretch]:
-        """The first pass of the stage copies what was gathered into the weights, group by group."""
+        """Copies all-gathers' outputs into the weights, group by group, before the stage's first pass."""
         if not self.state.unshard_issued:
             return []
         self.state = self.state._replace(unshard_issued=False)
@@ -440,7 +440,7 @@ class FSDPModule(StageModule[FsdpState]):
         return [in_order("gathering of a stage's weights", turns)]
 
     def reshard(self) -> Stretch:
-        """All weights are freed that are whole."""
+        """Frees all unsharded weights."""
         weights = self.state.weights
         self.state = self.state._replace(weights="sharded")
         turns = (
@@ -455,7 +455,7 @@ class FSDPModule(StageModule[FsdpState]):
 def opened_when_called(
     opened: Sequence[CountedEvents], passed: Sequence[CountedEvents]
 ) -> tuple[CountedEvents, ...]:
-    """A group is gathered when its first module is called: after what checkpointing keeps before that."""
+    """The events with the all-gather where the group's first module is called: after checkpointing's own."""
     first, n = passed[0] if passed else ((), 0)
     starts_with = buffer_in(first[0]) if first else None
     if not (opened and starts_with is not None and starts_with.role is Role.RNG_STATE):
@@ -466,11 +466,10 @@ def opened_when_called(
 def grouped(
     order: Iterable[tuple[Segment, int]], groups: Iterable[Row]
 ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
-    """The blocks' passes in order, divided into rows: each row's unit and passes, and how often it comes.
+    """The blocks' passes in order, grouped by unit: each group's unit, its passes, and how many equal groups.
 
-    The first row of a unit stands alone, which follows another unit than those after it, and so does the last
-    one before another unit. Where all rows are one block of one unit they come as the passes do, which put
-    the first block on its own.
+    The first and the last group of a unit stand alone, as their neighbours belong to other units. Where each
+    group is one block of one unit, groups are counted as the passes are, which keep the first block apart.
     """
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)
@@ -496,7 +495,7 @@ def grouped(
 
 
 def in_order(name: str, turns: Iterable[CountedEvents]) -> Stretch:
-    """Counted events one after the other as one stretch."""
+    """A stretch of counted events in order."""
     parts: list[Stretch] = []
     pending: list[Event] = []
     for found, times in turns:

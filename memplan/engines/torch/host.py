@@ -1,7 +1,7 @@
-"""What the host holds for a rank whose states FSDP2 offloads.
+"""The host's memory for a rank whose states FSDP2 offloads.
 
-Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in a block of its own; optimizer
-state is not, and the update runs on the CPU.
+Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in its own block; optimizer state
+is not. The update runs on the CPU.
 
 Source: `torch.distributed.fsdp._fully_shard._fsdp_api:CPUOffloadPolicy`,
 `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`.
@@ -30,7 +30,7 @@ def page_locked_bytes(n_bytes: int) -> int:
 
 
 def host_of(stages: RankStages) -> HostRecord | None:
-    """What the host holds for the rank; None where nothing is offloaded."""
+    """The host's record for the rank; None without offload."""
     if not stages.offloads:
         return None
     states = stages.states
@@ -47,7 +47,7 @@ def host_of(stages: RankStages) -> HostRecord | None:
 
 
 def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
-    """What page-locked weights and gradients are short of a power of two."""
+    """The rest of each page-locked block: blocks are powers of two."""
     itemsize = stages.weight_dtype.itemsize
     for parameter, n in stages.counted_parameters():
         held = [("", padded_shard_elements(parameter, stages.plan.dp))]

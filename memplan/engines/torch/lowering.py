@@ -1,6 +1,7 @@
-"""When the ranks of a pipeline post their receives, among the actions of their schedule.
+"""The list of actions that each rank of a pipeline runs, with its receives where it posts them.
 
-A rank does not place its receives itself: each is put into its list as the rank that sends gets there.
+PyTorch simulates all ranks together: a receive enters a rank's list when the sending rank computes the
+tensor.
 
 Source: `torch.distributed.pipelining.schedules:_add_send_recv`.
 """
@@ -21,7 +22,7 @@ GIVES_INPUT_GRAD = ("backward", "backward-input")
 
 
 class Step(NamedTuple):
-    """What a rank does with a micro-batch (0 where it is about all) at one of the pipeline's stages."""
+    """An action of a rank on one micro-batch (0: on all) at one of the pipeline's stages."""
 
     kind: StepKind
     stage: int
@@ -29,13 +30,13 @@ class Step(NamedTuple):
 
 
 def steps(plan: Plan, rank: int) -> tuple[Step, ...]:
-    """All that a rank of the pipeline does in a step, its receives where it posts them."""
+    """Every action of a rank in a step, with its receives at the places where it posts them."""
     return _lowered(plan.schedule, plan.pp, plan.virtual_stages, plan.n_micro_batches)[rank]
 
 
 @lru_cache(maxsize=16)
 def _lowered(schedule: str, pp: int, v: int, m: int) -> tuple[tuple[Step, ...], ...]:
-    """The lists of all ranks: in turn each takes its next action, if it has what that needs."""
+    """The lists of all ranks, simulated together: each in turn runs its next action if its input is there."""
     ahead = {rank: deque(_computed(SCHEDULES.named(schedule), rank, pp, v, m)) for rank in range(pp)}
     rank_of = {step.stage: rank for rank, listed in ahead.items() for step in listed}
     found: list[list[Step]] = [[] for _ in range(pp)]
@@ -62,7 +63,7 @@ def _lowered(schedule: str, pp: int, v: int, m: int) -> tuple[tuple[Step, ...], 
 
 
 def _given_by(step: Step, n_stages: int) -> Step | None:
-    """What a pass gives to another stage."""
+    """The receive that a pass makes possible in another stage; None if it sends nothing."""
     if step.kind == "forward" and step.stage < n_stages - 1:
         return Step("receive-input", step.stage + 1, step.micro_batch)
     if step.kind in GIVES_INPUT_GRAD and step.stage > 0:
@@ -79,7 +80,7 @@ def _is_ready(step: Step, there: set[Step], n_stages: int) -> bool:
 
 
 def _computed(schedule: Schedule, rank: int, pp: int, v: int, m: int) -> list[Step]:
-    """A rank's list before it has receives; FSDP2's actions are in it whether or not there is FSDP2."""
+    """A rank's list before receives are added; it has FSDP2's actions whether or not the plan uses FSDP2."""
     stages = schedule.stages_of(rank, pp, v)
     n_before: Counter[tuple[bool, int]] = Counter()
     in_parts: dict[int, deque[int]] = {local: deque() for local in range(v)}

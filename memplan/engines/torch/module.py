@@ -1,12 +1,15 @@
-"""A stage's module: a state machine whose passes leave what they allocate, compute and send.
+"""A stage's module as a state machine: each pass is a stretch of allocations, computation and traffic.
 
-A pass depends on what earlier passes of the step have left: gradients, gathered weights. That is the module's
-`state`, and each pass changes it. A pass that is played again from the same state is not played anew.
+A pass depends on what earlier passes of the step left behind: gradients, gathered weights. That is the
+module's `state`, which each pass changes. A pass from a state that it has been played from before is looked
+up.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
+from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Self, TypeVar, final
 
 from memplan.engines.torch.stage import Stage
@@ -35,8 +38,8 @@ State = TypeVar("State", bound=tuple[Any, ...])
 class StageModule(ABC, Generic[State]):
     """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time.
 
-    `fwd_recv`, `fwd_send`, `bwd_recv`, `bwd_send`: what a stage of a pipeline receives and sends for each.
-    `original`: the module that it is a fresh copy of, with which it shares its buffers.
+    `fwd_recv`, `fwd_send`, `bwd_recv`, `bwd_send`: the receives and sends of a pipeline stage for each
+    micro-batch. `original`: the module that this one is a fresh copy of; the two share their buffers.
 
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
     """
@@ -56,13 +59,13 @@ class StageModule(ABC, Generic[State]):
         self.bwd_send = self._p2p("send", "activation gradients")
 
     def fresh(self) -> Self:
-        """The same module at the start of a step; what has been played is known to both."""
+        """A copy of the module at the start of a step, which shares the passes that have been played."""
         other = copy(self)
         other.state = self.initial
         return other
 
     def play(self, action: Hashable, make: Callable[[], Stretch]) -> Stretch:
-        """What an action leaves in the present state; `make` plays it and changes the state."""
+        """The stretch of an action in the present state; `make` plays it and changes the state."""
         key = action, self.state
         if key not in self._played:
             made = make()
@@ -73,7 +76,7 @@ class StageModule(ABC, Generic[State]):
     def forward(self, *, replaces: bool = False) -> Stretch:
         """The forward pass up to the loss.
 
-        `replaces`: the schedule drops the micro-batch before once it has the new output.
+        `replaces`: the schedule's variable for the output is overwritten, which frees the micro-batch before.
         """
         release = self.release() if replaces else None
         return self.play(("forward", replaces), lambda: self._forward(release))
@@ -91,11 +94,11 @@ class StageModule(ABC, Generic[State]):
         return self.play("backward-weight", self._backward_weight)
 
     def require_gradient_sync(self) -> None:
-        """From now on backward passes are the step's last, in which DDP reduces."""
+        """Ends DDP's `no_sync`: the backward passes that follow reduce gradients."""
         return
 
     def wait_for_unshard(self) -> list[Stretch]:
-        """What FSDP2 has gathered ahead of time becomes the weights."""
+        """Copies what FSDP2 has gathered ahead of time into the unsharded weights."""
         return []
 
     def reduce_grads(self) -> list[Stretch]:
@@ -105,14 +108,14 @@ class StageModule(ABC, Generic[State]):
     @property
     @abstractmethod
     def has_grads(self) -> bool:
-        """Whether a backward pass finds gradients to add its own to: another pass's, or zeroed ones."""
+        """Whether there are gradients that a backward pass adds its own to: of an earlier pass, or zeroed."""
 
     @abstractmethod
     def _backward(self) -> Stretch: ...
 
     @abstractmethod
     def _made_grads(self) -> None:
-        """The second part of a backward pass has made gradients."""
+        """Change the state after a second part of a backward pass, which has made gradients."""
 
     def _forward(self, release: Stretch | None) -> Stretch:
         blocks = (repeated(segment.stretch("forward: block"), n) for segment, n in self.stage.forward_order)
@@ -141,7 +144,7 @@ class StageModule(ABC, Generic[State]):
         return parts
 
     def returned(self) -> list[Stretch]:
-        """What goes when the backward pass returns."""
+        """The frees when the backward pass returns."""
         trace = self.trace
         return [trace.end_of_backward.stretch("backward: end")] if self.stage.last else []
 
@@ -171,7 +174,7 @@ class StageModule(ABC, Generic[State]):
         return played
 
     def _made_weights(self, found: Iterable[Event]) -> Iterator[Event]:
-        """What the second part leaves of gradients: they are kept, or have been added to older ones."""
+        """The second part's events: first gradients are kept, later ones are added to them and freed."""
         kept = set() if self.has_grads else set(self._gradients().values())
         return (e for e in found if not (isinstance(e, Free) and e.buffer in kept))
 
@@ -179,19 +182,19 @@ class StageModule(ABC, Generic[State]):
         return self.trace.gradients()
 
     def release(self) -> Stretch:
-        """What the schedule still holds of a micro-batch: a stage's output."""
+        """Frees the stage's output of a micro-batch, which the schedule has held."""
         return self.trace.release.stretch("release of the stage's output")
 
     def release_loss(self) -> Stretch:
-        """The loss of a micro-batch, which the schedule holds until it returns."""
+        """Frees the loss of a micro-batch, which the schedule has held."""
         return self.trace.release_loss.stretch("release of the loss")
 
     def release_input_grad(self) -> Stretch:
-        """The gradient that was sent to the stage before."""
+        """Frees the gradient of the stage's input, which was sent to the stage before."""
         return self.trace.release_input_grad.stretch("release of the input's gradient")
 
     def receive_input(self) -> Stretch:
-        """A new tensor for what another rank gives to a micro-batch's forward pass."""
+        """Allocates a tensor for the stage's input of a micro-batch, which another rank sends."""
         return events("receive", allocs(*[self.received_input] * (not self.stage.first)))
 
     def release_received_input(self) -> Stretch:
@@ -199,7 +202,7 @@ class StageModule(ABC, Generic[State]):
         return events("release of the received input", frees(*[self.received_input] * (not self.stage.first)))
 
     def receive_grad(self) -> Stretch:
-        """A new tensor for what another rank gives to a micro-batch's backward pass."""
+        """Allocates a tensor for the gradient of the stage's output, which another rank sends."""
         return events("receive", allocs(*[self.received_grad] * (not self.stage.last)))
 
     def release_received_grad(self) -> Stretch:
@@ -245,11 +248,11 @@ class PlainModule(StageModule[PlainState]):
         return played
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
-        """A backward segment's events: gradients are kept, or added to older ones."""
+        """A backward segment's events; gradients are added to older ones if there are any."""
         return added_to_older(segment) if self.has_grads else segment.events
 
     def _blocks(self) -> Iterator[Stretch]:
-        """The blocks in reverse; what the last one gets comes from the head or from another stage."""
+        """The blocks' backward passes, the last first; its gradient comes from the head or another stage."""
         outside = not self.stage.last
         for segment, n in backward_order(self.stage.blocks):
             body = self._added(segment)
@@ -260,10 +263,7 @@ class PlainModule(StageModule[PlainState]):
 
 
 def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[Any]]) -> list[Stretch]:
-    """Plays something `n` times: one after the other until one leaves all modules as it found them.
-
-    The others would all be like that one, and are counted.
-    """
+    """Repeats a play `n` times, but counts the rest once one has left the state of all modules unchanged."""
     found: list[Stretch] = []
     while n > 0:
         before = [module.state for module in modules]
@@ -275,8 +275,16 @@ def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[An
     return found
 
 
+def turns(n: int, cuts: set[int], turn: Callable[[int], Stretch], module: StageModule[Any]) -> list[Stretch]:
+    """Plays turns 0 to n - 1 of a schedule on one stage; those between two neighbouring `cuts` are equal."""
+    found: list[Stretch] = []
+    for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
+        found += repeat(stop - start, partial(turn, start), [module])
+    return found
+
+
 def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
-    """The backward passes in reverse, and how often each: the stage's last and first block on their own."""
+    """The blocks' backward passes in order, with counts; the stage's last and first block stand alone."""
     (entry, n_entry), end = blocks[0], len(blocks) - 1
     if sum([n for _, n in blocks]) > 1:
         yield blocks[end][0].backward, 1
@@ -288,7 +296,7 @@ def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segmen
 
 
 def added_to_older(segment: Segment) -> tuple[Event, ...]:
-    """The segment's events where gradients are added in place to older ones, and freed."""
+    """The segment's events if there are older gradients: each new one is added to them in place and freed."""
     found: list[Event] = []
     for event in segment.events:
         found.append(event)
@@ -314,14 +322,14 @@ def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
 
 
 def forward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
-    """A micro-batch's forward pass, with what is received before it and sent after it."""
+    """A micro-batch's forward pass with the receive before it and the send after it."""
     received = [] if module.stage.first else [module.fwd_recv]
     sent = [] if module.stage.last else [module.fwd_send]
     return passed(0, "forward", *received, *parts, *sent)
 
 
 def backward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
-    """A micro-batch's backward pass, with what is received before it and sent after it."""
+    """A micro-batch's backward pass with the receive before it and the send after it."""
     received = [] if module.stage.last else [module.bwd_recv]
     sent = [] if module.stage.first else [module.bwd_send]
     return passed(0, "backward", *received, *parts, *sent)

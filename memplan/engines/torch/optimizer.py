@@ -1,8 +1,7 @@
-"""The optimizer's part of a step: what unscaling, clipping and updating hold while they run, and send.
+"""The optimizer's part of a step: allocations and collectives of unscaling, clipping and updating.
 
-Beside tensor parallelism alone some gradients are not like their weights: whole where the weight is divided,
-or partial, each tensor rank knowing a part of the sum. Every operation that reads one next to its weight
-makes a copy that is.
+Under tensor parallelism some gradients have other placements than their weights: replicated where the weight
+is sharded, or partial sums. Every operation that reads both makes a copy with the weight's placement.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,16 +18,16 @@ Counted = Sequence[tuple[Parameter, int]]
 """Parameters, and how many times each occurs."""
 
 CUDA_CHUNK_ELEMENTS: Final = 65536
-"""What one block of a CUDA kernel over a list of tensors takes (`kChunkSize` in MultiTensorApply.cuh)."""
+"""Elements per block of a CUDA kernel over a list of tensors (`kChunkSize` in MultiTensorApply.cuh)."""
 
 UPDATE_NAME: Final = "optimizer step"
-"""The stretch before which the first step makes the optimizer's state."""
+"""The name of the stretch before which the first step allocates the optimizer's state."""
 
 
 def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
     """The optimizer's part of a step.
 
-    `in_order`: each parameter in the module's order, rather than equal ones of different blocks at once.
+    `in_order`: one parameter at a time in the module's order; else equal ones of all blocks are counted.
     """
     clips = stages.plan.clip_grad_norm is not None
     clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
@@ -38,7 +37,7 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
 
 
 def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:
-    """Each rank's updated weights to the others of the data axis, a weight at a time.
+    """The broadcasts of each rank's updated weights over the data axis, one weight at a time.
 
     Source: `torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer._sync_params`.
     """
@@ -55,7 +54,7 @@ def _all_reduce(axis: Axis, what: str, n_bytes: int) -> Collective:
 
 
 def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
-    """What the loss scaler takes to unscale the gradients, and what it drops once the weights are updated.
+    """The loss scaler's allocations and collectives to unscale gradients, and its frees after the update.
 
     Source: `torch.amp.grad_scaler:GradScaler.unscale_`, `torch.amp.grad_scaler:GradScaler._unscale_grads_`,
     `torch.amp.grad_scaler:_MultiDeviceReplicator`.
@@ -73,7 +72,7 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
 
 
 def implementation(stages: RankStages) -> str:
-    """How the optimizer goes over the parameters: by default all at once on CUDA, one by one on CPU.
+    """The optimizer's implementation: by default "foreach" on CUDA, "for-loop" on CPU.
 
     Source: `torch.optim.optimizer:_default_to_fused_or_foreach`.
     """
@@ -93,7 +92,7 @@ def _stepping(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
 
 
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
-    """Adam's denominator and its square root; the last parameter's denominator lives until the next one's.
+    """The for-loop: Adam's denominator and its square root; a denominator lives until the next parameter's.
 
     Source: `torch.optim.adam:_single_tensor_adam`, `torch.optim.sgd:_single_tensor_sgd`.
     """
@@ -123,7 +122,7 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
 
 
 def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
-    """The square roots of all of Adam's second moments, and all copies of gradients, at the same time.
+    """The foreach implementation: square roots of all second moments, and all copies of gradients, at once.
 
     Source: `torch.optim.adam:_multi_tensor_adam`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
@@ -139,7 +138,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
 
 
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
-    """Nothing but the copies of gradients, each made once.
+    """The fused kernel: nothing but copies of gradients, each made once.
 
     Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp (`_fused_adam_kernel_cpu_`).
     """
@@ -150,8 +149,8 @@ def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
 def _reads(stages: RankStages, counted: Counted) -> Iterator["Copies"]:
     """The copies of gradients that each operation of an update makes.
 
-    SGD reads a gradient once; its momentum is like the gradient, so that a whole one is cut only when the
-    weight reads it. Adam's first moment reads it once, its second twice.
+    SGD reads a gradient once; its momentum has the gradient's placement, so a replicated one is sharded only
+    when it is added to the weight. Adam's first moment reads the gradient once, its second twice.
     """
     match stages.plan.optimizer:
         case "sgd":
@@ -166,19 +165,19 @@ def _reads(stages: RankStages, counted: Counted) -> Iterator["Copies"]:
 
 
 class Copies(NamedTuple):
-    """Copies of gradients that are there at the same time, and the sums of partial ones among them."""
+    """Copies of gradients that are alive at the same time, and the all-reduces of partial ones."""
 
     buffers: list[Buffer]
     sums: list[Collective]
 
     def events(self, *others: Buffer, kept: Buffer | None = None) -> tuple[Event, ...]:
-        """They are made and dropped, with some other buffers; one that is made beside them is `kept`."""
+        """The allocations and frees of the copies and of other buffers; `kept` is allocated and stays."""
         made = (*self.buffers, *others)
         return (*allocs(*made), *self.sums, *(() if kept is None else allocs(kept)), *frees(*made))
 
 
 def _copies(stages: RankStages, counted: Counted) -> Copies:
-    """Copies of the gradients that are not like their weights: own rows of whole ones, sums of partial ones.
+    """Copies of gradients with other placements than their weights: shards, or sums of partial ones.
 
     Source: `torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args`.
     """
@@ -198,9 +197,10 @@ def _copies(stages: RankStages, counted: Counted) -> Copies:
 
 
 def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
-    """The norm of each gradient, all of them stacked, and what DTensors' norms take to be summed over ranks.
+    """Gradient clipping: each gradient's norm, the norms stacked, and the all-reduces of DTensors' norms.
 
-    Partial gradients are summed for their norms, one by one or all at once as the optimizer works.
+    Partial gradients are summed for their norms, one by one or all at once, as the optimizer's implementation
+    does.
 
     Source: `torch.nn.utils.clip_grad:_get_total_norm`, `torch.distributed.tensor._ops._math_ops:_NormPartial`
     (raised to the power, all-reduced, and back).
@@ -229,7 +229,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
 
 
 def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
-    """What the CUDA kernel over a list of gradients leaves per chunk, as many for each as the largest has.
+    """The norms of chunks in the CUDA kernel over a list of gradients; each has as many as the largest.
 
     Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu (`_foreach_tensor_norm_cuda_impl`).
     """
@@ -246,9 +246,9 @@ def _divided_over(plan: Plan, group: Counted) -> list[Axis]:
 
 
 def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
-    """Over which axes the loss scaler asks for overflows.
+    """The mesh axes over which the loss scaler all-reduces the overflow flag.
 
-    For DTensors over those that divide the first gradient; where that is not enough, over all ranks too.
+    For DTensors the axes that shard the first gradient; if these are not enough, all ranks too.
 
     Source: `torch.distributed.tensor._dispatch:found_inf_reduce_handler`,
     `torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.unscale_`.
@@ -267,7 +267,7 @@ def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
 
 
 def _lists(counted: Counted, *, apart: bool) -> list[Counted]:
-    """Parameters in lists that PyTorch takes in one call: DTensors of one mesh, or plain tensors."""
+    """Parameters in lists that one foreach call takes: DTensors of one mesh, or plain tensors."""
     if not apart:
         return [counted]
     lists = [[(p, n) for p, n in counted if p.is_dtensor], [(p, n) for p, n in counted if not p.is_dtensor]]
@@ -275,7 +275,7 @@ def _lists(counted: Counted, *, apart: bool) -> list[Counted]:
 
 
 def _held(stages: RankStages, in_order: bool) -> Counted:
-    """The parameters that this rank has gradients of."""
+    """The parameters that have a gradient on this rank."""
     return [(p, 1) for p in stages.trained_parameters()] if in_order else stages.counted_trained_parameters()
 
 
@@ -287,7 +287,7 @@ def _updated(stages: RankStages, in_order: bool) -> Counted:
 
 
 def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[Sequence[Parameter], int]]:
-    """The parameters that this rank updates, as the module has them; blocks after the first are equal."""
+    """The parameters that this rank updates, in the module's order."""
     if stages.owned is not None:
         yield stages.owned, 1
     elif in_order:

@@ -1,4 +1,4 @@
-"""The torch engine's own options: what stock PyTorch's classes know and other frameworks need not."""
+"""The torch engine's own options: arguments of PyTorch's classes that other frameworks may lack."""
 
 from dataclasses import dataclass
 from typing import Final, final

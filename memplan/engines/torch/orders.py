@@ -1,4 +1,4 @@
-"""The order of a rank's passes with what the data axis does in between: FSDP2's gathers, DDP's reduction."""
+"""The order of a rank's passes, with FSDP2's all-gathers and reductions and DDP's last pass marked."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,13 +9,13 @@ from memplan.plan import Plan
 from memplan.schedules import SCHEDULES
 
 MOST_ACTIVE_STAGES: Final = 3
-"""Stages of a rank whose weights are whole at the same time."""
+"""The most stages of a rank whose weights are gathered at the same time."""
 
 DataAxis = Literal["none", "ddp", "fsdp"]
 
 
 def plan_order(plan: Plan, rank: int) -> Loop:
-    """All that one rank of the pipeline does in a step, with what the data axis does in between."""
+    """The order of one pipeline rank's actions in a step, those of FSDP2 or DDP included."""
     data_axis: DataAxis = "fsdp" if plan.fsdp else "ddp" if plan.ddp else "none"
     return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, data_axis)
 
@@ -33,9 +33,9 @@ def _ordered(schedule: str, pp: int, rank: int, v: int, m: int, data_axis: DataA
 
 
 def with_weights(order: Loop, n_stages: int) -> Loop:
-    """The order with what FSDP2 does between passes: the stages that come next are gathered ahead of time.
+    """The order with FSDP2's actions: stages that come next are gathered ahead of time.
 
-    A stage's gradients are reduced as soon as its last backward pass is over.
+    A stage's gradients are reduced right after its last backward pass.
 
     >>> from memplan.orders import actions, listed
     >>> [action.kind for action in actions(with_weights(Loop(listed("F0 B0"), 2), 1))]
@@ -50,10 +50,10 @@ def with_weights(order: Loop, n_stages: int) -> Loop:
 
 
 def _gathering(loop: Loop, active: Stages, ahead: Stages) -> tuple[Loop, Stages]:
-    """A loop where so many stages are active, and others come after; which are active after it.
+    """A loop with FSDP2's actions, and the stages that are gathered after it.
 
-    Once a repetition leaves the active stages as they were, all others but the last are equal to it; the last
-    sees what comes after the loop.
+    Once a repetition leaves the gathered stages unchanged, all later ones but the last are equal to it; the
+    last looks ahead to what follows the loop.
     """
     parts: list[Loop] = []
     left = loop.times
@@ -84,7 +84,7 @@ def _gathering_once(parts: tuple[Action | Loop, ...], active: Stages, ahead: Sta
 
 
 def _next(part: Action | Loop, ahead: Stages) -> Stages:
-    """The first stages, each once, of a part and of what comes after."""
+    """The next stages, each once, in a part and in what follows it."""
     if isinstance(part, Action):
         return (part.local, *[local for local in ahead if local != part.local])[:MOST_ACTIVE_STAGES]
     if part.times:
@@ -94,7 +94,7 @@ def _next(part: Action | Loop, ahead: Stages) -> Stages:
 
 
 def with_last(order: Loop, n_stages: int) -> Loop:
-    """The order with each stage's last backward pass named so.
+    """The order with each stage's last backward pass marked as `last-backward`.
 
     >>> from memplan.orders import actions, listed
     >>> [action.kind for action in actions(with_last(Loop(listed("F0 B0"), 2), 1))]
@@ -104,9 +104,9 @@ def with_last(order: Loop, n_stages: int) -> Loop:
 
 
 def _with_last(loop: Loop, left: set[int], put: Callable[[Action], tuple[Action, ...]]) -> Loop:
-    """A loop with something else put for the last backward pass of stages, taken apart around it.
+    """A loop in which the last backward pass of each stage in `left` is replaced, unrolled around it.
 
-    Those are the stages that are still `left` of what comes after, and they are no longer.
+    Stages whose last pass was found are removed from `left`.
     """
     parts = list(loop.parts)
     for i in reversed(range(len(parts))):
@@ -123,7 +123,7 @@ def _with_last(loop: Loop, left: set[int], put: Callable[[Action], tuple[Action,
 
 
 def _has(part: Action | Loop, stages: set[int]) -> bool:
-    """Whether a backward pass of one of some stages is in a part, the end of it if that is in two."""
+    """Whether a part has a backward pass of one of these stages; of split passes the second part counts."""
     if isinstance(part, Action):
         return part.local in stages and part.kind in ("backward", "backward-weight")
     return any(_has(inner, stages) for inner in part.parts) and part.times > 0

@@ -19,7 +19,7 @@ CountedEvents = tuple[tuple[Event, ...], int]
 
 
 class EqualParameters(NamedTuple):
-    """The parameters of one of a group's equal modules, its blocks say, and how many of these there are."""
+    """The parameters of one of a group's equal modules (its blocks), and the number of such modules."""
 
     parameters: tuple[Parameter, ...]
     n: int
@@ -64,13 +64,13 @@ class ParamGroup:
         self.casts_reduced = self.dtype != formats.accumulate
 
     def shard(self, parameter: Parameter) -> int:
-        """Elements of every rank's padded shard of a parameter."""
+        """Elements of a rank's padded shard of a parameter."""
         if parameter not in self._shards:
             self._shards[parameter] = padded_shard_elements(parameter, self.stage.plan.dp)
         return self._shards[parameter]
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
-        """What an all-gather reads beside the shards at rest, and what each offloaded one is cast from."""
+        """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from."""
         stored, compute = self.stage.weight_dtype, self.stage.plan.formats.gather
         if not self.stage.offloads:
             cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
@@ -109,7 +109,7 @@ class ParamGroup:
 
     @cached_property
     def gathered(self) -> dict[Buffer, Buffer]:
-        """All that an all-gather allocates, and its copy for all-gathers that a schedule asks for."""
+        """The buffers of an all-gather, each with its copy for all-gathers that a schedule asks for."""
         found = [
             self.flat,
             *(buffer for inputs, _ in self.inputs for buffer in inputs),
@@ -118,7 +118,7 @@ class ParamGroup:
         return {buffer: copy(buffer) for buffer in found}
 
     def ahead(self, counted: Iterable[CountedEvents]) -> Iterator[CountedEvents]:
-        """The same, of an all-gather that a schedule asks for: it is allocated on the default stream."""
+        """The all-gather that a schedule asks for: as `unshard`, but on the default stream."""
         for found, times in counted:
             yield tuple(map(self._ahead, found)), times
 
@@ -128,7 +128,7 @@ class ParamGroup:
         return event
 
     def _filled(self, shard: Buffer) -> tuple[Event, ...]:
-        """An input of the all-gather is made, by way of a copy in the stored type if one is uploaded."""
+        """Allocates an input of the all-gather, through an uploaded copy in the stored type under offload."""
         if not self.stage.offloads:
             return allocs(shard)
         uploaded = self.uploads.get(shard, shard)
@@ -144,7 +144,7 @@ class ParamGroup:
         return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
 
     def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[CountedEvents]:
-        """Copy the flat buffer into the parameters; the flat buffer gathered before it is dropped then."""
+        """Copies the flat buffer into the parameters, then frees the flat buffer of the group before."""
         for buffers, times in self.unsharded:
             yield allocs(*buffers), times
         yield frees(stale.flat) if stale is not None else (), 1
@@ -157,9 +157,10 @@ class ParamGroup:
     def post_backward(
         self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
     ) -> Iterator[CountedEvents]:
-        """The end of the unit's backward pass: gradients made like their weights, weights freed, all reduced.
+        """The end of the unit's backward pass: frees its weights and reduces its gradients.
 
-        Beside tensor parallelism a gradient that is whole is cut, and a partial one summed.
+        Under tensor parallelism gradients first get their weights' placements: replicated ones are sharded,
+        partial ones summed.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`,
         `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor`.
@@ -179,11 +180,11 @@ class ParamGroup:
     def reduce_grads(
         self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
     ) -> Iterator[CountedEvents]:
-        """Reduce-scatter the unsharded gradients, if any; the input of the one before is dropped first.
+        """Reduce-scatters the unsharded gradients, if any; the input of the reduction before is freed first.
 
-        In torch 2.12 it is dropped last: the name of the loop that waits for it still refers to it. Before
-        2.15 the last gradient is held until the end by the loop that collected them. What is reduced becomes
-        the gradient or goes to it (`passes_on`), by way of a copy if its type is another.
+        In torch 2.12 it is freed last: the variable of the loop that waits for it still refers to it. Before
+        2.15 the variable of the loop that collects the gradients holds the last one to the end. The output
+        becomes the sharded gradient or is added to it (`passes_on`), through a copy if its type differs.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
         torch 2.15's `FSDPParamGroup._take_unsharded_grads_to_reduce`.
@@ -221,21 +222,20 @@ class ParamGroup:
             yield dropped, 1
 
     def _chunk_cat(self, grads: dict[Parameter, Buffer]) -> Iterator[CountedEvents]:
-        """The copies beside the reduce-scatter's input on the way into it.
+        """The copies of gradients that are made to fill the reduce-scatter's input.
 
         Gradients whose rows do not divide evenly are copied into padded ones, all at once, unless the kernel
         pads (`_pads_in_kernel`); where gradients are widened on the way in, CPU copies each of them once
-        more, with its padding. Gradients of different types, which there are from torch 2.15 on, are widened
-        all at once before that, but for CUDA's kernel that takes bfloat16 and float32.
+        more, with its padding. Gradients of different types (from torch 2.15 on) are first widened, all at
+        once, except for CUDA's kernel that takes bfloat16 and float32.
 
         Source: aten/src/ATen/native/TensorShape.cpp (`_chunk_cat`),
         torch/csrc/distributed/fsdp/ChunkCat.cpp (`chunk_cat_mixed_dtype`).
         """
         dtypes = {grads[p].dtype for parameters, _ in self.trained for p in parameters}
-        widened = [([], 0)] if len(dtypes) == 1 else list(self._widened(grads))
-        if len(dtypes) > 1:
-            dtypes = {self.dtype}
-        (dtype,) = dtypes
+        differ = len(dtypes) > 1
+        widened = list(self._widened(grads)) if differ else []
+        dtype = self.dtype if differ else dtypes.pop()
         padded = [(list(self._padded(parameters, dtype)), times) for parameters, times in self.trained]
         for buffers, n in (*widened, *padded):
             yield allocs(*buffers), n
@@ -247,16 +247,12 @@ class ParamGroup:
             yield frees(*buffers), n
 
     def _widened(self, grads: dict[Parameter, Buffer]) -> Iterator[tuple[list[Buffer], int]]:
-        """Copies in the type they are reduced in of the gradients that have another."""
+        """Copies, in the type of the reduction, of gradients that have another type."""
         for parameters, times in self.trained:
             narrow = [p for p in parameters if grads[p].dtype != self.dtype]
-            in_kernel = not self.stage.device.on_cpu and all(grads[p].dtype == BF16 for p in narrow)
-            yield (
-                []
-                if in_kernel
-                else [buffer_of(f"{p.name}.grad ({self.dtype.name})", p.shape, self.dtype) for p in narrow],
-                times,
-            )
+            if self.stage.device.on_cpu or any(grads[p].dtype != BF16 for p in narrow):
+                name = "{}.grad ({})".format
+                yield [buffer_of(name(p.name, self.dtype.name), p.shape, self.dtype) for p in narrow], times
 
     @cached_property
     def _reduce_scatter(self) -> Collective:
@@ -270,7 +266,7 @@ class ParamGroup:
 
     @cached_property
     def _all_reduce(self) -> Collective:
-        """Between replicas (HSDP)."""
+        """The all-reduce between replicas (HSDP)."""
         return Collective(
             kind="all_reduce",
             axis="dp_replicate",
@@ -280,7 +276,7 @@ class ParamGroup:
         )
 
     def _downloads(self, has_sharded_grads: bool) -> Iterator[CountedEvents]:
-        """Own gradients to the host: beside the computation unless they are to be added to older ones."""
+        """The copy of sharded gradients to the host: it overlaps, unless they are added to older ones."""
         what = "gradients to be added" if has_sharded_grads else "gradients to the host"
         overlap: Overlap = "nothing" if has_sharded_grads else "compute"
         plan = self.stage.plan
@@ -293,11 +289,11 @@ class ParamGroup:
                 yield (copied,), times
 
     def passes_on(self, has_sharded_grads: bool) -> bool:
-        """Whether reduced gradients are added to older ones, or copied to the host, and then freed."""
+        """Whether reduced gradients are freed after being added to older ones or copied to the host."""
         return has_sharded_grads or self.stage.offloads
 
     def finalize_backward(self, *, has_sharded_grads: bool) -> Iterator[CountedEvents]:
-        """The end of the backward pass: what an all-reduce between replicas has been given is dropped.
+        """The end of the backward pass: frees the input of the all-reduce between replicas.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
         """
@@ -309,9 +305,9 @@ class ParamGroup:
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
-        """Whether gradients of a type are padded as they are copied, as CUDA's kernel does.
+        """Whether gradients of a type are padded within the copy, as CUDA's kernels do.
 
-        There is one for what is reduced as it is, and one for bfloat16 that is widened to float32.
+        One kernel keeps the type, another widens bfloat16 to float32.
 
         Source: aten/src/ATen/native/cuda/TensorShape.cu (`_chunk_cat_out_cuda`).
         """
@@ -328,7 +324,7 @@ class ParamGroup:
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), dtype)
 
     def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
-        """A copy of a gradient with the padding that its shards have."""
+        """A copy of a gradient, padded as its shards are."""
         return buffer_of(
             f"{parameter.name}.grad (in chunks)", (self.stage.plan.dp * self.shard(parameter),), dtype
         )
@@ -336,9 +332,9 @@ class ParamGroup:
     def accumulate_unsharded_grads(
         self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool
     ) -> Iterator[CountedEvents]:
-        """Each gradient is copied into its sum (in `reduce_dtype`) the first time, added after, and freed.
+        """Copies each gradient into its sum (in `reduce_dtype`), or adds it to an older sum, and frees it.
 
-        CPU adds a narrower tensor by way of a widened copy.
+        CPU adds a narrower tensor through a widened copy.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed`,
         aten/src/ATen/TensorIterator.cpp (`compute_types`).
@@ -352,7 +348,7 @@ class ParamGroup:
 
 
 class CommContext:
-    """The collectives of a pass whose results are still held, and the group that is gathered ahead.
+    """The buffers that collectives of a pass still hold, and the group that is gathered ahead.
 
     `reduced`: whether any gradients have been reduced.
 
@@ -367,7 +363,7 @@ class CommContext:
 
 
 class Row(NamedTuple):
-    """Blocks in a row that share a unit (None: the root): how many do, and how many such rows there are."""
+    """Consecutive blocks of one unit (None: the root): their number, and the number of such units."""
 
     group: "ParamGroup | None"
     size: int
@@ -375,9 +371,9 @@ class Row(NamedTuple):
 
 
 class Units:
-    """How a stage's parameters are divided into units; what no unit takes is the root's.
+    """The division of a stage's parameters into units; the root has all that no other unit has.
 
-    The root's weights stay whole after the forward pass, as they would be gathered at once again.
+    The root does not reshard after the forward pass, since it would be gathered again at once.
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
@@ -407,7 +403,7 @@ class Units:
             self.rows.append(Row(made[shared], size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
-        """Every unit in the module's order, and how often there is one."""
+        """Every unit in the module's order, with the number of its equals."""
         groups = [(row.group, row.times) for row in self.rows]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
@@ -416,7 +412,7 @@ class Units:
 def _rows_of(
     blocks: Sequence[EqualParameters], size: int
 ) -> Iterator[tuple[tuple[EqualParameters, ...], int]]:
-    """Blocks in rows of a size, the last row perhaps shorter, and how often each row comes in a row.
+    """Blocks in groups of a size, the last one perhaps smaller; equal groups in a row are counted.
 
     >>> from memplan.shapes import FP32
     >>> blocks = [EqualParameters((Parameter(name, (1,), FP32),), n) for name, n in (("a", 5), ("b", 2))]

@@ -1,7 +1,7 @@
 """A step's passes in order: gradient accumulation on a single stage, and the schedules of pipelines.
 
-Modules are state machines, so that a schedule says only what comes next. What recurs is played until a turn
-leaves every module as it found it, and counted from there on.
+Modules are state machines, so a schedule says only which pass comes next. Repetitions are played until one
+leaves the state of every module unchanged; the rest are counted.
 
 Source: `torch.distributed.pipelining.schedules:ScheduleGPipe`,
 `torch.distributed.pipelining.schedules:Schedule1F1B`,
@@ -10,13 +10,11 @@ Source: `torch.distributed.pipelining.schedules:ScheduleGPipe`,
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 from memplan.engines.torch import releasing
 from memplan.engines.torch.fsdp import FSDPModule
-from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
+from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat, turns
 from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
@@ -56,10 +54,11 @@ def _accumulation(module: Module, m: int) -> list[Stretch]:
 
 
 def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
-    """All forwards, then all backwards. The last output is held until the schedule ends.
+    """All forwards, then all backwards.
 
-    So are the handles of what was sent, and gloo's keep the tensors. Else the gradient that was sent is
-    dropped when the next micro-batch's operations take the place of its own (`ops`), before that goes back.
+    The last output and the handles of sends are held until the schedule ends, and gloo's handles hold the
+    sent tensors. Under NCCL a sent gradient is freed when the variable `ops` is overwritten, before the next
+    micro-batch's backward pass.
 
     Source: `torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches`.
     """
@@ -79,8 +78,7 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
         )
 
     steps = repeat(m, lambda: forward_pass(module, module.forward()), [module])
-    for start, stop in pairwise(sorted({0, min(1, m), m - 1, m})):
-        steps += repeat(stop - start, partial(backward, start), [module])
+    steps += turns(m, {0, 1, m - 1, m}, backward, module)
     outputs = m if keeps_sent and not stage.last else 1
     input_grads = 0 if stage.first else m if keeps_sent else 1
     return [*steps, *_ended(module, outputs, input_grads, m)]
@@ -89,10 +87,10 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
 def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch]:
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
-    The last stage's logits are held by the schedule until the next micro-batch's replace them, or it ends;
-    the other stages' last output is held to its end too, beyond FSDP2's reductions. Of those stages' outputs
-    the one that is sent on its own during warm-up is held by that send's handle (gloo's) until the schedule
-    has no forward left and reuses the handle's name.
+    The schedule holds the last stage's logits until those of the next micro-batch overwrite the variable; the
+    last output of every stage is held until the schedule ends, beyond FSDP2's reductions. Under gloo the
+    output sent last during warm-up is held by that send's handle until the variable is overwritten, after the
+    last forward pass.
 
     Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches`.
     """
@@ -117,14 +115,12 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
 
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
     steps = repeat(warm_up, lambda: forward_pass(module, module.forward()), [module])
-    for start, stop in pairwise(sorted(cuts)):
-        if stop <= m:
-            steps += repeat(stop - start, partial(turn, start), [module])
+    steps += turns(m, cuts, turn, module)
     return [*steps, *_ended(module, 1, 0 if stage.first else 1, m)]
 
 
 def _ended(module: Module, outputs: int, input_grads: int, m: int) -> Iterator[Stretch]:
-    """FSDP2's reductions, and what the schedule has held until it returns."""
+    """FSDP2's reductions, then the frees when the schedule returns."""
     yield from module.reduce_grads()
     yield repeated(module.release(), outputs)
     yield repeated(module.release_input_grad(), input_grads)
@@ -132,9 +128,9 @@ def _ended(module: Module, outputs: int, input_grads: int, m: int) -> Iterator[S
 
 
 def left_behind(stages: RankStages) -> Alive:
-    """What a schedule leaves until the next step begins.
+    """The tensors that a schedule holds until the next step begins.
 
-    The first part of a split backward pass leaves its result in the received tensor's `grad`.
+    The first part of a split backward pass stores its result in the `grad` of the received tensor.
 
     Source: `torch.distributed.pipelining._backward:stage_backward_input`,
     `torch.distributed.pipelining.stage:_PipelineStageBase.clear_runtime_states`.
@@ -151,9 +147,9 @@ def left_behind(stages: RankStages) -> Alive:
 class _Runtime:
     """The actions of one rank's step, for schedules of several stages on a rank or of split backward passes.
 
-    Handles of what is sent are kept to the end, and gloo's hold the tensors. What passes between two stages
-    of the same rank is not sent: it takes the place of the buffer that the last step has left. The pipeline's
-    first stage goes back as a whole where others begin the second part.
+    Handles of sends are kept to the end of the step, and gloo's handles hold the sent tensors. A tensor that
+    passes between two stages of the same rank is not sent: it replaces the receive buffer. The pipeline's
+    first stage runs its whole backward pass where other stages run the second part.
 
     Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`,
     `torch.distributed.pipelining.stage:_PipelineStageBase.backward_weight_one_chunk`.
@@ -174,7 +170,7 @@ class _Runtime:
         ]
 
     def step(self) -> list[Stretch]:
-        """What the last step has left is dropped; all actions; what the schedule drops when it returns."""
+        """The frees of what the last step left, all actions, then the frees when the schedule returns."""
         left = [
             repeated(events("start of the schedule", frees(buffer)), n)
             for buffer, n in left_behind(self.stages).items()
@@ -202,7 +198,7 @@ class _Runtime:
         return self._own(made, action.local)
 
     def _own(self, made: Stretch, local: int) -> Stretch:
-        """What was played for a stage or for one that is equal to it, as this stage's own pass."""
+        """A pass that was played for an equal stage, renamed to this stage."""
         if made.micro_batch is None or made.micro_batch[0] == local:
             return made
         if (made, local) not in self.own:
@@ -255,7 +251,7 @@ class _Runtime:
         yield from self._dropped(action, module)
 
     def _dropped(self, action: Action, module: Module) -> Iterator[Stretch]:
-        """What goes after a pass: the stage's output, and its input's gradient if that is not kept."""
+        """The frees after a pass: the stage's output, and its input's gradient if no handle holds it."""
         local, stage = action.local, module.stage
         match action.kind:
             case "backward" | "last-backward":
@@ -268,20 +264,20 @@ class _Runtime:
                 yield from self._outputs(local, dropped=not stage.last)
 
     def _outputs(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
-        """A stage's output is dropped unless it has been sent and is kept, or the next stage has it."""
+        """Frees the stage's output, unless a send's handle or the next stage on this rank holds it."""
         kept = self._next_is_here(local) or (self.keeps_sent and not self.modules[local].stage.last)
         if dropped and not kept:
             yield self.modules[local].release()
 
     def _input_grad(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
-        """The input's gradient takes the last step's place in the stage before, if that is here."""
+        """Frees the input's gradient, or the buffer that it replaces in the stage before on this rank."""
         if self._previous_is_here(local):
             yield events("hand-over to the stage before", frees(self._received(local, -1)[1]))
         elif dropped and not self.modules[local].stage.first:
             yield self.modules[local].release_input_grad()
 
     def _received(self, local: int, beyond: int) -> tuple[Buffer, Buffer]:
-        """What a neighbour of a stage, that this rank has too, still holds of the last step's micro-batch."""
+        """The receive buffers of a neighbouring stage on this rank."""
         return self.stages.received[self.indices.index(self.indices[local] + beyond)]
 
     def _next_is_here(self, local: int) -> bool:
@@ -291,7 +287,7 @@ class _Runtime:
         return self.indices[local] - 1 in self.indices
 
     def _end(self) -> Iterator[Stretch]:
-        """What the schedule drops when it returns."""
+        """The frees when the schedule returns."""
         m, times = self.stages.plan.n_micro_batches, counts(self.order)
         for local, module in enumerate(self.modules):
             if self.keeps_sent and not (module.stage.last or self._next_is_here(local)):

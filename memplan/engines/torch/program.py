@@ -19,7 +19,7 @@ from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 from memplan.units import MiB
 
 BROADCAST_BYTES: Final = 250 * MiB
-"""What DDP sends at once of the weights as it is made (`broadcast_bucket_size`)."""
+"""Bytes of weights in each broadcast when DDP is constructed (`broadcast_bucket_size`)."""
 
 GATHERS: Final = "all-gather copy-in"
 REDUCES: Final = "reduce-scatter"
@@ -33,7 +33,7 @@ def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
 
 
 def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
-    """What the rank allocates and frees, in order; `modules` are those it was estimated with."""
+    """The rank's allocations and frees in order; `modules` are the ones that its step was played with."""
     own = _own(stages, modules)
     fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
@@ -75,7 +75,7 @@ def _step(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
-    """What there is before the first step, in the order it is made: weights, angles, buckets, tokens.
+    """The allocations before the first step, in order: weights, rotary angles, DDP's buckets, tokens.
 
     Source: `torch.nn.modules.module:Module._apply` (children first, a module's own buffers last).
     """
@@ -107,7 +107,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
 
 
 def _received(stages: RankStages) -> Iterator[Event]:
-    """What a schedule receives into, made as the first step starts.
+    """The receive buffers of a schedule, allocated as the first step starts.
 
     Source: `torch.distributed.pipelining.schedules:PipelineScheduleMulti._initialize_stages`.
     """
@@ -120,7 +120,7 @@ def _received(stages: RankStages) -> Iterator[Event]:
 
 
 def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
-    """DDP sends the first rank's weights to the others: flat copies of them, two at once.
+    """DDP's broadcast of the first rank's weights, as flat copies of which two are alive at once.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
     torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`: of a single tensor a view).
@@ -134,16 +134,16 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
 
 
 def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
-    """Each weight as it is made: FSDP2's shard has no padding yet."""
+    """The weights as they are first allocated: FSDP2's shards without padding."""
     for parameter in parameters:
         dtype = stages.stored_dtype(parameter)
         yield buffer_of(parameter.name, (stages.weight_elements(parameter),), dtype, "weights")
 
 
 def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
-    """FSDP2's shards: as soon as a module's are there, those that lack rows are copied into padded ones.
+    """FSDP2's shards, module by module: shards with too few rows are then copied into padded ones.
 
-    The root's own are padded when all the others are there, and the module's buffers.
+    Those of the root are padded last, after the module's buffers.
 
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
@@ -172,7 +172,7 @@ def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[
 
 
 def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
-    """What DDP reduces in the first step: one bucket for all gradients, as none is known to be late.
+    """DDP's bucket in the first step: one for all gradients, since the order in which they come is not known.
 
     Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`.
     """
@@ -180,7 +180,7 @@ def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
 
 
 def _later_buckets(stages: RankStages) -> list[Buffer]:
-    """DDP's buckets as they are made anew before the second step, in the order that gradients came.
+    """DDP's buckets from the second step on, rebuilt in the order in which gradients came.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
     """
@@ -203,7 +203,7 @@ def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:
 
 
 def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
-    """What a stage receives from another one of the rank, and what that has made of it.
+    """Receive buffers that two stages of the rank share, each with the tensor that takes its place.
 
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_fwd_input`,
     `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_bwd_input`.
@@ -217,10 +217,11 @@ def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
 
 
 def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:
-    """What is freed once its successor is there: flat weights of FSDP2, what a schedule holds by a name.
+    """Buffers that are freed only after the next tensor of the same kind has been allocated.
 
-    A schedule's names are those of the logits, and of the sent gradient of a stage's input; of an output that
-    it lets go of, the next one's forward pass is over. And what stages receive into.
+    They are FSDP2's flat gathered weights, receive buffers, and tensors held by a variable of the schedule
+    that the next micro-batch overwrites: the logits, outputs that are released after their send, and the
+    gradient of a stage's input that is being sent.
 
     Source: `torch.distributed.pipelining.schedules:Schedule1F1B._step_microbatches` (`bwd_sends`).
     """
@@ -237,10 +238,11 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
 
 
 def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]]:
-    """FSDP2's own streams: what an all-gather reads and fills, and what a reduce-scatter leaves.
+    """The buffers that FSDP2 allocates on streams of its own, each with its stream.
 
-    Gradients that are to be reduced, and weights, come from the default stream; so does what a schedule
-    gathers ahead of time by itself. Each stage of a pipeline is a root of its own and has its own streams.
+    They are an all-gather's input and output, and a reduce-scatter's output. Gradients before the reduction
+    and unsharded weights are allocated on the default stream, and so are all-gathers that a schedule asks for
+    ahead of time. Each pipeline stage is an FSDP root with streams of its own.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather`,
     `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,

@@ -1,4 +1,4 @@
-"""What PyTorch refuses, fails on or computes wrongly: rules of plans, each with PyTorch's own words."""
+"""Plans that PyTorch refuses, fails on or computes wrongly: each rule raises with PyTorch's own reason."""
 
 from collections.abc import Callable
 from math import gcd
@@ -16,11 +16,11 @@ USUAL: Final = TorchOptions()
 
 DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
 FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
-"""What DistributedDataParallel alone, and FSDP2 alone, can be told."""
+"""The options of FSDP2 alone, and of DistributedDataParallel alone."""
 
 
 def _check_wrappers(model: Model, plan: Plan) -> None:
-    """Options of a wrapper that the plan does not use."""
+    """Raise for options of a wrapper that the plan does not use."""
     options = torch_options(plan)
     told = {name: getattr(options, name) for name in (*DDP_OPTIONS, *FSDP_OPTIONS)}
     for name, value in (told | {"offload": plan.offload}).items():
@@ -63,7 +63,7 @@ def _check_units(model: Model, plan: Plan) -> None:
 
 
 def _check_sizes(model: Model, plan: Plan) -> None:
-    """What the tensor axis divides: the sizes that the model names, then whatever its operations divide."""
+    """Raise if `tp` does not divide a size that the model names, or one that its operations divide."""
     sizes = dict(model.sizes_over_tp)
     others = {name: size for name, size in sizes.items() if name != "vocab_size"}
     padded = "vocab_size" in sizes and gcd(*sizes.values()) < gcd(*others.values())
@@ -74,7 +74,7 @@ def _check_sizes(model: Model, plan: Plan) -> None:
 
 
 def _check_code(model: Model, plan: Plan) -> None:
-    """What the model's code cannot be divided over."""
+    """Raise for a mesh axis or an option that the model's code does not support."""
     options = [axis for axis in MESH_AXES if axis in ("pp", "tp") and axis not in model.axes]
     for name in [*options, *([] if model.chunks_loss else ["loss_chunks"])]:
         if (n := getattr(plan, name)) > 1:
@@ -114,7 +114,7 @@ def _check_stages(model: Model, plan: Plan) -> None:
 
 
 def _check_split_backward(model: Model, plan: Plan) -> None:
-    """Schedules that take a backward pass apart lose gradients unless the weights stay whole and plain."""
+    """Raise where a schedule with split backward passes fails or loses gradients."""
     if not plan.splits_backward:
         return
     if plan.recompute == "selective":
@@ -154,7 +154,7 @@ def _check_micro_batches(model: Model, plan: Plan) -> None:
 
 
 def _check_update(model: Model, plan: Plan) -> None:
-    """What PyTorch's optimizers and loss scalers cannot take: some lists of DTensors."""
+    """Raise for lists of DTensors that PyTorch's optimizers or loss scalers fail on."""
     tensors_alone = plan.tp > 1 and not plan.ddp and not plan.fsdp
     options = torch_options(plan)
     listed = options.optimizer_impl in ("foreach", "fused")
@@ -212,7 +212,7 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
 
 
 def _check_precision(model: Model, plan: Plan) -> None:
-    """A gradient has its weight's type; FSDP2 computes in the type that it gathers, and reduces in any.
+    """Raise for a precision that PyTorch's wrappers do not offer.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_api:MixedPrecisionPolicy`,
     torch/csrc/distributed/c10d/reducer.cpp (`initialize_buckets`).
@@ -248,7 +248,7 @@ def _check_precision(model: Model, plan: Plan) -> None:
 
 
 def _check_traced(model: Model, plan: Plan) -> None:
-    """What cannot be told from one rank's trace of a module."""
+    """Raise for plans that a trace of a module on one rank says nothing about."""
     if not isinstance(model, TracedModel):
         return
     options = torch_options(plan)

@@ -1,9 +1,9 @@
-"""Schedules of one stage on a rank from torch 2.15 on: receives take new tensors, what is sent is let go.
+"""Pipeline schedules from torch 2.15 on: receives take new tensors, outputs are freed after their send.
 
-A micro-batch's input and its output's gradient are there from their receive to the end of its backward pass.
-A stage's output goes when it has been sent, unless DDP needs it for its reducer or the loss comes from it: an
-edge of the graph stands for it. The last stage's inputs stay with the losses, whose graphs end in them. Some
-names of the schedules refer to a tensor for longer.
+A micro-batch's input and its output's gradient live from their receive to the end of its backward pass. A
+stage's output is freed once it has been sent (the graph keeps an edge in its place), unless DDP needs it for
+its reducer or it is the last stage's. The last stage's inputs live as long as the losses, whose graphs refer
+to them. Variables of the schedules hold some tensors for longer.
 
 Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBase.release_fwd_send_outputs`,
 `_PipelineStageBase._output_slot_is_releasable` (pipelining/stage.py), `_wait_and_release_fwd_send`,
@@ -11,37 +11,35 @@ Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBas
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.lowering import Step, steps
-from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat
+from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat, turns
 from memplan.engines.torch.stage import RankStages
 from memplan.record import PassPart, Stretch, chain, passed, repeated
 
 Module = StageModule[Any]
 
 Held = tuple[str, int, int]
-"""A tensor that a stage has of a micro-batch: what it is, the stage, the micro-batch."""
+"""A tensor of a stage and a micro-batch: ("input", "output", ...), the stage, the micro-batch."""
 
 LAST_PARTS: Final = ("backward", "backward-weight")
-"""What ends a micro-batch's backward pass."""
+"""The parts of a pass that end a micro-batch's backward pass."""
 
 
 def lets_outputs_go(module: Module) -> bool:
-    """Whether a stage's output goes when it has been sent, not at the end of its backward pass."""
+    """Whether a stage's output is freed once it has been sent, not at the end of its backward pass."""
     stage = module.stage
     single = stage.plan.pipeline_schedule.single_stage
     return single and not (stage.keeps_received or stage.last or stage.plan.ddp)
 
 
 def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
-    """All forwards, then all outputs are let go, then all backwards.
+    """All forwards, then all outputs are freed, then all backwards.
 
-    Gloo's handles keep the gradients that were sent to the end, and what was received last until the next.
+    Gloo's handles hold the sent gradients until the end, and the last received tensor until the next receive.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
     keeps = stage.keeps_sent
@@ -57,7 +55,7 @@ def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
 
     steps = repeat(m, lambda: forward_pass(module, module.receive_input(), module.forward()), [module])
     steps.append(repeated(module.release(), m if early else 0))
-    steps += _turns(module, m, {0, 1, m - 1, m}, backward)
+    steps += turns(m, {0, 1, m - 1, m}, backward, module)
     last_grad = [module.release_received_grad()] if keeps else []
     ended = list(_ended(module, m if keeps else 1, m))
     return [*steps, *ended, *last_grad] if stage.first else [*steps, *last_grad, *ended]
@@ -66,9 +64,8 @@ def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
 def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch]:
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
-    An output is let go after the next forward pass of the warm-up, afterwards when the next gradient has been
-    received. The operations of receives are held until the next ones, of the backwards at the end and of
-    inputs; the last ones until the schedule returns.
+    During warm-up an output is freed after the next forward pass, later when the next gradient has been
+    received. Handles of receives are held until the next receive, the last ones until the schedule returns.
     """
     m = stages.plan.n_micro_batches
     warm_up = min(m, stages.plan.pp - stages.rank.pp)
@@ -95,8 +92,8 @@ def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch
         backward = backward_pass(module, *parts, *([module.release_input_grad()] if i > 0 else []))
         return backward if forward is None else chain("forward and backward", forward, backward)
 
-    steps = [*_turns(module, warm_up, {0, 1, warm_up}, warm)]
-    steps += _turns(module, m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn)
+    steps = turns(warm_up, {0, 1, warm_up}, warm, module)
+    steps += turns(m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn, module)
     steps += _ended(module, 1, m)
     if not module.stage.last:
         steps.append(module.release_received_input())
@@ -105,14 +102,8 @@ def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch
     return steps
 
 
-def _turns(module: Module, n: int, cuts: set[int], turn: Callable[[int], Stretch]) -> Iterator[Stretch]:
-    """Turns 0 to n, of which those between two cuts are equal."""
-    for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
-        yield from repeat(stop - start, partial(turn, start), [module])
-
-
 def _returned(module: Module, *, is_held: bool = False) -> Iterator[Stretch]:
-    """What goes as a micro-batch's backward pass returns; its input `is_held` by another name."""
+    """The frees as a backward pass returns; `is_held`: a variable of the schedule still holds its input."""
     if not lets_outputs_go(module):
         yield module.release()
     if not (is_held or module.stage.last):
@@ -120,7 +111,7 @@ def _returned(module: Module, *, is_held: bool = False) -> Iterator[Stretch]:
 
 
 def _ended(module: Module, input_grads: int, m: int) -> Iterator[Stretch]:
-    """FSDP2's reductions, and what the schedule has held until it returns."""
+    """FSDP2's reductions, then the frees when the schedule returns."""
     yield from module.reduce_grads()
     yield repeated(module.release_input_grad(), input_grads)
     if module.stage.last:
@@ -130,10 +121,10 @@ def _ended(module: Module, input_grads: int, m: int) -> Iterator[Stretch]:
 class Runtime:
     """The actions of one rank's step where it has several stages, or where backward passes are split.
 
-    A tensor goes when nothing holds it any longer: its stage's state of the micro-batch, which lasts to the
-    end of the last part of its backward pass; a stage of the same rank that it was handed to; the operations
-    of a gradient's send, which are kept to the end; the losses, unless the first part of a split backward
-    pass has detached them.
+    Holders of a tensor are counted, and it is freed with its last one. Holders are the stage's state of the
+    micro-batch, up to the end of its backward pass; a stage of the same rank that was given the tensor; the
+    handle of a gradient's send, up to the end of the step; the losses, unless the first part of a split
+    backward pass has detached them.
 
     Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`, torch 2.15's
     `_PendingSendTracker`, `_add_wait_send` (pipelining/schedules.py).
@@ -149,7 +140,7 @@ class Runtime:
         self.made: dict[tuple[object, ...], Stretch] = {}
 
     def step(self) -> list[Stretch]:
-        """All actions; what was sent; the losses and what their graphs hold."""
+        """All actions, then the frees of sent gradients, of the losses and of what their graphs hold."""
         left = Counter(step.stage for step in self._steps() if step.kind in LAST_PARTS)
         found: list[Stretch] = []
         for step in self._steps():
@@ -226,7 +217,7 @@ class Runtime:
         yield from self._let_go(step)
 
     def _gave_input_grad(self, step: Step) -> None:
-        """The input's gradient is sent, or handed over; a first part leaves it in the input's `grad` too."""
+        """Count the holders of the input's gradient: its send or the stage before, and the input's `grad`."""
         held = "gradient of the input", step.stage, step.micro_batch
         self.holders[held] += 1
         if step.kind == "backward-input":
@@ -235,7 +226,7 @@ class Runtime:
             self.sent.append(held)
 
     def _let_go(self, step: Step) -> Iterator[Stretch]:
-        """What a stage's state of the micro-batch holds no longer after a backward pass or a part of it."""
+        """The frees of what the stage drops of a micro-batch after a backward pass or a part of one."""
         kind, index, i = step
         stage = self.modules[index].stage
         if kind == "backward" or (kind == "backward-input") == stage.last:
@@ -258,7 +249,7 @@ class Runtime:
             )
 
     def _dropped(self, held: Held) -> list[Stretch]:
-        """One holder less: what a tensor's last holder frees."""
+        """Take one holder away; the free of the tensor if it was the last."""
         self.holders[held] -= 1
         if self.holders[held]:
             return []

@@ -1,4 +1,4 @@
-"""Who holds which part of a parameter: FSDP2 rows, ZeroRedundancyOptimizer whole tensors, DDP buckets."""
+"""How parameters are divided over ranks: FSDP2's rows, ZeroRedundancyOptimizer's tensors, DDP's buckets."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
@@ -22,7 +22,7 @@ def padded_rows(n_rows: int, n_shards: int) -> int:
 
 
 def shard_rows(n_rows: int, n_shards: int, rank: int) -> int:
-    """Rows of the rank's shard: full chunks first, then what is left, then none.
+    """Rows of the rank's shard: the first ranks have full chunks, one has the rest, others have none.
 
     >>> [shard_rows(10, 4, rank) for rank in range(4)]
     [3, 3, 3, 1]
@@ -47,7 +47,7 @@ def padded_shard_elements(parameter: Parameter, n_shards: int) -> int:
 
 
 def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> list[list[Parameter]]:
-    """Whole parameters to ranks: largest first, each to the rank that has least so far.
+    """Whole parameters assigned to ranks: the largest first, each to the rank with the fewest elements.
 
     Source: `torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer._partition_parameters`.
     """
@@ -61,7 +61,7 @@ def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> 
 
 
 def partial_sum(n_bytes: int, calls: int = 1) -> Collective:
-    """The sum of a gradient that each tensor rank knows a part of: `Partial()` to `Replicate()`."""
+    """The all-reduce of a partial gradient over the tensor axis: `Partial()` to `Replicate()`."""
     return Collective(
         kind="all_reduce", axis="tp", what="partial gradients", payload_bytes=n_bytes, calls=calls
     )

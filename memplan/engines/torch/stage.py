@@ -107,7 +107,7 @@ class Stage:
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether the handle of a send holds the tensor until it is waited for: not NCCL's of a batch (2.11).
+        """Whether a send's handle holds the tensor until the wait; those of NCCL's batches (2.11) do not.
 
         Source: `torch.distributed.pipelining.schedules:_batch_p2p` (in 2.11 always `batch_isend_irecv`).
         """
@@ -116,7 +116,7 @@ class Stage:
 
     @cached_property
     def runs(self) -> BlockRuns:
-        """The stage's runs of equal blocks in order: at least one, if need be of no block."""
+        """The stage's runs of equal consecutive blocks; a stage without blocks has one run of length 0."""
         recompute, limit = self.plan.recompute, self.plan.recompute_blocks
         left = self.n_blocks if limit is None else limit
         found: list[tuple[BlockKind, int]] = []
@@ -139,24 +139,24 @@ class Stage:
 
     @cached_property
     def trace(self) -> Trace:
-        """One micro-batch through this kind of stage."""
+        """The trace of one micro-batch through this kind of stage."""
         return self._with_blocks if self.n_blocks else without_blocks(self._with_blocks)
 
     @cached_property
     def split(self) -> SplitTrace:
-        """The two parts that schedules take a backward pass apart into."""
+        """The two parts of a split backward pass."""
         return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, runs=self.runs)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, int], ...]:
-        """The stage's blocks in order: runs of equal ones, and how long they are."""
+        """The traced block of each run of equal blocks, and the run's length."""
         return tuple([(self.trace.blocks[kind], n) for kind, n in self.runs])
 
     @cached_property
     def forward_order(self) -> tuple[tuple[Segment, int], ...]:
-        """The forward passes of runs of blocks, and how often each.
+        """The blocks' forward passes in order, with counts.
 
-        The first block is on its own; so is the last one of a stage whose output is sent.
+        The first block stands alone, and so does the last one of a stage whose output is sent.
         """
         (entry, n_entry), *others = self.blocks
         order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
@@ -170,7 +170,7 @@ class Stage:
 
     @cached_property
     def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
-        """The parameters of a block of each run of one kind, and how long the run is."""
+        """The parameters of one block of each run, and the run's length."""
         known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
         return tuple([(known[kind], n) for kind, n in self.layers])
 
@@ -189,12 +189,12 @@ class Stage:
 
 
 def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Those of the parameters that have gradients."""
+    """The parameters that require gradients."""
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def mesh_bytes(world_size: int, device: Device) -> int:
-    """What `DeviceMesh` keeps of the ranks in the device's memory: their numbers, on the host.
+    """Bytes of `DeviceMesh`'s rank numbers, which are on the host: 0 on a GPU.
 
     Source: `torch.distributed.device_mesh:init_device_mesh`.
     """
@@ -246,7 +246,7 @@ class RankStages:
 
     @classmethod
     def of(cls, *stages: Stage, rank: Rank) -> "RankStages":
-        """A rank of these stages."""
+        """A rank that has these stages."""
         made = cls.__new__(cls)
         made._hold(stages, rank)
         return made
@@ -269,7 +269,7 @@ class RankStages:
         return other
 
     def moved(self, pp_rank: int) -> "RankStages":
-        """The same on another rank of the pipeline with stages of the same kinds; what is known is kept."""
+        """The same on another pipeline rank with stages of the same kinds; traces are kept."""
         other = copy(self)
         other.rank = replace(self.rank, pp=pp_rank)
         return other
@@ -297,7 +297,7 @@ class RankStages:
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
     def trained_parameters(self) -> list[Parameter]:
-        """The parameters that have gradients, in the module's order: the optimizer's."""
+        """The parameters that require gradients, in the module's order: those of the optimizer."""
         return trained(self.parameters())
 
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
@@ -308,11 +308,11 @@ class RankStages:
         return list(found.items())
 
     def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
-        """Those that have gradients."""
+        """Every parameter of the rank that requires a gradient, and how many times it occurs."""
         return [(parameter, n) for parameter, n in self.counted_parameters() if parameter.requires_grad]
 
     def on_fullest_rank(self) -> "RankStages":
-        """The same stages on the rank that holds most: ZeRO-1 deals out tensors, shards are fullest first."""
+        """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
         if self.owned is None:
             return self
         names, itemsize = MOMENTS[self.plan.optimizer], self.weight_dtype.itemsize
@@ -334,7 +334,7 @@ class RankStages:
         return _partition(tuple(self.trained_parameters()), self.plan.dp)
 
     def stored_dtype(self, parameter: Parameter) -> DType:
-        """The type that a parameter is stored in: of integers their own."""
+        """The type that a parameter is stored in: the precision's, or its own if it is of integers."""
         return self.weight_dtype if parameter.is_floating_point else parameter.dtype
 
     def weight_elements(self, parameter: Parameter) -> int:
@@ -366,7 +366,7 @@ class RankStages:
 
     @cached_property
     def step_counts(self) -> Alive:
-        """Of a GPU's optimizer state what stays on the host: Adam's step counts, but of a fused update.
+        """Adam's step counts, which stay on the host unless the update is fused.
 
         Source: `torch.optim.adam:Adam._init_group`, `torch.optim.optimizer:_get_scalar_dtype`.
         """
@@ -420,7 +420,7 @@ class RankStages:
 
     @cached_property
     def kept_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
-        """The matrix products of which the first brings a workspace that stays, and the workspace.
+        """Groups of matrix products, each with the workspace that its first product allocates and that stays.
 
         One of cuBLAS for each thread that multiplies, the caller's and autograd's, in the forward and in the
         backward pass; in torch 2.11 also one of cuBLASLt, which adds biases. None on a rank with no block and
@@ -455,7 +455,7 @@ class RankStages:
 
     @property
     def workspaces(self) -> Alive:
-        """What cuBLAS keeps from its first products on."""
+        """The workspaces that cuBLAS keeps from its first products on."""
         return Counter([workspace for _, workspace in self.kept_workspaces])
 
     @property
@@ -472,13 +472,13 @@ class RankStages:
 
     @property
     def mesh(self) -> Alive:
-        """The numbers of all ranks on the mesh, which is on the host."""
+        """The rank numbers of the `DeviceMesh`, if the step runs on the host."""
         n_bytes = mesh_bytes(self.plan.world_size, self.device)
         return Counter([buffer_of("ranks of the mesh", (n_bytes // 4,), INT32)] if n_bytes else ())
 
     @property
     def barrier(self) -> Alive:
-        """What NCCL's process group of all ranks keeps from its first barrier on: from torch 2.15 on.
+        """The tensor that NCCL's default process group keeps from its first barrier on, in torch 2.15.
 
         Source: torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.cpp (`barrierImpl`).
         """
@@ -487,7 +487,7 @@ class RankStages:
 
     @property
     def inputs(self) -> Alive:
-        """The step's tokens and targets, and what other ranks send: all of it is there from step to step."""
+        """The step's tokens and targets, and receive buffers: all are kept from step to step."""
         plan = self.plan
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
@@ -503,12 +503,12 @@ class RankStages:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """What each stage's module keeps beside its weights."""
+        """The module's buffers of each stage, such as rotary angles."""
         return self.model.buffers(self.plan.seq_len)
 
     @cached_property
     def received(self) -> list[tuple[Buffer, Buffer]]:
-        """What each stage gets of a micro-batch, its input and its output's gradient, kept between steps."""
+        """Each stage's receive buffers for a micro-batch: its input and its output's gradient."""
         names = "received input", "received gradient"
         shapes = [(stage.trace.boundary.shape, stage.trace.boundary.dtype) for stage in self.stages]
         return [(buffer_of(names[0], *shape), buffer_of(names[1], *shape)) for shape in shapes]

@@ -19,7 +19,7 @@ from memplan.record import Collective, Stretch, chain, events, repeated
 
 
 class Player:
-    """Plays ranks of one pipeline; what ranks of equal stages have in common is made once."""
+    """Plays ranks of one pipeline; ranks with equal stages share their modules."""
 
     def __init__(self) -> None:
         self.modules: dict[Stage, StageModule[Any]] = {}
@@ -27,7 +27,7 @@ class Player:
         self._updates: dict[tuple[Stage, ...], list[Stretch]] = {}
 
     def __call__(self, stages: RankStages) -> RankRecord:
-        """What the rank holds at rest, and its step."""
+        """The rank's record: what it holds between steps, and its step."""
         for stage in stages:
             if stage not in self.modules:
                 self.modules[stage] = module_of(stage, stages.rank.dp)
@@ -49,7 +49,7 @@ class Player:
 
 
 def updates(stages: RankStages) -> list[Stretch]:
-    """The optimizer's part; of one that runs on the host only what it sends to other ranks."""
+    """The optimizer's part of the step; if it runs on the host, only its collectives."""
     updated = update(stages)
     if not stages.offloads:
         return [updated]
@@ -58,7 +58,7 @@ def updates(stages: RankStages) -> list[Stretch]:
 
 
 def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive:
-    """What is kept of gradients from step to step: zeroed ones, and what a hook of DDP's keeps."""
+    """Gradients kept from step to step: zeroed ones, and the state of a DDP communication hook."""
     kept = Counter() if stages.options.set_to_none else _grads_at_rest(stages, modules)
     for one in modules:
         if isinstance(one, DistributedDataParallel):
@@ -67,7 +67,7 @@ def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive
 
 
 def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
-    """What holds zeroed gradients between steps beside DDP's buckets: FSDP2 has one tensor per unit."""
+    """Zeroed gradients between steps, apart from DDP's buckets; FSDP2 has one flat tensor per unit."""
     if not stages.plan.fsdp:
         return Counter() if stages.options.gradient_as_bucket_view else stages.grads
     found: Alive = Counter()

@@ -1,4 +1,4 @@
-"""The config.json of a model of transformers from memplan's sizes: its reader, the other way round."""
+"""The config.json of a transformers model from memplan's sizes: the inverse of its reader."""
 
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ OWN_NAMES: Final[dict[str, dict[str, str]]] = {
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
-    """What a config.json says of a model of one of transformers' families."""
+    """The config.json of a model of one of transformers' families."""
     readers = FAMILIES.named(model.family).readers
     kind, reader = next(iter(readers.items()))
     names = {**SIZES, **OWN_NAMES.get(kind, {})}

@@ -31,7 +31,7 @@ KEPT_OPERATIONS: Final = [
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-"""What selective recomputation does not run again; what is not here it does, all-gathers too.
+"""The operations whose outputs selective recomputation keeps; all others are recomputed, all-gathers too.
 
 Source: torchtitan's list of operations to save (torchtitan/distributed/activation_checkpoint.py), which keeps
 every other `mm` and no all-reduce; here all products are kept, whoever they are of, and all-reduces, which

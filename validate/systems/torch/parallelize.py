@@ -100,10 +100,10 @@ def _drawn_weights(model: Decoder, plan: Plan, seed: int) -> dict[str, torch.Ten
 def parallel_module(
     stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh | None, device: torch.device
 ) -> nn.Module:
-    """`stage` cut over the tensor axis, then replicated or sharded over the data axis.
+    """`stage` sharded over the tensor axis, then replicated or sharded over the data axis.
 
-    A stage of shapes only gets its weights on `device`, or on the host if they are offloaded, when they are
-    cut and before they are replicated.
+    A stage on `meta` gets its weights on `device`, or on the host under offload, after the tensor axis and
+    before the data axis.
     """
     stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
     if plan.mixed and not plan.fsdp:
@@ -191,7 +191,7 @@ def shard_weights(
 
 
 def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
-    """What FSDP2 gathers together below the root."""
+    """FSDP2's units below the root."""
     ends = torch_options(plan).fsdp_units == "block+ends"
     if ends and stage.embedding is not None:
         yield stage.embedding
@@ -201,14 +201,14 @@ def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Modul
 
 
 def units_of_blocks(blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
-    """Each block, or so many in a row, or none."""
+    """The units of blocks: each block, several in a row, or none."""
     n = torch_options(plan).fsdp_blocks
     if torch_options(plan).fsdp_units != "model":
         yield from blocks if n == 1 else (blocks[i : i + n] for i in range(0, len(blocks), n))
 
 
 def cut_tensors(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh) -> None:
-    """Tensor parallelism, with the sequence divided between the cut regions if the plan says so."""
+    """Applies tensor parallelism, with the sequence sharded between its regions if the plan says so."""
     between = Shard(1) if plan.sequence_parallel else Replicate()
     tied = stage.tied
     if stage.embedding is not None:

@@ -47,7 +47,7 @@ def passes(
     *,
     seed: int,
 ) -> Passes:
-    """Forward and backward of one step over this rank's stages, accumulated or pipelined; a scaled loss."""
+    """The forward and backward passes of one step over this rank's stages, accumulated or pipelined."""
     tokens, targets = batch(model, plan, at, seed=seed, device=device)
     if plan.pp > 1 and mesh is not None:
         stages = [_stage(module, model, plan, i, mesh, device) for i, module in modules.items()]

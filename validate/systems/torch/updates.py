@@ -25,7 +25,7 @@ OPTIMIZERS: Final[dict[str, Callable[..., Optimizer]]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-"""What each optimizer name means."""
+"""The class and arguments of each optimizer name."""
 
 IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
     "default": {},
@@ -33,7 +33,7 @@ IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-"""How each implementation is asked for."""
+"""The arguments that choose each implementation."""
 
 INITIAL_SCALE: Final = 2.0**10
 """Of the loss, in float16: torch starts at 2^16 and skips steps until no gradient overflows."""
@@ -41,7 +41,7 @@ INITIAL_SCALE: Final = 2.0**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One rank's optimizer, and all that happens to the gradients between two backward passes."""
+    """One rank's optimizer: unscaling, clipping, the update, and freeing or zeroing gradients."""
 
     optimizer: Optimizer
     scaler: GradScaler
