@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MORE = ROOT / "memplan" / "README.md", ROOT / "validate" / "README.md"
 """What the README refers to for details."""
-BLOCK = re.compile(
-    r"```sh\n((?:memplan|python -m validate) (?:(?!```).)*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL
-)
+BLOCK = re.compile(r"```sh\n((?:memplan|python -m validate) [^`]*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL)
 LEFT_OUT = "..."
 
 

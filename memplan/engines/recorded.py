@@ -60,9 +60,7 @@ def _recorded(
         casts=context.casts_inputs,
     )
     buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
-    named: dict[str, Parameter] = {}
-    for one, _ in model.parameters:
-        named[one.name] = _parameter(one, context.weight_dtype)
+    named = {one.name: _parameter(one, context.weight_dtype) for one, _ in model.parameters}
 
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
@@ -71,11 +69,11 @@ def _recorded(
         name: Segment(tuple([_event(one, buffers, named, batch, seq_len) for one in events]))
         for name, events in recording.parts.items()
     }
-    sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
-    first, last = ends or (True, True)
+    boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
+    sent, (first, last) = boundary, ends or (True, True)
     if ends is not None:
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
-        part |= _of_stage(part, recording, _checked_cut(model, recording), buffers, sent, ends)
+        part = _of_stage(part, model, recording, buffers, sent, first=first, last=last)
     loss = part["loss_backward"]
     head, after_head = part["head"], part["loss"]
     if context.autocast is not None and ends is None:  # which the loss is computed in
@@ -125,19 +123,21 @@ def _block(part: Mapping[str, Segment], parameters: tuple[Parameter, ...]) -> Bl
 
 def _of_stage(
     part: Mapping[str, Segment],
+    model: TracedModel,
     recording: Recording,
-    cut: Cut,
     buffers: Sequence[Buffer],
     sent: Buffer,
-    ends: tuple[bool, bool],
+    *,
+    first: bool,
+    last: bool,
 ) -> dict[str, Segment]:
-    """The parts that differ in a pipeline's stage; `ends`: whether it is the first, and the last."""
-    first, last = ends
-    found = {} if first else _without_embedding(part, cut, buffers)
-    after = {**part, **found}
-    return found | (
-        _with_loss(after, cut, buffers) if last else _without_head(after, recording, cut, buffers, sent)
-    )
+    """The parts of a stage, of which one that is not the last returns what is `sent`."""
+    cut, found = _checked_cut(model, recording), dict(part)
+    if not first:
+        found |= _without_embedding(found, cut, buffers)
+    if last:
+        return found | _with_loss(found, cut, buffers)
+    return found | _without_head(found, recording, cut, buffers, sent)
 
 
 def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
