@@ -57,11 +57,10 @@ def _recorded(
         recompute=kind.recompute,
         batch=batch,
         seq_len=seq_len,
+        casts=context.casts_inputs,
     )
     buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
-    named: dict[str, Parameter] = {}
-    for one, _ in model.parameters:
-        named[one.name] = _parameter(one, context.weight_dtype)
+    named = {one.name: _parameter(one, context.weight_dtype) for one, _ in model.parameters}
 
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
@@ -71,14 +70,10 @@ def _recorded(
         for name, events in recording.parts.items()
     }
     boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
-    sent, first, last = boundary, True, True
+    sent, (first, last) = boundary, ends or (True, True)
     if ends is not None:
-        cut = _checked_cut(model, recording)
-        first, last = ends
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
-        if not first:
-            part |= _without_embedding(part, cut, buffers)
-        part |= _with_loss(part, cut, buffers) if last else _without_head(part, recording, cut, buffers, sent)
+        part = _of_stage(part, model, recording, buffers, sent, first=first, last=last)
     loss = part["loss_backward"]
     head, after_head = part["head"], part["loss"]
     if context.autocast is not None and ends is None:  # which the loss is computed in
@@ -92,17 +87,7 @@ def _recorded(
         head_casts=part["head_casts"],
         head_backward=Segment((*loss.events, *part["head_backward"].events)),
         n_loss_backward=len(loss.events),
-        blocks={
-            kind: Block(
-                forward=part["block"],
-                backward=part["block_backward"],
-                entry=part["entry"],
-                entry_backward=part["entry_backward"],
-                entry_casts=part["entry_casts"],
-                casts=part["block_casts"],
-                parameters=own(model.block_parameters),
-            )
-        },
+        blocks={kind: _block(part, own(model.block_parameters))},
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
         end_of_forward=part.get("end_of_forward", EMPTY),
@@ -121,7 +106,38 @@ def _recorded(
     )
 
 
+def _block(part: Mapping[str, Segment], parameters: tuple[Parameter, ...]) -> Block:
+    return Block(
+        forward=part["block"],
+        backward=part["block_backward"],
+        entry=part["entry"],
+        entry_backward=part["entry_backward"],
+        entry_casts=part["entry_casts"],
+        casts=part["block_casts"],
+        parameters=parameters,
+    )
+
+
 # --- Stages ---
+
+
+def _of_stage(
+    part: Mapping[str, Segment],
+    model: TracedModel,
+    recording: Recording,
+    buffers: Sequence[Buffer],
+    sent: Buffer,
+    *,
+    first: bool,
+    last: bool,
+) -> dict[str, Segment]:
+    """The parts of a stage, of which one that is not the last returns what is `sent`."""
+    cut, found = _checked_cut(model, recording), dict(part)
+    if not first:
+        found |= _without_embedding(found, cut, buffers)
+    if last:
+        return found | _with_loss(found, cut, buffers)
+    return found | _without_head(found, recording, cut, buffers, sent)
 
 
 def _checked_cut(model: TracedModel, recording: Recording) -> Cut:

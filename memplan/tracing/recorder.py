@@ -214,6 +214,7 @@ class Recorder(ShapesMode):
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
         self._workspace("columns of a convolution", columns(func, args, results), results)
+        self._workspace("widened operand", widened(func, args, results), results)
         self._workspace("memory of a kernel's own", scratch_bytes, ())
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
@@ -328,6 +329,20 @@ def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
     rows, columns = output.shape[2:]
     return int(image.shape[0] * image.shape[1] * weight.shape[2] * weight.shape[3] * rows * columns)
 
+
+def widened(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Elements of the operands that CPU copies to the type of a sum or a product before it computes that.
+
+    Source: aten/src/ATen/TensorIterator.cpp (`compute_types`, "Promotes common dtype to operands on CPU").
+    """
+    if func._overloadpacket not in ARITHMETIC or results[0].device.type != "cpu":
+        return 0
+    operands = [one for one in tensors(args) if one.dim() and one.dtype != results[0].dtype]
+    return sum([one.numel() for one in operands])
+
+
+ARITHMETIC: Final = (torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.mul, torch.ops.aten.div)
+"""Operations whose operands may be of several types."""
 
 CONVOLUTION: Final = torch.ops.aten.convolution.default
 CONVOLUTION_BACKWARD: Final = torch.ops.aten.convolution_backward.default

@@ -300,22 +300,18 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
 
 
 def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
-    """Events of the block that another rank's gradient comes in at, in the place of `incoming`.
+    """A block's backward events if its output's gradient, `incoming`, was received from another rank.
 
-    Its sum takes a new tensor, and it is not freed here.
+    That one is not freed here: the sum with it takes a new tensor.
     """
+    found = tuple(found)
+    is_dropped = any(isinstance(event, AddToIncoming) for event in found)
     kept: list[Event] = []
-    n_alive = 0
     for event in found:
-        match event:
-            case AddToIncoming(buffer) | Alloc(buffer):
-                kept.append(Alloc(buffer))
-                n_alive += buffer is incoming
-            case Free(buffer) if buffer is incoming and not n_alive:
-                continue
-            case _:
-                kept.append(event)
-                n_alive -= isinstance(event, Free) and event.buffer is incoming
+        if isinstance(event, Free) and event.buffer is incoming and not is_dropped:
+            is_dropped = True
+            continue
+        kept.append(Alloc(event.buffer) if isinstance(event, AddToIncoming) else event)
     return tuple(kept)
 
 

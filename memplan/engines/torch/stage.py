@@ -74,7 +74,7 @@ class Stage:
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
-            casts_inputs=plan.fsdp and plan.mixed,
+            casts_inputs=plan.fsdp and plan.mixed and self.options.fsdp_units != "model",
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,

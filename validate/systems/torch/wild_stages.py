@@ -115,7 +115,6 @@ def wild_pipeline(
     The last stage `returns_loss`, or that follows from its output, within autocast as the module is.
     """
     kind, n = schedule_class(plan), plan.n_micro_batches
-    tokens, targets = inputs.values()
     output = () if returns_loss else (plan.micro_batch, plan.seq_len, VOCABULARY)
     made = [_stage(module, i, plan, output, mesh, device) for i, module in stages.items()]
     narrow = autocast_dtype(plan)
@@ -126,11 +125,12 @@ def wild_pipeline(
 
     alone = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(made[0] if alone else made, n, loss_fn=mean, scale_grads=False)  # type: ignore[arg-type]
-    arguments = (tokens,) if any(stage.is_first for stage in made) else ()
-    has_loss = any(stage.is_last for stage in made)
-    named: dict[str, Any] = {"labels": targets} if has_loss and returns_loss else {}
+    has_first, has_loss = any(stage.is_first for stage in made), any(stage.is_last for stage in made)
 
     def run() -> float | None:
+        tokens, targets = inputs.values()  # every rank has both
+        arguments = (tokens,) if has_first else ()
+        named: dict[str, Any] = {"labels": targets} if has_loss and returns_loss else {}
         if not has_loss:
             schedule.step(*arguments, return_outputs=False)
             return None
