@@ -263,7 +263,7 @@ class Pool:
         return None
 
     def at_least(self, n_bytes: int, age: Callable[[int], int] | None = None) -> Iterator[FreeBlock]:
-        """The free blocks of at least `n_bytes`, sorted; of equal sizes by the `age` of an address, if given."""
+        """The free blocks of at least `n_bytes`, sorted by size, then by address or by its `age`."""
         sizes, by_size = self.sizes, self.by_size
         i = bisect_left(sizes, n_bytes)
         while i < len(sizes):
