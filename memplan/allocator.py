@@ -14,7 +14,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -211,7 +211,7 @@ class Pool:
     @property
     def blocks(self) -> list[FreeBlock]:
         """The free blocks, sorted."""
-        return self.at_least(0)
+        return list(self.at_least(0))
 
     def put(self, address: int, n_bytes: int) -> int:
         """Add a free block, merged with its free neighbours; the address of the merged one.
@@ -262,16 +262,24 @@ class Pool:
             del by_size[found_bytes], sizes[i]
         return None
 
-    def at_least(self, n_bytes: int) -> list[FreeBlock]:
-        """The free blocks of at least `n_bytes`, sorted."""
-        sizes = self.sizes[bisect_left(self.sizes, n_bytes) :]
-        return [(found_bytes, address) for found_bytes in sizes for address in self.by_size[found_bytes]]
+    def at_least(self, n_bytes: int, age: Callable[[int], int] | None = None) -> Iterator[FreeBlock]:
+        """The free blocks of at least `n_bytes`, sorted by size, then by address or by its `age`."""
+        sizes, by_size = self.sizes, self.by_size
+        i = bisect_left(sizes, n_bytes)
+        while i < len(sizes):
+            found_bytes = sizes[i]
+            if addresses := by_size[found_bytes]:
+                for address in addresses if age is None else sorted(addresses, key=age):
+                    yield found_bytes, address
+                i += 1
+            else:
+                del by_size[found_bytes], sizes[i]
 
     def is_whole(self, block: FreeBlock) -> bool:
         """Whether a block is its whole segment."""
         return self.segments.get(block[1]) == block[0]
 
-    def least_expandable(self, blocks: Sequence[FreeBlock]) -> FreeBlock | None:
+    def least_expandable(self, blocks: Iterable[FreeBlock]) -> FreeBlock | None:
         """The block that `get_free_block` takes where blocks can be expanded, of those large enough.
 
         It goes on as long as the next block has fewer bytes together with the unmapped ones after it.
@@ -417,10 +425,8 @@ class CachingAllocator:
         """
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
-        blocks = pool.at_least(n_bytes)
-        if self.takes_oldest:
-            blocks.sort(key=lambda block: (block[0], self._numbers[block[1]]))
-        best = pool.least_expandable(blocks) if pool.unmapped else next(iter(blocks), None)
+        blocks = pool.at_least(n_bytes, self._numbers.__getitem__ if self.takes_oldest else None)
+        best = pool.least_expandable(blocks) if pool.unmapped else next(blocks, None)
         if best is None or not self._serves(best[0], n_bytes):
             return None
         pool.take(best[1])
@@ -655,9 +661,9 @@ class CachingAllocator:
         if self.oversize_bytes is None:
             return False
         wanted = max(n_bytes, self.oversize_bytes)
-        enough = pool.at_least(wanted)
-        if enough and not self.expandable_segments:
-            self._release(pool, enough[0])
+        enough = next(pool.at_least(wanted), None)
+        if enough is not None and not self.expandable_segments:
+            self._release(pool, enough)
             return True
         released = 0
         for block in reversed([block for block in pool.blocks if block[0] < wanted]):

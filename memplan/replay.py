@@ -24,7 +24,7 @@ from memplan.allocator import (
     rounded_bytes,
 )
 from memplan.memory import Alive, add_net
-from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, repeated
+from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, events, repeated
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
@@ -342,6 +342,18 @@ is None.
 """
 
 
+def _changed(*stretches: Stretch) -> set[Buffer]:
+    """The buffers that events of these stretches, or of their parts, allocate or free."""
+    found: set[Buffer] = set()
+    left, known = list(stretches), set(stretches)
+    while left:
+        stretch = left.pop()
+        found.update(event.buffer for event in changes(stretch.events))
+        left += set(stretch.parts) - known
+        known.update(stretch.parts)
+    return found
+
+
 class _Replay:
     """A program and an allocator: the blocks in use, by buffer and by micro-batch."""
 
@@ -369,6 +381,9 @@ class _Replay:
         allocator.release_cached()
         self.n_given_back = allocator.n_given_back
         self._play(self._operations(program.start))
+        steps = [program.step, *([] if program.first_step is None else [program.first_step])]
+        self.unmoved = {*self.held, *program.states} - _changed(*steps, events("", program.second))
+        """What no step allocates or frees: weights, optimizer state."""
         self.n_steps = 0
         self.loops: dict[int, int] = {}
         """For each loop of the step, by its index, the hash of the state in which the last step began it."""
@@ -417,7 +432,8 @@ class _Replay:
     def state(self) -> object:
         """What the rest of the replay depends on: free blocks, and those in use by their micro-batch's age.
 
-        Addresses are counted without the gaps that segments have left which were given back.
+        Addresses are counted without the gaps that segments have left which were given back. What stays where
+        it is from step to step takes up the rest.
         """
         passes, allocator = self.passes, self.allocator
         halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]
@@ -433,7 +449,8 @@ class _Replay:
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
-        for buffer, found in self.held.items():
+        moved = [(buffer, found) for buffer, found in self.held.items() if buffer not in self.unmoved]
+        for buffer, found in moved:
             for i, (key, blocks) in enumerate(found.items()):
                 stage, n, split = key
                 past = n <= over.get(stage, 0) and key != self.current
