@@ -211,7 +211,7 @@ class Pool:
     @property
     def blocks(self) -> list[FreeBlock]:
         """The free blocks, sorted."""
-        return [(n_bytes, address) for n_bytes in self.sizes for address in self.by_size[n_bytes]]
+        return self.at_least(0)
 
     def put(self, address: int, n_bytes: int) -> int:
         """Add a free block, merged with its free neighbours; the address of the merged one.
@@ -246,18 +246,26 @@ class Pool:
         del addresses[bisect_left(addresses, address)]
         return n_bytes
 
-    def least(self, n_bytes: int) -> FreeBlock | None:
-        """The smallest free block of at least `n_bytes`, of equal ones the lowest; None if there is none.
+    def take_least(self, n_bytes: int) -> FreeBlock | None:
+        """Remove the smallest free block of at least `n_bytes`, of equal ones the lowest, if there is one.
 
         Sizes of which there are no blocks any more are forgotten on the way.
         """
         sizes, by_size = self.sizes, self.by_size
         i = bisect_left(sizes, n_bytes)
         while i < len(sizes):
-            if addresses := by_size[sizes[i]]:
-                return sizes[i], addresses[0]
-            del by_size[sizes.pop(i)]
+            found_bytes = sizes[i]
+            if addresses := by_size[found_bytes]:
+                address = addresses.pop(0)
+                del self.starts[address], self.ends[address + found_bytes]
+                return found_bytes, address
+            del by_size[found_bytes], sizes[i]
         return None
+
+    def at_least(self, n_bytes: int) -> list[FreeBlock]:
+        """The free blocks of at least `n_bytes`, sorted."""
+        sizes = self.sizes[bisect_left(self.sizes, n_bytes) :]
+        return [(found_bytes, address) for found_bytes in sizes for address in self.by_size[found_bytes]]
 
     def is_whole(self, block: FreeBlock) -> bool:
         """Whether a block is its whole segment."""
@@ -322,7 +330,8 @@ class CachingAllocator:
         self.collects_above_bytes = (
             None if threshold is None or allowed_bytes is None else int(threshold * allowed_bytes)
         )
-        self.looks_further = self.expandable_segments or takes_oldest or self.collects_above_bytes is not None
+        limits = (config.max_split_bytes, self.collects_above_bytes)
+        self.looks_further = config.expandable_segments or takes_oldest or limits != (None, None)
         """Whether more than its size decides which free block is taken."""
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -372,17 +381,13 @@ class CachingAllocator:
             address = addresses.pop(0)
             del pool.starts[address], pool.ends[address + n_bytes]
         else:
-            found = self._free_block(pool, n_bytes) if self.looks_further else pool.least(n_bytes)
-            oversize = self.oversize_bytes
-            if found is None or (oversize is not None and not self._serves(found[0], n_bytes)):
-                address, found_bytes = self._new(pool, n_bytes)
-            else:
-                found_bytes, address = found
-                pool.take(address)
+            found = self._taken(pool, n_bytes) if self.looks_further else pool.take_least(n_bytes)
+            found_bytes, address = found or self._new(pool, n_bytes)
             rest_bytes = found_bytes - n_bytes
-            if rest_bytes >= pool.least_rest_bytes and (oversize is None or self._splits(n_bytes)):
+            if rest_bytes >= pool.least_rest_bytes and (self.oversize_bytes is None or self._splits(n_bytes)):
                 pool.put(address + n_bytes, rest_bytes)
-                self._note_split(address, address + n_bytes)
+                if self.looks_further:
+                    self._note_split(address, address + n_bytes)
             elif rest_bytes:
                 pool.unsplit[address] = rest_bytes
                 self.allocated_bytes += rest_bytes
@@ -405,23 +410,21 @@ class CachingAllocator:
         if self.takes_oldest:
             self._numbers[merged] = self._numbers[address]
 
-    def _free_block(self, pool: Pool, n_bytes: int) -> FreeBlock | None:
-        """The free block that serves a request, by whatever the settings look at beside its size.
+    def _taken(self, pool: Pool, n_bytes: int) -> FreeBlock | None:
+        """Remove the free block that serves a request by whatever the settings look at beside its size.
 
         Source: `get_free_block`, for `takes_oldest` of 2.12.
         """
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
-        least = pool.least(n_bytes)
-        if least is None or not (self.takes_oldest or pool.unmapped):
-            return least
-        if not pool.unmapped:
-            addresses = pool.by_size[least[0]]
-            return least[0], min(addresses, key=self._numbers.__getitem__)
-        blocks = [block for block in pool.blocks if block >= least]
+        blocks = pool.at_least(n_bytes)
         if self.takes_oldest:
             blocks.sort(key=lambda block: (block[0], self._numbers[block[1]]))
-        return pool.least_expandable(blocks)
+        best = pool.least_expandable(blocks) if pool.unmapped else next(iter(blocks), None)
+        if best is None or not self._serves(best[0], n_bytes):
+            return None
+        pool.take(best[1])
+        return best
 
     def _note_split(self, address: int, rest: int) -> None:
         """Note the age of what was split off behind a block."""
@@ -493,8 +496,8 @@ class CachingAllocator:
         """
         return self.expandable_segments or self.oversize_bytes is None or n_bytes < self.oversize_bytes
 
-    def _new(self, pool: Pool, n_bytes: int) -> tuple[int, int]:
-        """The address and the bytes of a block of new memory; cached blocks are given back if there is none.
+    def _new(self, pool: Pool, n_bytes: int) -> FreeBlock:
+        """The bytes and the address of a block of new memory; cached blocks are given back if there is none.
 
         Source: `malloc`, `release_available_cached_blocks`, `release_cached_blocks`.
         """
@@ -516,8 +519,8 @@ class CachingAllocator:
             )
         return found
 
-    def _asked(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
-        """The address and the bytes of a new segment, or of more pages of one; None beyond the limits.
+    def _asked(self, pool: Pool, n_bytes: int) -> FreeBlock | None:
+        """The bytes and the address of a new segment, or of more pages of one; None beyond the limits.
 
         Source: `alloc_block`, `get_allocation_size`.
         """
@@ -528,7 +531,7 @@ class CachingAllocator:
             return self._expanded(pool, n_bytes)
         if not self._reserve(asked):
             return None
-        return self._segment(pool, asked), asked
+        return asked, self._segment(pool, asked)
 
     def _segment(self, pool: Pool, n_bytes: int) -> int:
         """The address of a new segment: after all others, with a gap, so that no blocks of two merge."""
@@ -546,8 +549,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _expanded(self, pool: Pool, n_bytes: int) -> tuple[int, int] | None:
-        """Take the first free range of `n_bytes` or more in an expandable segment: its address and bytes.
+    def _expanded(self, pool: Pool, n_bytes: int) -> FreeBlock | None:
+        """Take the first free range of `n_bytes` or more in an expandable segment: its bytes and address.
 
         What is not mapped yet is mapped first. None if the driver has too little memory.
 
@@ -560,7 +563,7 @@ class CachingAllocator:
         while True:
             mapped_bytes = pool.starts.get(start, 0)
             if mapped_bytes >= n_bytes:
-                return start, pool.take(start)
+                return pool.take(start), start
             behind = start + mapped_bytes
             if not self._map(pool, behind, min(n_bytes - mapped_bytes, pool.unmapped[behind])):
                 return None
@@ -652,9 +655,9 @@ class CachingAllocator:
         if self.oversize_bytes is None:
             return False
         wanted = max(n_bytes, self.oversize_bytes)
-        enough = pool.least(wanted)
-        if enough is not None and not self.expandable_segments:
-            self._release(pool, enough)
+        enough = pool.at_least(wanted)
+        if enough and not self.expandable_segments:
+            self._release(pool, enough[0])
             return True
         released = 0
         for block in reversed([block for block in pool.blocks if block[0] < wanted]):

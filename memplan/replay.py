@@ -84,6 +84,8 @@ class Replayed:
 
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
     each that is not split off. `after_step` has the peaks of allocated and of reserved bytes after each step.
+    `tried_bytes`: what was reserved when it was given up to wait for a state that recurs, if it was; a limit
+    that is not lower changes nothing until then.
     """
 
     allocated_bytes: int
@@ -91,6 +93,7 @@ class Replayed:
     n_retries: int
     settled: bool
     after_step: tuple[tuple[int, int], ...]
+    tried_bytes: int | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_steps(self) -> int:
@@ -149,14 +152,17 @@ def replayed(
     left_out = _most_repeats(program.step) - FEW
     if left_out < 3 * FEW:
         return _replayed(program, memory)
-    try:
-        return _replayed(program, memory, patience=2 * FEW)
-    except _NotRecurring:
-        found = unlimited or _extrapolated(program, left_out, memory.config)
+    tried_bytes = None if unlimited is None else unlimited.tried_bytes
+    if tried_bytes is None or not memory.keeps_all(tried_bytes):
+        try:
+            return _replayed(program, memory, patience=2 * FEW)
+        except _NotRecurring as given_up:
+            tried_bytes = given_up.reserved_bytes
+    found = unlimited or _extrapolated(program, left_out, memory.config)
     too_long = _n_events(program.step) > MOST_EVENTS
     if found is not None and (found.settled or too_long):
         if memory.keeps_all(found.reserved_bytes):
-            return found
+            return replace(found, tried_bytes=tried_bytes)
         bound_bytes = memory.bound_bytes
         if bound_bytes is not None and found.allocated_bytes > bound_bytes:
             raise OutOfMemory(
@@ -190,6 +196,10 @@ def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Repl
 
 class _NotRecurring(Exception):
     """No state of the allocator has recurred within the given number of micro-batches."""
+
+    def __init__(self, reserved_bytes: int) -> None:
+        super().__init__(reserved_bytes)
+        self.reserved_bytes = reserved_bytes
 
 
 def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = None) -> Replayed:
@@ -451,7 +461,7 @@ class _Replay:
                         return
                 seen[state] = i
             if i == self.patience and stretch.micro_batch is None and stretch.has_passes:
-                raise _NotRecurring
+                raise _NotRecurring(self.allocator.peak_reserved_bytes)
             self._once(stretch)
             i += 1
 

@@ -1,6 +1,6 @@
 """The READMEs' commands and what they show of their output: `python -m tests.readme` writes it anew.
 
-A block in which `...` stands for lines left out keeps its lines; it is only checked.
+Of a block in which `...` stands for lines left out, the same parts of the output are shown.
 """
 
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MORE = ROOT / "memplan" / "README.md", ROOT / "validate" / "README.md"
 """What the README refers to for details."""
-BLOCK = re.compile(r"```sh\n((?:memplan|python -m validate) .*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL)
+BLOCK = re.compile(r"```sh\n((?:memplan|python -m validate) [^`]*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL)
 LEFT_OUT = "..."
 
 
@@ -48,19 +48,32 @@ def missing(shown: str, output: str) -> list[str]:
 
 
 def refreshed(shown: str, output: str) -> str:
-    """The lines that are shown, each with the figures that it has in the output.
+    """What is shown with today's figures: between `...`, the output from the first line shown to the last.
 
-    >>> refreshed("a 1\\n...\\nc 3", "a 10\\nb 20\\nc 30")
-    'a 10\\n...\\nc 30'
+    >>> refreshed("a 1\\n...\\nc 3\\nx 2\\nd 4", "a 10\\nb 20\\nc 30\\ny 7\\nz 8\\nd 40")
+    'a 10\\n...\\nc 30\\ny 7\\nz 8\\nd 40'
     """
     if LEFT_OUT not in shown.splitlines():
         return output
-    left, lines = output.splitlines(), []
-    for line in shown.splitlines():
-        at = next((i for i, new in enumerate(left) if _words(line) and _words(new) == _words(line)), None)
-        lines.append(line if at is None else left[at])
-        left = left if at is None else left[at + 1 :]
-    return "\n".join(lines)
+    left, parts = output.splitlines(), []
+    for part in re.split(rf"^{re.escape(LEFT_OUT)}$\n?", shown, flags=re.MULTILINE):
+        lines = part.strip("\n").splitlines()
+        if lines:
+            first = _place(left, lines[0], 0)
+            last = first + _place(left[first:], lines[-1], len(lines) - 1)
+            parts.append("\n".join(left[first : last + 1]))
+            left = left[last + 1 :]
+        else:
+            parts.append("")
+    return f"\n{LEFT_OUT}\n".join(parts).strip("\n")
+
+
+def _place(lines: list[str], line: str, near: int) -> int:
+    """The index nearest to `near` of a line that differs from `line` in its figures only."""
+    found = [i for i, new in enumerate(lines) if _words(new) == _words(line)]
+    if not found:
+        raise ValueError(f"a line that is shown is not in the output: {line}")
+    return min(found, key=lambda i: abs(i - near))
 
 
 def _words(line: str) -> list[str]:

@@ -136,6 +136,11 @@ def test_text_on_a_slide_is_read_from_the_back_row(one, staged):
         assert max(sizes) >= 20, name
 
 
+def test_a_slide_may_say_something_else(one):
+    assert plots.slide(plots.stage_peaks(one)).texts[0].get_text() == "Peak bytes of one GPU"
+    assert plots.slide(plots.stage_peaks(one), "It fits").texts[0].get_text() == "It fits"
+
+
 def test_too_many_rows_for_a_slide_are_refused(one):
     many = plots.predicted_beside_measured([RECORD] * 40)
     with pytest.raises(MemplanError, match="40 rows have no room on a slide; use fewer"):

@@ -1,7 +1,7 @@
 """Measured runs on file, predicted afresh: states and collectives to the byte, the peak within 1 %.
 
-The measurements are the files of `data/measurements` (see data/README.md). Nothing predicted is read from
-them, and nothing is run: a rule that goes wrong fails here in seconds, without torch.
+The measurements are the files of `data/measurements` (see data/README.md). What is predicted is worked out
+afresh, and nothing is run: a rule that goes wrong fails here in seconds, without torch.
 """
 
 from collections import Counter

@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, TracedModel, UnknownName
 from memplan.models.traced import model_from_trace
+from memplan.record import unrolled
 from validate.systems.torch.modules import Transformer, token_loss
 
 SIZES: Any = {
@@ -573,3 +574,48 @@ def test_the_command_line_traces_what_a_function_returns(tmp_path, monkeypatch):
     assert "no loss" in run(commands, ["estimate", "mine:make"]).output
     assert "package.module:factory" in run(commands, ["estimate", "nothing:at_all"]).output
     assert isinstance(model_from_trace("t.json"), TracedModel)
+
+
+class WithTables(nn.Module):
+    """Blocks that are called with a float32 table, as those of OLMo 2 are with angles."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.w = nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x, table):
+            return x + (self.w(self.norm(x)) * table).to(x.dtype)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 100)
+
+    def forward(self, tokens):
+        x, table = self.embedding(tokens), torch.ones(tokens.shape[1], 64)
+        for block in self.blocks:
+            x = block(x, table)
+        return self.head(self.norm(x))
+
+
+def test_fsdp2_casts_what_blocks_are_called_with(tmp_path):
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    traced = memplan.trace(WithTables(), tokens, targets=tokens)
+    casts = {(run.weights, run.autocast) for run in traced.recordings if run.casts}
+    assert casts == {("bfloat16", "")}
+    traced.save(tmp_path / "tables.json")
+    assert model_from_trace(tmp_path / "tables.json").recordings == traced.recordings
+    sharded: dict[str, Any] = {"dp": 2, "zero": 3, "micro_batch": 4, "seq_len": 64, "device": "cpu"}
+    for units, dtype in (({}, "bfloat16"), ({"fsdp_units": "model"}, "float32")):
+        step = memplan.estimate(traced, **sharded, **cast(Any, units)).worst.record.step
+        made = {event.buffer for _, event in unrolled(step) if event.buffer.name.endswith(": mul")}
+        assert {buffer.dtype.name for buffer in made} == {dtype}
+
+
+def test_nothing_is_cast_where_blocks_are_called_with_one_type():
+    module = Transformer(FAMILIES["gpt"], range(4), seq_len=96)
+    tokens = torch.zeros(2, 96, dtype=torch.int64)
+    traced = memplan.trace(module, tokens, targets=tokens, loss=token_loss, precisions=["bf16-mixed"])
+    assert not any(run.casts for run in traced.recordings)

@@ -1,5 +1,6 @@
 """Cases: configurations to be run and compared."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -12,6 +13,7 @@ from memplan.errors import InvalidValue, PlanRefused, unknown_name
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
 from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
+from memplan.models.families import implemented
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import model_from_trace
 from memplan.plan import MESH_AXES
@@ -255,13 +257,22 @@ def runnable(named: object) -> Decoder:
     Raises:
         UnknownName: a model that there is not; a family, or an implementation, that cannot be run.
     """
-    model = named if isinstance(named, Model) else resolve(cast(Any, named), "reference")
-    for cls in OWN.values():
+    model = named if isinstance(named, Model) else _resolved(cast(Any, named))
+    for cls in FAMILIES.values():
         if isinstance(model, cls):
             return model
     what = f"{model.family} ({model.implementation})"
-    known = [f"{cls.family} ({cls.implementation})" for cls in OWN.values()]
+    known = [f"{cls.family} ({cls.implementation})" for cls in FAMILIES.values()]
     raise unknown_name("model to run:", what, known)
+
+
+def _resolved(named: str | os.PathLike[str]) -> Model:
+    """The model in memplan's own modules if its family has them, else in transformers'."""
+    model = resolve(named)
+    if model.family not in FAMILIES_OF_MODELS.names():
+        return model
+    has_own = "reference" in FAMILIES_OF_MODELS.named(model.family).implementations
+    return implemented(model, "reference") if has_own else model
 
 
 def family_of(model: Decoder | TracedModel) -> str:

@@ -264,6 +264,7 @@ def plot(explanation: Explanation) -> "Figure":
     axes.set_ylim(0, 1.12 * max(highest, explanation.predicted_peak_bytes / MiB))
     axes.set_xlim(0, len(totals) - 1)
     axes.set_ylabel("bytes held (MiB)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(f"{len(totals):,} allocations and frees in order (not to the scale of time)")
     axes.spines[["top", "right"]].set_visible(False)
     heading(figure, explanation.title, explanation.verdict)

@@ -108,13 +108,16 @@ class Variant(NamedTuple):
     """How a module was run as it was recorded.
 
     The type of its weights, the type that autocast ran products in ("": no autocast), whether blocks were
-    recomputed, and whether the batch was of one sample, where kernels and views may differ.
+    recomputed, whether the batch was of one sample, where kernels and views may differ, and whether floats
+    that blocks are called with were cast to the weights' type, as FSDP2 does. The latter is only recorded
+    where there are such floats of another type.
     """
 
     weights: str
     autocast: str
     recompute: str
     alone: bool
+    casts: bool = False
 
 
 class Cut(NamedTuple):
@@ -245,9 +248,16 @@ class TracedModel(Model):
         return sum([n * n_elements(shape_at(one.shape, 1, 1)) for one, n in self.parameters])
 
     def recording(
-        self, *, weights: str, autocast: str, recompute: str, batch: int, seq_len: int
+        self,
+        *,
+        weights: str,
+        autocast: str,
+        recompute: str,
+        batch: int,
+        seq_len: int,
+        casts: bool = False,
     ) -> Recording:
-        """How a micro-batch was recorded.
+        """How a micro-batch was recorded; `casts`: as FSDP2 casts what blocks are called with.
 
         Raises:
             MissingRule: it was not recorded so, or not for these sizes.
@@ -266,8 +276,9 @@ class TracedModel(Model):
                 kind="a traced model that has no sequence",
             )
         asked = Variant(weights, autocast, recompute, batch == 1)
-        if asked in self.recordings:
-            return self.recordings[asked]
+        for variant in (asked._replace(casts=casts), asked):
+            if variant in self.recordings:
+                return self.recordings[variant]
         known = sorted({_variant_text(variant) for variant in self.recordings})
         raise MissingRule(
             f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(known)}; trace it "
@@ -329,7 +340,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
         "frozen": model.frozen,
         "recordings": [
-            {"run": list(variant), **_plain_recording(recording, table)}
+            {"run": _plain_variant(variant), **_plain_recording(recording, table)}
             for variant, recording in model.recordings.items()
         ],
         "buffers": list(map(json.loads, table)),
@@ -343,6 +354,11 @@ TENSORS: Final = (
     "module_buffers",
     "inputs_of_step",
 )
+
+
+def _plain_variant(variant: Variant) -> list[Any]:
+    """Its values; without the last one where that is its default."""
+    return [*variant] if variant.casts else [*variant[:-1]]
 
 
 def _plain_size(size: Size) -> Any:
@@ -525,11 +541,12 @@ def _tensor(value: Any, what: str, frozen: list[Any]) -> TracedTensor:
 
 
 def _variant(value: list[Any]) -> Variant:
-    weights, autocast, recompute, alone = _items(value, "run", str, str, str, bool)
+    kinds = (str, str, str, bool, bool)[: 5 if len(value) == 5 else 4]
+    weights, autocast, recompute, *others = _items(value, "run", *kinds)
     _dtype(weights)
     if autocast:
         _dtype(autocast)
-    return Variant(weights, autocast, checked_choice("recompute", recompute, RECOMPUTES), alone)
+    return Variant(weights, autocast, checked_choice("recompute", recompute, RECOMPUTES), *others)
 
 
 def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str]) -> Recording:

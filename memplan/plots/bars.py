@@ -108,7 +108,7 @@ def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[fl
     texts = [f"{value:.{digits}f}" if value > ROOM * reach else "" for value in values]
     written = axes.bar_label(rectangles, texts, label_type="center", fontsize=8, color=part.ink, zorder=4)
     for text in written:
-        text.set_bbox({**PAPER, "facecolor": part.color} if text.get_text() else None)
+        text.set_bbox({**PAPER, "facecolor": part.color, "pad": 2} if text.get_text() else None)
     below[:] = [start + value for start, value in zip(below, values, strict=True)]
 
 

@@ -209,14 +209,17 @@ def heading(figure: "Figure", title: str, subtitle: str = "") -> None:
     figure.suptitle(lines, x=LEFT, ha="left", fontsize=9, color=MUTED, wrap=True)
 
 
-def slide(figure: "Figure") -> "Figure":
+def slide(figure: "Figure", title: str | None = None) -> "Figure":
     """The same chart laid out anew for a slide of 16:9, its text large enough for a room.
 
-    `plots.slide(figure).savefig("slide.png", dpi=240)` makes 1,920 x 1,080 pixels.
+    `plots.slide(figure, "ZeRO-3 fits").savefig("slide.png", dpi=240)` makes 1,920 x 1,080 pixels; `title` is
+    what the chart shall say in place of its own.
 
     Raises:
         InvalidValue: a chart of so many rows that their names would overlap.
     """
+    if title is not None:
+        figure.texts[0].set_text(title)
     figure.set_size_inches(*SLIDE_IN)
     figure.draw_without_rendering()
     for axes in figure.axes:

@@ -350,11 +350,9 @@ class _Job:
 
 def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
     refused = _Refused(space.base, keep, progress)
-    for batch in space.grids():
-        refused.note(batch)
 
     def grids() -> Iterator[Sequence[Grid]]:
-        for batch in space.grids():
+        for batch in refused.noting(space.grids()):
             yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
 
     if keep is None:
@@ -429,22 +427,32 @@ class _Refused:
         self._progress = progress
         self._counts = Counter[int]()
         self._n_seen = 0
+        self._is_complete = False
 
     @property
     def n_refused(self) -> int:
         """The number of refused plans."""
         return self._pool.n_seen
 
-    def note(self, batch: Iterable[Ruled]) -> None:
-        """Add the refused plans of a batch."""
+    def noting(self, batches: Iterable[list[Ruled]]) -> Iterator[list[Ruled]]:
+        """The batches of all plans, whose refused ones are noted when they come for the first time."""
+        for batch in batches:
+            if not self._is_complete:
+                self._note(batch)
+            yield batch
+        self._is_complete = True
+
+    def _note(self, batch: Iterable[Ruled]) -> None:
         for ruled in batch:
             self._n_seen += len(ruled.grid)
-            chosen = np.flatnonzero(ruled.rule != RUNS)
-            if len(chosen):
+            refused = ruled.rule != RUNS
+            if refused.any():
+                chosen = np.flatnonzero(refused)
                 grid = ruled.grid[chosen]
                 self._pool.add(grid, [ruled.place[chosen, None]], np.ones(grid.shape, bool))
-                for rule, n in zip(*np.unique(ruled.rule[chosen], return_counts=True), strict=True):
-                    self._counts[int(rule)] += int(n) * grid.shape[1]
+                for rule, n in enumerate(np.bincount(ruled.rule[chosen]).tolist()):
+                    if n:
+                        self._counts[rule] += n * grid.shape[1]
         if self._progress is not None:
             self._progress(self._n_seen)
 

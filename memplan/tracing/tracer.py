@@ -26,6 +26,7 @@ from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
 from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
+from memplan.tracing.shapes import tensors
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -160,6 +161,8 @@ class _Tracer:
         self.n_blocks = len(self.list._modules)
         self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
         self._few: bool | None = None
+        self.has_others = False
+        """Whether blocks are called with floats of another type than the weights', in the last run."""
 
     def common(self, name: str) -> str:
         """A name in the module, with a * in the place of a block's number."""
@@ -168,13 +171,14 @@ class _Tracer:
                 return f"{self.path}.*{name[len(prefix) :]}"
         return name
 
-    def run(self, point: Point, weights: str, autocast: str, recompute: str) -> Parts:
-        """One forward and backward pass.
+    def run(self, point: Point, weights: str, autocast: str, recompute: str, casts: bool = False) -> Parts:
+        """One forward and backward pass; `casts`: blocks are called with floats of the weights' type.
 
         Raises:
             MissingRule: what happens depends on values that are not known.
         """
-        run = partial(self._run, point, weights, autocast, recompute)
+        self.has_others = False
+        run = partial(self._run, point, weights, autocast, recompute, casts)
         if self._few:
             with self._first_blocks():
                 return run()
@@ -198,7 +202,7 @@ class _Tracer:
         finally:
             self.list._modules = every
 
-    def _run(self, point: Point, weights: str, autocast: str, recompute: str) -> Parts:
+    def _run(self, point: Point, weights: str, autocast: str, recompute: str, casts: bool) -> Parts:
         recorder = Recorder(len(self.list._modules), self.example.shapes, self.device)
         with _without_data(self.example.module, recorder, getattr(torch, weights)) as parameters:
             inputs, targets = self._inputs(point, recorder)
@@ -206,7 +210,8 @@ class _Tracer:
             with ExitStack() as stack:
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
-                stack.enter_context(self._watched(recorder, again=recompute == "full"))
+                dtype = getattr(torch, weights)
+                stack.enter_context(self._watched(recorder, dtype, again=recompute == "full", casts=casts))
                 if recompute == "full":
                     stack.enter_context(_inputs_require_grads(self.example.module))
                 stack.enter_context(recorder)
@@ -275,15 +280,23 @@ class _Tracer:
         ]
 
     @contextmanager
-    def _watched(self, recorder: Recorder, *, again: bool) -> Iterator[None]:
-        """The recorder is told which module runs; blocks are run `again` in the backward pass."""
+    def _watched(
+        self, recorder: Recorder, weights: torch.dtype, *, again: bool, casts: bool
+    ) -> Iterator[None]:
+        """The recorder is told which module runs; blocks are run `again` in the backward pass.
+
+        `casts`: floats that blocks are called with are cast to the weights' type, as FSDP2 does.
+        """
         units = {block: i for i, block in enumerate(self.list.children(), start=1)}
         before: list[tuple[nn.Module, Any]] = []
         try:
             for path, one in self.example.module.named_modules():
                 before.append((one, vars(one).get("forward")))
-                vars(one)["forward"] = self._told(
-                    recorder, one.forward, self.common(path) or type(one).__name__, units.get(one), again
+                scope = self.common(path) or type(one).__name__
+                named = _named(recorder, one.forward, scope)
+                unit = units.get(one)
+                vars(one)["forward"] = (
+                    named if unit is None else self._told(recorder, named, unit, weights, again, casts)
                 )
             yield
         finally:
@@ -293,21 +306,26 @@ class _Tracer:
                     vars(one)["forward"] = forward
 
     def _told(
-        self, recorder: Recorder, forward: Callable[..., Any], path: str, unit: int | None, again: bool
+        self,
+        recorder: Recorder,
+        forward: Callable[..., Any],
+        unit: int,
+        weights: torch.dtype,
+        again: bool,
+        casts: bool,
     ) -> Callable[..., Any]:
-        def named(*args: Any, **kwargs: Any) -> Any:
-            recorder.scopes.append(path)
-            output = forward(*args, **kwargs)
-            recorder.scopes.pop()
-            return output
-
-        if unit is None:
-            return named
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.has_others |= any(
+                tensor.is_floating_point() and tensor.dtype != weights for tensor in tensors((args, kwargs))
+            )
+            if casts:
+                args, kwargs = _cast((args, kwargs), weights)
+            return forward(*args, **kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             recorder.recomputing = recorder.segment.phase == "backward"
             try:
-                return named(*args, **kwargs)
+                return called(*args, **kwargs)
             finally:
                 recorder.recomputing = False
 
@@ -316,7 +334,7 @@ class _Tracer:
             if again:
                 output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
             else:
-                output = named(*args, **kwargs)
+                output = called(*args, **kwargs)
             recorder.left(unit, output)
             return output
 
@@ -330,6 +348,16 @@ class _Tracer:
                 "freeze them (requires_grad_(False)), or use them in the loss.",
                 kind="a module with parameters that get no gradient",
             )
+
+
+def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        recorder.scopes.append(scope)
+        output = forward(*args, **kwargs)
+        recorder.scopes.pop()
+        return output
+
+    return named
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
@@ -493,19 +521,25 @@ def _recordings(
         except (MissingRule, Unlike):
             continue
         return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, length)
-    alone = {
-        Variant(*variant, batch == 1): recording_of(
-            [tracer.run((batch, length), *variant)], [(batch, length)]
-        )
-        for variant in _variants(tracer, runs)
-    }
+    alone: dict[Variant, Recording] = {}
+    for weights, autocast, again, casts in _variants(tracer, runs):
+        parts = tracer.run((batch, length), weights, autocast, again, casts)
+        variant = Variant(weights, autocast, again, batch == 1, casts)
+        alone[variant] = recording_of([parts], [(batch, length)])
     return alone, (batch, length)
 
 
-def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Types of weights and of autocast, and what is recomputed."""
+def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str, bool]]:
+    """Types of weights and of autocast, what is recomputed, and whether blocks' arguments are cast.
+
+    The latter where the last run, without, has shown that there is something to cast.
+    """
     recomputes = RECOMPUTES if tracer.n_blocks else ("none",)
-    return [(weights, autocast, again) for weights, autocast in runs for again in recomputes]
+    for weights, autocast in runs:
+        for again in recomputes:
+            yield weights, autocast, again, False
+            if tracer.has_others and not autocast and weights != "float32":
+                yield weights, autocast, again, True
 
 
 def _for_any_batch(
@@ -513,12 +547,13 @@ def _for_any_batch(
 ) -> dict[Variant, Recording]:
     """Each variant for any batch, and for any length if there are two."""
     found: dict[Variant, Recording] = {}
-    for variant in _variants(tracer, runs):
+    for weights, autocast, again, casts in _variants(tracer, runs):
         checked = (tracer.example.point,) if not found and _can_be_checked(tracer.example.point) else ()
-        several = list(zip((2, 3), lengths, strict=True))
-        found[Variant(*variant, False)] = _agreed(tracer, variant, (*several, *checked))
+        several, alone = (list(zip(batches, lengths, strict=True)) for batches in ((2, 3), (1, 1)))
+        how = weights, autocast, again, casts
+        found[Variant(weights, autocast, again, False, casts)] = _agreed(tracer, how, (*several, *checked))
         try:
-            found[Variant(*variant, True)] = _agreed(tracer, variant, list(zip((1, 1), lengths, strict=True)))
+            found[Variant(weights, autocast, again, True, casts)] = _agreed(tracer, how, alone)
         except _Fails:  # normalisation over a batch refuses a single sample
             continue
     return found
@@ -530,7 +565,7 @@ def _can_be_checked(point: Point) -> bool:
     return batch > 1 and batch * length**2 <= MOST_MASKED
 
 
-def _agreed(tracer: _Tracer, variant: tuple[str, str, str], points: Iterable[Point]) -> Recording:
+def _agreed(tracer: _Tracer, variant: tuple[str, str, str, bool], points: Iterable[Point]) -> Recording:
     """What runs of several sizes agree on."""
     each = list(dict.fromkeys(points))
     return recording_of([tracer.run(point, *variant) for point in each], each)

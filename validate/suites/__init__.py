@@ -94,7 +94,7 @@ def case_named(name: str, gpus: Gpus | None = None) -> Case:
         UnknownName: with the nearest ones.
     """
     names: list[str] = []
-    for found in (*GPU_SUITES, *SUITES):
+    for found in (*SUITES, *GPU_SUITES):
         cases = {case.name: case for case in suite(found, gpus)}
         if name in cases:
             return cases[name]

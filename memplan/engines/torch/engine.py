@@ -82,7 +82,8 @@ def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
 
 def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) -> PartCosts:
     """The costs of the ends and of each kind of block, recomputed and not."""
-    traces = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device).trace for kind in model.kinds]
+    stages = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device) for kind in model.kinds]
+    traces = [stage.traced((kind,)) for stage in stages for kind in dict(stage.runs)]
     trace = traces[0]
 
     def costs(

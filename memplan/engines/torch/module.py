@@ -306,7 +306,7 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
 
 
 def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
-    """Events of the block that another rank's gradient comes in at, in the place of `incoming`.
+    """A block's backward events if its output's gradient, `incoming`, was received from another rank.
 
     That one is not freed here: the sum with it takes a new tensor.
     """

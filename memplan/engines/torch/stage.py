@@ -74,7 +74,7 @@ class Stage:
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
-            casts_inputs=plan.fsdp and plan.mixed,
+            casts_inputs=plan.fsdp and plan.mixed and self.options.fsdp_units != "model",
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
@@ -127,15 +127,19 @@ class Stage:
         none = (BlockKind(self.model.layers[0].kind, recompute), 0)
         return tuple([run for run in found if run[1]]) or (none,)
 
-    @cached_property
-    def _with_blocks(self) -> Trace:
+    def traced(self, kinds: tuple[BlockKind, ...]) -> Trace:
+        """The trace of one micro-batch through the stage's ends and a block of each of these kinds."""
         if isinstance(self.model, TracedModel):
             ends = (self.first, self.last) if self.plan.pp > 1 else None
-            return recorded(self.model, self.op_context, tuple(dict(self.runs)), ends)
+            return recorded(self.model, self.op_context, kinds, ends)
         return traced(
             self.model, self.op_context, first=self.first, last=self.last,
-            kinds=tuple(dict(self.runs)), keep_logits=self.plan.pp > 1,
+            kinds=kinds, keep_logits=self.plan.pp > 1,
         )  # fmt: skip
+
+    @cached_property
+    def _with_blocks(self) -> Trace:
+        return self.traced(tuple(dict(self.runs)))
 
     @cached_property
     def trace(self) -> Trace:
