@@ -1,4 +1,4 @@
-"""PyTorch's CUDA caching allocator: the bytes that it allocates, and those that it reserves from the driver.
+"""PyTorch's CUDA caching allocator: the bytes that it allocates and those that it reserves from the driver.
 
 Freed blocks are cached by stream and by pool (small and large) and never moved; the driver is asked only when
 no cached block serves a request. So reserved bytes follow from the order of allocations and frees, and settle
@@ -29,10 +29,10 @@ SMALL_BYTES: Final = 1 * MiB
 """The largest request that the small pool serves (`kSmallSize`)."""
 
 SMALL_SEGMENT_BYTES: Final = 2 * MiB
-"""What the small pool asks of the driver (`kSmallBuffer`)."""
+"""A segment of the small pool (`kSmallBuffer`)."""
 
 LARGE_SEGMENT_BYTES: Final = 20 * MiB
-"""What the large pool asks for where less than `LEAST_OWN_BYTES` are wanted (`kLargeBuffer`)."""
+"""A segment of the large pool for a request of less than `LEAST_OWN_BYTES` (`kLargeBuffer`)."""
 
 LEAST_OWN_BYTES: Final = 10 * MiB
 """From here on a request gets a segment of its size (`kMinLargeAlloc`) ..."""
@@ -433,7 +433,7 @@ class CachingAllocator:
         return best
 
     def _note_split(self, address: int, rest: int) -> None:
-        """Note the age of what was split off behind a block."""
+        """Note the age of the free block that was split off behind a block."""
         if self.collects_above_bytes is not None:
             self._since[rest] = self._n_large_requests
         if self.takes_oldest:
@@ -441,10 +441,7 @@ class CachingAllocator:
             self._numbers[address] = next(self._n_made)
 
     def by_age(self, in_use: Iterable[int], places: "Places | None") -> tuple[int, ...]:
-        """The addresses of all blocks, the oldest first, where that decides which one is taken.
-
-        With `places` by these.
-        """
+        """The addresses of all blocks, oldest first, if age decides which is taken; renamed by `places`."""
         if not self.takes_oldest:
             return ()
         every = [*in_use, *(address for pool in self._pools.values() for address in pool.starts)]
@@ -465,7 +462,7 @@ class CachingAllocator:
         return segments, tuple([tuple([(n, places(at)) for n, at in pool.blocks]) for pool in pools])
 
     def places(self) -> "Places":
-        """A function that renames addresses as if no segment that was given back had left a gap."""
+        """A function that renames addresses so that segments which were given back leave no gaps."""
         starts: list[int] = []
         moved: list[int] = []
         end = 0

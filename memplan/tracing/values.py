@@ -1,4 +1,4 @@
-"""What is known of tensors without data: integers, masks and single numbers, computed for real.
+"""The known values of tensors without data: integers, masks and single numbers, computed for real.
 
 Python code that trains a model looks at few values: whether a token's row is this rank's own, the optimizer's
 count of steps, whether a scaled gradient has overflowed. They follow from integers and single numbers, so
@@ -26,13 +26,13 @@ MOST_FLOATS: Final = 1 << 20
 """Of floats that follow from integers and are not written to: distances of positions, a mask of ones."""
 
 READ: Final = torch.ops.aten._local_scalar_dense.default
-"""How a number is read out of a tensor (`Tensor.item`)."""
+"""The operation that reads a number out of a tensor (`Tensor.item`)."""
 
 OVERWRITTEN: Final = "overwritten"
 """The mark of a storage of known floats that unknown ones have been written to."""
 
 CHECKS_OVERFLOWS: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""Notes whether one of the gradients is not finite. Those without values are: what was noted stays."""
+"""The operation that notes whether a gradient is not finite; gradients without values count as finite."""
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 """An operation's arguments by place and by name."""
@@ -67,7 +67,7 @@ class KnownValues:
         return out
 
     def _stand_in(self, value: Any) -> Any:
-        """What stands for a known value."""
+        """The tensor without data that represents a known value."""
         if not isinstance(value, Tensor):
             return value
         tensor = self._mode.from_tensor(value)
@@ -88,7 +88,7 @@ def known_value(tensor: Tensor) -> Tensor:
 
 
 def _number(tensor: Tensor) -> Any:
-    """A single number; a float that is not known is none."""
+    """Whether a value is a single known number."""
     if tensor.is_floating_point() and not _is_known(tensor):
         return math.nan
     return known_value(tensor).item()
