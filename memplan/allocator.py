@@ -1,4 +1,4 @@
-"""PyTorch's CUDA caching allocator: the bytes that it allocates, and those that it reserves from the driver.
+"""PyTorch's CUDA caching allocator: the bytes that it allocates and those that it reserves from the driver.
 
 Freed blocks are cached by stream and by pool (small and large) and never moved; the driver is asked only when
 no cached block serves a request. So reserved bytes follow from the order of allocations and frees, and settle
@@ -14,7 +14,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -29,10 +29,10 @@ SMALL_BYTES: Final = 1 * MiB
 """The largest request that the small pool serves (`kSmallSize`)."""
 
 SMALL_SEGMENT_BYTES: Final = 2 * MiB
-"""What the small pool asks of the driver (`kSmallBuffer`)."""
+"""A segment of the small pool (`kSmallBuffer`)."""
 
 LARGE_SEGMENT_BYTES: Final = 20 * MiB
-"""What the large pool asks for where less than `LEAST_OWN_BYTES` are wanted (`kLargeBuffer`)."""
+"""A segment of the large pool for a request of less than `LEAST_OWN_BYTES` (`kLargeBuffer`)."""
 
 LEAST_OWN_BYTES: Final = 10 * MiB
 """From here on a request gets a segment of its size (`kMinLargeAlloc`) ..."""
@@ -211,7 +211,7 @@ class Pool:
     @property
     def blocks(self) -> list[FreeBlock]:
         """The free blocks, sorted."""
-        return self.at_least(0)
+        return list(self.at_least(0))
 
     def put(self, address: int, n_bytes: int) -> int:
         """Add a free block, merged with its free neighbours; the address of the merged one.
@@ -262,16 +262,24 @@ class Pool:
             del by_size[found_bytes], sizes[i]
         return None
 
-    def at_least(self, n_bytes: int) -> list[FreeBlock]:
-        """The free blocks of at least `n_bytes`, sorted."""
-        sizes = self.sizes[bisect_left(self.sizes, n_bytes) :]
-        return [(found_bytes, address) for found_bytes in sizes for address in self.by_size[found_bytes]]
+    def at_least(self, n_bytes: int, age: Callable[[int], int] | None = None) -> Iterator[FreeBlock]:
+        """The free blocks of at least `n_bytes`, sorted by size, then by address or by its `age`."""
+        sizes, by_size = self.sizes, self.by_size
+        i = bisect_left(sizes, n_bytes)
+        while i < len(sizes):
+            found_bytes = sizes[i]
+            if addresses := by_size[found_bytes]:
+                for address in addresses if age is None else sorted(addresses, key=age):
+                    yield found_bytes, address
+                i += 1
+            else:
+                del by_size[found_bytes], sizes[i]
 
     def is_whole(self, block: FreeBlock) -> bool:
         """Whether a block is its whole segment."""
         return self.segments.get(block[1]) == block[0]
 
-    def least_expandable(self, blocks: Sequence[FreeBlock]) -> FreeBlock | None:
+    def least_expandable(self, blocks: Iterable[FreeBlock]) -> FreeBlock | None:
         """The block that `get_free_block` takes where blocks can be expanded, of those large enough.
 
         It goes on as long as the next block has fewer bytes together with the unmapped ones after it.
@@ -417,17 +425,15 @@ class CachingAllocator:
         """
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
-        blocks = pool.at_least(n_bytes)
-        if self.takes_oldest:
-            blocks.sort(key=lambda block: (block[0], self._numbers[block[1]]))
-        best = pool.least_expandable(blocks) if pool.unmapped else next(iter(blocks), None)
+        blocks = pool.at_least(n_bytes, self._numbers.__getitem__ if self.takes_oldest else None)
+        best = pool.least_expandable(blocks) if pool.unmapped else next(blocks, None)
         if best is None or not self._serves(best[0], n_bytes):
             return None
         pool.take(best[1])
         return best
 
     def _note_split(self, address: int, rest: int) -> None:
-        """Note the age of what was split off behind a block."""
+        """Note the age of the free block that was split off behind a block."""
         if self.collects_above_bytes is not None:
             self._since[rest] = self._n_large_requests
         if self.takes_oldest:
@@ -435,10 +441,7 @@ class CachingAllocator:
             self._numbers[address] = next(self._n_made)
 
     def by_age(self, in_use: Iterable[int], places: "Places | None") -> tuple[int, ...]:
-        """The addresses of all blocks, the oldest first, where that decides which one is taken.
-
-        With `places` by these.
-        """
+        """The addresses of all blocks, oldest first, if age decides which is taken; renamed by `places`."""
         if not self.takes_oldest:
             return ()
         every = [*in_use, *(address for pool in self._pools.values() for address in pool.starts)]
@@ -459,7 +462,7 @@ class CachingAllocator:
         return segments, tuple([tuple([(n, places(at)) for n, at in pool.blocks]) for pool in pools])
 
     def places(self) -> "Places":
-        """A function that renames addresses as if no segment that was given back had left a gap."""
+        """A function that renames addresses so that segments which were given back leave no gaps."""
         starts: list[int] = []
         moved: list[int] = []
         end = 0
@@ -655,9 +658,9 @@ class CachingAllocator:
         if self.oversize_bytes is None:
             return False
         wanted = max(n_bytes, self.oversize_bytes)
-        enough = pool.at_least(wanted)
-        if enough and not self.expandable_segments:
-            self._release(pool, enough[0])
+        enough = next(pool.at_least(wanted), None)
+        if enough is not None and not self.expandable_segments:
+            self._release(pool, enough)
             return True
         released = 0
         for block in reversed([block for block in pool.blocks if block[0] < wanted]):

@@ -24,7 +24,7 @@ from memplan.allocator import (
     rounded_bytes,
 )
 from memplan.memory import Alive, add_net
-from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, repeated
+from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, events, repeated
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
@@ -43,19 +43,18 @@ micro-batches."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorProgram:
-    """What one rank allocates and frees: `setup`, then, after the cache was emptied, equal steps.
+    """The allocations and frees of one rank: `setup`, then, with the cache emptied, equal steps.
 
-    Between steps everything is freed that the step has allocated and not freed, as gradients are, except
-    optimizer state and what is `kept`. Of what `first_step` leaves, only what `step` leaves too is freed, so
-    that gradients which are zeroed stay.
+    Between steps everything that the step has left allocated is freed (gradients), except optimizer state and
+    what is `kept`. Of what `first_step` leaves, only what `step` leaves too is freed, so that zeroed
+    gradients stay.
 
     Attributes whose meaning their name does not tell:
-        start: allocated after the setup and never freed.
-        second: events between the first step and the second.
-        states: the optimizer's, allocated in the first step before the stretch called `update_name`.
+        start: allocated after the setup and never freed. second: events between the first step and the
+        second. states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
-        oldest_first: buffers of which the oldest block is freed first.
-        handed_over: what takes the place, and the name, of a buffer that a pass frees.
+        oldest_first: buffers of which the oldest block is freed first. handed_over: for a receive buffer that
+        a pass frees, the buffer that replaces it under its name.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
     """
@@ -103,7 +102,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """An allocator's settings, and its limits: what the driver has, and what the process may take."""
+    """An allocator's settings and its limits: the driver's memory, and the process' share of it."""
 
     config: AllocatorConfig = DEFAULTS
     limit_bytes: int | None = None
@@ -142,7 +141,7 @@ UNLIMITED: Final = Memory()
 def replayed(
     program: AllocatorProgram, memory: Memory = UNLIMITED, *, unlimited: Replayed | None = None
 ) -> Replayed:
-    """The peaks of a program's steps, replayed until a step leaves the allocator's state as it found it.
+    """The peaks of a program's steps, replayed until a step leaves the allocator's state unchanged.
 
     `unlimited`: the result for the same program and settings without limits, where it is known.
 
@@ -176,8 +175,8 @@ def replayed(
 def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Replayed | None:
     """The peaks within limits, replayed without `left_out` of the micro-batches.
 
-    What these leave allocated is taken off the limits and added to the peaks. None if the program cannot be
-    shortened.
+    The bytes that these leave allocated are taken off the limits and added to the peaks. None if the program
+    cannot be     shortened.
     """
     fewer = _without(program, left_out)
     if fewer is None:
@@ -203,7 +202,7 @@ class _NotRecurring(Exception):
 
 
 def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = None) -> Replayed:
-    """The peaks of a program of which only repetitions between equal states are left out.
+    """The peaks of a program, replayed in full but for repetitions between equal states.
 
     Raises:
         OutOfMemory: if the limits are too low.
@@ -298,7 +297,7 @@ def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
 
 
 def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
-    """Add to `left_out` what `n` repetitions of a step's passes leave allocated."""
+    """Add the buffers that `n` repetitions of a step's passes leave allocated."""
     if stretch.micro_batch is None and stretch.has_passes:
         for part in stretch.parts:
             if stretch.repeats > n:
@@ -307,7 +306,7 @@ def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
 
 
 def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
-    """A step without `n` repetitions of its passes, and without the frees of what these leave allocated."""
+    """A step without `n` repetitions of its passes, and without the frees of the buffers that these leave."""
     if stretch.micro_batch is not None or not stretch.parts:
         return stretch
     repeats = stretch.repeats
@@ -328,10 +327,10 @@ SPLIT: Final = {"backward-input": 1, "backward-weight": 2}
 """The parts of a split backward pass."""
 
 MicroBatch = tuple[int, int, int]
-"""A stage, the number of its micro-batch, and which part of a split backward pass made it; 0 if none did."""
+"""A stage, the number of its micro-batch, and the part of a split backward pass (0: none) that allocates."""
 
 OUTSIDE: Final[MicroBatch] = (-1, 0, 0)
-"""What no pass has made."""
+"""The key of blocks that no pass has allocated."""
 
 
 _Operation = tuple[Pool, int, int, Buffer | None]
@@ -340,6 +339,18 @@ _Operation = tuple[Pool, int, int, Buffer | None]
 A block that is allocated and freed within one stretch is known by the index of its allocation, and the buffer
 is None.
 """
+
+
+def _changed(*stretches: Stretch) -> set[Buffer]:
+    """The buffers that events of these stretches, or of their parts, allocate or free."""
+    found: set[Buffer] = set()
+    left, known = list(stretches), set(stretches)
+    while left:
+        stretch = left.pop()
+        found.update(event.buffer for event in changes(stretch.events))
+        left += set(stretch.parts) - known
+        known.update(stretch.parts)
+    return found
 
 
 class _Replay:
@@ -360,15 +371,18 @@ class _Replay:
         self.states = program.states
         self.not_yet = Counter(program.kept)
         self.handed_over: Alive = Counter()
-        """How often each buffer has been replaced by what another stage has made."""
+        """How often each receive buffer has been replaced by another stage's tensor."""
         self.halfway: dict[int, deque[int]] = {}
-        """For each stage, the micro-batches that have had the first part of a split backward pass only."""
+        """For each stage, the micro-batches between the two parts of their backward pass."""
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
         self.compiled: dict[Stretch, list[_Operation]] = {}
         self._play(self._operations(program.setup))
         allocator.release_cached()
         self.n_given_back = allocator.n_given_back
         self._play(self._operations(program.start))
+        steps = [program.step, *([] if program.first_step is None else [program.first_step])]
+        self.unmoved = {*self.held, *program.states} - _changed(*steps, events("", program.second))
+        """What no step allocates or frees: weights, optimizer state."""
         self.n_steps = 0
         self.loops: dict[int, int] = {}
         """For each loop of the step, by its index, the hash of the state in which the last step began it."""
@@ -378,7 +392,7 @@ class _Replay:
         self.at_rest.update(program.kept)
 
     def step(self) -> bool:
-        """Replay a step and free what it leaves; False if it recurs, so that the rest was left out."""
+        """Replay a step and free what it leaves; False if a state recurs, so that the rest is left out."""
         program = self.program
         self.passes.clear()
         first = self.n_steps == 0
@@ -415,9 +429,10 @@ class _Replay:
             self.at_rest[event.buffer] += event.sign
 
     def state(self) -> object:
-        """What the rest of the replay depends on: free blocks, and those in use by their micro-batch's age.
+        """The state that the rest of the replay depends on: free blocks, and used ones by micro-batch age.
 
-        Addresses are counted without the gaps that segments have left which were given back.
+        Addresses are counted without the gaps of segments that were given back. What stays where         it
+        is from step to step takes up the rest.
         """
         passes, allocator = self.passes, self.allocator
         halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]
@@ -433,7 +448,8 @@ class _Replay:
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
-        for buffer, found in self.held.items():
+        moved = [(buffer, found) for buffer, found in self.held.items() if buffer not in self.unmoved]
+        for buffer, found in moved:
             for i, (key, blocks) in enumerate(found.items()):
                 stage, n, split = key
                 past = n <= over.get(stage, 0) and key != self.current
@@ -444,7 +460,7 @@ class _Replay:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
 
     def _run(self, stretch: Stretch) -> None:
-        """Replay a stretch, but no repetitions that lie between equal states."""
+        """Replay a stretch without repetitions between equal states."""
         if stretch.name == self.program.update_name and self.states:
             for buffer in self.states:
                 self._allocate(buffer)
@@ -489,7 +505,7 @@ class _Replay:
         return stage, n, SPLIT.get(part, 0)
 
     def _operations(self, events: Sequence[Event]) -> list[_Operation]:
-        """The operations of a stretch's events; a free of an own allocation knows it by its index."""
+        """The operations of a stretch's events; a free of one of its own allocations has that one's index."""
         found: list[_Operation] = []
         own: dict[Buffer, list[int]] = {}
         for event in changes(events):
@@ -537,7 +553,7 @@ class _Replay:
             self._hold(buffer, self.allocator.allocate(*self._request(buffer)))
 
     def _hold(self, buffer: Buffer, address: int) -> None:
-        """Keep a block for the current micro-batch; the first of a group allocates the buffer beside it."""
+        """Note a block of the current micro-batch; a group's first also allocates the buffer beside it."""
         held, current = self.held.get(buffer), self.current
         if held is None:
             self.held[buffer] = {current: [address]}
@@ -557,9 +573,9 @@ class _Replay:
     def _free(self, buffer: Buffer) -> None:
         """Free a block of a buffer: the newest of the current micro-batch, or of the last that has one.
 
-        The second part of a split backward pass goes through the module from the first block to the last: of
-        what the forward pass has made it frees the oldest, of what the first part has made, which went the
-        other way, the newest.
+        The second part of a split backward pass goes through the module from the first block to the last: it
+        frees the oldest tensors of the forward pass, and the newest of the first part, which went the other
+        way.
         """
         if buffer not in self.held and self.not_yet[buffer]:
             self.not_yet[buffer] -= 1

@@ -72,6 +72,7 @@ WILD = [
     record
     for record in read_records(DATA / "measurements" / "wild.jsonl")
     if KINDS.get(record.case["model"]["name"].removeprefix("hf-")) in READERS
+    and record.case["plan"]["pp"] == 1
 ]
 
 

@@ -208,6 +208,24 @@ class OnANumber(Twice):
         return y if y.item() > 0 else -y
 
 
+class OnDistances(Twice):
+    """Looks at floats that follow from positions, as relative attention does."""
+
+    def forward(self, x):
+        far = torch.arange(len(x)).float().log() > 1
+        mask = torch.ones(len(x))
+        return self.w(x).sum() if mask.to(torch.bool).all() and not far.all() else x.sum()
+
+
+class OnWritten(Twice):
+    """Looks at floats that a part of has been written to since they were known."""
+
+    def forward(self, x):
+        found = torch.zeros(2, len(x))
+        found[0] = self.w(x).sum(1)
+        return found.sum() if found.any() else -found.sum()
+
+
 class OnNumpy(Twice):
     def forward(self, x):
         y = self.w(x).sum()
@@ -260,6 +278,7 @@ with warnings.catch_warnings():
         (SCRIPTED, {}, InvalidValue, "the module is compiled or replicated"),
         (nn.DataParallel(Twice()), {}, InvalidValue, r"replicated \(DataParallel\).*made of"),
         (OnANumber(), {}, MissingRule, r"OnANumber cannot be traced: aten\._local_scalar_dense"),
+        (OnWritten(), {}, MissingRule, r"OnWritten cannot be traced: aten\._local_scalar_dense"),
         (OnNumpy(), {}, InvalidValue, r"OnNumpy fails as it is traced \(RuntimeError: \.numpy"),
         (
             nn.Linear(3, 8),
@@ -285,6 +304,11 @@ def test_what_cannot_be_traced_says_why(module, options, error, words):
     inputs = options.pop("example_inputs", torch.ones(4, 8)) if options else torch.ones(4, 8)
     with pytest.raises(error, match=words):
         memplan.trace(module, inputs, **options)
+
+
+def test_floats_that_follow_from_positions_are_known():
+    traced = memplan.trace(OnDistances(), torch.ones(6, 8), precisions=["fp32"])
+    assert memplan.estimate(traced, seq_len=1, precision="fp32").worst.states.grads_bytes == 72 * 4
 
 
 def test_weights_of_integers_are_held_as_they_are():

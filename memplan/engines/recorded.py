@@ -32,7 +32,8 @@ def recorded(
 ) -> Trace:
     """The trace of one micro-batch through the module, with one block of each kind of recomputation.
 
-    `ends`: of a pipeline's stage instead; whether that is the first, and whether it is the last.
+    `ends`: for a stage of a pipeline, whether it is the first, and whether it is the last; None: the whole
+    module.
 
     Raises:
         MissingRule: for a precision, a size or a device that was not traced; for a stage that cannot be cut.
@@ -131,7 +132,7 @@ def _of_stage(
     first: bool,
     last: bool,
 ) -> dict[str, Segment]:
-    """The parts of a stage, of which one that is not the last returns what is `sent`."""
+    """The parts of a pipeline stage; one that is not the last returns the buffer `sent`."""
     cut, found = _checked_cut(model, recording), dict(part)
     if not first:
         found |= _without_embedding(found, cut, buffers)
@@ -141,7 +142,7 @@ def _of_stage(
 
 
 def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
-    """How the module is cut into stages.
+    """The recording's description of how the module is cut into stages.
 
     Raises:
         MissingRule: it cannot be.
@@ -188,7 +189,7 @@ def _without_embedding(
 def _without_head(
     part: Mapping[str, Segment], recording: Recording, cut: Cut, buffers: Sequence[Buffer], sent: Buffer
 ) -> dict[str, Segment]:
-    """The parts of a stage that is not the last: what the head would free is freed as the module returns."""
+    """The parts of a stage that is not the last: it frees the head's buffers when the module returns."""
     boundary, *grads = [buffers[i] for i in (recording.boundary, recording.boundary_grad, cut.entry_grad)]
     n_made: Counter[Buffer] = Counter()
     end: list[Event] = []
@@ -227,7 +228,7 @@ def _with_loss(part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer])
 
 
 HEAD: Final = ("head", "loss", "loss_backward", "head_backward")
-"""The parts of what follows the blocks."""
+"""The parts of a recording after the blocks."""
 
 
 def _made(*segments: Segment) -> set[Buffer]:

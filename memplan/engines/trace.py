@@ -457,14 +457,12 @@ class _Renamed:
         return Segment(tuple(map(self._event, segment.events)))
 
     def _event(self, event: Event) -> Event:
-        match event:
-            case AccumulateGrad(buffer, parameter):
-                renamed = self.parameters.get(parameter, parameter)
-                return AccumulateGrad(self.buffers.get(buffer, buffer), renamed)
-            case Alloc(buffer) | Free(buffer) | AddToIncoming(buffer):
-                return type(event)(self.buffers.get(buffer, buffer))
-            case _:
-                return event
+        if isinstance(event, AccumulateGrad):
+            buffer, parameter = event
+            return AccumulateGrad(self.buffers.get(buffer, buffer), self.parameters.get(parameter, parameter))
+        if isinstance(event, (Alloc, Free, AddToIncoming)) and event.buffer in self.buffers:
+            return type(event)(self.buffers[event.buffer])
+        return event
 
 
 def buffer_in(event: Event) -> Buffer | None:

@@ -1,4 +1,4 @@
-"""A model that was traced from someone's `torch.nn.Module`: what its passes do, for any batch and length.
+"""A model traced from someone's `torch.nn.Module`: the events of its passes, for any batch and length.
 
 `memplan.trace` makes one. It is written as JSON and read back without torch. A file holds data only, no code,
 and every field is checked when it is read.
@@ -23,7 +23,7 @@ from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n
 from memplan.tape import Tensor
 
 FORMAT: Final = "memplan trace 1"
-"""What a file says of itself."""
+"""The format that a file names."""
 
 BEGINS: Final = f'{{"format":"{FORMAT}"'.encode()
 """How a file begins."""
@@ -44,7 +44,7 @@ DTYPES: Final[Mapping[str, DType]] = {
 """The element types that a traced tensor may have."""
 
 RECOMPUTES: Final = ("none", "full")
-"""What of the blocks may be run again in a trace."""
+"""The kinds of recomputation that are traced."""
 
 PARTS: Final = (
     "inputs", "embed", "entry", "block", "head", "loss",
@@ -167,7 +167,7 @@ class TracedTensor(NamedTuple):
     requires_grad: bool = True
 
     def buffer(self, batch: int, seq_len: int) -> Buffer:
-        """Itself for these sizes of the input."""
+        """The buffer for these sizes of the input."""
         return buffer_of(self.name, shape_at(self.shape, batch, seq_len), DTYPES[self.dtype])
 
 
@@ -228,7 +228,7 @@ class TracedModel(Model):
 
     @property
     def parameters(self) -> Iterable[tuple[TracedTensor, int]]:
-        """Every parameter and how often there is one like it."""
+        """Every parameter, and the number of its equals (one per block)."""
         ends = [(one, 1) for one in (*self.embed_parameters, *self.head_parameters)]
         return [*ends, *[(one, self.n_layers) for one in self.block_parameters]]
 
@@ -257,7 +257,7 @@ class TracedModel(Model):
         seq_len: int,
         casts: bool = False,
     ) -> Recording:
-        """How a micro-batch was recorded; `casts`: as FSDP2 casts what blocks are called with.
+        """The recording of a micro-batch; `casts`: with the arguments of blocks cast, as by FSDP2.
 
         Raises:
             MissingRule: it was not recorded so, or not for these sizes.
@@ -374,7 +374,7 @@ def _plain_tensor(tensor: TracedTensor) -> list[Any]:
 
 
 def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, Any]:
-    """Its buffers are places in the `table` of all, which grows."""
+    """A recording as plain values; its buffers are indices into the growing `table` of all."""
     rows = [json.dumps(_plain_buffer(one)) for one in recording.buffers]
     return {
         "buffers": [table.setdefault(row, len(table)) for row in rows],
@@ -404,7 +404,7 @@ def _plain_event(event: TracedEvent) -> Any:
 
 
 def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
-    """The model that a file holds which `TracedModel.save` has written.
+    """The model in a file that `TracedModel.save` has written.
 
     Raises:
         InvalidValue: a file that cannot be read as a trace, and why.
@@ -421,7 +421,7 @@ def _wrong(what: str) -> InvalidValue:
 
 
 def parsed(text: str) -> Any:
-    """What a JSON text holds.
+    """The value of a JSON text.
 
     Raises:
         InvalidValue: it is not JSON.
@@ -483,7 +483,7 @@ def _model(data: Any) -> TracedModel:
 
 
 class _Reader:
-    """Takes values out of an object of a file, each of its kind."""
+    """Reads values out of an object of a file and checks their kinds."""
 
     def __init__(self, data: Any) -> None:
         if not isinstance(data, dict):

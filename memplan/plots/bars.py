@@ -26,7 +26,7 @@ VISIBLE: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar: its name, the values of its parts, and the two lines that are written at its end."""
+    """A bar: its name, the values of its parts, and the two lines of text at its end."""
 
     label: str
     values: Mapping[str, float]
@@ -41,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A dashed line across all bars, and what is said of it."""
+    """A dashed line across all bars, and its text."""
 
     value: float
     text: str

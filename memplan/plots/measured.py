@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured."""
+"""Predictions beside measurements."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -148,7 +148,7 @@ class _Row:
 
     @property
     def text(self) -> str:
-        """What it is made of."""
+        """The buffer's shape and type as text."""
         times = f"{self.count} x " if self.count > 1 else ""
         return f"{human_bytes(self.total_bytes)} = {times}{list(self.shape)} {self.dtype.name}"
 
@@ -164,7 +164,7 @@ def _ledger(estimate: Estimate, of: StageEstimate) -> list[_Row]:
 def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     """Peak bytes by kind of plans that differ in one keyword of a Plan, against that keyword.
 
-    The kinds jump where the worst instant of the step becomes another one; a dotted line parts them.
+    Kinds jump where another instant of the step becomes the worst one; a dotted line marks that.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""How a ring all-reduce goes: which chunk each rank sends in which step."""
+"""The steps of a ring all-reduce: the chunk that each rank sends in each step."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_RANKS: Final = 16
-"""More are not told apart by eye."""
+"""The most ranks that can be told apart by eye."""
 
 SUMS: Final = Part("reduce-scatter: partial sums", "#56B4E9")
 RESULTS: Final = Part("all-gather: finished sums", "#009E73", ink="white")

@@ -29,7 +29,7 @@ LINES: Final = (
 """The color and the marker of each line."""
 
 APART: Final = 0.035
-"""How far apart, as a part of both axes, plans on the front are of which both get a name."""
+"""The least distance, as a fraction of both axes, between two named plans on the front."""
 
 
 def front(found: "pandas.DataFrame") -> "Figure":

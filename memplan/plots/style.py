@@ -1,7 +1,7 @@
 """What all charts share: kinds, their colors and order; axes, units, legends, and the line below a title.
 
-Kinds are stacked in one order everywhere, what stays from step to step first; legends follow it. Colors are
-those of Okabe and Ito 2008, "Color Universal Design", ordered so that neighbours differ in lightness too
+Kinds are stacked in one order everywhere, those that stay from step to step first; legends follow it. Colors
+are those of Okabe and Ito 2008, "Color Universal Design", ordered so that neighbours differ in lightness too
 and a print in grey stays readable.
 """
 
@@ -41,11 +41,10 @@ KINDS: Final[Mapping[str, Part]] = {
     "activations": Part("activations", "#F0E442"),
     "temporaries": Part("temporaries", "#E69F00"),
 }
-"""Kinds of bytes, first at the bottom or at the left: blue for what stays, green for gradients, warm for what
-comes and goes."""
+"""Kinds of bytes, from the bottom or the left: blue stays, green are gradients, warm comes and goes."""
 
 WITHIN, OUTSIDE, MEASURED = "#0072B2", "#D55E00", "#56B4E9"
-"""Errors within and outside the tolerance; what was measured."""
+"""Colors of errors within and outside the tolerance, and of measurements."""
 
 MUTED: Final = "0.35"
 WIDTH_IN: Final = 9.0
@@ -88,7 +87,7 @@ def byte_unit(highest_bytes: int) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class BudgetLine:
-    """Where a cluster's budget is drawn, and what is said of it."""
+    """The place of a cluster's budget in a chart, and its text."""
 
     n_bytes: int
     text: str
@@ -156,12 +155,11 @@ FIELDS: Final = (
     "recompute",
     "engine",
 )
-"""What subtitles say of every plan, in the keywords of `memplan.estimate`; of other options they say what is
-not the default."""
+"""The fields that subtitles name for every plan; others are named if they differ from their defaults."""
 
 
 def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
-    """What all plans have in common, but for the `varied` keyword."""
+    """The fields that all plans have in common, except the `varied` keyword, as text."""
     models = {e.model.name for e in estimates}
     parts = [models.pop()] if len(models) == 1 else []
     first, *others = [{each.name: each for each in said_by(e.plan)} for e in estimates]
@@ -176,7 +174,7 @@ def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
 
 
 def _says_something(estimates: Sequence[Estimate], said: Said) -> bool:
-    """Whether a field is worth a word: degrees of 1, what only many ranks have, one pass a step are not."""
+    """Whether a field is worth naming: not a degree of 1, nor an option of several ranks or passes."""
     axis = {"zero": "dp", "schedule": "pp"}.get(said.name, said.name)
     if axis in ("dp", "tp", "pp"):
         return any(getattr(e.plan, axis) > 1 for e in estimates)

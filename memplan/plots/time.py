@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and who waits for whom in a pipeline."""
+"""The time of a step by cause, and the passes of a pipeline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -47,7 +47,7 @@ CHARACTER: Final = 0.0085
 
 
 def step_time(estimates: Mapping[str, Estimate]) -> "Figure":
-    """The seconds of a step by what they go to, one bar for each named plan.
+    """The seconds of a step by cause, one bar for each named plan.
 
     Raises:
         InvalidValue: no estimate, or one without a step time.
@@ -78,7 +78,7 @@ def step_time(estimates: Mapping[str, Estimate]) -> "Figure":
 
 
 def schedule(estimate: Estimate) -> "Figure":
-    """Who computes when in a pipeline: a row for each rank, its passes in the order of its record.
+    """The passes of a pipeline over time (a Gantt chart): a row for each rank.
 
     Passes are numbered by micro-batch where there is room; what is hatched is idle. Times are those of
     `memplan.timetable`; reductions of gradients and the update come after.
@@ -144,7 +144,7 @@ def _draw_rank(axes: "Axes", passes: Sequence[TimedPass], pp: int, end_s: float,
 
 
 def _gaps(passes: Sequence[TimedPass], end_s: float) -> Iterator[tuple[float, float]]:
-    """When a rank waits, from the start of the step to the end of the last pass on any rank."""
+    """The times at which a rank waits, from the start of the step to the end of the last pass on any rank."""
     now_s = 0.0
     for each in passes:
         if each.start_s > now_s + 1e-9 * end_s:

@@ -1,4 +1,4 @@
-"""Bytes held in the course of a step."""
+"""Bytes held over a step."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -95,7 +95,7 @@ class _Held:
 
     @property
     def widths(self) -> "NDArray[np.float64]":
-        """How wide each phase is drawn: its events, but never too narrow to be seen."""
+        """The width of each phase: in proportion to its events, with a least width."""
         counts = np.array([n for _, n in self.phases], dtype=np.float64)
         return cast("NDArray[np.float64]", np.maximum(counts, counts.sum() / (2 * max(len(counts), 4))))
 
@@ -112,7 +112,7 @@ def _held(step: Stretch, peak: Bytes) -> _Held:
 
 
 def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
-    """What is held between steps, by kind: the peak less what the step has added by then."""
+    """The bytes held between steps by kind: the peak less what the step has added by then."""
     added: Counter[Any] = Counter()
     alive_at_high(step, added)
     rises = bytes_by_kind(added)
@@ -132,7 +132,7 @@ SHADES: Final = {"forward": "white", "backward": "0.93", "optimizer": "0.84"}
 
 
 def _phases(names: Iterable[str]) -> Iterator[str]:
-    """Each event's phase; what belongs to none stays with the one before."""
+    """Each event's phase; an event without one belongs to the phase before."""
     phase = "forward"
     for name in names:
         phase = PHASES.get(name.partition(":")[0], phase)
@@ -140,7 +140,7 @@ def _phases(names: Iterable[str]) -> Iterator[str]:
 
 
 def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":
-    """Where the drawn points start (and the last one ends), and which events they are.
+    """The positions of the drawn points (and the end of the last one), and their events.
 
     Each phase is cut into cells of equal width; a cell shows its highest event.
     """

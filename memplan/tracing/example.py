@@ -1,4 +1,4 @@
-"""What is to be traced: a module, what it is called with, and which lists in it may be equal blocks."""
+"""The example to be traced: a module, its arguments, and the lists in it that may be equal blocks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A module and what it is called with: `leaves` of the inputs and targets, whose tree is `spec`.
+    """A module and its arguments: `leaves` of the inputs and targets, whose tree is `spec`.
 
-    `point` is the example's batch and length; `shapes` are results of operations that are known by now.
+    `point` is the example's batch and length; `shapes` remembers results of operations.
     """
 
     module: nn.Module
@@ -75,7 +75,7 @@ def checked_example(
     targets: Tensor | None,
     sequence: Sequence[str | int] | None,
 ) -> Example:
-    """What is asked for.
+    """The example of a module and its arguments, checked.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.

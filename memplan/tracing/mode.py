@@ -22,8 +22,8 @@ SHAPES: Final = torch._C._TorchDispatchModeKey.FAKE
 class ShapesMode(TorchDispatchMode, ABC):
     """Runs operations on tensors without data (`Shapes`) and on known values (`KnownValues`).
 
-    A subclass says in `run` what it notes about an operation. Operations on wrappers (DTensor and the like)
-    are passed on, so that the ones inside are seen.
+    A subclass notes operations in `run`. Operations on wrappers (such as DTensor) are passed on, so that
+    those on the tensors inside are seen.
 
     PyTorch's mode for such tensors is asked for results, but never active: PyTorch would take an active one
     for a compiler's and go other ways (`torch.distributed._functional_collectives._are_we_tracing`).
@@ -36,7 +36,7 @@ class ShapesMode(TorchDispatchMode, ABC):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; making sure of that at each operation would take longer than it."""
+        """True: nothing is compiled here, and checking that would take longer than an operation."""
         return False
 
     def __torch_dispatch__(
@@ -69,7 +69,7 @@ class ShapesMode(TorchDispatchMode, ABC):
 def on_a_device(results: Any) -> tuple[Tensor, ...]:
     """The tensors of a result that take memory: those on `meta` do not.
 
-    What PyTorch runs on shapes of its own accord, as DTensor does to learn a result's, is on `meta`.
+    PyTorch itself runs operations on `meta` tensors to learn shapes, as DTensor does.
     """
     return tuple(
         [

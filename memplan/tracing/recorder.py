@@ -1,4 +1,4 @@
-"""One forward and backward pass of a module on tensors without data: every storage that comes and goes.
+"""A module's forward and backward pass on tensors without data: allocation and free of every storage.
 
 Operations run on shapes (`memplan.tracing.shapes`), integers and masks for real (`memplan.tracing.values`),
 so that Python code sees values where it looks at them. Autograd is PyTorch's own: a storage lives as long as
@@ -21,7 +21,7 @@ from memplan.tracing.shapes import Shapes, tensors
 from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
-"""How autograd adds two gradients where it sees a mode such as this one: never in place."""
+"""The operation that adds two gradients in autograd while such a mode is active: never in place."""
 
 GIVEN, WEIGHT = -1, -2
 """Numbers of storages that were there before the step."""
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happened, and to which storage; `detail` is a parameter's name, or a computation."""
+    """An event and the number of its storage; `detail` is a parameter's name, or a computation."""
 
     kind: str
     segment: Segment
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A storage as it was when it came."""
+    """A storage as it was when it was allocated."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Computed(NamedTuple):
 
 
 class _Watch(weakref.ref[UntypedStorage]):
-    """Tells when a storage is gone, and which it was."""
+    """Notes when the storage of a number is freed."""
 
     __slots__ = ("address", "number")
 
@@ -75,7 +75,7 @@ class _Watch(weakref.ref[UntypedStorage]):
 
 
 class Recorder(ShapesMode):
-    """Notes what happens to storages, unit by unit.
+    """Records the events of storages, unit by unit.
 
     `n_blocks` units in the middle are the blocks; the one after them is the head, then the loss.
     """
@@ -89,7 +89,7 @@ class Recorder(ShapesMode):
         self.segment = Segment("inputs", 0)
         self.scopes: list[str] = []
         self.operation: Any = ""
-        """What runs now, and the modules that it runs in."""
+        """The running operation, and the modules around it."""
         self.inputs: dict[int, int] = {}
         """Storage of the first tensor that each block is called with."""
         self.output_grads: dict[int, int] = {}
@@ -103,11 +103,11 @@ class Recorder(ShapesMode):
         self.loss = -1
         """Storage of the loss."""
         self.embedded: set[int] = set()
-        """Storages of what is computed from weights before the first block."""
+        """Storages of tensors computed from weights before the first block."""
         self.reads_across = False
-        """Whether a unit reads what another one has made from weights, beside what that one has returned."""
+        """Whether a unit reads a tensor that another one has computed from weights and has not returned."""
         self.kinds: dict[int, Kind] = {}
-        """Of storages that are no temporaries."""
+        """The kind of each storage that is no temporary."""
         self.recomputing = False
         self._next_unit: int | None = None
         self._first_node = 0
@@ -121,7 +121,7 @@ class Recorder(ShapesMode):
     # --- What the run tells ---
 
     def known(self, tensor: Tensor, number: int = GIVEN) -> None:
-        """A tensor is there before the step, an input or a weight: what happens to it is not noted."""
+        """Register a tensor from before the step, an input or a weight: its events are not recorded."""
         self._watch(tensor.untyped_storage(), number)
 
     def storage_of(self, tensor: Tensor) -> int:
@@ -130,7 +130,7 @@ class Recorder(ShapesMode):
         return GIVEN if watch is None else watch.number
 
     def entered(self, unit: int, arguments: Any = ()) -> None:
-        """A unit's forward pass begins."""
+        """Note that a unit's forward pass begins."""
         self._first_node = torch.autograd._get_sequence_nr()
         self._begin(unit)
         called_with = tensors(arguments)
@@ -143,7 +143,7 @@ class Recorder(ShapesMode):
                     tensor.register_hook(self._entry_grad)
 
     def left(self, unit: int, output: Any = ()) -> None:
-        """A unit's forward pass has returned; it goes on until something else computes."""
+        """Note that a unit's forward pass has returned; frees belong to it until something else computes."""
         self._next_unit = unit + 1
         self._first_node = torch.autograd._get_sequence_nr()
         for tensor in tensors(output)[:1]:
@@ -164,25 +164,25 @@ class Recorder(ShapesMode):
         self._units.append(unit)
 
     def start_forward(self) -> None:
-        """The inputs are in the weights' type, and the module is called."""
+        """Note that the inputs have been cast to the weights' type, and the module is called."""
         self.segment = Segment("forward", 0)
 
     def leaving_autocast(self) -> None:
-        """The forward pass has returned: what autocast has kept of weights is freed."""
+        """Note that the forward pass has returned: autocast's copies of weights are freed."""
         self.segment = Segment("casts", 0)
 
     def start_backward(self) -> None:
-        """The backward pass begins: what is alive is saved for it."""
+        """Note that the backward pass begins: tensors that are alive are saved for it."""
         self.kinds |= {watch.number: "activations" for watch in self._alive.values() if watch.number >= 0}
         self._from_weights = False
         self.segment = Segment("backward", self.n_blocks + 2)
 
     def end_backward(self) -> None:
-        """The backward pass has returned."""
+        """Note that the backward pass has returned."""
         self.segment = Segment("end", 0)
 
     def grad_made(self, parameter: nn.Parameter, name: str) -> None:
-        """A parameter's gradient has been accumulated."""
+        """Note that a parameter's gradient has been accumulated."""
         if parameter.grad is not None:
             storage = self.storage_of(parameter.grad)
             self.kinds[storage] = "grads"
@@ -225,7 +225,7 @@ class Recorder(ShapesMode):
         return out
 
     def _reads(self, *arguments: Any) -> None:
-        """What an operation of a forward pass is called with: it may not be of its unit's own making."""
+        """Note operands of a forward pass that its unit has not computed itself."""
         unit, head = self.segment.unit, self.n_blocks + 1
         read = {self.storage_of(tensor) for tensor in tensors(arguments)}
         self._from_weights = unit == 0 and not read.isdisjoint({WEIGHT, *self.embedded})
@@ -243,7 +243,7 @@ class Recorder(ShapesMode):
             self.events.append(event)
 
     def _workspace(self, name: str, n_elements: int, results: Sequence[Tensor]) -> None:
-        """What a kernel allocates for itself beside its results, of their type or in bytes, and frees."""
+        """Record a kernel's own scratch, of its results' type or in bytes: allocated and freed."""
         if n_elements > 0:
             dtype = results[0].dtype if results else torch.uint8
             n_bytes = n_elements * dtype.itemsize
@@ -253,7 +253,7 @@ class Recorder(ShapesMode):
             self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
 
     def _locate(self) -> None:
-        """Where the step is: after a unit has returned, or at a node of autograd's that a unit has made."""
+        """Find the step's segment: after a unit has returned, or at an autograd node that a unit has made."""
         if self.segment.phase == "forward":
             if self._next_unit is not None:
                 self._begin(self._next_unit)
@@ -265,7 +265,7 @@ class Recorder(ShapesMode):
                     self.segment = Segment("backward", unit)
 
     def seen(self, tensor: Tensor, func: Any) -> None:
-        """The tensor is alive; its storage may be new."""
+        """Record a tensor's storage if it is new."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._alive:
             return
@@ -303,7 +303,7 @@ class Recorder(ShapesMode):
 def executed(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, int]:
-    """What an operation returns on a GPU, and the bytes that its kernels asked for at most beside that."""
+    """The result of an operation on a GPU, and the most bytes that its kernels allocated beside it."""
     torch._C._cuda_resetPeakMemoryStats(device.index)
     out = func(*args, **kwargs)
     requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]

@@ -18,7 +18,7 @@ UNLIKE: Final = frozenset(
 """Operations whose results do not follow from layouts, or that change an argument's."""
 
 NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
-"""Whose operations take and return nothing but tensors and plain values."""
+"""Namespaces whose operations take and return only tensors and plain values."""
 
 
 def tensors(value: Any) -> tuple[Tensor, ...]:
@@ -33,7 +33,7 @@ def tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 class Layout(NamedTuple):
-    """What PyTorch knows of a tensor beside its elements."""
+    """The properties of a tensor apart from its elements."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -79,7 +79,7 @@ class Shapes:
         self._common: dict[torch.device, dict[str, Any]] = {}
 
     def result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the operation returns."""
+        """The result of the operation."""
         if not _follows_from_layouts(func):
             return self.mode.dispatch(func, types, args, kwargs)
         given: list[Tensor] = []

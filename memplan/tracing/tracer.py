@@ -41,10 +41,10 @@ LENGTHS: Final = (48, 80)
 """Sequences that are traced where the example is longer: short, so that masks can be computed."""
 
 FEW: Final = 4
-"""Blocks that show what all do: the first two, the one that stands for the others, the last."""
+"""Blocks that are enough for a trace: the first two, one that stands for the others, the last."""
 
 LEAST_LENGTH: Final = 4
-"""Of the example's sequence: two lengths are traced."""
+"""The shortest sequence of an example, as two lengths are traced."""
 
 MOST_MASKED: Final = 1 << 20
 """Elements of the largest mask with which rules of sizes are checked."""
@@ -55,7 +55,7 @@ CANNOT: Final = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-"""What is raised where a value is needed that is not known."""
+"""The errors raised where an unknown value is needed."""
 
 
 def trace(
@@ -116,7 +116,7 @@ def trace(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Storages go when their last reference does, and not when garbage is collected."""
+    """Turns garbage collection off, so that storages are freed with their last reference."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -194,7 +194,7 @@ class _Tracer:
 
     @contextmanager
     def _first_blocks(self) -> Iterator[None]:
-        """The list has its first blocks only."""
+        """Shortens the list to its first blocks."""
         every = self.list._modules
         self.list._modules = dict(islice(every.items(), FEW))
         try:
@@ -283,7 +283,7 @@ class _Tracer:
     def _watched(
         self, recorder: Recorder, weights: torch.dtype, *, again: bool, casts: bool
     ) -> Iterator[None]:
-        """The recorder is told which module runs; blocks are run `again` in the backward pass.
+        """Tells the recorder which module runs; blocks are run `again` in the backward pass.
 
         `casts`: floats that blocks are called with are cast to the weights' type, as FSDP2 does.
         """
@@ -384,7 +384,7 @@ def _why(error: Exception) -> str:
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """The inputs as they are called with: floats in the weights' type, as FSDP2 casts them."""
+    """Arguments with floats cast to the weights' type, as FSDP2 casts them."""
     if dtype == torch.float32:
         return inputs
     return tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, inputs)
@@ -448,7 +448,7 @@ def _without_data(
 
 
 def _passing_by(recorder: Recorder) -> Iterator[Any]:
-    """What passes the dispatcher by, or asks whether tensors have data; and oneDNN is off.
+    """Replaces functions that bypass the dispatcher or ask whether tensors have data; turns oneDNN off.
 
     Source: torch/utils/checkpoint.py (`fwd_cpu_state`); transformers.utils.import_utils (`is_fake_tensor`).
     """
@@ -473,7 +473,7 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
 
 @contextmanager
 def _inputs_require_grads(module: nn.Module) -> Iterator[None]:
-    """As transformers' own checkpointing makes of token embeddings, be they frozen or not.
+    """Makes token embeddings require gradients, as transformers' checkpointing does even if they are frozen.
 
     Source: transformers.modeling_utils (`PreTrainedModel.activation_checkpointing_enable`).
     """
@@ -493,7 +493,7 @@ def _inputs_require_grads(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """PyTorch's own kernels: what oneDNN's allocate depends on the model of the CPU."""
+    """Turns oneDNN off, whose kernels' allocations depend on the model of the CPU."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -566,7 +566,7 @@ def _can_be_checked(point: Point) -> bool:
 
 
 def _agreed(tracer: _Tracer, variant: tuple[str, str, str, bool], points: Iterable[Point]) -> Recording:
-    """What runs of several sizes agree on."""
+    """The recording that runs of several sizes agree on."""
     each = list(dict.fromkeys(points))
     return recording_of([tracer.run(point, *variant) for point in each], each)
 
@@ -631,7 +631,7 @@ def _fixed(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _stored(parameter: Tensor) -> str:
-    """A parameter's type: that of floats is the plan's."""
+    """A parameter's stored type; floats have the plan's."""
     return "float32" if parameter.is_floating_point() else _name(parameter)
 
 
@@ -640,7 +640,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
-    """What the step is given; a tensor that is given twice once."""
+    """The tensors that the step is given, each once."""
     points = list(zip((2, 3), LENGTHS, strict=True))
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
         shapes = [example.resized(leaf, point).shape for point in points]

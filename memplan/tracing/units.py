@@ -1,8 +1,8 @@
-"""From what a recorder has noted to a recording: equal blocks become one, sizes become rules.
+"""Turns recorded events into a recording: equal blocks become one block, sizes become rules.
 
-Two blocks are equal if the same happens in both, in the same order, to storages of equal sizes. What happens
-at one place in all of them happens to one buffer: the output of one block, which the next one frees, is the
-buffer that each block makes and each block frees.
+Two blocks are equal if they have the same events in the same order, of storages of equal sizes. Storages at
+the same place in all blocks become one buffer: the output of a block, which the next block frees, is one
+buffer that each block allocates and each block frees.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,21 +99,21 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
 def representative(n_blocks: int) -> int:
     """The unit that stands for all blocks but the first: the third, or the second of fewer than four.
 
-    The second is one of the first two that have been called with what several share, two masks say, and so
-    may free it in the backward pass.
+    The second may be special: of tensors that several blocks share (masks, say), the first blocks' backward
+    passes free them.
     """
     return 3 if n_blocks > 3 else min(n_blocks, 2)
 
 
 def _ordered(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, frees in a row by their storages' age: autocast drops its copies in no order."""
+    """The events, with consecutive frees sorted by age, as autocast frees its copies in no order."""
     for kind, row in groupby(events, key=lambda event: event.kind):
         found = list(row)
         yield from sorted(found, key=lambda event: event.storage) if kind == "free" else found
 
 
 class _Classes:
-    """Storages that are one buffer of the recording."""
+    """The classes of storages that become one buffer of the recording."""
 
     def __init__(self, recorder: Recorder, block_prefixes: Sequence[str]) -> None:
         self.recorder = recorder
@@ -164,7 +164,7 @@ class _Classes:
                 self._join(one.storage, other.storage)
 
     def unify_if_equal(self, found: Sequence[Event], like: Sequence[Event]) -> None:
-        """The same of the first block, which may differ."""
+        """Make one buffer of the storages at each place of the first block, if it is equal to the others."""
         if len(found) == len(like) and all(map(self._alike, found, like)):
             self.unify(found, like, "")
 
@@ -196,7 +196,7 @@ class _Classes:
         return f"has {event.kind} of {stored.name or event.detail} ({stored.n_bytes} bytes)"
 
     def numbered(self, parts: Mapping[str, Sequence[Event]]) -> Parts:
-        """The parts with classes numbered as they come."""
+        """The parts with classes numbered in the order of their first event."""
         recorder, numbers, n = self.recorder, {}, count()
         made: dict[str, tuple[Event, ...]] = {}
         for part, events in parts.items():
@@ -278,7 +278,7 @@ Point = tuple[int, int]
 
 
 def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
-    """The number that takes these values at these sizes of the input: the simplest that does.
+    """The simplest sum of terms with these values at these sizes of the input.
 
     >>> size_of((2 * 48 * 7, 3 * 80 * 7), ((2, 48), (3, 80)))
     (Term(factor=7, batch_power=1, seq_power=1),)
@@ -324,11 +324,11 @@ def product(*sizes: Size) -> Size:
 
 
 POWERS: Final = ((1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2), (2, 0))
-"""Of batch and length, in the order in which they are tried."""
+"""The powers of batch and length, in the order in which they are tried."""
 
 
 def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
-    """The recording that says what each of these runs did.
+    """The recording of which all these runs are instances.
 
     Raises:
         Unlike: they did not do the same.

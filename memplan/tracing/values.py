@@ -1,8 +1,9 @@
-"""What is known of tensors without data: integers, masks and single numbers, computed for real.
+"""The known values of tensors without data: integers, masks and single numbers, computed for real.
 
 Python code that trains a model looks at few values: whether a token's row is this rank's own, the optimizer's
 count of steps, whether a scaled gradient has overflowed. They follow from integers and single numbers, so
-these are computed beside the tensors that stand for them. Nothing else has a value: a loss is no number.
+these, and floats that are made of them, are computed beside the tensors that stand for them. Nothing else has
+a value: a loss is no number.
 """
 
 import math
@@ -21,11 +22,17 @@ from memplan.tracing.shapes import tensors
 MOST_ELEMENTS: Final = 1 << 24
 """A tensor of integers with more elements is not computed: a mask of all queries by all keys, say."""
 
+MOST_FLOATS: Final = 1 << 20
+"""Of floats that follow from integers and are not written to: distances of positions, a mask of ones."""
+
 READ: Final = torch.ops.aten._local_scalar_dense.default
-"""How a number is read out of a tensor (`Tensor.item`)."""
+"""The operation that reads a number out of a tensor (`Tensor.item`)."""
+
+OVERWRITTEN: Final = "overwritten"
+"""The mark of a storage of known floats that unknown ones have been written to."""
 
 CHECKS_OVERFLOWS: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""Notes whether one of the gradients is not finite. Those without values are: what was noted stays."""
+"""The operation that notes whether a gradient is not finite; gradients without values count as finite."""
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 """An operation's arguments by place and by name."""
@@ -48,9 +55,10 @@ class KnownValues:
         if _has_any_shape(func) and all(map(_is_known, tensors(arguments))):
             return tree_map(self._stand_in, _computed(func, arguments))
         out = without_data()
-        results, written = tensors(out), _written(func, arguments)
+        results, written, given = tensors(out), _written(func, arguments), tensors(arguments)
         made = (*written, *results)
-        if made and all(map(_can_be_known, made)) and all(map(_is_known, tensors(arguments))):
+        most = 1 if written or _has_any_values(func) else MOST_FLOATS
+        if made and all(_can_be_known(one, most) for one in made) and all(map(_is_known, given)):
             for result, value in zip(results, tensors(_computed(func, arguments)), strict=True):
                 if isinstance(result, FakeTensor):
                     result.real_tensor = value
@@ -59,7 +67,7 @@ class KnownValues:
         return out
 
     def _stand_in(self, value: Any) -> Any:
-        """What stands for a known value."""
+        """The tensor without data that represents a known value."""
         if not isinstance(value, Tensor):
             return value
         tensor = self._mode.from_tensor(value)
@@ -80,17 +88,19 @@ def known_value(tensor: Tensor) -> Tensor:
 
 
 def _number(tensor: Tensor) -> Any:
-    """A single number; a float that is not known is none."""
+    """Whether a value is a single known number."""
     if tensor.is_floating_point() and not _is_known(tensor):
         return math.nan
     return known_value(tensor).item()
 
 
 def _forget(func: Any, written: Iterable[Tensor]) -> None:
-    """Known values have been overwritten by unknown ones."""
+    """Known values have been overwritten by unknown ones; of floats all that share their storage."""
     for tensor in written:
         if isinstance(tensor, FakeTensor) and tensor.real_tensor is not None:
-            if tensor.numel() > 1:
+            if not _is_counted(tensor):
+                vars(tensor.real_tensor.untyped_storage())[OVERWRITTEN] = True
+            elif tensor.numel() > 1:
                 raise NotImplementedError(f"{func} writes unknown values among known ones.")
             tensor.real_tensor = None
 
@@ -111,6 +121,12 @@ def _has_any_shape(func: Any) -> bool:
 
 
 @cache
+def _has_any_values(func: Any) -> bool:
+    """Whether what it returns is random, or whatever was in the memory."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name
+
+
+@cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
     """The places and names of the arguments that an operation writes to."""
     return tuple(
@@ -128,14 +144,24 @@ def _written(func: Any, arguments: Arguments) -> tuple[Tensor, ...]:
 
 
 def _value(tensor: Tensor) -> Tensor | None:
-    return tensor.real_tensor if isinstance(tensor, FakeTensor) else tensor
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    value = tensor.real_tensor
+    if value is not None and not _is_counted(value) and OVERWRITTEN in vars(value.untyped_storage()):
+        return None
+    return value
 
 
 def _is_known(tensor: Tensor) -> bool:
     return _value(tensor) is not None
 
 
-def _can_be_known(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.numel() == 1
+def _is_counted(tensor: Tensor) -> bool:
+    """Whether it is of integers, or a mask."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _can_be_known(tensor: Tensor, most_floats: int) -> bool:
+    if not _is_counted(tensor):
+        return tensor.numel() <= most_floats
     return tensor.numel() <= MOST_ELEMENTS

@@ -313,11 +313,13 @@ class FSDPModule(StageModule[FsdpState]):
         self.state = state
         return chain("backward", *parts)
 
-    def _made_weights(self, found: Iterable[Event]) -> Iterator[Event]:
-        """The second part's events; from torch 2.15 on gradients are cast to their sum's type."""
+    def _weights(self, segment: Segment) -> Stretch:
         if not self.stage.autograd_casts_grads:
-            yield from super()._made_weights(found)
-            return
+            return super()._weights(segment)
+        return events("backward: weights", self._cast_weights(segment.events))
+
+    def _cast_weights(self, found: Iterable[Event]) -> Iterator[Event]:
+        """The second part's events; from torch 2.15 on gradients are cast to their sum's type."""
         cast = {grad: self.wide[p] for p, grad in self.grads.items()}
         for event in found:
             match event:

@@ -30,7 +30,7 @@ from memplan.record import (
     passed,
     repeated,
 )
-from memplan.shapes import Buffer, Parameter, buffer_of
+from memplan.shapes import Buffer, buffer_of
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -152,34 +152,28 @@ class StageModule(ABC, Generic[State]):
         split, name = self.stage.split, "backward: inputs of the blocks"
         return chain(
             "backward",
-            events("backward: loss", split.loss.events),
-            events("backward: input of the head", split.head.events),
-            *[repeated(events(name, segment.events), n) for segment, n in split.blocks],
-            *[repeated(events("backward: end", segment.events), n) for segment, n in split.end],
+            split.loss.stretch("backward: loss"),
+            split.head.stretch("backward: input of the head"),
+            *[repeated(segment.stretch(name), n) for segment, n in split.blocks],
+            *[repeated(segment.stretch("backward: end"), n) for segment, n in split.end],
         )
 
     def _backward_weight(self) -> Stretch:
         split = self.stage.split
-
-        def part(segment: Segment, n: int = 1) -> Stretch:
-            return repeated(events("backward: weights", self._made_weights(segment.events)), n)
-
-        played = chain(
-            "backward",
-            *[part(segment, n) for segment, n in split.weights],
-            part(split.weights_head),
-            *[part(segment, n) for segment, n in split.weights_end],
-        )
+        order = [*split.weights, (split.weights_head, 1), *split.weights_end]
+        played = chain("backward", *[repeated(self._weights(segment), n) for segment, n in order])
         self._made_grads()
         return played
 
-    def _made_weights(self, found: Iterable[Event]) -> Iterator[Event]:
-        """The second part's events: first gradients are kept, later ones are added to them and freed."""
-        kept = set() if self.has_grads else set(self._gradients().values())
-        return (e for e in found if not (isinstance(e, Free) and e.buffer in kept))
+    def _weights(self, segment: Segment) -> Stretch:
+        """A segment of the second part: first gradients are kept, later ones are added to them and freed."""
+        name, has_grads = "backward: weights", self.has_grads
 
-    def _gradients(self) -> dict[Parameter, Buffer]:
-        return self.trace.gradients()
+        def made() -> Stretch:
+            kept = set() if has_grads else set(self.trace.gradients().values())
+            return events(name, (e for e in segment.events if not (isinstance(e, Free) and e.buffer in kept)))
+
+        return segment.made_once((name, has_grads), made)
 
     def release(self) -> Stretch:
         """Frees the stage's output of a micro-batch, which the schedule has held."""

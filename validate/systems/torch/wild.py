@@ -126,6 +126,19 @@ LANGUAGE: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "BertConfig",
         {**WIDTHS, **NO_DROPOUT},
     ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": WIDTH, "d_ff": 176, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY,
+         "decoder_start_token_id": 0, "dropout_rate": 0.0},
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {"d_model": WIDTH, "encoder_ffn_dim": 176, "decoder_ffn_dim": 176, "encoder_layers": 2,
+         "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0,
+         "vocab_size": VOCABULARY, "max_position_embeddings": 128},
+    ),
     "roberta": (
         "RobertaForMaskedLM",
         "RobertaConfig",
@@ -525,9 +538,10 @@ def wild_modules(
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
+        own, path = _blocks(module, model), ""
         if plan.recompute == "full":
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
-        own, path = _blocks(module, model), ""
+            _checkpoint_only(own, module)
         if plan.pp > 1:
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
@@ -538,6 +552,14 @@ def wild_modules(
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
+
+
+def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
+    """Of transformers' layers with checkpointing, an encoder's and a decoder's, the blocks alone have it."""
+    kind = import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    for one in module.modules():
+        if isinstance(one, kind) and one not in blocks:
+            one.gradient_checkpointing = False
 
 
 def _blocks(module: nn.Module, model: TracedModel | Decoder) -> list[nn.Module]:
