@@ -52,7 +52,7 @@ nogpu: $(NOGPU)/.ready
 	$(NOGPU)/bin/python -m validate sweep --suite gpu-single --device nogpu
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 QUESTIONS: Final = ("gpus", "seq_len")
 """Objectives that take several searches: the fewest GPUs, the longest sequence."""
 
-KEEP: Final = 100
-"""Plans of each verdict that a search keeps unless told otherwise."""
+KEEP: Final = 20
+"""Plans of each verdict that a search keeps by default; the verdict of each takes a replay."""
 
 LOOKS: Final = 4
 """The most searches for a plan that fits, each leaving more room for the caching allocator."""
