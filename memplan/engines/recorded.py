@@ -169,11 +169,16 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
 def _without_embedding(
     part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer]
 ) -> dict[str, Segment]:
-    """The parts of a stage that is not the first: its first block's input is received, and not freed here."""
+    """The parts of a stage that is not the first: its first block's input is received, and not freed here.
+
+    Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`, whose cache is for leaves).
+    """
     entry, entry_grad = buffers[cut.entry], buffers[cut.entry_grad]
     embed, last = part["embed"], part["embed_backward"]
     only_first = {buffers[i] for i in cut.embedded} | (_made(embed) & _freed(last)) - {entry}
     found = {name: Without(*only_first)(segment) for name, segment in part.items()}
+    recast = Without(*[buffers[i] for i in cut.recast])
+    found |= {name: recast(found[name]) for name in ("entry", "entry_backward")}
     found[cut.entry_freed] = _without_last_free(found[cut.entry_freed], entry)
     of_head = _made(*[part[name] for name in HEAD]) - {entry_grad}
     late = [event for event in last.events if isinstance(event, Free) and event.buffer in of_head]

@@ -126,7 +126,8 @@ class Cut(NamedTuple):
     Stages that are not the first make of what goes before the blocks all but what follows from weights
     (`embedded`), and are called with the first block's input, `entry`. The others return their last block's
     output. `entry_freed`, `last_freed`: the parts in which those two are freed. `entry_grad` is the entry's
-    gradient. The last stage returns `output`, of which the `loss` is computed; -1: the loss itself.
+    gradient. The last stage returns `output`, of which the `loss` is computed; -1: the loss itself. `recast`
+    are copies of the entry that autocast does not make of a received tensor, as it keeps the first one.
     """
 
     entry: int
@@ -136,6 +137,7 @@ class Cut(NamedTuple):
     embedded: tuple[int, ...]
     output: int
     loss: int
+    recast: tuple[int, ...]
 
 
 class Recording(NamedTuple):
@@ -568,13 +570,14 @@ def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str])
 def _cut(value: list[Any] | None, n_buffers: int) -> Cut | None:
     if value is None:
         return None
-    found = Cut(*_items(value, "cut", int, str, int, str, list, int, int))
+    found = Cut(*_items(value, "cut", int, str, int, str, list, int, int, list))
     for part in (found.entry_freed, found.last_freed):
         checked_choice("part", part, PARTS)
     ends = found.output, found.loss
-    for i in (found.entry, found.entry_grad, *found.embedded, *[i for i in ends if i != -1]):
+    others = (*found.embedded, *found.recast, *[i for i in ends if i != -1])
+    for i in (found.entry, found.entry_grad, *others):
         _place(i, n_buffers)
-    return found._replace(embedded=tuple(found.embedded))
+    return found._replace(embedded=tuple(found.embedded), recast=tuple(found.recast))
 
 
 def _place(value: Any, n: int) -> int:

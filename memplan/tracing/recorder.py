@@ -26,6 +26,9 @@ SUMS: Final = torch.ops.aten.add.Tensor
 GIVEN, WEIGHT = -1, -2
 """Numbers of storages that were there before the step."""
 
+CASTS: Final = torch.ops.aten._to_copy.default
+"""Copies a tensor to another type."""
+
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
@@ -35,6 +38,10 @@ class Segment(NamedTuple):
 
     phase: str
     unit: int
+
+
+ENTRY: Final = Segment("forward", 1)
+"""The first block's forward pass."""
 
 
 class Event(NamedTuple):
@@ -98,6 +105,9 @@ class Recorder(ShapesMode):
         """Whether the first block is called with a tensor that has a gradient."""
         self.entry_grad = -1
         """Storage of that gradient."""
+        self.autocasts = False
+        self.entry_casts: list[int] = []
+        """Storages of autocast's copies of what the first block is called with."""
         self.outputs: dict[int, int] = {}
         """Storage of the first tensor that each block returns; the module's, if a loss is computed of it."""
         self.loss = -1
@@ -213,6 +223,9 @@ class Recorder(ShapesMode):
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
+        if func is CASTS and self.segment == ENTRY and self.autocasts:
+            called_with = self.storage_of(args[0]) == self.inputs.get(1)
+            self.entry_casts += [self.storage_of(results[0])] if called_with else []
         self._workspace("columns of a convolution", columns(func, args, results), results)
         self._workspace("widened operand", widened(func, args, results), results)
         self._workspace("memory of a kernel's own", scratch_bytes, ())

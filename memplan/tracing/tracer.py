@@ -233,6 +233,7 @@ class _Tracer:
         with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
             inputs = _cast(inputs, getattr(torch, weights))
             recorder.start_forward()
+            recorder.autocasts = bool(autocast)
             loss = self._loss(recorder, inputs, targets)
             del inputs
             recorder.leaving_autocast()

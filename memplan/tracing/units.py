@@ -254,6 +254,7 @@ class _Classes:
             embedded=tuple(sorted({number(storage) for storage in only_first} - {-1})),
             output=number(recorder.outputs.get(n + 1, -1)),
             loss=number(recorder.loss),
+            recast=tuple(map(number, recorder.entry_casts[1:])),
         )
 
 
