@@ -119,8 +119,8 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
         return
     if plan.recompute == "selective":
         raise PlanRefused(
-            f"schedule={plan.schedule!r} goes back through a block in parts, but recompute='selective' lets "
-            "it once ('Trying to backward an extra time. You are only allowed to backward once on any region "
+            f"schedule={plan.schedule!r} splits each backward pass, but recompute='selective' allows a single "
+            "one ('Trying to backward an extra time. You are only allowed to backward once on any region "
             "computed under selective activation checkpoint.'); use recompute='full' or 'none', or "
             "schedule='interleaved-1f1b'.",
             kind="zero-bubble, zbv or dualpipe-v with selective recomputation, which fails in PyTorch",
