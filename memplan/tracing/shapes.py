@@ -20,6 +20,8 @@ UNLIKE: Final = frozenset(
 NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
 """Namespaces whose operations take and return only tensors and plain values."""
 
+LAYER_NORM: Final = torch.ops.aten.native_layer_norm.default
+
 
 def tensors(value: Any) -> tuple[Tensor, ...]:
     """The tensors of an argument or a result, in order."""
@@ -81,7 +83,7 @@ class Shapes:
     def result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of the operation."""
         if not _follows_from_layouts(func):
-            return self.mode.dispatch(func, types, args, kwargs)
+            return self._dispatched(func, types, args, kwargs)
         given: list[Tensor] = []
         key = (func, _key(args, given), _key(kwargs, given))
         known = self._known.get(key)
@@ -90,10 +92,25 @@ class Shapes:
             if known.container is not None:
                 return known.container(made)
             return made[0] if made else None
-        out = self.mode.dispatch(func, types, args, kwargs)
+        out = self._dispatched(func, types, args, kwargs)
         if key not in self._known:
             self._known[key] = _described(out, given)
         return out
+
+    def _dispatched(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """PyTorch's own answer, but for a layer norm on CPU with weights of another type than its input's.
+
+        The kernel's mean and deviation have the weights' type, PyTorch's rule says the input's.
+
+        Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`: `param_scalar_type`).
+        """
+        out: Any = self.mode.dispatch(func, types, args, kwargs)
+        if func is not LAYER_NORM or args[0].device.type != "cpu" or args[2] is None:
+            return out
+        with self.mode:
+            return out[0], *[statistic.to(args[2].dtype) for statistic in out[1:]]
 
     def _made(self, part: _Result, given: Sequence[Tensor]) -> Tensor:
         if part.argument is not None and part.is_argument:

@@ -119,7 +119,7 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
         return
     if plan.recompute == "selective":
         raise PlanRefused(
-            f"schedule={plan.schedule!r} splits each backward pass, but recompute='selective' allows a single "
+            f"schedule={plan.schedule!r} splits each backward pass, but recompute='selective' allows only "
             "one ('Trying to backward an extra time. You are only allowed to backward once on any region "
             "computed under selective activation checkpoint.'); use recompute='full' or 'none', or "
             "schedule='interleaved-1f1b'.",
