@@ -96,7 +96,7 @@ class Found:
     left_out: tuple[str, ...] = ()
     again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
 
-    @property
+    @cached_property
     def different(self) -> tuple[str, ...]:
         """The fields of a plan in which the jobs differ."""
         said = [plan_dict(job) for job in self.jobs]
@@ -435,7 +435,7 @@ class _Refused:
         return self._pool.n_seen
 
     def noting(self, batches: Iterable[list[Ruled]]) -> Iterator[list[Ruled]]:
-        """The batches of all plans, whose refused ones are noted when they come for the first time."""
+        """Yields the batches; the first time through all of them their refused plans are counted."""
         for batch in batches:
             if not self._is_complete:
                 self._note(batch)

@@ -76,7 +76,7 @@ def counts(found: "Found") -> dict[str, Any]:
         "refused_by": dict(found.refused_by),
         "cluster": found.cluster.name,
         "seq_len": found.jobs[0].seq_len,
-        "jobs": [{name: plan_dict(job)[name] for name in names} for job in found.jobs],
+        "jobs": [{name: said[name] for name in names} for said in map(plan_dict, found.jobs)],
         "left_out": list(found.left_out),
     }
 

@@ -204,13 +204,13 @@ class _Tracer:
 
     def _run(self, point: Point, weights: str, autocast: str, recompute: str, casts: bool) -> Parts:
         recorder = Recorder(len(self.list._modules), self.example.shapes, self.device)
-        with _without_data(self.example.module, recorder, getattr(torch, weights)) as parameters:
+        dtype = getattr(torch, weights)
+        with _without_data(self.example.module, recorder, dtype) as parameters:
             inputs, targets = self._inputs(point, recorder)
             recorder.events.clear()
             with ExitStack() as stack:
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
-                dtype = getattr(torch, weights)
                 stack.enter_context(self._watched(recorder, dtype, again=recompute == "full", casts=casts))
                 if recompute == "full":
                     stack.enter_context(_inputs_require_grads(self.example.module))

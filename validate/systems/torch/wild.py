@@ -30,7 +30,7 @@ from validate.systems.torch.passes import Passes
 from validate.systems.torch.wild_stages import (
     VOCABULARY,
     WIDTH,
-    autocast_dtype,
+    autocast,
     loss_of_output,
     wild_pipeline,
     wild_stage,
@@ -526,7 +526,7 @@ def wild_modules(
     *,
     seed: int,
 ) -> dict[int, nn.Module]:
-    """The modules of a rank's stages as they train under a plan; of a plan without a pipeline the one."""
+    """The modules of a rank's stages (without a pipeline a single one), wrapped as the plan says."""
     wild = wild_of(model)
     found: dict[int, nn.Module] = {}
     for stage in plan.stages_of(at.pp):
@@ -555,7 +555,7 @@ def wild_modules(
 
 
 def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
-    """Of transformers' layers with checkpointing, an encoder's and a decoder's, the blocks alone have it."""
+    """Turn checkpointing off in all layers of transformers except the blocks."""
     kind = import_module("transformers.modeling_layers").GradientCheckpointingLayer
     for one in module.modules():
         if isinstance(one, kind) and one not in blocks:
@@ -595,7 +595,7 @@ def wild_passes(
         return wild_pipeline(modules, plan, inputs, mesh, device, returns_loss="targets" not in inputs)
     (module,) = modules.values()
     n = plan.n_micro_batches
-    compute, narrow = torch_dtype(plan.formats.compute), autocast_dtype(plan)
+    compute = torch_dtype(plan.formats.compute)
 
     def loss(i: int) -> Tensor:
         part = {name: value.chunk(n)[i] for name, value in inputs.items()}
@@ -615,7 +615,7 @@ def wild_passes(
         for i in range(n):
             held = isinstance(module, DistributedDataParallel) and i < n - 1
             with module.no_sync() if held else nullcontext():  # type: ignore[operator]
-                with torch.autocast(device.type, narrow) if narrow is not None else nullcontext():
+                with autocast(plan, device):
                     found = loss(i)
                 found.backward()
             total += float(found.detach())

@@ -1,11 +1,11 @@
 """Other people's modules cut into pipeline stages of their blocks, by hand as their users do it.
 
-Each stage is the whole module with the blocks and the ends of the others taken out. The last one computes the
-loss where the module does.
+Each stage is the whole module without the other stages' blocks, embedding or head. The last one computes the
+loss if the module does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, cast
 
 import torch
@@ -22,27 +22,26 @@ from validate.systems.torch.passes import Passes, schedule_class
 
 WIDTH: Final = 64
 VOCABULARY: Final = 1000
-"""What is handed from block to block of each token, and the classes of the next one."""
+"""The width of the tensor between blocks, and the size of the vocabulary."""
 
 EMBEDDING: Final = ("emb_dropout", "wpe", "drop")
-"""What they have before their blocks beside the table of tokens."""
+"""Names of modules before the blocks, besides the token embedding."""
 
 LAST_NORMS: Final = ("norm", "final_layer_norm", "ln_f")
-"""What decoders of transformers call the norm after their blocks."""
+"""Names of the norm after the blocks in decoders of transformers."""
 
 
 class WildStage(nn.Module):
-    """A stage: what it is called with, tokens or what the stage before returns, goes through `run`."""
+    """A pipeline stage, which calls `run` with tokens or with the output of the stage before."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Tensor], plan: Plan) -> None:
         super().__init__()
         self.module = module
         self.run = run
-        self.autocast_dtype = autocast_dtype(plan)
+        self.plan = plan
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        narrow = self.autocast_dtype
-        with torch.autocast(x.device.type, narrow) if narrow is not None else nullcontext():
+        with autocast(self.plan, x.device):
             return self.run(x, labels)
 
 
@@ -51,9 +50,11 @@ def loss_of_output(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
 
 
-def autocast_dtype(plan: Plan) -> torch.dtype | None:
-    """What autocast computes in; None: there is none."""
-    return torch_dtype(plan.formats.compute) if plan.mixed and not plan.fsdp else None
+def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to the plan's compute type; nothing if the plan has none."""
+    if plan.mixed and not plan.fsdp:
+        return torch.autocast(device.type, torch_dtype(plan.formats.compute))
+    return nullcontext()
 
 
 def wild_stage(module: nn.Module, path: str, plan: Plan, stage: int) -> WildStage:
@@ -72,7 +73,7 @@ def wild_stage(module: nn.Module, path: str, plan: Plan, stage: int) -> WildStag
 
 
 def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The forward function of a stage of a decoder of transformers, of which the other ends are taken out."""
+    """The forward function of a stage of a transformers decoder, whose other embedding or head is removed."""
     base = module.base_model
     if not first:
         base.set_input_embeddings(nn.Identity())
@@ -112,15 +113,14 @@ def wild_pipeline(
 ) -> Passes:
     """Forward and backward of one step over this rank's stages by the plan's schedule.
 
-    The last stage `returns_loss`, or that follows from its output, within autocast as the module is.
+    The last stage `returns_loss`, or the loss is computed from its output, both under autocast.
     """
     kind, n = schedule_class(plan), plan.n_micro_batches
     output = () if returns_loss else (plan.micro_batch, plan.seq_len, VOCABULARY)
     made = [_stage(module, i, plan, output, mesh, device) for i, module in stages.items()]
-    narrow = autocast_dtype(plan)
 
     def mean(y: Tensor, target: Tensor) -> Tensor:
-        with torch.autocast(device.type, narrow) if narrow is not None else nullcontext():
+        with autocast(plan, device):
             return (y if returns_loss else loss_of_output(y, target)) / n
 
     alone = issubclass(kind, PipelineScheduleSingle)
