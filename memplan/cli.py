@@ -153,7 +153,7 @@ def _choice(flag: str, choices: tuple[str, ...], default: str | None, text: str)
 
 
 def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
-    """The flags of a cluster: its name, and values that replace those of its table."""
+    """The cluster's flags: its name, GPUs per node, network and margin."""
     return _all_of(
         [
             click.option("--cluster", required=required, metavar="NxGPU", help=text),

@@ -364,8 +364,8 @@ class Estimate:
     def over_bytes(self) -> int | None:
         """Bytes of the worst stage's tensors beyond what is usable beside CUDA's context; None: no limit.
 
-        If it is more than 0 the plan does not fit. No replay is needed to say so: the bytes reserved are at
-        least those of the tensors.
+        If it is more than 0 the plan does not fit. No replay is needed, since the allocator reserves at least
+        the bytes of the tensors.
         """
         usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
         if usable is None or self.engine.is_accounting:

@@ -23,10 +23,12 @@ class Field(ABC):
     """A field of a plan.
 
     Attributes:
-        text: what the field means, for people. left_out: the value if the field is left out, in words; empty:
-        its default is shown. optional: whether None is a value, which means `left_out`. varied: whether a
-        search tries all its values. word: the field in the name of a case, if it is not the default; empty:
-        the name needs more than its value.
+        text: what the field means, for people.
+        left_out: the value if the field is left out, in words; empty: its default is shown.
+        optional: whether None is a value, which means `left_out`.
+        varied: whether a search tries all its values.
+        word: the field in the name of a case, if it is not the default; empty: the name needs more than its
+            value.
     """
 
     text: str

@@ -19,7 +19,10 @@ ActionKind = Literal[
     "reshard",
     "reduce",
 ]
-"""A backward pass is whole, or split into the input's gradient and, later, those of the weights.
+"""The actions of a pipeline rank.
+
+`backward` computes all gradients; `backward-input` the gradient of the stage's input, and a later
+`backward-weight` the gradients of its weights.
 
 DDP reduces in `last-backward`. `unshard`, `reshard` and `reduce` are FSDP2's, for all weights of a stage.
 """

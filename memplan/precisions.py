@@ -17,11 +17,13 @@ class Precision:
     """The number formats of a training run.
 
     Attributes:
-        stored: type of weights between steps, and of optimizer state. compute: type of matrix products and of
-        their results. gather: type in which sharded weights are all-gathered (FSDP2's `param_dtype`). reduce:
-        type in which sharded gradients are reduced, and summed before that (`reduce_dtype`). accumulate: type
-        in which gradients are kept from micro-batch to micro-batch, and read by the optimizer. matmul: the
-        format whose peak rate matrix products have; TF32 is off by default in torch.
+        stored: type of weights between steps, and of optimizer state.
+        compute: type of matrix products and of their results.
+        gather: type in which sharded weights are all-gathered (FSDP2's `param_dtype`).
+        reduce: type in which sharded gradients are reduced, and summed before that (`reduce_dtype`).
+        accumulate: type in which gradients are kept from micro-batch to micro-batch, and read by the
+            optimizer.
+        matmul: the format whose peak rate matrix products have; TF32 is off by default in torch.
         loss_scaled: whether the loss is scaled, so that small gradients do not become 0.
     """
 

@@ -50,11 +50,12 @@ class AllocatorProgram:
     gradients stay.
 
     Attributes whose meaning their name does not tell:
-        start: allocated after the setup and never freed. second: events between the first step and the
-        second. states: the optimizer's, allocated in the first step before the stretch called `update_name`.
+        start: allocated after the setup and never freed.
+        second: events between the first step and the second.
+        states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
-        oldest_first: buffers of which the oldest block is freed first. handed_over: for a receive buffer that
-        a pass frees, the buffer that replaces it under its name.
+        oldest_first: buffers of which the oldest block is freed first.
+        handed_over: for a receive buffer that a pass frees, the buffer that replaces it under its name.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
     """
@@ -176,7 +177,7 @@ def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Repl
     """The peaks within limits, replayed without `left_out` of the micro-batches.
 
     The bytes that these leave allocated are taken off the limits and added to the peaks. None if the program
-    cannot be     shortened.
+    cannot be shortened.
     """
     fewer = _without(program, left_out)
     if fewer is None:
@@ -431,7 +432,7 @@ class _Replay:
     def state(self) -> object:
         """The state that the rest of the replay depends on: free blocks, and used ones by micro-batch age.
 
-        Addresses are counted without the gaps of segments that were given back. What stays where         it
+        Addresses are counted without the gaps of segments that were given back. What stays where it
         is from step to step takes up the rest.
         """
         passes, allocator = self.passes, self.allocator

@@ -74,10 +74,11 @@ class StepTime:
     """The seconds of one rank's step by cause; the parts add up to `total_s`.
 
     Attributes:
-        compute_s: matrix products of the forward and backward passes. recompute_s: matrix products of forward
-        passes that are run again. tp_s: traffic over the tensor axis, which nothing hides. dp_s: the part of
-        traffic over the data axes, or between all ranks, that no computation hides. pp_s: traffic to other
-        stages of the pipeline, which nothing hides.
+        compute_s: matrix products of the forward and backward passes.
+        recompute_s: matrix products of forward passes that are run again.
+        tp_s: traffic over the tensor axis, which nothing hides.
+        dp_s: the part of traffic over the data axes, or between all ranks, that no computation hides.
+        pp_s: traffic to other stages of the pipeline, which nothing hides.
         bubble_s: waiting while the pipeline fills and drains.
         update_s: the optimizer.
     """

@@ -77,7 +77,7 @@ def _place(lines: list[str], line: str, near: int) -> int:
 
 
 def _words(line: str) -> list[str]:
-    """What is left of a line without its figures."""
+    """The words of a line, without its figures."""
     return re.sub(r"[-+]?[\d.][\d.,]*", "", line).split()
 
 

@@ -154,7 +154,7 @@ def test_what_ddp_cannot_do_is_refused(option, said):
 
 @pytest.mark.parametrize("pp", [6, 3, 4, 2])
 def test_stages_of_other_plans_share_traces_and_the_partial_gradients_in_them(pp):
-    """The buckets of each plan end elsewhere: what one plan has played of a pass another does not."""
+    """Plans whose buckets end at other gradients share a trace, but not the passes that were played."""
     model = Gpt(name="parts", n_layers=12, d_model=1024, n_heads=4, d_ff=4096, vocab_size=256, max_seq_len=64)
     plan = plan_of(
         dp=2, tp=2, pp=pp, zero=1, sequence_parallel=True, recompute="full", global_batch=24, seq_len=64

@@ -218,7 +218,7 @@ class OnDistances(Twice):
 
 
 class OnWritten(Twice):
-    """Looks at floats that a part of has been written to since they were known."""
+    """Looks at known floats after a part of them was overwritten."""
 
     def forward(self, x):
         found = torch.zeros(2, len(x))
@@ -233,7 +233,7 @@ class OnNumpy(Twice):
 
 
 def with_tensor(kind: str, tensor: torch.Tensor) -> nn.Module:
-    """A module that trains, and holds this beside."""
+    """A module that trains and also holds this value."""
     module = Twice()
     if kind == "buffer":
         module.register_buffer("q", tensor)

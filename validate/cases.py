@@ -63,8 +63,8 @@ class Case:
 
     The ranks run on `device`, a GPU of the name `gpu` in memplan's table, and communicate by `backend`.
     `rank`: only this rank runs, with stand-ins for the others (`validate.standin`); None: all ranks run. A
-    rank whose allocator     would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's
-    allocator has the settings     of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no
+    rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's
+    allocator has the settings of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no
     data only bytes are seen.
     """
 

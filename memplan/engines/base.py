@@ -47,7 +47,8 @@ class RankRecord:
     """What an engine says of one rank: the buffers alive between steps, and the record of a step.
 
     Attributes whose meaning their name does not tell:
-        layers: the blocks of each of the rank's stages. grads: the gradients that the optimizer reads.
+        layers: the blocks of each of the rank's stages.
+        grads: the gradients that the optimizer reads.
         step_counts: Adam's step counts, which a rank on a GPU keeps on the host.
         host: what the host holds instead of the device; None where nothing is offloaded.
         program: the rank's first steps as a caching allocator sees them; None where there is none.
@@ -105,9 +106,11 @@ class DataParallelism:
     """Lower bounds of one rank's traffic and memory for data parallelism; numbers, or arrays over plans.
 
     Attributes:
-        waits: bytes sent in a step over each axis that no computation can hide. reductions: bytes sent beside
-        backward passes. gathers: bytes sent beside any computation. reducing: the share of backward passes
-        that reduce gradients. states_bytes: weights, what is kept beside them, and optimizer state.
+        waits: bytes sent in a step over each axis that no computation can hide.
+        reductions: bytes sent beside backward passes.
+        gathers: bytes sent beside any computation.
+        reducing: the share of backward passes that reduce gradients.
+        states_bytes: weights, what is kept beside them, and optimizer state.
         unsharded_bytes: gathered weights that live from the first forward pass to the last backward pass.
         grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
         updated_bytes: the weights that the rank's optimizer updates.

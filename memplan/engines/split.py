@@ -155,10 +155,10 @@ _Signature = tuple[str, Shape, DType, Kind, bool]
 
 
 class _Names:
-    """Renames the buffers of several traced blocks to those of the trace of one block.
+    """Maps the buffers of several traced blocks to the buffers of a trace with one block.
 
-    Buffers that this trace lacks share a name with the corresponding buffers of other blocks: the first of a
-    kind that each block makes, the second, and so on. It also knows the repetitions of each buffer's block.
+    A buffer that this trace lacks maps to one buffer for all blocks, by its order among the buffers of its
+    kind in its block. The number of repetitions of each buffer's block is kept too.
     """
 
     def __init__(self, trace: Trace, products: Set[Buffer]) -> None:
@@ -174,7 +174,7 @@ class _Names:
         self.known.update((buffer, None) for e in segment.events if (buffer := buffer_in(e)) is not None)
 
     def give(self, segment: Segment, traced_as: Segment, repeats: int = 1) -> None:
-        """Rename the allocations of a forward pass to those of the trace, one by one."""
+        """Map each allocation of a forward pass to the allocation at the same position in the trace."""
         ours, theirs = ([e.buffer for e in s.events if isinstance(e, Alloc)] for s in (segment, traced_as))
         self.known.update(zip(ours, theirs, strict=True))
         self.repeats.update(dict.fromkeys(ours, repeats))

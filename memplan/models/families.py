@@ -29,8 +29,8 @@ class Family:
 
     Attributes:
         implementations: the class of each implementation, by its name; the first is a preset's default.
-        readers: functions that read a config.json, by its `model_type`. presets: models by name, as the
-        entries of `presets.toml` without their `family`.
+        readers: functions that read a config.json, by its `model_type`.
+        presets: models by name, as the entries of `presets.toml` without their `family`.
     """
 
     implementations: Mapping[str, type[Model]]

@@ -91,8 +91,8 @@ class TracedBuffer(NamedTuple):
 class TracedEvent(NamedTuple):
     """What happens to the buffer of this number: it comes, it goes, it is the parameter's gradient.
 
-    Or another gradient is added, in place, to this one, which has come from the block after. Or a product is
-    computed, whose FLOPs and shape are given.
+    Or another gradient is added in place to this one, which came from the next block. Or the computation of a
+    product of these FLOPs and this shape.
     """
 
     kind: Literal["alloc", "free", "add", "grad", "compute"]
@@ -121,13 +121,14 @@ class Variant(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a pipeline's stages, of some of the blocks each, have of the module beside them.
+    """How a recording is cut into pipeline stages of consecutive blocks.
 
-    Stages that are not the first make of what goes before the blocks all but what follows from weights
-    (`embedded`), and are called with the first block's input, `entry`. The others return their last block's
-    output. `entry_freed`, `last_freed`: the parts in which those two are freed. `entry_grad` is the entry's
-    gradient. The last stage returns `output`, of which the `loss` is computed; -1: the loss itself. `recast`
-    are copies of the entry that autocast does not make of a received tensor, as it keeps the first one.
+    A stage that is not the first receives the first block's input, `entry`, and runs the operations before
+    the blocks except those that depend on weights (their buffers are `embedded`). A stage that is not the
+    last returns its last block's output. `entry_freed`, `last_freed`: the parts in which the entry and the
+    last block's output are freed. `entry_grad`: the entry's gradient. `output`: what the last stage returns
+    and the `loss` is computed from; -1: it returns the loss. `recast`: autocast's further copies of the
+    entry, which a received tensor has not, as autocast caches the first copy.
     """
 
     entry: int
@@ -145,8 +146,8 @@ class Recording(NamedTuple):
 
     `boundary` is the buffer that blocks are called with (-1: no blocks), `boundary_grad` its gradient (-1:
     none, as nothing is trained in the blocks or before them); `entry_requires_grad`: whether anything is
-    trained before the blocks, so that the first one's input has a gradient too. `cut`: None where blocks need
-    more of the module than stages hand on.
+    trained before the blocks, so that the first one's input has a gradient too. `cut`: None if blocks need
+    more tensors than a stage sends to the next.
     """
 
     buffers: tuple[TracedBuffer, ...]

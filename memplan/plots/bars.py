@@ -21,7 +21,7 @@ ROOM: Final = 0.065
 """The least share of the axis' width that has room for a value."""
 
 VISIBLE: Final = 0.002
-"""The least share of the axis' width that is seen, and named in the legend."""
+"""Parts with at least this share of the axis' width are named in the legend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ SUMS: Final = Part("reduce-scatter: partial sums", "#56B4E9")
 RESULTS: Final = Part("all-gather: finished sums", "#009E73", ink="white")
 
 FADED: Final = 0.3
-"""How strong the colors are of all chunks but the first, whose way can be followed so."""
+"""Opacity of all chunks but the first, so that the path of the first one stands out."""
 
 
 def ring_all_reduce(n_ranks: int) -> "Figure":

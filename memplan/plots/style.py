@@ -52,7 +52,7 @@ LEFT: Final = 0.012
 """Where titles start, as a share of the width."""
 
 SLIDE_IN: Final = (8.0, 4.5)
-"""16:9, a little smaller than a chart: on a slide 13.33 inches wide its text is 5/3 of a chart's."""
+"""Inches, 16:9. Scaled up to a slide 13.33 inches wide, text is 5/3 times as large as in a chart."""
 
 SLIDE_DPI: Final = 240
 """Dots per inch of a slide of 1,920 x 1,080 pixels."""
@@ -184,7 +184,7 @@ def _says_something(estimates: Sequence[Estimate], said: Said) -> bool:
 
 
 def new_axes(title: str, subtitle: str, *, height_in: float) -> "tuple[Figure, Axes]":
-    """A chart with a title and what holds of all of it below."""
+    """A new chart with a title, and below it a subtitle about the whole chart."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -210,11 +210,11 @@ def heading(figure: "Figure", title: str, subtitle: str = "") -> None:
 def slide(figure: "Figure", title: str | None = None) -> "Figure":
     """The same chart laid out anew for a slide of 16:9, its text large enough for a room.
 
-    `plots.slide(figure, "ZeRO-3 fits").savefig("slide.png", dpi=240)` makes 1,920 x 1,080 pixels; `title` is
-    what the chart shall say in place of its own.
+    `plots.slide(figure, "ZeRO-3 fits").savefig("slide.png", dpi=240)` makes 1,920 x 1,080 pixels; `title`
+    replaces the chart's own title.
 
     Raises:
-        InvalidValue: a chart of so many rows that their names would overlap.
+        InvalidValue: the chart has too many rows: their names would overlap.
     """
     if title is not None:
         figure.texts[0].set_text(title)

@@ -158,7 +158,7 @@ def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":
 
 
 def _shade_phases(axes: "Axes", held: _Held) -> None:
-    """Each phase shaded; named below if all are wide enough, else the shades are."""
+    """Shades each phase and names it below; if one is too narrow, the axis' label names the shades."""
     stops = held.widths.cumsum()
     starts = stops - held.widths
     names = [name for name, _ in held.phases]

@@ -249,7 +249,7 @@ class Recorder(ShapesMode):
             self.reads_across |= not (own or given or (made == 0 and storage not in self.embedded))
 
     def _added(self, storage: int) -> None:
-        """A gradient is added in place to the one of the unit's output: noted the first time."""
+        """Note the first time that a gradient is added in place to the gradient of the unit's output."""
         event = Event("add", self.segment, storage)
         if self.output_grads.get(self.segment.unit) == storage and event not in self._sums:
             self._sums.add(event)
@@ -344,7 +344,7 @@ def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
 
 
 def widened(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Elements of the operands that CPU copies to the type of a sum or a product before it computes that.
+    """Elements of the operands that CPU first copies to the result's type, in arithmetic with mixed types.
 
     Source: aten/src/ATen/TensorIterator.cpp (`compute_types`, "Promotes common dtype to operands on CPU").
     """

@@ -230,7 +230,7 @@ class _Classes:
         )
 
     def _cut(self, number: Callable[[int], int]) -> Cut | None:
-        """How stages are cut; None where one would need more of another than what is handed on."""
+        """How the recording is cut into stages; None if blocks need more tensors than a stage sends on."""
         recorder, n = self.recorder, self.recorder.n_blocks
         entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
         freed = {e.storage: _end_of(e.segment, n) for e in recorder.events if e.kind == "free"}
@@ -259,7 +259,7 @@ class _Classes:
 
 
 def _end_of(segment: Segment, n_blocks: int) -> str:
-    """The part of a recording that a segment is, if it is of an end or of the first block; else "".
+    """The recording's part for a segment of the embedding, the head or the first block; else "".
 
     What the last block frees beyond the others is the head's.
     """

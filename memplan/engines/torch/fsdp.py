@@ -15,19 +15,19 @@ from memplan.record import AccumulateGrad, Alloc, Event, Free, Stretch, chain, e
 from memplan.shapes import Parameter, Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
-"""Which of a stage's weights are gathered; a forward pass frees those of the groups that reshard."""
+"""Whether a stage's weights are sharded, unsharded, or unsharded only in groups that do not reshard."""
 
 
 class FsdpState(NamedTuple):
     """The state after some passes of a step.
 
     Attributes whose meaning their name does not tell:
-        unshard_issued: all weights are being gathered ahead of the next pass. has_unsummed_grads: there are
-        unsharded gradients in the type in which autograd made them. has_sums: there are unsharded gradients
-        in the type in which a schedule's micro-batches are summed. has_sharded_grads: there are reduced
-        gradients, of an earlier pass or zeroed. recomputed_last: the blocks were last run to be recomputed
-        (`FSDPModule.defers`). deferring: for each micro-batch in flight, `recomputed_last` before its forward
-        pass.
+        unshard_issued: all weights are being gathered ahead of the next pass.
+        has_unsummed_grads: there are unsharded gradients in the type in which autograd made them.
+        has_sums: there are unsharded gradients in the type in which a schedule's micro-batches are summed.
+        has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed.
+        recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
+        deferring: for each micro-batch in flight, `recomputed_last` before its forward pass.
     """
 
     weights: Weights

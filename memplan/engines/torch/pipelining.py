@@ -87,8 +87,8 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
 def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch]:
     """Warm-up forwards, then a backward and a forward in turn, then the backwards left.
 
-    The schedule holds the last stage's logits until those of the next micro-batch overwrite the variable; the
-    last output of every stage is held until the schedule ends, beyond FSDP2's reductions. Under gloo the
+    On the last stage a variable of the schedule holds the logits until the next micro-batch overwrites it.
+    The last output of every stage is held until the schedule ends, after FSDP2's reductions. Under gloo the
     output sent last during warm-up is held by that send's handle until the variable is overwritten, after the
     last forward pass.
 

@@ -301,7 +301,7 @@ class RankStages:
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
     def trained_parameters(self) -> list[Parameter]:
-        """The parameters that require gradients, in the module's order: those of the optimizer."""
+        """The optimizer's parameters: the ones that require gradients, in the module's order."""
         return trained(self.parameters())
 
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
