@@ -121,6 +121,7 @@ def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) ->
             for kind, block in (again or plain).items()
         },
         boundary_bytes=trace.boundary.n_bytes,
+        received_bytes=trace.boundary.n_bytes if stages[0].keeps_received else 0,
     )
 
 
