@@ -45,7 +45,6 @@ from memplan.steptime import (
     peak_flops_per_s,
     per_s,
     recomputed_flops,
-    reducing_share,
     utilisation,
 )
 from memplan.tape import Backend
@@ -202,13 +201,7 @@ class StageEstimate:
     @property
     def work(self) -> RankWork:
         """The rank's work in a step, for a time model."""
-        return RankWork(
-            forward_flops=self.flops,
-            recomputed_flops=self.recomputed_flops,
-            collectives=self.collectives,
-            reducing_share=reducing_share(self.record.step.counts),
-            states=self.states,
-        )
+        return RankWork(counts=self.record.step.counts, collectives=self.collectives, states=self.states)
 
     @property
     def sent_bytes(self) -> int:

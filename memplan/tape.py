@@ -32,9 +32,11 @@ from memplan.record import (
     Collective,
     CollectiveKind,
     Compute,
+    ComputeKind,
     Event,
     Free,
     Phase,
+    flops_of,
 )
 from memplan.shapes import (
     FP16,
@@ -606,11 +608,17 @@ class Tape:
         return region is not None and region.selective
 
     def save_if_selective(
-        self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0, *, again: bool = False
+        self,
+        compute: Callable[[], tuple[Tensor, ...]],
+        kind: ComputeKind | None = None,
+        operands: tuple[Shape, ...] = (),
+        *,
+        again: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The outputs of `compute`, an operation of `flops` that selective recomputation saves.
+        """The outputs of `compute`, an operation that selective recomputation saves.
 
-        With `again` it is recomputed instead: a policy may save only some of the products.
+        `kind` and the shapes of its `operands` (see `ComputeKind`) are recorded; None: it has no FLOPs. With
+        `again` it is recomputed instead: a policy may save only some of the products.
 
         Source: torch.utils.checkpoint:_CachingTorchDispatchMode, and
         torch.utils.checkpoint:_CachedTorchDispatchMode.
@@ -619,9 +627,13 @@ class Tape:
         if replaying is not None and replaying.selective and not again:
             return replaying.saved_outputs.popleft()
         outputs = compute()
-        if flops:
-            y = outputs[0]
-            self.events.append(Compute(phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype))
+        if kind is not None:
+            y, flops = outputs[0], flops_of(kind, operands)
+            self.events.append(
+                Compute(
+                    kind=kind, operands=operands, phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype
+                )
+            )
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
             region.saved_outputs.append(tuple([y.detach() for y in outputs]))

@@ -25,7 +25,19 @@ from memplan.memory import Alive
 from memplan.models import Decoder, Model, parameter_count
 from memplan.orders import in_flight
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
-from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
+from memplan.record import (
+    Alloc,
+    Axis,
+    Collective,
+    CollectiveKind,
+    Compute,
+    ComputeKind,
+    Event,
+    Phase,
+    allocs,
+    events,
+    frees,
+)
 from memplan.shapes import BF16, UINT8, Buffer, Kind
 from memplan.tape import Backend
 
@@ -425,9 +437,12 @@ def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
     grads = _bytes("grads", _states(model, plan).grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
     yield from allocs(grads, activations)
-    forward, again = forward_flops(model, plan), recomputed_flops(model, plan, pp_rank)
-    yield Compute(phase="forward", flops=round(forward), shape=(), dtype=BF16)
-    yield Compute(phase="recompute", flops=round(again), shape=(), dtype=BF16)
+    work: dict[Phase, float] = {
+        "forward": forward_flops(model, plan),
+        "recompute": recomputed_flops(model, plan, pp_rank),
+    }
+    for phase, flops in work.items():
+        yield Compute(kind=ComputeKind.UNKNOWN, phase=phase, flops=round(flops), shape=(), dtype=BF16)
     yield from traffic(model, plan, pp_rank)
     yield from frees(grads, activations)
 

@@ -205,12 +205,6 @@ def _in_type_of(grad: Tensor, dtype: DType, into: Workspace) -> None:
         into.new(f"grad as {dtype.name}", grad.shape, dtype)
 
 
-def attention_flops(q: Tensor) -> int:
-    """FLOPs of both products of attention."""
-    batch, seq, n_heads, d_head = q.shape
-    return 4 * batch * n_heads * seq * seq * d_head
-
-
 def head_major(x: Tensor) -> Tensor:
     """x with one head after the other, as batched products need it: a copy unless one of these dims is 1."""
     return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
