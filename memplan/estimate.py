@@ -437,14 +437,17 @@ class Estimate:
         """
         from memplan.tables import ledger_frame
 
-        chosen = self.worst if stage is None else self._stage(stage)
+        chosen = self.stage(stage)
         return ledger_frame(chosen.host_alive if host else chosen.alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
         """The step of a stage (None: the worst one), for `memplan.memory.running_bytes` and plots."""
-        return (self.worst if stage is None else self._stage(stage)).record.step
+        return self.stage(stage).record.step
 
-    def _stage(self, stage: int) -> StageEstimate:
+    def stage(self, stage: int | None) -> StageEstimate:
+        """A stage of the pipeline; None: the worst one."""
+        if stage is None:
+            return self.worst
         return self.stages[checked_count("stage", stage, least=0, most=len(self.stages) - 1)]
 
     def to_frame(self) -> "pandas.DataFrame":

@@ -83,7 +83,7 @@ def test_throughput_and_utilisation_follow_from_the_step(estimate):
     plan, n_gpus = estimate.plan, estimate.cluster.n_gpus
     assert estimate.tokens_per_s == plan.global_batch * plan.seq_len / estimate.step_s
     assert estimate.tokens_per_s_per_gpu == estimate.tokens_per_s / n_gpus
-    peak = estimate.cluster.gpu.peak_flops_per_s("bf16")
+    peak = estimate.cluster.gpu.bf16_flops_per_s
     used = estimate.total_model_flops / (estimate.step_s * n_gpus * peak)
     assert estimate.mfu == pytest.approx(used, rel=1e-12)
     assert 0 < estimate.mfu <= 0.5
@@ -538,7 +538,7 @@ LAWS = settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_step_is_its_parts_and_at_least_the_computation(e):
     assert sum(e.time.parts.values()) == e.step_s
     assert all(seconds >= 0 for seconds in e.time.parts.values())
-    peak = e.cluster.gpu.peak_flops_per_s("bf16")
+    peak = e.cluster.gpu.bf16_flops_per_s
     assert e.step_s >= max(3 * s.flops + s.recomputed_flops for s in e.stages) / (peak * 0.5) * (1 - 1e-12)
     assert 0 < e.mfu <= 0.5
 
