@@ -193,10 +193,6 @@ class Region:
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = (
-        "arguments", "function", "n_saving", "nodes", "rng_state", "saved_outputs", "scope", "selective", "x",
-    )  # fmt: skip
-
     def __init__(
         self,
         function: "Callable[[Tensor], Tensor]",
@@ -345,28 +341,6 @@ class Workspace:
 
 class Tape:
     """The record of one pass over a model: its events, nodes and parameters."""
-
-    __slots__ = (
-        "_casts",
-        "_expected",
-        "_grads",
-        "_held",
-        "_region",
-        "_replayed",
-        "_replaying",
-        "_retained",
-        "_saved_again",
-        "_uses",
-        "_wanted",
-        "context",
-        "events",
-        "nodes",
-        "parameters",
-        "phase",
-        "products",
-        "scope",
-        "shared",
-    )
 
     def __init__(self, context: OpContext) -> None:
         self.context = context
@@ -670,8 +644,7 @@ class Tape:
 
     def _taken_over(self, grad: Tensor) -> Tensor:
         """The sum of `grad` and a gradient that came from outside the tape, with the mark `AddToIncoming`."""
-        n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
-        buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
+        buffer = Buffer("sum of grads", grad.shape, grad.dtype, grad.n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
         self.events[-1] = AddToIncoming(buffer)
         return taken
@@ -706,7 +679,9 @@ class Tape:
                 self.deliver(target, part)
                 part = None
                 if isinstance(target, Parameter):
-                    self._mark_ready(target)
+                    self._uses[target] -= 1
+                    if self._uses[target] == 0:
+                        self.graded(target, self._grads[target])
             part = None
 
     def make_saved(self, node: Node) -> None:
@@ -796,12 +771,6 @@ class Tape:
         elif target.grad.is_view or target.has_dtensor_grad or id(target.grad.storage) in self._retained:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
-    def _mark_ready(self, parameter: Parameter) -> None:
-        """Count a use of a parameter as done; after its last use its gradient is complete."""
-        self._uses[parameter] -= 1
-        if self._uses[parameter] == 0:
-            self.graded(parameter, self._grads[parameter])
-
 
 class SplitBackward:
     """A backward pass in two parts: first the gradient of the stage's input, later the weights' gradients.
@@ -815,8 +784,6 @@ class SplitBackward:
     torch.distributed.pipelining._backward:stage_backward_weight, torch.utils.checkpoint:_CheckpointFrame (its
     `recomputed`, one for each graph task).
     """
-
-    __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "tape")
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
