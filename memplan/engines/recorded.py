@@ -18,7 +18,7 @@ from memplan.models.traced import (
     shape_at,
     size_at,
 )
-from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, Event, Free, frees
+from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, ComputeKind, Event, Free, frees
 from memplan.shapes import FP32, Buffer, DType, Parameter
 from memplan.tape import OpContext
 
@@ -311,6 +311,7 @@ def _event(
         case "grad":
             return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
     return Compute(
+        kind=ComputeKind.UNKNOWN,
         phase=traced.phase,
         flops=size_at(traced.flops, batch, seq_len),
         shape=shape_at(traced.shape, batch, seq_len),
