@@ -78,13 +78,14 @@ class Costs(NamedTuple):
     """Costs of a part of the model on one tensor rank, for one micro-batch.
 
     Elements of its trained weights; FLOPs of its forward pass, and of the part that is recomputed; bytes sent
-    over the tensor axis in both passes; bytes that the forward pass saves for the backward pass.
+    over the tensor axis in both passes; bytes that the forward pass saves for the backward pass. An engine
+    gives numbers; a search makes functions of the micro-batch of them, and arrays over plans.
     """
 
-    elements: int
-    flops: int
-    sent_bytes: int
-    saved_bytes: int
+    elements: Any
+    flops: Any
+    sent_bytes: Any
+    saved_bytes: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

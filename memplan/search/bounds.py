@@ -81,19 +81,13 @@ Part = str | BlockKind
 """A part of a model: "embedding", "head", or a block of a kind, which is recomputed or not."""
 
 
-class AffineCosts(NamedTuple):
-    """The `Costs` of a part of a model with a micro-batch, and its weights' elements."""
-
-    elements: int
-    flops: Affine
-    sent_bytes: Affine
-    saved_bytes: Affine
-
-
 class PartsOfModel(NamedTuple):
-    """The costs of a model's parts on one tensor rank; bytes that stages send, and keep to receive them."""
+    """The costs of a model's parts on one tensor rank; bytes that stages send, and keep to receive them.
 
-    costs: Mapping[Part, AffineCosts]
+    All but the elements are `Affine`.
+    """
+
+    costs: Mapping[Part, Costs]
     boundary_bytes: Affine
     received_bytes: Affine
 
@@ -105,7 +99,7 @@ def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
     parts = [_parts(costs) for costs in each]
     return PartsOfModel(
         {
-            part: AffineCosts(
+            part: Costs(
                 costs.elements,
                 *[Affine.through(*of_batch) for of_batch in zip(*[p[part][1:] for p in parts], strict=True)],
             )
@@ -242,15 +236,6 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_Instant, _Instant,
     return held(first), held(later), np.array([after is not None for _, after in found])
 
 
-class _PartOfPlans(NamedTuple):
-    """The costs of a part of the model by degree of tensor parallelism: elements [tp], others [tp, 3]."""
-
-    elements: Any
-    flops: Any
-    sent_bytes: Any
-    saved_bytes: Any
-
-
 class _Plans:
     """Grids of one kind as arrays over all their cells [cell, 1], and the model's parts for each cell."""
 
@@ -299,12 +284,11 @@ class _Plans:
         tps, place = np.unique(columns["tp"], return_inverse=True)
         found = [parts_of_model(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
         self._place = place.ravel()
-        self.parts: dict[Part, _PartOfPlans] = {
-            part: _PartOfPlans(
-                *[np.array(figures) for figures in zip(*[each.costs[part] for each in found], strict=True)]
-            )
+        self.parts: dict[Part, Costs] = {
+            part: Costs(*map(np.array, zip(*[each.costs[part] for each in found], strict=True)))
             for part in found[0].costs
         }
+        """By degree of tensor parallelism: elements [tp], others [tp, 3]."""
         self.boundary_bytes = self._with_micro_batch(np.array([each.boundary_bytes for each in found]))
         self.received_bytes = self._with_micro_batch(np.array([each.received_bytes for each in found]))
 
