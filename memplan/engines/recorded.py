@@ -1,8 +1,9 @@
 """A traced module's recording as the engines' trace of a stage."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Final
 
 from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, Without, joined
@@ -18,6 +19,7 @@ from memplan.models.traced import (
     shape_at,
     size_at,
 )
+from memplan.ops.kernel_calls import kernel_events
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, Event, Free, frees
 from memplan.shapes import FP32, Buffer, DType, Parameter
 from memplan.tape import OpContext
@@ -38,6 +40,12 @@ def recorded(
     Raises:
         MissingRule: for a precision, a size or a device that was not traced; for a stage that cannot be cut.
     """
+    if model.device == "cuda" and context.device.capability is not None and not context.device.at_least(8):
+        raise MissingRule(
+            f"{model.name} was traced with the kernels of GPUs of compute capability 8.0 or more, and older "
+            "ones have others; use such a GPU.",
+            kind="a traced model on a GPU older than compute capability 8.0",
+        )
     if context.device.type != model.device:
         raise MissingRule(
             f"{model.name} was traced with the kernels of device={model.device!r}, and those of "
@@ -67,7 +75,7 @@ def _recorded(
         return tuple([named[one.name] for one in parameters])
 
     part = {
-        name: Segment(tuple([_event(one, buffers, named, batch, seq_len) for one in events]))
+        name: Segment(tuple(_events(events, buffers, named, context)))
         for name, events in recording.parts.items()
     }
     boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
@@ -282,6 +290,21 @@ def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
     """A parameter in the type that weights are computed in; integers keep their own."""
     own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
     return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
+
+
+def _events(
+    traced: Sequence[TracedEvent], buffers: list[Buffer], named: dict[str, Parameter], context: OpContext
+) -> Iterator[Event]:
+    """A part's events at a micro-batch and a sequence length; kernels' as they are on the device."""
+    batch, seq_len = context.micro_batch, context.seq_len
+    ahead = iter(traced)
+    for one in ahead:
+        if one.kind == "kernel":
+            results = [buffers[each.buffer] for each in islice(ahead, one.n_results)]
+            sizes = shape_at(one.shape, batch, seq_len)
+            yield from kernel_events(one.kernel, sizes, DTYPES[one.dtype], results, context)
+        else:
+            yield _event(one, buffers, named, batch, seq_len)
 
 
 def _event(

@@ -90,9 +90,10 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
         with grad.tape.workspace() as temporary:
             temporary.new("dots", (batch, n_heads, seq_rounded), FP32)
             temporary.new("sums of dq", (batch, seq_rounded, n_heads, d_rounded), FP32)
-            if kv_shape != q_shape:
-                temporary.new("expanded dk", q_shape, dtype)
-                temporary.new("expanded dv", q_shape, dtype)
+            if kv_shape[2] != n_heads:
+                expanded = (*kv_shape[:2], n_heads, d_head)
+                temporary.new("expanded dk", expanded, dtype)
+                temporary.new("expanded dv", expanded, dtype)
         return grads
 
     def compute() -> Saved:

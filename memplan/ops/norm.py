@@ -28,7 +28,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
         if grad.tape.context.device.on_cpu and grads[0] is not None:
             with grad.tape.kernel_workspace() as kernel:
                 kernel.new("sums of a thread", (2, d), w.dtype)
-        _sum_partial_rows(grads, n_elements(shape[:-1]))
+        sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
     y = tape.new(name, shape, dtype)
@@ -185,7 +185,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, shape, dtype)
         grads = [grad.tape.grad_of(1, shape[-1:], weight.dtype)]
-        _sum_partial_rows(grads, n_elements(shape[:-1]))
+        sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
     y = tape.new(name, shape, dtype)
@@ -194,7 +194,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
     return y
 
 
-def _sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
+def sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
     """Replace the weights' gradients of a norm over very many tokens on CUDA by sums of partial sums.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).

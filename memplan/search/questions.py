@@ -86,7 +86,8 @@ def _asked(
     """The model, the cluster and the other options of a question."""
     asked: dict[str, Any] = {**SMALLEST, **options}
     changes = (asked.pop(name, None) for name in ("gpus_per_node", "network", "margin"))
-    return resolve(model, asked.pop("implementation", None)), cluster_of(cluster, *changes), asked
+    where = cluster_of(cluster, *changes)
+    return resolve(model, asked.pop("implementation", None), where.gpu.device.type), where, asked
 
 
 def _probed(

@@ -270,7 +270,8 @@ def searched(
     Raises:
         MemplanError: as `search`.
     """
-    model, where = resolve(model, implementation), cluster_of(cluster, gpus_per_node, network, margin)
+    where = cluster_of(cluster, gpus_per_node, network, margin)
+    model = resolve(model, implementation, where.gpu.device.type)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
     how: dict[str, Any] = {
         "keep": None if keep is None else checked_count("keep", keep),

@@ -495,23 +495,21 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 
 
 def wild_trace(name: str) -> TracedModel:
-    """One of them, traced anew: on CPU, or of true size on the GPU, in bfloat16."""
+    """One of them, traced anew: with CPU's kernels, or of true size with CUDA's."""
     wild = WILD[name]
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
-    on_gpu = wild.gpu_batch is not None
-    with torch.device("meta") if on_gpu else nullcontext():
+    of_true_size = wild.gpu_batch is not None
+    with torch.device("meta") if of_true_size else nullcontext():
         module = wild.module()
-    with values_as_on_a_gpu() if on_gpu else nullcontext():
-        return memplan.trace(
-            module,
-            {name: value for name, value in inputs.items() if name != "targets"},
-            targets=inputs.get("targets"),
-            name=name,
-            max_seq_len=wild.seq_len,
-            device="cuda" if on_gpu else "cpu",
-            precisions=("bf16",) if on_gpu else ("fp32", "bf16", "bf16-mixed"),
-        )
+    return memplan.trace(
+        module,
+        {name: value for name, value in inputs.items() if name != "targets"},
+        targets=inputs.get("targets"),
+        name=name,
+        max_seq_len=wild.seq_len,
+        device="cuda" if of_true_size else "cpu",
+    )
 
 
 # --- Under a plan ---
