@@ -1,4 +1,4 @@
-"""Writes the traces of other people's modules: `python -m validate.traces [NAME ...]`; left out: the small ones."""
+"""Writes the traces of other people's modules: `python -m validate.traces [NAME ...]`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from validate.systems.torch.wild import IN_SMALL, wild_trace
 
 
 def main(names: list[str]) -> None:
-    """Trace these modules anew."""
+    """Trace these modules anew; left out: all small ones."""
     for name in names or IN_SMALL:
         model = wild_trace(name)
         model.save(data_folder() / "traces" / f"{name}.json")

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue
+from memplan.plan import Plan
 from memplan.shapes import FP32
 from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
 from validate.gpus import Gpus
-from validate.systems.torch.wild import AT_TRUE_SIZE, IN_SMALL
+from validate.systems.torch.wild import AT_TRUE_SIZE, IN_FP16, IN_SMALL, Wild
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "precision": "fp32"},
@@ -29,6 +30,19 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
 With weights in bfloat16 none of torchvision, whose batch norm fails on CPU beside statistics in float32
 ("expected scalar type BFloat16 but found Float").
 """
+
+FP16_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"micro_batch": 4, "precision": "fp16-mixed"},
+    {"micro_batch": 4, "precision": "fp16-mixed", "recompute": "full"},
+    {"dp": 2, "micro_batch": 2, "global_batch": 8, "precision": "fp16-mixed"},
+    {"dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 8, "precision": "fp16-mixed"},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "precision": "fp16-mixed"},
+    {
+        "pp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 16, "precision": "fp16-mixed",
+        "recompute": "full",
+    },
+)  # fmt: skip
+"""In float16 with a loss scaler, for modules that are traced so."""
 
 FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 1, "micro_batch": 2, "global_batch": 8},
@@ -69,8 +83,10 @@ def wild() -> tuple[Case, ...]:
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
-        more = (*(FROZEN_PLANS if model.frozen else ()), *(PIPELINES if name in PIPELINED else ()))
+        more = (*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ()))
         for options in (*PLANS, *more):
+            if "pp" in options and name not in PIPELINED:
+                continue
             if "recompute" in options and one.package != "transformers":
                 continue
             plan = plan_of(**options, seq_len=one.seq_len)
@@ -90,8 +106,24 @@ GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16"},
     {"precision": "bf16", "dp": 8},
     {"precision": "bf16-mixed", "dp": 8, "zero": 3},
+    {"precision": "fp32", "dp": 8, "zero": 3},
+    {"precision": "bf16-mixed", "dp": 8, "zero": 3, "recompute": "full", "halves": True},
 )
-"""One GPU; one rank of eight under DDP and under FSDP2."""
+"""One GPU; one rank of eight under DDP and under FSDP2; `halves`: twice the samples, half the tokens."""
+
+AUTOCAST: Final[dict[str, Any]] = {"precision": "bf16-mixed", "dp": 8}
+"""DDP with weights in float32, for models of at most `MOST_PARAMETERS`."""
+
+MOST_PARAMETERS: Final = 4 * 10**9
+"""Of which weights, gradients and AdamW's states in float32 take 64 GB."""
+
+
+def _at_true_size(one: Wild, *, halves: bool = False, **options: Any) -> Plan:
+    """The plan of a model's own micro-batch and length."""
+    samples, seq_len = one.gpu_batch or 1, one.seq_len
+    if halves:
+        samples, seq_len = 2 * samples, max(seq_len // 2, 1)
+    return plan_of(**options, micro_batch=samples, seq_len=seq_len)
 
 
 def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -107,8 +139,9 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
-        for options in GPU_PLANS:
-            plan = plan_of(**options, seq_len=one.seq_len, micro_batch=one.gpu_batch or 1)
+        small = (AUTOCAST,) if model.n_parameters <= MOST_PARAMETERS else ()
+        for options in (*GPU_PLANS, *small):
+            plan = _at_true_size(one, **options)
             case = Case(
                 name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",
                 model=model,
