@@ -21,6 +21,7 @@ from memplan.errors import MissingRule
 from memplan.kernels import Release
 from memplan.models.traced import DTYPES
 from memplan.ops.attention import attention_kernel
+from memplan.tracing.autocast import autocast_of
 
 CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
@@ -56,6 +57,7 @@ def without_a_gpu() -> Iterator[None]:
             library.impl(name, choice, "AutogradCUDA")
         for name in OF_ONE_KERNEL:
             library.impl(name, _kernel, "CUDA")
+        stack.enter_context(autocast_of(library, _is_float_on_cuda))
         yield
 
 
@@ -71,8 +73,12 @@ def _made_on_meta(
     return cast(Tensor, _make_subclass(kind, data, *args, dispatch_device=told, **kwargs))
 
 
-def _is_on_cuda(tensor: FakeTensor) -> bool:
-    return tensor.fake_device.type == CUDA.type
+def _is_on_cuda(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == CUDA.type
+
+
+def _is_float_on_cuda(tensor: Tensor) -> bool:
+    return _is_on_cuda(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def on_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
