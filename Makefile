@@ -84,14 +84,14 @@ bench: $(READY)
 	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED)"
 	@echo "with every stage's peak, instants and collectives"
 	@$(BIN)/python -m timeit -u msec -s "import memplan" "$(BENCHED).to_dict()"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m memplan.search.bench
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench
 
 notebooks: $(READY)
 	$(BIN)/python -m tests.notebooks
 
 gallery: $(READY)
-	$(BIN)/python -m memplan.plots.gallery gallery
+	$(BIN)/python -m tests.gallery gallery
 
 readme: $(READY)
 	$(BIN)/python -m tests.readme
-	$(BIN)/python -m memplan.plots.gallery notebooks/pictures step_timeline schedule front
+	$(BIN)/python -m tests.gallery notebooks/pictures step_timeline schedule front

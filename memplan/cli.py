@@ -46,6 +46,7 @@ from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
 from memplan.search.command import estimate_command as command_of
 from memplan.search.judge import OBJECTIVES
+from memplan.search.replays import replay_ahead
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import columns_of, search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
@@ -223,11 +224,11 @@ def _search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
         case Choice() | Registered() if name != "engine":
-            return click.option(flag, type=_names, metavar="NAME,...", help=f"{text}.")
+            return click.option(flag, type=_several(str), metavar="NAME,...", help=f"{text}.")
         case Count():
             return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{text}.")
         case Number():
-            return click.option(flag, type=_numbers, metavar="X,X,...", help=f"{text}.")
+            return click.option(flag, type=_several(number_or_text), metavar="X,X,...", help=f"{text}.")
     return _plan_option(name, field, default)
 
 
@@ -295,20 +296,13 @@ def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
     return decorated
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _numbers(text: str) -> tuple[float | str, ...]:
-    return tuple(map(number_or_text, text.split(",")))
+def _several(parsed: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Parses values between commas."""
+    return lambda text: tuple(map(parsed, text.split(",")))
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _counts(text: str) -> tuple[int | str, ...]:
-    return tuple(map(count_or_text, text.split(",")))
 
 
 def _ranges(text: str) -> tuple[int | str, ...]:
@@ -322,6 +316,9 @@ def _ranges(text: str) -> tuple[int | str, ...]:
         ends = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", part)
         found += [count_or_text(part)] if ends is None else range(int(ends[1]), int(ends[2]) + 1)
     return tuple(found)
+
+
+COUNTS: Final = _several(count_or_text)
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -406,9 +403,9 @@ def budget_command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json:
 @click.argument("model")
 @implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
-@click.option("--global-batch", type=_counts, required=True, metavar="N,N,...", help="Sequences per step.")
+@click.option("--global-batch", type=COUNTS, required=True, metavar="N,N,...", help="Sequences per step.")
 @click.option(
-    "--seq-len", type=_counts, metavar="N,N,...", help="Tokens per sequence; left out: the model's context."
+    "--seq-len", type=COUNTS, metavar="N,N,...", help="Tokens per sequence; left out: the model's context."
 )
 @click.option("--tp-across-nodes", is_flag=True, help="Also tensor axes that are on several nodes.")
 @_choice(
@@ -438,6 +435,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with _counting("plans") as progress:
         result = searched(model, progress=progress, **asked)
+    replay_ahead(result)
     if as_csv:
         _print_csv(search_rows(result, model), columns_of(result))
     elif as_json:

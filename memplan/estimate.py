@@ -12,7 +12,7 @@ from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
-from memplan.engines.checks import check_device, check_plan
+from memplan.engines.checks import check_plan
 from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
 from memplan.errors import InvalidValue
 from memplan.hardware import (
@@ -45,7 +45,6 @@ from memplan.steptime import (
     peak_flops_per_s,
     per_s,
     recomputed_flops,
-    reducing_share,
     utilisation,
 )
 from memplan.tape import Backend
@@ -114,24 +113,25 @@ class StageEstimate:
         memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
         return replayed(self.program(), memory)
 
-    @cached_property
+    @property
     def replayed(self) -> Replayed | None:
-        """`replay` with the allocator's defaults and no limit."""
-        return self.replay()
+        """`replay` with the allocator's defaults and no limit, which is kept."""
+        return self.replayed_within(None)
 
-    def replayed_within(self, limit_bytes: int) -> Replayed | None:
+    def replayed_within(self, limit_bytes: int | None) -> Replayed | None:
         """`replay` within a limit, which is kept; None if it runs out of memory."""
-        if self.program is not None and limit_bytes not in self._known_within:
-            memory = Memory(limit_bytes=limit_bytes)
+        if self.program is not None and limit_bytes not in self.replays:
+            unlimited = None if limit_bytes is None else self.replayed
             try:
-                found = replayed(self.program(), memory, unlimited=self.replayed)
-                self._known_within[limit_bytes] = found
+                found = replayed(self.program(), Memory(limit_bytes=limit_bytes), unlimited=unlimited)
+                self.replays[limit_bytes] = found
             except OutOfMemory:
-                self._known_within[limit_bytes] = None
-        return self._known_within.get(limit_bytes)
+                self.replays[limit_bytes] = None
+        return self.replays.get(limit_bytes)
 
     @cached_property
-    def _known_within(self) -> dict[int, Replayed | None]:
+    def replays(self) -> dict[int | None, Replayed | None]:
+        """The replays that are kept, by their limit; None where one ran out of memory."""
         return {}
 
     @cached_property
@@ -202,13 +202,7 @@ class StageEstimate:
     @property
     def work(self) -> RankWork:
         """The rank's work in a step, for a time model."""
-        return RankWork(
-            forward_flops=self.flops,
-            recomputed_flops=self.recomputed_flops,
-            collectives=self.collectives,
-            reducing_share=reducing_share(self.record.step.counts),
-            states=self.states,
-        )
+        return RankWork(counts=self.record.step.counts, collectives=self.collectives, states=self.states)
 
     @property
     def sent_bytes(self) -> int:
@@ -444,14 +438,17 @@ class Estimate:
         """
         from memplan.tables import ledger_frame
 
-        chosen = self.worst if stage is None else self._stage(stage)
+        chosen = self.stage(stage)
         return ledger_frame(chosen.host_alive if host else chosen.alive)
 
     def timeline(self, stage: int | None = None) -> Stretch:
         """The step of a stage (None: the worst one), for `memplan.memory.running_bytes` and plots."""
-        return (self.worst if stage is None else self._stage(stage)).record.step
+        return self.stage(stage).record.step
 
-    def _stage(self, stage: int) -> StageEstimate:
+    def stage(self, stage: int | None) -> StageEstimate:
+        """A stage of the pipeline; None: the worst one."""
+        if stage is None:
+            return self.worst
         return self.stages[checked_count("stage", stage, least=0, most=len(self.stages) - 1)]
 
     def to_frame(self) -> "pandas.DataFrame":
@@ -657,14 +654,13 @@ def estimate_plan(
     if device is None and cluster is None and isinstance(model, TracedModel):
         device = model.device
     runs_on = _checked_device(device, cluster)
-    check_plan(model, plan)
-    check_device(plan, runs_on)
+    check_plan(model, plan, runs_on)
     if cluster is not None and plan.world_size != cluster.n_gpus:
         raise InvalidValue(
             f"{plan.mesh_text} = {plan.world_size} ranks are not the cluster's {cluster.n_gpus} GPUs; use "
             f"cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
         )
-    return estimate_on(model, plan, runs_on, cluster)
+    return estimate_of(model, plan, runs_on, cluster, stage_estimates(model, plan, runs_on))
 
 
 def _checked_device(asked: DeviceType | None, cluster: Cluster | None) -> Device:
@@ -680,14 +676,7 @@ def _checked_device(asked: DeviceType | None, cluster: Cluster | None) -> Device
     return CPU if asked == "cpu" else known
 
 
-def estimate_on(model: Model, plan: Plan, device: Device, cluster: Cluster | None = None) -> Estimate:
-    """The estimate of a plan that has been checked."""
-    return estimate_of(model, plan, device, cluster, stage_estimates(model, plan, device, cluster))
-
-
-def stage_estimates(
-    model: Model, plan: Plan, device: Device, cluster: Cluster | None = None
-) -> Iterator[StageEstimate]:
+def stage_estimates(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
     """The estimate of each rank of the pipeline, made as it is read."""
     for record in ENGINES.named(plan.engine).play(model, plan, device):
         yield StageEstimate(plan=plan, record=record)
@@ -714,7 +703,6 @@ def rank_estimate(
 
     `backend` is what ranks talk by: left out, gloo on CPU and NCCL on GPUs.
     """
-    check_plan(model, plan)
-    check_device(plan, device)
+    check_plan(model, plan, device)
     record = ENGINES.named(plan.engine).play_rank(model, plan, rank, device, backend)
     return StageEstimate(plan=plan, record=record)

@@ -21,19 +21,16 @@ class Bytes:
     @property
     def total_bytes(self) -> int:
         """Their sum."""
-        return (
-            self.weights_bytes
-            + self.grads_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.temporaries_bytes
-        )
+        return sum(map(self.of, KINDS))
+
+    def of(self, kind: str) -> int:
+        """The bytes of a kind."""
+        n_bytes: int = getattr(self, f"{kind}_bytes")
+        return n_bytes
 
     def to_dict(self) -> dict[str, int]:
         """Every kind and the total."""
-        return {f"{kind}_bytes": getattr(self, f"{kind}_bytes") for kind in KINDS} | {
-            "total_bytes": self.total_bytes
-        }
+        return {f"{kind}_bytes": self.of(kind) for kind in KINDS} | {"total_bytes": self.total_bytes}
 
 
 Alive = Counter[Buffer]

@@ -20,9 +20,10 @@ computation and each collective occurs.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar, Literal, NamedTuple
 
-from memplan.shapes import Buffer, DType, Parameter, Shape
+from memplan.shapes import Buffer, DType, Parameter, Shape, n_elements
 
 Phase = Literal["forward", "backward", "recompute"]
 """When something is computed: in a forward pass, a backward pass, or a recomputation."""
@@ -90,10 +91,46 @@ class AddToIncoming(NamedTuple):
         return 0
 
 
+class ComputeKind(Enum):
+    """What is computed, by PyTorch's names of operators."""
+
+    MM = "mm"
+    """A matrix product; operands (m, k) and (k, n). A bias may be added (addmm)."""
+    BMM = "bmm"
+    """Matrix products of a batch; operands (batch, m, k) and (batch, k, n)."""
+    ATTENTION = "scaled_dot_product_attention"
+    """Attention by one kernel; operands q, k, v (batch, seq, heads, d_head): k, v may have fewer heads."""
+    UNKNOWN = "unknown"
+    """Operands are not known, only FLOPs: an operation of a traced module, or a closed form."""
+
+
+def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
+    """FLOPs of an operation: 2 m k n for each matrix product, two products for each head of an attention.
+
+    Causal attention is counted whole although half is masked (the convention of Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B).
+
+    >>> flops_of(ComputeKind.MM, ((2, 3), (3, 4))), flops_of(ComputeKind.BMM, ((5, 2, 3), (5, 3, 4)))
+    (48, 240)
+    >>> flops_of(ComputeKind.ATTENTION, ((1, 8, 2, 4), (1, 8, 1, 4), (1, 8, 1, 4)))
+    2048
+    """
+    left, right, *_ = operands
+    if kind is ComputeKind.ATTENTION:
+        return 4 * n_elements(left) * right[1]
+    return 2 * n_elements(left) * right[-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
-    """A matrix product or an attention: its FLOPs, its result's shape and type. It equals only itself."""
+    """A computation that FLOPs are counted of, in a forward pass or a recomputation. It equals only itself.
 
+    `operands`: their shapes, as its kind says; empty for an unknown one. `shape`, `dtype`: its result's.
+    Backward computes two more for each in a forward pass (`memplan.steptime.backward_flops`).
+    """
+
+    kind: ComputeKind
+    operands: tuple[Shape, ...] = ()
     phase: Phase
     flops: int
     shape: Shape

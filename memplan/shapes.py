@@ -94,19 +94,6 @@ class Parameter:
     does not require a gradient is frozen: it has neither gradient nor optimizer state.
     """
 
-    __slots__ = (
-        "dtype",
-        "grad_placements",
-        "grad_shape",
-        "n_bytes",
-        "n_elements",
-        "name",
-        "partial_grad",
-        "placements",
-        "requires_grad",
-        "shape",
-    )
-
     def __init__(
         self,
         name: str,

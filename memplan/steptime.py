@@ -56,15 +56,13 @@ class RankWork:
     """One rank's work in a step, counted from its record.
 
     Attributes:
-        forward_flops, recomputed_flops: of all its micro-batches.
-        reducing_share: the share of its backward passes during which it reduces gradients.
+        counts: occurrences of each computation, collective and pass; a `Compute` has its kind and operands.
+        collectives: their totals.
         states: weights, gradients and optimizer state as its optimizer sees them.
     """
 
-    forward_flops: int
-    recomputed_flops: int
+    counts: Counts
     collectives: tuple[CollectiveTotal, ...]
-    reducing_share: float
     states: Bytes
 
 
@@ -138,7 +136,7 @@ def backward_flops(forward_flops: Quantity) -> Quantity:
 def model_flops(forward_flops: Quantity) -> Quantity:
     """FLOPs of a forward and a backward pass, without recomputation.
 
-    Causal attention is counted whole although half is masked, as in `memplan.ops.attention`.
+    Causal attention is counted whole (`memplan.record.flops_of`).
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
 
@@ -459,10 +457,10 @@ def _step_times(
     for rank in ranks:
         states = rank.states
         work = Work(
-            forward_flops=rank.forward_flops,
-            recomputed_flops=rank.recomputed_flops,
+            forward_flops=forward_flops(rank.counts),
+            recomputed_flops=recomputed_flops(rank.counts),
             sent=sent_bytes(rank.collectives),
-            reducing=rank.reducing_share,
+            reducing=reducing_share(rank.counts),
             moved_bytes=update_bytes(
                 share * states.weights_bytes, share * states.grads_bytes, states.optimizer_bytes
             ),

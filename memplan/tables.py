@@ -198,8 +198,9 @@ def _stages(estimate: Estimate) -> str:
         if stage.stage > expected:
             rows.append(("...",) * len(rows[0]))
         expected = stage.stage + 1
-        kinds = (getattr(stage.peak, f"{kind}_bytes") for kind in (*KINDS, "total"))
-        rows.append(_stage_row(stage, [scaled(n_bytes, unit, digits) for n_bytes in kinds]))
+        numbers = [scaled(n_bytes, unit, digits) for n_bytes in stage.peak.to_dict().values()]
+        instant = _brief(stage.when.split(",")[0].replace(":", ""))
+        rows.append((str(stage.stage), layers_text(stage.layers), *numbers, instant))
     title = "Worst instant of " + ("each stage" if len(rows) > 2 else "a step")
     return f"{title}, {name} on the GPU that holds most\n{text_table(rows, '><>>>>>><', flexible=8)}"
 
@@ -211,15 +212,6 @@ def _stages_shown(estimate: Estimate) -> list[StageEstimate]:
     ends = MOST_STAGES // 3
     shown = {*range(ends), estimate.worst.stage, *range(len(stages) - ends, len(stages))}
     return [stages[i] for i in sorted(shown)]
-
-
-def _stage_row(stage: StageEstimate, numbers: list[str]) -> tuple[str, ...]:
-    return (
-        str(stage.stage),
-        layers_text(stage.layers),
-        *numbers,
-        _brief(stage.when.split(",")[0].replace(":", "")),
-    )
 
 
 def layers_text(layers: Sequence[range]) -> str:
@@ -282,8 +274,7 @@ def _host(estimate: Estimate) -> str:
     if not held.total_bytes:
         return ""
     unit, name = binary_unit(held.total_bytes)
-    kinds = {kind: getattr(held, f"{kind}_bytes") for kind in KINDS}
-    parts = ", ".join(f"{BRIEF_KINDS[kind]} {scaled(n, unit, 2)}" for kind, n in kinds.items() if n)
+    parts = ", ".join(f"{BRIEF_KINDS[kind]} {scaled(n, unit, 2)}" for kind in KINDS if (n := held.of(kind)))
     pinned = human_bytes(max(stage.host_pinned_bytes for stage in estimate.stages))
     total = f"Host {human_bytes(held.total_bytes)} for each GPU, {pinned} of it page-locked: {name} of"
     return "\n".join(map(wrapped, (total, parts)))

@@ -32,9 +32,11 @@ from memplan.record import (
     Collective,
     CollectiveKind,
     Compute,
+    ComputeKind,
     Event,
     Free,
     Phase,
+    flops_of,
 )
 from memplan.shapes import (
     FP16,
@@ -191,10 +193,6 @@ class Region:
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     """
 
-    __slots__ = (
-        "arguments", "function", "n_saving", "nodes", "rng_state", "saved_outputs", "scope", "selective", "x",
-    )  # fmt: skip
-
     def __init__(
         self,
         function: "Callable[[Tensor], Tensor]",
@@ -343,28 +341,6 @@ class Workspace:
 
 class Tape:
     """The record of one pass over a model: its events, nodes and parameters."""
-
-    __slots__ = (
-        "_casts",
-        "_expected",
-        "_grads",
-        "_held",
-        "_region",
-        "_replayed",
-        "_replaying",
-        "_retained",
-        "_saved_again",
-        "_uses",
-        "_wanted",
-        "context",
-        "events",
-        "nodes",
-        "parameters",
-        "phase",
-        "products",
-        "scope",
-        "shared",
-    )
 
     def __init__(self, context: OpContext) -> None:
         self.context = context
@@ -606,11 +582,17 @@ class Tape:
         return region is not None and region.selective
 
     def save_if_selective(
-        self, compute: Callable[[], tuple[Tensor, ...]], flops: int = 0, *, again: bool = False
+        self,
+        compute: Callable[[], tuple[Tensor, ...]],
+        kind: ComputeKind | None = None,
+        operands: tuple[Shape, ...] = (),
+        *,
+        again: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The outputs of `compute`, an operation of `flops` that selective recomputation saves.
+        """The outputs of `compute`, an operation that selective recomputation saves.
 
-        With `again` it is recomputed instead: a policy may save only some of the products.
+        `kind` and the shapes of its `operands` (see `ComputeKind`) are recorded; None: it has no FLOPs. With
+        `again` it is recomputed instead: a policy may save only some of the products.
 
         Source: torch.utils.checkpoint:_CachingTorchDispatchMode, and
         torch.utils.checkpoint:_CachedTorchDispatchMode.
@@ -619,9 +601,13 @@ class Tape:
         if replaying is not None and replaying.selective and not again:
             return replaying.saved_outputs.popleft()
         outputs = compute()
-        if flops:
-            y = outputs[0]
-            self.events.append(Compute(phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype))
+        if kind is not None:
+            y, flops = outputs[0], flops_of(kind, operands)
+            self.events.append(
+                Compute(
+                    kind=kind, operands=operands, phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype
+                )
+            )
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
             region.saved_outputs.append(tuple([y.detach() for y in outputs]))
@@ -658,8 +644,7 @@ class Tape:
 
     def _taken_over(self, grad: Tensor) -> Tensor:
         """The sum of `grad` and a gradient that came from outside the tape, with the mark `AddToIncoming`."""
-        n_bytes = n_elements(grad.shape) * grad.dtype.itemsize
-        buffer = Buffer("sum of grads", grad.shape, grad.dtype, n_bytes, "temporaries")
+        buffer = Buffer("sum of grads", grad.shape, grad.dtype, grad.n_bytes, "temporaries")
         taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
         self.events[-1] = AddToIncoming(buffer)
         return taken
@@ -694,7 +679,9 @@ class Tape:
                 self.deliver(target, part)
                 part = None
                 if isinstance(target, Parameter):
-                    self._mark_ready(target)
+                    self._uses[target] -= 1
+                    if self._uses[target] == 0:
+                        self.graded(target, self._grads[target])
             part = None
 
     def make_saved(self, node: Node) -> None:
@@ -784,12 +771,6 @@ class Tape:
         elif target.grad.is_view or target.has_dtensor_grad or id(target.grad.storage) in self._retained:
             target.grad = self.new("sum of grads", grad.shape, grad.dtype)
 
-    def _mark_ready(self, parameter: Parameter) -> None:
-        """Count a use of a parameter as done; after its last use its gradient is complete."""
-        self._uses[parameter] -= 1
-        if self._uses[parameter] == 0:
-            self.graded(parameter, self._grads[parameter])
-
 
 class SplitBackward:
     """A backward pass in two parts: first the gradient of the stage's input, later the weights' gradients.
@@ -803,8 +784,6 @@ class SplitBackward:
     torch.distributed.pipelining._backward:stage_backward_weight, torch.utils.checkpoint:_CheckpointFrame (its
     `recomputed`, one for each graph task).
     """
-
-    __slots__ = ("_beside", "_graph", "_made", "_regions", "_taken", "_unused", "_waiting", "n_nodes", "tape")
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape

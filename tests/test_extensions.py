@@ -28,7 +28,18 @@ from memplan.ops import embedding, gather_sequence, gelu, linear, rms_norm
 from memplan.orders import Loop, listed
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.precisions import Precision
-from memplan.record import Alloc, Collective, Compute, Free, Stretch, chain, events, passed, repeated
+from memplan.record import (
+    Alloc,
+    Collective,
+    Compute,
+    ComputeKind,
+    Free,
+    Stretch,
+    chain,
+    events,
+    passed,
+    repeated,
+)
 from memplan.replay import AllocatorProgram
 from memplan.schedules import Schedule
 from memplan.shapes import BF16, FP32, buffer_of
@@ -92,9 +103,8 @@ class ToyEngine(Engine):
         options = plan.options or ToyOptions()
         spare = buffer_of("spare outputs", (options.spare_blocks, *shape), BF16, "activations")
         flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_blocks
-        forward = events(
-            "block", [Alloc(output), Compute(phase="forward", flops=flops, shape=shape, dtype=BF16)]
-        )
+        computed = Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=flops, shape=shape, dtype=BF16)
+        forward = events("block", [Alloc(output), computed])
         steps: list[Stretch] = [
             passed(0, "forward", repeated(forward, model.n_blocks)),
             passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_blocks)),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from memplan import Gpt, Llama, Plan, parameter_count
 from memplan.device import CPU, H100, Device
-from memplan.engines.checks import check_device, check_plan
+from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
 from memplan.engines.torch import RankStages
 from memplan.engines.torch.fsdp import grouped
@@ -172,8 +172,7 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
 
 def runs(model: Decoder, plan: Plan, device: Device) -> bool:
     try:
-        check_plan(model, plan)
-        check_device(plan, device)
+        check_plan(model, plan, device)
     except (PlanRefused, MissingRule):
         return False
     return True

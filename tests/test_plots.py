@@ -15,15 +15,13 @@ import memplan
 from memplan import plots
 from memplan.errors import MemplanError
 from memplan.memory import running_bytes
-from memplan.plots.gallery import EXAMPLES, gallery
 from memplan.plots.measured import _pair
-from memplan.plots.memory import _ledger
 from memplan.plots.style import KINDS as PARTS
-from memplan.plots.style import stage_of
 from memplan.plots.time import PASSES, SECONDS
 from memplan.plots.timeline import _drawn, _held
 from memplan.shapes import KINDS
 from memplan.units import GiB, MiB
+from tests.gallery import EXAMPLES, gallery
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +191,7 @@ def test_the_legend_leaves_out_what_is_not_seen(one):
 
 @pytest.mark.parametrize("stage", [None, 0, 3])
 def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
-    of = stage_of(staged, stage)
+    of = staged.stage(stage)
     held = _held(staged.timeline(of.stage), of.peak)
     expected = [n_bytes for _, n_bytes in running_bytes(staged.timeline(of.stage), of.rest_bytes)]
     assert held.total.tolist() == expected
@@ -218,9 +216,7 @@ def test_drawing_a_long_step_keeps_every_maximum(staged):
         first += n
 
 
-def test_the_ledger_is_the_peak(one):
-    rows = _ledger(one, one.worst)
-    assert sum(row.total_bytes for row in rows) == one.peak.total_bytes
+def test_the_ledger_shows_the_largest_tensors(one):
     assert len(plots.ledger_at_peak(one, top=3).axes[0].patches) == 3
 
 

@@ -12,6 +12,7 @@ from memplan.record import (
     Alloc,
     Collective,
     Compute,
+    ComputeKind,
     Event,
     Free,
     Pass,
@@ -189,7 +190,7 @@ def test_what_is_alive_at_any_trees_high_adds_up_to_it(tree):
 SENT: list[Event] = [
     Collective(kind="all_gather", axis="dp", what="weights", payload_bytes=8, overlap="compute"),
     Collective(kind="reduce_scatter", axis="dp", what="gradients", payload_bytes=8, overlap="backward"),
-    Compute(phase="forward", flops=5, shape=(2, 2), dtype=FP32),
+    Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=5, shape=(2, 2), dtype=FP32),
 ]
 PARTS: list[PassPart] = ["forward", "backward"]
 counted = st.recursive(

@@ -1,10 +1,10 @@
 """The roofline: parts that add up, formulas against what they stand for, and no time without rates."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import pytest
@@ -25,16 +25,19 @@ from memplan.estimate import estimate_plan, rank_estimate
 from memplan.hardware import Link, cluster
 from memplan.orders import actions
 from memplan.plan import Rank
+from memplan.record import Compute, ComputeKind, Counts, flops_of
 from memplan.schedules import SCHEDULES
 from memplan.search.plans import unchecked
 from memplan.steptime import (
     Roofline,
+    StepTime,
     added,
     bubble_s,
     crosses_nodes,
     exposed_s,
     links_used,
     ranks_in_a_node,
+    reducing_share,
     ring_bytes_per_s,
 )
 from validate.systems.torch.modules import Transformer, token_loss
@@ -80,7 +83,7 @@ def test_throughput_and_utilisation_follow_from_the_step(estimate):
     plan, n_gpus = estimate.plan, estimate.cluster.n_gpus
     assert estimate.tokens_per_s == plan.global_batch * plan.seq_len / estimate.step_s
     assert estimate.tokens_per_s_per_gpu == estimate.tokens_per_s / n_gpus
-    peak = estimate.cluster.gpu.peak_flops_per_s("bf16")
+    peak = estimate.cluster.gpu.bf16_flops_per_s
     used = estimate.total_model_flops / (estimate.step_s * n_gpus * peak)
     assert estimate.mfu == pytest.approx(used, rel=1e-12)
     assert 0 < estimate.mfu <= 0.5
@@ -269,6 +272,70 @@ def test_flops_are_those_that_pytorch_runs(model, precision, recompute, blocks):
     assert found == expected
 
 
+class Operands(TorchDispatchMode):
+    """Counts the computations by kind and by their operands' shapes, heads behind the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[ComputeKind, tuple[tuple[int, ...], ...]]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.addmm.default):
+            self.found[ComputeKind.MM, tuple([tuple(x.shape) for x in args[-2:]])] += 1
+        elif func is aten.bmm.default:
+            self.found[ComputeKind.BMM, tuple([tuple(x.shape) for x in args])] += 1
+        elif func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            shapes = tuple([tuple(x.transpose(1, 2).shape) for x in args[:3]])
+            self.found[ComputeKind.ATTENTION, shapes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT, replace(GPT, dropout=0.1)], ids=["llama", "gpt", "dropout"])
+def test_operands_are_those_that_pytorch_computes_with(model):
+    module = Transformer(model, range(model.n_layers), seq_len=16)
+    tokens = torch.randint(model.vocab_size, (2, 16))
+    with Operands() as ran:
+        token_loss(module(tokens), tokens)
+    rank = rank_estimate(model, Plan(seq_len=16, micro_batch=2, precision="fp32"), Rank(), CPU)
+    said: Counter[Any] = Counter()
+    for event, n in rank.work.counts.items():
+        if isinstance(event, Compute):
+            said[event.kind, event.operands] += n
+            assert event.flops == flops_of(event.kind, event.operands)
+    assert said == ran.found
+
+
+@final
+@dataclass(frozen=True)
+class ByShape:
+    """A time model of a second for each matrix product of some (m, k, n), and none for anything else."""
+
+    mkn: tuple[int, int, int]
+    label = "by shape"
+
+    def missing(self, plan, cluster):
+        return ()
+
+    def step_times(self, ranks, plan, cluster):
+        return tuple([self.step_time(rank.counts) for rank in ranks])
+
+    def step_time(self, counts: Counts) -> StepTime:
+        found = 0
+        for event, n in counts.items():
+            if isinstance(event, Compute) and event.kind is ComputeKind.MM:
+                (m, k), (_, width) = event.operands
+                found += n * ((m, k, width) == self.mkn)
+        nothing = dict.fromkeys([each.name for each in fields(StepTime)], 0.0)
+        return StepTime(**nothing | {"compute_s": float(found)})
+
+
+def test_a_time_model_receives_the_shape_of_every_product():
+    e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", tp=8, micro_batch=2, global_batch=8, seq_len=512)
+    up_and_gate, down, other = (1024, 4096, 1792), (1024, 1792, 4096), (1024, 4096, 4096)
+    assert [replace(e, time_model=ByShape(mkn)).step_s for mkn in (up_and_gate, down, other)] == [256, 128, 0]
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_a_split_backward_pass_recomputes_what_pytorchs_does(model, recompute):
@@ -337,7 +404,7 @@ def test_formulas_take_arrays():
 )
 def test_the_share_of_backward_passes_beside_which_gradients_are_reduced(plan, share):
     asked = plan_of(**{"global_batch": 4 * plan.get("dp", 1), "seq_len": 16, **plan})
-    assert rank_estimate(replace(LLAMA, n_layers=4), asked, Rank(), CPU).work.reducing_share == share
+    assert reducing_share(rank_estimate(replace(LLAMA, n_layers=4), asked, Rank(), CPU).work.counts) == share
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -471,7 +538,7 @@ LAWS = settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_step_is_its_parts_and_at_least_the_computation(e):
     assert sum(e.time.parts.values()) == e.step_s
     assert all(seconds >= 0 for seconds in e.time.parts.values())
-    peak = e.cluster.gpu.peak_flops_per_s("bf16")
+    peak = e.cluster.gpu.bf16_flops_per_s
     assert e.step_s >= max(3 * s.flops + s.recomputed_flops for s in e.stages) / (peak * 0.5) * (1 - 1e-12)
     assert 0 < e.mfu <= 0.5
 

@@ -61,8 +61,10 @@ def test_bytes_per_parameter():
 
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
 def test_megatrons_distributed_optimizer(dp):
-    mixed = textbook.distributed_optimizer_bytes_per_parameter(dp)
-    fp32 = textbook.distributed_optimizer_bytes_per_parameter(dp, textbook.FP32_ADAM)
+    mixed, fp32 = (
+        textbook.states(1, zero=1, dp=dp, per_parameter=convention).total_bytes
+        for convention in (textbook.MEGATRON_ADAM, textbook.FP32_ADAM)
+    )
     assert mixed == pytest.approx(6 + 12 / dp)
     assert fp32 == pytest.approx(8 + 8 / dp)
 
@@ -86,8 +88,8 @@ def test_korthikanti_section_5_selective_recomputation_saves(model, attention_co
     # "5as/h = 80 and 64 ... selective activation recomputation saves 70% and 65%" of the activations.
     whole = textbook.layer_activations_bytes(micro_batch=1, **model)
     assert whole == model["seq_len"] * model["d_model"] * (34 + attention_core)
-    kept = textbook.layer_activations_tp_sp_selective_bytes(
-        seq_len=model["seq_len"], micro_batch=1, d_model=model["d_model"], tp=1
+    kept = textbook.layer_activations_bytes(
+        micro_batch=1, **model, sequence_parallel=True, recompute="selective"
     )
     assert round(100 * (1 - kept / whole)) == saved_percent
 
@@ -105,31 +107,23 @@ layers = st.fixed_dictionaries(
 @given(layers)
 def test_on_one_rank_the_divided_formulas_are_the_whole_one(layer):
     whole = textbook.layer_activations_bytes(**layer)
-    assert textbook.layer_activations_tp_bytes(**layer, tp=1) == pytest.approx(whole)
-    assert textbook.layer_activations_tp_sp_bytes(**layer, tp=1) == pytest.approx(whole)
+    sbh = layer["seq_len"] * layer["micro_batch"] * layer["d_model"]
+    assert whole == pytest.approx(sbh * (34 + 5 * layer["n_heads"] * layer["seq_len"] / layer["d_model"]))
+    assert textbook.layer_activations_bytes(**layer, sequence_parallel=True) == pytest.approx(whole)
 
 
 @given(layers, st.integers(1, 64))
 def test_each_further_technique_never_holds_more(layer, tp):
-    sizes = {key: layer[key] for key in ("seq_len", "micro_batch", "d_model")}
-    tensor = textbook.layer_activations_tp_bytes(**layer, tp=tp)
-    sequence = textbook.layer_activations_tp_sp_bytes(**layer, tp=tp)
-    selective = textbook.layer_activations_tp_sp_selective_bytes(**sizes, tp=tp)
+    def kept(**how):
+        return textbook.layer_activations_bytes(**layer, tp=tp, **how)
+
+    split = {"sequence_parallel": True}
+    tensor, sequence = kept(), kept(**split)
+    selective = kept(recompute="selective", **split)
     assert selective <= sequence <= tensor * (1 + 1e-12)
-    assert selective <= textbook.layer_activations_tp_selective_bytes(**sizes, tp=tp) * (1 + 1e-12)
-    assert textbook.layer_activations_full_recompute_bytes(**sizes) == pytest.approx(
-        textbook.layer_activations_tp_sp_selective_bytes(**sizes, tp=17)
-    )
-
-
-@pytest.mark.parametrize(
-    "n_layers,pp,chunks,layers_kept", [(96, 1, 1, 96), (96, 8, 1, 96), (96, 8, 3, 96 * (1 + 7 / 24))]
-)
-def test_the_first_stage_keeps_as_many_layers_as_the_model_has(n_layers, pp, chunks, layers_kept):
-    kept = textbook.first_stage_activations_bytes(
-        layer_activations_bytes=1.0, n_layers=n_layers, pp=pp, chunks=chunks
-    )
-    assert kept == pytest.approx(layers_kept)
+    assert selective <= kept(recompute="selective") * (1 + 1e-12)
+    assert kept(recompute="full") == pytest.approx(kept(recompute="full", **split) * tp)
+    assert kept(recompute="full", **split) == pytest.approx(selective / 17)
 
 
 @pytest.mark.parametrize("pp", [1, 8])
@@ -199,12 +193,12 @@ def test_estimate_says_korthikanti(tp, sp):
     estimate = memplan.estimate(
         GPT_22B, tp=tp, sequence_parallel=sp, micro_batch=4, global_batch=4, engine="textbook"
     )
-    layer = {"seq_len": 2048, "micro_batch": 4, "d_model": 6144, "n_heads": 64}
-    of_layer = textbook.layer_activations_tp_sp_bytes if sp else textbook.layer_activations_tp_bytes
+    layer: dict[str, Any] = {"seq_len": 2048, "micro_batch": 4, "d_model": 6144, "n_heads": 64}
+    of_layer = textbook.layer_activations_bytes(**layer, tp=tp, sequence_parallel=sp)
     ends = textbook.input_output_activations_bytes(
         seq_len=2048, micro_batch=4, d_model=6144, vocab_size=51200, tp=tp
     )
-    assert estimate.peak.activations_bytes == round(48 * of_layer(**layer, tp=tp) + ends)
+    assert estimate.peak.activations_bytes == round(48 * of_layer + ends)
     if tp == 1:
         s, b, h, a = layer.values()
         assert estimate.peak.activations_bytes == round(s * b * h * (34 + 5 * a * s / h) * 48 + ends)
@@ -214,13 +208,12 @@ def test_estimate_says_korthikantis_first_stage_keeps_every_layer():
     asked: dict[str, Any] = {"tp": 8, "sequence_parallel": True, "engine": "textbook"}
     estimate = memplan.estimate(GPT_22B, pp=8, global_batch=64, **asked)
     alone = memplan.estimate(GPT_22B, global_batch=64, **asked)
-    layer = textbook.layer_activations_tp_sp_bytes(
-        seq_len=2048, micro_batch=1, d_model=6144, n_heads=64, tp=8
+    layer = textbook.layer_activations_bytes(
+        seq_len=2048, micro_batch=1, d_model=6144, n_heads=64, tp=8, sequence_parallel=True
     )
     ends = {"seq_len": 2048, "micro_batch": 1, "d_model": 6144, "vocab_size": 51200, "tp": 8}
     for e, pp in ((estimate, 8), (alone, 1)):
-        kept = textbook.first_stage_activations_bytes(layer_activations_bytes=layer, n_layers=48, pp=pp)
-        kept += textbook.input_output_activations_bytes(**ends, pp=pp)
+        kept = 48 * layer + textbook.input_output_activations_bytes(**ends, pp=pp)  # equation 5, 1F1B
         assert e.stages[0].peak.activations_bytes == round(kept)
     peaks = [stage.peak.activations_bytes for stage in estimate.stages]
     assert peaks == sorted(peaks, reverse=True)

@@ -78,20 +78,22 @@ class Costs(NamedTuple):
     """Costs of a part of the model on one tensor rank, for one micro-batch.
 
     Elements of its trained weights; FLOPs of its forward pass, and of the part that is recomputed; bytes sent
-    over the tensor axis in both passes; bytes that the forward pass saves for the backward pass.
+    over the tensor axis in both passes; bytes that the forward pass saves for the backward pass. An engine
+    gives numbers; a search makes functions of the micro-batch of them, and arrays over plans.
     """
 
-    elements: int
-    flops: int
-    sent_bytes: int
-    saved_bytes: int
+    elements: Any
+    flops: Any
+    sent_bytes: Any
+    saved_bytes: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
     """The costs of the embedding, of the head, and of a block of each kind, recomputed or not.
 
-    `boundary_bytes`: what one stage sends to the next.
+    `boundary_bytes`: what one stage sends to the next; `received_bytes`: what each of a stage's neighbours on
+    the pipeline has it keep for every micro-batch from step to step (a receive buffer).
     """
 
     embedding: Costs
@@ -99,6 +101,7 @@ class PartCosts:
     blocks: Mapping[str, Costs]
     recomputed: Mapping[str, Costs]
     boundary_bytes: int
+    received_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,19 @@ from memplan.memory import Alive
 from memplan.models import Decoder, Model, parameter_count
 from memplan.orders import in_flight
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
-from memplan.record import Alloc, Axis, Collective, CollectiveKind, Compute, Event, allocs, events, frees
+from memplan.record import (
+    Alloc,
+    Axis,
+    Collective,
+    CollectiveKind,
+    Compute,
+    ComputeKind,
+    Event,
+    Phase,
+    allocs,
+    events,
+    frees,
+)
 from memplan.shapes import BF16, UINT8, Buffer, Kind
 from memplan.tape import Backend
 
@@ -112,21 +124,6 @@ def states(
     )
 
 
-def distributed_optimizer_bytes_per_parameter(
-    dp: int, per_parameter: BytesPerParameter = MEGATRON_ADAM
-) -> float:
-    """Bytes per parameter with Megatron's distributed optimizer: weights, gradients whole, the rest shared.
-
-    weights + grads + optimizer / d
-
-    Source: Megatron Core user guide, Distributed Optimizer: 6 + 12/d, and 8 + 8/d in fp32.
-
-    >>> distributed_optimizer_bytes_per_parameter(1), distributed_optimizer_bytes_per_parameter(12)
-    (18.0, 7.0)
-    """
-    return states(1, zero=1, dp=dp, per_parameter=per_parameter).total_bytes
-
-
 # --- Traffic ----------------------------------------------------------------------------------------------
 
 
@@ -153,116 +150,53 @@ def data_parallel_traffic_elements(n_parameters: float, *, zero: int = 0) -> flo
 # --- Activations of one layer -----------------------------------------------------------------------------
 
 
-def layer_activations_bytes(*, seq_len: int, micro_batch: int, d_model: int, n_heads: int) -> float:
-    """Activations of one layer, nothing divided: sbh (34 + 5as/h).
+def layer_activations_bytes(
+    *,
+    seq_len: int,
+    micro_batch: int,
+    d_model: int,
+    n_heads: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+) -> float:
+    """Activations of one layer, on one of t tensor ranks.
+
+    | recompute | tensor parallelism          | and sequence parallelism |
+    |-----------|-----------------------------|--------------------------|
+    | none      | sbh (10 + 24/t + 5as/(ht))  | (sbh/t) (34 + 5as/h)     |
+    | selective | sbh (10 + 24/t)             | 34 sbh/t                 |
+    | full      | 2sbh                        | 2sbh/t                   |
+
+    Without tensor parallelism LayerNorms, their inputs and the dropouts after attention and feed-forward (10
+    of the 34) are replicated. "selective" recomputes attention's core, "full" all but the layer's input.
 
     Assumes: 16-bit activations, 1-byte dropout masks, a feed-forward width of 4h with GELU, attention scores
-        kept (no flash attention).
-    Neglects: the mean and variance of LayerNorm (2sb each, small beside sbh).
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 1.
+        kept (no flash attention); gathered inputs are gathered again in backward.
+    Neglects: the mean and variance of LayerNorm (2sb each, small beside sbh); a recomputed layer's own
+        activations, alive while its backward runs.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, equations 1, 2, 4 and Table 2.
 
-    >>> layer_activations_bytes(seq_len=2, micro_batch=1, d_model=10, n_heads=1)  # 20 (34 + 5 x 2 / 10)
-    700.0
-    """
-    sbh = seq_len * micro_batch * d_model
-    return sbh * (34 + 5 * n_heads * seq_len / d_model)
-
-
-def layer_activations_tp_bytes(
-    *, seq_len: int, micro_batch: int, d_model: int, n_heads: int, tp: int
-) -> float:
-    """Activations of one layer under tensor parallelism: sbh (10 + 24/t + 5as/(ht)).
-
-    Assumes: as `layer_activations_bytes`; LayerNorms, their inputs and the dropouts after attention and
-        feed-forward (10 of the 34) are replicated.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 2.
-
-    >>> layer_activations_tp_bytes(seq_len=2, micro_batch=1, d_model=10, n_heads=2, tp=2)  # 20 (10 + 12 + 1)
+    >>> sizes = {"seq_len": 2, "micro_batch": 1, "d_model": 10, "n_heads": 2}
+    >>> layer_activations_bytes(**sizes, tp=2)  # 20 (10 + 12 + 1)
     460.0
-    """
-    sbh = seq_len * micro_batch * d_model
-    return sbh * (10 + 24 / tp + 5 * n_heads * seq_len / (d_model * tp))
-
-
-def layer_activations_tp_sp_bytes(
-    *, seq_len: int, micro_batch: int, d_model: int, n_heads: int, tp: int
-) -> float:
-    """Activations of one layer under tensor and sequence parallelism: (sbh/t) (34 + 5as/h).
-
-    Assumes: as `layer_activations_bytes`; gathered inputs are gathered again in backward, not kept.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 4.
-
-    >>> layer_activations_tp_sp_bytes(seq_len=2, micro_batch=1, d_model=10, n_heads=2, tp=2)  # 10 (34 + 2)
+    >>> layer_activations_bytes(**sizes, tp=2, sequence_parallel=True)  # 10 (34 + 2)
     360.0
+    >>> [layer_activations_bytes(**sizes, tp=2, recompute=how) for how in ("selective", "full")]
+    [440.0, 40]
     """
     sbh = seq_len * micro_batch * d_model
-    return sbh / tp * (34 + 5 * n_heads * seq_len / d_model)
-
-
-def layer_activations_tp_selective_bytes(*, seq_len: int, micro_batch: int, d_model: int, tp: int) -> float:
-    """One layer, tensor parallelism, attention's core recomputed: sbh (10 + 24/t).
-
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, Table 2.
-
-    >>> layer_activations_tp_selective_bytes(seq_len=2, micro_batch=1, d_model=10, tp=2)
-    440.0
-    """
-    return seq_len * micro_batch * d_model * (10 + 24 / tp)
-
-
-def layer_activations_tp_sp_selective_bytes(
-    *, seq_len: int, micro_batch: int, d_model: int, tp: int
-) -> float:
-    """One layer, tensor and sequence parallelism, attention's core recomputed: 34 sbh/t.
-
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, Table 2 (times L: equation 6).
-
-    >>> layer_activations_tp_sp_selective_bytes(seq_len=2, micro_batch=1, d_model=10, tp=2)
-    340.0
-    """
-    return 34 * seq_len * micro_batch * d_model / tp
-
-
-def layer_activations_full_recompute_bytes(*, seq_len: int, micro_batch: int, d_model: int) -> int:
-    """One layer that keeps only its input, in 16 bits: 2sbh.
-
-    Neglects: the recomputed layer's own activations, alive while its backward runs.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, Table 2.
-
-    >>> layer_activations_full_recompute_bytes(seq_len=2, micro_batch=1, d_model=10)
-    40
-    """
-    return 2 * seq_len * micro_batch * d_model
-
-
-# --- Activations of the first pipeline stage --------------------------------------------------------------
-
-
-def interleaving_factor(*, pp: int, chunks: int = 1) -> float:
-    """The factor of an interleaved schedule on the first stage's activations: 1 + (p - 1) / (pm).
-
-    One chunk is plain 1F1B: its first stage keeps p micro-batches of L/p layers, so L layers: factor 1.
-
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3, after equation 5.
-
-    >>> interleaving_factor(pp=8), interleaving_factor(pp=8, chunks=2)  # 1 + 7/16
-    (1, 1.4375)
-    """
-    return 1 if chunks == 1 else 1 + (pp - 1) / (pp * chunks)
-
-
-def first_stage_activations_bytes(
-    *, layer_activations_bytes: float, n_layers: int, pp: int = 1, chunks: int = 1
-) -> float:
-    """Activations of the first pipeline stage: one layer's x L x the interleaving factor.
-
-    Assumes: 1F1B with at least p micro-batches, so that p of them are alive, each through L/p layers.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, equation 5.
-
-    >>> first_stage_activations_bytes(layer_activations_bytes=100.0, n_layers=16, pp=8, chunks=2)
-    2300.0
-    """
-    return layer_activations_bytes * n_layers * interleaving_factor(pp=pp, chunks=chunks)
+    match recompute, sequence_parallel:
+        case "none", False:
+            return sbh * (10 + 24 / tp + 5 * n_heads * seq_len / (d_model * tp))
+        case "none", True:
+            return sbh / tp * (34 + 5 * n_heads * seq_len / d_model)
+        case "selective", False:
+            return sbh * (10 + 24 / tp)
+        case "selective", True:
+            return 34 * sbh / tp
+        case _:
+            return 2 * sbh / tp if sequence_parallel else 2 * sbh
 
 
 def input_output_activations_bytes(
@@ -334,28 +268,14 @@ def stage_activations_bytes(model: Decoder, plan: Plan, pp_rank: int) -> float:
     ends = {**sizes, "vocab_size": model.vocab_size, "tp": plan.tp}
     inputs = input_output_activations_bytes(**ends, pp=2) / 2
     outputs = input_output_activations_bytes(**ends, pp=1) - inputs
-    kept = alive * (
-        recomputed * _layer_bytes(model, plan, sizes, recompute=plan.recompute)
-        + (layers - recomputed) * _layer_bytes(model, plan, sizes, recompute="none")
-    )
+
+    def layer(recompute: Recompute) -> float:
+        split = plan.sequence_parallel
+        heads: dict[str, int] = {**sizes, "n_heads": model.n_heads, "tp": plan.tp}
+        return layer_activations_bytes(**heads, sequence_parallel=split, recompute=recompute)
+
+    kept = alive * (recomputed * layer(plan.recompute) + (layers - recomputed) * layer("none"))
     return kept + (alive * inputs if pp_rank == 0 else 0) + (outputs if pp_rank == plan.pp - 1 else 0)
-
-
-def _layer_bytes(model: Decoder, plan: Plan, sizes: dict[str, int], *, recompute: Recompute) -> float:
-    """One layer's activations; selective recomputation is of attention's core, as in the paper."""
-    if recompute == "full":
-        kept = layer_activations_full_recompute_bytes(**sizes)
-        return kept / plan.tp if plan.sequence_parallel else kept
-    if recompute == "selective":
-        selective = (
-            layer_activations_tp_sp_selective_bytes
-            if plan.sequence_parallel
-            else layer_activations_tp_selective_bytes
-        )
-        return selective(**sizes, tp=plan.tp)
-    if plan.sequence_parallel:
-        return layer_activations_tp_sp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
-    return layer_activations_tp_bytes(**sizes, n_heads=model.n_heads, tp=plan.tp)
 
 
 def traffic(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Collective]:
@@ -425,9 +345,12 @@ def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
     grads = _bytes("grads", _states(model, plan).grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
     yield from allocs(grads, activations)
-    forward, again = forward_flops(model, plan), recomputed_flops(model, plan, pp_rank)
-    yield Compute(phase="forward", flops=round(forward), shape=(), dtype=BF16)
-    yield Compute(phase="recompute", flops=round(again), shape=(), dtype=BF16)
+    work: dict[Phase, float] = {
+        "forward": forward_flops(model, plan),
+        "recompute": recomputed_flops(model, plan, pp_rank),
+    }
+    for phase, flops in work.items():
+        yield Compute(kind=ComputeKind.UNKNOWN, phase=phase, flops=round(flops), shape=(), dtype=BF16)
     yield from traffic(model, plan, pp_rank)
     yield from frees(grads, activations)
 

@@ -2,21 +2,17 @@
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
-from memplan.device import CPU, Device
+from memplan.device import CPU, Device, DeviceType
 from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.files import toml_table
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
 """The number formats that peak rates are stated for."""
-
-DEVICE_KINDS: Final = ("cuda", "cpu")
-"""torch's types of the devices that memplan has rules for."""
 
 
 @final
@@ -72,7 +68,7 @@ class Gpu:
 
     def __post_init__(self) -> None:
         _check_name("a GPU's name", self.name)
-        checked_choice("kind", self.kind, DEVICE_KINDS)
+        checked_choice("kind", self.kind, get_args(DeviceType))
         for field in ("memory_bytes", "usable_bytes"):
             if (n_bytes := getattr(self, field)) is not None:
                 object.__setattr__(self, field, checked_count(field, n_bytes, most=LARGEST_BYTES))
@@ -96,25 +92,6 @@ class Gpu:
         Device(type='cuda', capability=(8, 0), multiprocessors=108, runs_kernels=True)
         """
         return CPU if self.kind == "cpu" else Device("cuda", self.capability, self.multiprocessors)
-
-    def peak_flops_per_s(self, dtype: str) -> float:
-        """The peak dense rate for a number format.
-
-        >>> gpu("h100-sxm").peak_flops_per_s("bf16") / 1e12
-        989.4
-
-        Raises:
-            UnknownName: a format that is none of `DTYPES`.
-            InvalidValue: a format of which no rate is known.
-        """
-        if dtype not in DTYPES:
-            raise unknown_name("dtype", dtype, DTYPES)
-        rates = {name: getattr(self, f"{name}_flops_per_s") for name in DTYPES}
-        rate: float | None = rates[dtype]
-        if rate is None:
-            known = ", ".join(name for name, value in rates.items() if value is not None) or "none"
-            raise InvalidValue(f"dtype={dtype!r} has no peak rate on {self.name}; it states {known}.")
-        return rate
 
 
 def _check_name(what: str, name: object) -> None:
@@ -144,7 +121,7 @@ def check_link(name: str, link: object) -> None:
 @cache
 def gpu_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `gpus.toml`, read once, at first use."""
-    return toml_table(Path(__file__).with_name("gpus.toml"))
+    return toml_table("hardware/gpus.toml")
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -26,9 +26,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, mask: Te
 
     A boolean `mask`, such as a window's, is converted to numbers for each sequence, and saved.
 
-    4 x batch x heads x seq^2 x d_head FLOPs, counted whole although half is masked (the convention of
-    Chowdhery et al. 2022, appendix B).
-
     Source: torch.nn.functional:scaled_dot_product_attention.
     """
     _check_heads(q, k, v)

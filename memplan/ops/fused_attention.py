@@ -4,7 +4,7 @@ The output is laid out like the queries, but for the memory-efficient kernel's (
 """
 
 from memplan.kernels import efficient_attention_bytes, flash_splits
-from memplan.ops.heads import attention_flops
+from memplan.record import ComputeKind
 from memplan.shapes import FP32, INT64, UINT8, DType, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
 
@@ -40,7 +40,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
                 thread.new(f"scores of a block as {dtype.name}", (rows, columns), dtype)
         return y, lse
 
-    y, lse = tape.save_if_selective(compute, attention_flops(q))
+    y, lse = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.head_major = q.head_major
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse, *masks), backward)
     return y
@@ -107,7 +107,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
                 state = tape.new("random state", (2,), INT64)
         return y, lse, state, unused
 
-    y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.head_major = q.head_major
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
     return y
@@ -138,7 +138,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
         y = tape.new("attention", q_shape, dtype)
         return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), seed, offset
 
-    y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.head_major = q.head_major
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
@@ -185,7 +185,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
             tape.new("sums of values", shape, FP32)
         return y, lse, *state
 
-    y, *others = tape.save_if_selective(compute, attention_flops(q))
+    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.node = tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
 

@@ -4,8 +4,10 @@ Queries, keys and values are (batch, seq, heads, d_head). Batched products need 
 (`Tensor.head_major`); the operations after them copy them back to one token after the other.
 """
 
+from collections.abc import Sequence
+
 from memplan.ops.dims import dims, divided
-from memplan.shapes import COMPLEX64, FP32, Buffer, DType, buffer_of, check_equal
+from memplan.shapes import COMPLEX64, FP32, Buffer, DType, Shape, buffer_of, check_equal
 from memplan.tape import Grads, Saved, Tensor, Workspace
 
 DIMS = ("batch", "seq", "heads", "d_head")
@@ -23,20 +25,24 @@ def heads(x: Tensor, d_head: int) -> Tensor:
 
 
 def feature_parts(x: Tensor, n: int) -> list[Tensor]:
-    """x as n views along its features, the last dim; backward joins their gradients once all have come.
+    """x as n views along its features; gradients of heads are joined one head after the other."""
+    return split(x, [(*x.shape[:-1], divided(x.shape[-1], n, "width", by="parts"))] * n)
 
-    Gradients of heads are joined one head after the other.
+
+def split(x: Tensor, parts: Sequence[Shape], grad_name: str = "grad") -> list[Tensor]:
+    """x as views of these shapes; backward joins their gradients once the first view's has come.
+
+    Until then all are alive.
 
     Source: torch:split, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    part = *shape[:-1], divided(shape[-1], n, "width", by="parts")
     by_head = len(shape) == len(DIMS) and min(shape[1:3]) > 1
     grads: list[Tensor] = []
 
     def join(grad: Tensor, saved: Saved) -> Grads:
         grads.append(grad)
-        whole = grad.tape.new("grad", shape, dtype)
+        whole = grad.tape.new(grad_name, shape, dtype)
         whole.head_major = by_head
         grads.clear()
         return (whole,)
@@ -45,8 +51,9 @@ def feature_parts(x: Tensor, n: int) -> list[Tensor]:
         grads.append(grad)
         return (None,)
 
-    nodes = [tape.node((x.node if i == 0 else None,), (), keep if i else join) for i in range(n)]
-    return [Tensor(tape, part, dtype, x.storage, node, is_view=True) for node in nodes]
+    nodes = [tape.node((None if i else x.node,), (), keep if i else join) for i in range(len(parts))]
+    views = zip(parts, nodes, strict=True)
+    return [Tensor(tape, part, dtype, x.storage, node, is_view=True) for part, node in views]
 
 
 def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
@@ -203,12 +210,6 @@ def _in_type_of(grad: Tensor, dtype: DType, into: Workspace) -> None:
     with grad.tape.workspace() as wide:
         wide.new("grad times table", grad.shape, grad.dtype)
         into.new(f"grad as {dtype.name}", grad.shape, dtype)
-
-
-def attention_flops(q: Tensor) -> int:
-    """FLOPs of both products of attention."""
-    batch, seq, n_heads, d_head = q.shape
-    return 4 * batch * n_heads * seq * seq * d_head
 
 
 def head_major(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Literal
 from memplan.ops.dims import dims, divided
 from memplan.ops.tensor_axis import reduced_over_tp
 from memplan.placements import Replicate, Shard
+from memplan.record import ComputeKind
 from memplan.shapes import DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tensor
 
@@ -69,7 +70,8 @@ def _product(
             tape.product(y, biased=bias is not None)
         return (y,)
 
-    (y,) = tape.save_if_selective(compute, 2 * batch * seq * n_in * n_out, again=again)
+    operands = (batch * seq, n_in), (n_in, n_out)
+    (y,) = tape.save_if_selective(compute, ComputeKind.MM, operands, again=again)
     y.node = node
     return y
 

@@ -5,6 +5,7 @@ from operator import add
 
 from memplan.ops.dims import dims
 from memplan.ops.elementwise import same_backward
+from memplan.ops.heads import split
 from memplan.ops.tensor_axis import all_reduced
 from memplan.shapes import BOOL, FP32, INT64
 from memplan.tape import Grads, Node, Saved, Tape, Tensor
@@ -76,30 +77,12 @@ def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
 def _pieces(logits: Tensor, n: int) -> list[Tensor]:
     """Pieces of ceil(seq / n) along the sequence, the last one shorter.
 
-    Backward joins their gradients once the first piece's has come; until then all are alive.
-
-    Source: torch:chunk, torch/csrc/autograd/FunctionsManual.cpp (`split_backward`: `cat`).
+    Source: torch:chunk.
     """
-    tape, (batch, seq, vocabulary), dtype = logits.tape, logits.shape, logits.dtype
+    batch, seq, vocabulary = logits.shape
     most = -(-seq // n)
-    grads: list[Tensor] = []
-
-    def join(grad: Tensor, saved: Saved) -> Grads:
-        grads.append(grad)
-        whole = grad.tape.new("grad of logits", (batch, seq, vocabulary), dtype)
-        grads.clear()
-        return (whole,)
-
-    def keep(grad: Tensor, saved: Saved) -> Grads:
-        grads.append(grad)
-        return (None,)
-
-    pieces = []
-    for start in range(0, seq, most):
-        node = tape.node((logits.node,) if start == 0 else (None,), (), keep if start else join)
-        shape = (batch, min(most, seq - start), vocabulary)
-        pieces.append(Tensor(tape, shape, dtype, logits.storage, node))
-    return pieces
+    pieces = [(batch, min(most, seq - start), vocabulary) for start in range(0, seq, most)]
+    return split(logits, pieces, "grad of logits")
 
 
 def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor:

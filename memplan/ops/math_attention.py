@@ -1,7 +1,8 @@
 """Attention as separate products in float32, with the scores in memory."""
 
 from memplan.ops.elementwise import like, same_backward, soft_capped, times_number
-from memplan.ops.heads import attention_flops, head_major, repeated_heads
+from memplan.ops.heads import head_major, repeated_heads
+from memplan.record import ComputeKind
 from memplan.shapes import BOOL, FP32, DType, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
 
@@ -54,7 +55,7 @@ def _scores(scaled_q: Tensor, k: Tensor) -> Tensor:
 def _products_of_heads(q: Tensor, k: Tensor) -> Tensor:
     """The product of q and k for each head, (batch, heads, seq, seq)."""
     tape = k.tape
-    batch, seq, n_heads, _ = q.shape
+    batch, seq, n_heads, d_head = q.shape
     left, right = head_major(q), head_major(k)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -63,8 +64,9 @@ def _products_of_heads(q: Tensor, k: Tensor) -> Tensor:
         return grad_q, grad_k
 
     node = tape.node((q.node, k.node), (left, right), backward)
+    operands = (batch * n_heads, seq, d_head), (batch * n_heads, d_head, seq)
     (scores,) = tape.save_if_selective(
-        lambda: (_product(tape, "scores", (batch, n_heads, seq, seq), q.dtype),), attention_flops(q) // 2
+        lambda: (_product(tape, "scores", (batch, n_heads, seq, seq), q.dtype),), ComputeKind.BMM, operands
     )
     scores.node = node
     return scores
@@ -104,11 +106,13 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     """The product of the probabilities and v for each head."""
     tape = v.tape
     batch, n_heads, seq, _ = probabilities.shape
-    shape, apart = (batch, seq, n_heads, v.shape[3]), min(n_heads, seq) > 1
+    d_head = v.shape[3]
+    shape, apart = (batch, seq, n_heads, d_head), min(n_heads, seq) > 1
     values = head_major(v)
     node = tape.node((probabilities.node, v.node), (probabilities, values), _product_backward)
+    operands = (batch * n_heads, seq, seq), (batch * n_heads, seq, d_head)
     (y,) = tape.save_if_selective(
-        lambda: (_product(tape, "attention", shape, v.dtype),), attention_flops(v) // 2
+        lambda: (_product(tape, "attention", shape, v.dtype),), ComputeKind.BMM, operands
     )
     y.head_major = apart
     y.node = tape.node((node,), (), lambda grad, saved: (head_major(grad.view(*shape)),))

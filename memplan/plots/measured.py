@@ -10,11 +10,11 @@ from memplan.plots.style import (
     OUTSIDE,
     WIDTH_IN,
     WITHIN,
-    byte_unit,
     checked_some,
     heading,
     plain,
 )
+from memplan.units import binary_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,14 +32,14 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     checked_some("records that ran and were predicted", pairs)
     figure, left, right = _two_axes(len(pairs))
     rows = range(len(pairs))
-    unit = byte_unit(max(pair.measured_bytes for pair in pairs))
-    left.barh(rows, [p.measured_bytes / unit.n_bytes for p in pairs], height=0.7, color=MEASURED,
+    unit, name = binary_unit(max(pair.measured_bytes for pair in pairs))
+    left.barh(rows, [p.measured_bytes / unit for p in pairs], height=0.7, color=MEASURED,
               label="measured")  # fmt: skip
-    left.plot([p.predicted_bytes / unit.n_bytes for p in pairs], rows, linestyle="", marker="|", markersize=9,
+    left.plot([p.predicted_bytes / unit for p in pairs], rows, linestyle="", marker="|", markersize=9,
               markeredgewidth=2, color="black", label="predicted")  # fmt: skip
     left.set_yticks(rows, [p.name for p in pairs], fontsize=8)
     left.set_ylim(len(pairs) - 0.4, -0.6)
-    left.set_xlabel(f"peak of the fullest rank ({unit.name})")
+    left.set_xlabel(f"peak of the fullest rank ({name})")
     n_more = len(every) - len(pairs)
     left_out = f"{n_more} more cases have no run or no prediction" if n_more else ""
     _draw_errors(right, pairs, 100 * tolerance)

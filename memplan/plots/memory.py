@@ -1,16 +1,15 @@
 """Peak bytes by kind: of stages, of plans, against a keyword; and the ledger at the peak."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from memplan.checks import checked_count
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
-from memplan.estimate import Estimate, StageEstimate
+from memplan.estimate import Estimate
 from memplan.hardware import Verdict
 from memplan.memory import Bytes
 from memplan.plots.bars import Bar, Line, stacked_bars
@@ -20,20 +19,17 @@ from memplan.plots.style import (
     MUTED,
     STACKED,
     budget_line,
-    byte_unit,
     checked_some,
     common_text,
-    legend_of_kinds,
+    legend_of,
     legend_top_down,
     new_axes,
-    of_kind,
     stage_layers_text,
-    stage_of,
     stage_text,
     upright,
 )
-from memplan.shapes import DType, Kind, Shape
-from memplan.units import human_bytes
+from memplan.tables import ledger_rows
+from memplan.units import binary_unit, human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,11 +84,12 @@ class _Peak:
 
 def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) -> "Figure":
     budget = budget_line(estimates)
-    unit = byte_unit(max([each.peak.total_bytes for each in peaks] + ([budget.n_bytes] if budget else [])))
+    highest = max([each.peak.total_bytes for each in peaks] + ([budget.n_bytes] if budget else []))
+    unit, name = binary_unit(highest)
     bars = [
         Bar(
             each.label,
-            {kind: of_kind(each.peak, kind) / unit.n_bytes for kind in KINDS},
+            {kind: each.peak.of(kind) / unit for kind in KINDS},
             human_bytes(each.peak.total_bytes) + ("" if each.verdict is None else f", {each.verdict}"),
             each.when,
         )
@@ -103,8 +100,8 @@ def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) ->
         KINDS,
         title=title,
         subtitle=common_text(estimates),
-        xlabel=f"bytes held at the worst instant ({unit.name})",
-        line=None if budget is None else Line(budget.n_bytes / unit.n_bytes, budget.text),
+        xlabel=f"bytes held at the worst instant ({name})",
+        line=None if budget is None else Line(budget.n_bytes / unit, budget.text),
     )
 
 
@@ -113,11 +110,11 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
 
     The equal tensors of all blocks are one entry.
     """
-    of = stage_of(estimate, stage)
-    rows = _ledger(estimate, of)
+    of = estimate.stage(stage)
+    rows = ledger_rows(of.alive)
     shown = rows[: checked_count("top", top)]
-    unit = byte_unit(shown[0].total_bytes)
-    part = sum(row.total_bytes for row in shown) / of.peak.total_bytes
+    unit, name = binary_unit(shown[0]["total_bytes"])
+    part = sum(row["total_bytes"] for row in shown) / of.peak.total_bytes
     title = f"The {len(shown)} largest of {len(rows)} entries alive at the peak hold {part:.0%} of it"
     peak_text = f"peak of {stage_text(estimate, of)}: {human_bytes(of.peak.total_bytes)}, {of.when}"
     figure, axes = new_axes(
@@ -125,40 +122,24 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
         f"{peak_text}\n{common_text([estimate])}",
         height_in=1.7 + 0.31 * len(shown),
     )
-    values = [row.total_bytes / unit.n_bytes for row in shown]
-    bars = axes.barh(range(len(shown)), values, height=0.72, color=[KINDS[row.kind].color for row in shown])
-    axes.bar_label(bars, [row.text for row in shown], padding=4, fontsize=8, color=MUTED)
-    axes.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8.5)
+    values = [row["total_bytes"] / unit for row in shown]
+    colors = [KINDS[row["kind"]].color for row in shown]
+    bars = axes.barh(range(len(shown)), values, height=0.72, color=colors)
+    axes.bar_label(bars, list(map(_tensor_text, shown)), padding=4, fontsize=8, color=MUTED)
+    axes.set_yticks(range(len(shown)), [row["name"] for row in shown], fontsize=8.5)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, values[0])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"bytes held at the peak ({unit.name})")
-    legend_of_kinds(figure, {row.kind for row in shown})
+    axes.set_xlabel(f"bytes held at the peak ({name})")
+    kinds = {row["kind"] for row in shown}
+    legend_of(figure, [part for kind, part in KINDS.items() if kind in kinds])
     return figure
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    name: str
-    kind: Kind
-    shape: Shape
-    dtype: DType
-    count: int
-    total_bytes: int
-
-    @property
-    def text(self) -> str:
-        """The buffer's shape and type as text."""
-        times = f"{self.count} x " if self.count > 1 else ""
-        return f"{human_bytes(self.total_bytes)} = {times}{list(self.shape)} {self.dtype.name}"
-
-
-def _ledger(estimate: Estimate, of: StageEstimate) -> list[_Row]:
-    counts: Counter[tuple[str, Kind, Shape, DType, int]] = Counter()
-    for buffer, n in of.alive.items():
-        counts[buffer.name, buffer.kind, buffer.shape, buffer.dtype, buffer.n_bytes] += n
-    rows = [_Row(*key[:4], count=n, total_bytes=n * key[4]) for key, n in counts.items() if n]
-    return sorted(rows, key=lambda row: -row.total_bytes)
+def _tensor_text(row: Mapping[str, Any]) -> str:
+    """The bytes of a row of the ledger, with its shape and type."""
+    times = f"{row['count']} x " if row["count"] > 1 else ""
+    return f"{human_bytes(row['total_bytes'])} = {times}{list(row['shape'])} {row['dtype']}"
 
 
 def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
@@ -173,22 +154,22 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     values = [_value(e, keyword) for e in every]
     budget = budget_line(every)
     highest = max(e.peak.total_bytes for e in every)
-    unit = byte_unit(highest)
+    unit, name = binary_unit(highest)
     title = f"Peak bytes of the fullest GPU against {keyword}"
     figure, axes = new_axes(title, common_text(every, keyword), height_in=4.6)
-    rows = np.array([[of_kind(e.peak, kind) / unit.n_bytes for e in every] for kind in KINDS])
+    rows = np.array([[e.peak.of(kind) / unit for e in every] for kind in KINDS])
     axes.stackplot(values, rows, **STACKED)
     marker = "o" if len(values) <= 24 else ""
     axes.plot(values, rows.sum(axis=0), "k-", marker=marker, markersize=4, clip_on=False, label="peak")
     if budget and budget.n_bytes < 1.15 * highest:
-        axes.axhline(budget.n_bytes / unit.n_bytes, label=budget.text, **DASHED)
+        axes.axhline(budget.n_bytes / unit, label=budget.text, **DASHED)
     axes.set_xlim(values[0], values[-1])
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylim(0, 1.25 * highest / unit.n_bytes)
+    axes.set_ylim(0, 1.25 * highest / unit)
     _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
     axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))
-    axes.set_ylabel(f"bytes held at the worst instant ({unit.name})")
+    axes.set_ylabel(f"bytes held at the worst instant ({name})")
     legend_top_down(figure, axes)
     return figure
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Final
 
 from memplan.checks import checked_count
-from memplan.plots.style import Part, new_axes
+from memplan.plots.style import Part, legend_of, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,8 +29,6 @@ def ring_all_reduce(n_ranks: int) -> "Figure":
     Raises:
         InvalidValue: fewer than 2 ranks, or more than 16.
     """
-    from matplotlib.patches import Patch
-
     n = checked_count("n_ranks", n_ranks, least=2, most=MOST_RANKS)
     steps = 2 * (n - 1)
     title = f"Ring all-reduce of {n} ranks: {steps} steps, 1/{n} of the data in each"
@@ -55,6 +53,5 @@ def ring_all_reduce(n_ranks: int) -> "Figure":
     axes.set_xlim(0, steps)
     axes.set_xlabel("step")
     axes.tick_params(length=0)
-    patches = [Patch(color=part.color, label=part.label) for part in (SUMS, RESULTS)]
-    figure.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8.5)
+    legend_of(figure, (SUMS, RESULTS))
     return figure

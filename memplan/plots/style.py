@@ -8,15 +8,13 @@ and a print in grey stays readable.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from memplan.engines.options import Said, said_by
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
-from memplan.memory import Bytes
-from memplan.shapes import Kind
 from memplan.tables import layers_text
-from memplan.units import GiB, KiB, MiB, human_bytes
+from memplan.units import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,22 +68,6 @@ STACKED: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """A unit of bytes."""
-
-    name: str
-    n_bytes: int
-
-
-def byte_unit(highest_bytes: int) -> Unit:
-    """The largest unit of which the highest value has at least one."""
-    for name, n_bytes in (("GiB", GiB), ("MiB", MiB)):
-        if highest_bytes >= n_bytes:
-            return Unit(name, n_bytes)
-    return Unit("KiB", KiB)
-
-
-@dataclass(frozen=True, slots=True)
 class BudgetLine:
     """The place of a cluster's budget in a chart, and its text."""
 
@@ -103,11 +85,6 @@ def budget_line(estimates: Sequence[Estimate]) -> BudgetLine | None:
     return None if n_bytes is None else BudgetLine(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
 
 
-def of_kind(parts: Bytes, kind: str) -> int:
-    """The bytes of a kind."""
-    return cast(int, getattr(parts, f"{kind}_bytes"))
-
-
 def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") -> None:
     """Raise unless there is something to draw.
 
@@ -116,14 +93,6 @@ def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") ->
     """
     if not found:
         raise InvalidValue(f"there are no {what} to draw; give at least one.")
-
-
-def stage_of(estimate: Estimate, stage: int | None) -> StageEstimate:
-    """A stage of an estimate, the worst one if None."""
-    if stage is None:
-        return estimate.worst
-    estimate.timeline(stage)  # refuses a stage that is not there
-    return estimate.stages[stage]
 
 
 def stage_text(estimate: Estimate, of: StageEstimate) -> str:
@@ -257,12 +226,16 @@ def legend_top_down(figure: "Figure", axes: "Axes") -> None:
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
 
 
-def legend_of_kinds(figure: "Figure", kinds: set[Kind]) -> None:
-    """A legend below of kinds as they are stacked."""
+def legend_of(figure: "Figure", parts: Sequence[Part], *, in_a_row: int = 5) -> None:
+    """A legend below of parts, in equal rows of at most so many."""
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=part.color, label=part.label) for kind, part in KINDS.items() if kind in kinds]
-    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=8.5)
+    patches = [Patch(facecolor=p.color, edgecolor=p.edge, hatch=p.hatch, label=p.label) for p in parts]
+    n_rows = -(-len(patches) // in_a_row)
+    place: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "fontsize": 8.5}
+    figure.legend(
+        handles=patches, ncols=-(-len(patches) // n_rows), columnspacing=1.2, handlelength=1.6, **place
+    )
 
 
 def upright(text: str, share: float) -> bool | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
 from memplan.plots.bars import Bar, stacked_bars
-from memplan.plots.style import Part, checked_some, common_text, new_axes
+from memplan.plots.style import Part, checked_some, common_text, legend_of, new_axes
 from memplan.timetable import TimedPass, timetable
 from memplan.units import scaled, time_unit
 
@@ -100,7 +100,9 @@ def schedule(estimate: Estimate) -> "Figure":
     axes.set_xlim(0, end_s / seconds)
     axes.set_xlabel(f"time ({unit}), before gradients are reduced and weights updated")
     axes.tick_params(axis="y", length=0)
-    _legend(figure, passes, idle=idle > 0)
+    drawn = {_part(each, plan.pp).label for each in passes}
+    parts = [part for pair in PASSES.values() for part in pair if part.label in drawn]
+    legend_of(figure, parts + [IDLE] * (idle > 0), in_a_row=4)
     return figure
 
 
@@ -152,17 +154,3 @@ def _gaps(passes: Sequence[TimedPass], end_s: float) -> Iterator[tuple[float, fl
         now_s = each.stop_s
     if end_s > now_s * (1 + 1e-9):
         yield now_s, end_s
-
-
-def _legend(figure: "Figure", passes: Sequence[TimedPass], *, idle: bool) -> None:
-    from matplotlib.patches import Patch
-
-    pp = max(each.rank for each in passes) + 1
-    drawn = {_part(each, pp).label for each in passes}
-    parts = [part for pair in PASSES.values() for part in pair if part.label in drawn] + [IDLE] * idle
-    patches = [Patch(facecolor=p.color, edgecolor=p.edge, hatch=p.hatch, label=p.label) for p in parts]
-    place: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "fontsize": 8.5}
-    n_rows = -(-len(patches) // 4)
-    figure.legend(
-        handles=patches, ncols=-(-len(patches) // n_rows), columnspacing=1.2, handlelength=1.6, **place
-    )

@@ -13,18 +13,14 @@ from memplan.memory import Bytes, alive_at_high, bytes_by_kind
 from memplan.plots.style import (
     KINDS,
     STACKED,
-    Unit,
-    byte_unit,
     common_text,
     legend_top_down,
     new_axes,
-    of_kind,
-    stage_of,
     stage_text,
     upright,
 )
 from memplan.record import Stretch, unrolled
-from memplan.units import human_bytes
+from memplan.units import binary_unit, human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,21 +39,21 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
     how long. A phase of few events is widened to be seen. A long step is drawn by its upper envelope, which
     keeps every maximum.
     """
-    of = stage_of(estimate, stage)
-    held = _held(estimate.timeline(of.stage), of.peak)
-    unit = byte_unit(of.peak.total_bytes)
+    of = estimate.stage(stage)
+    held = _held(of.record.step, of.peak)
+    unit, name = binary_unit(of.peak.total_bytes)
     title = f"Bytes held over one training step, {stage_text(estimate, of)}"
     figure, axes = new_axes(title, common_text([estimate]), height_in=4.6)
     starts, points = _drawn(held)
-    drawn = held.by_kind[:, [*points, points[-1]]] / unit.n_bytes
+    drawn = held.by_kind[:, [*points, points[-1]]] / unit
     axes.stackplot(starts, drawn, step="post", **STACKED)
     axes.set_xlim(0, starts[-1])
-    axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit.n_bytes)
+    axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit)
     at = int(np.argmax(held.total[points]))
     _mark_peak(axes, float(starts[at] + starts[at + 1]) / 2, of, unit)
     axes.set_xlabel(_events_text(len(held.total), len(points)))
     _shade_phases(axes, held)
-    axes.set_ylabel(f"bytes held ({unit.name})")
+    axes.set_ylabel(f"bytes held ({name})")
     legend_top_down(figure, axes)
     return figure
 
@@ -67,8 +63,8 @@ def _events_text(n_events: int, n_points: int) -> str:
     return text if n_points == n_events else f"{text}, upper envelope"
 
 
-def _mark_peak(axes: "Axes", x: float, of: StageEstimate, unit: "Unit") -> None:
-    y = of.peak.total_bytes / unit.n_bytes
+def _mark_peak(axes: "Axes", x: float, of: StageEstimate, unit: int) -> None:
+    y = of.peak.total_bytes / unit
     left = x > 0.5 * axes.get_xlim()[1]
     axes.plot([x], [y], marker="v", color="black", markersize=7, clip_on=False, zorder=5)
     axes.annotate(
@@ -116,7 +112,7 @@ def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
     added: Counter[Any] = Counter()
     alive_at_high(step, added)
     rises = bytes_by_kind(added)
-    return np.array([of_kind(peak, kind) - of_kind(rises, kind) for kind in KINDS], dtype=np.int64)
+    return np.array([peak.of(kind) - rises.of(kind) for kind in KINDS], dtype=np.int64)
 
 
 PHASES: Final = {

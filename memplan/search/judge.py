@@ -111,7 +111,7 @@ class Judge:
         """
         device, most_bytes = self.cluster.gpu.device, self._room_of(*_axes(plan)) + most_over_bytes
         stages = []
-        for stage in stage_estimates(self.model, plan, device, self.cluster):
+        for stage in stage_estimates(self.model, plan, device):
             if stage.peak_bytes > most_bytes:
                 return None
             stages.append(stage)

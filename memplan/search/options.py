@@ -45,17 +45,12 @@ class PlanOptions(TypedDict, total=False):
     torch_version: str | Iterable[str]
 
 
-class ClusterOptions(TypedDict, total=False):
-    """Keywords that change a cluster of the table; see `memplan.cluster`."""
+class SearchOptions(PlanOptions, total=False):
+    """What the inverse questions pass on to `memplan.search`."""
 
     gpus_per_node: int | None
     network: Link | str | None
     margin: float | None
-
-
-class SearchOptions(PlanOptions, ClusterOptions, total=False):
-    """What the inverse questions pass on to `memplan.search`."""
-
     implementation: str | None
     seq_len: int | None
     keep: int | None

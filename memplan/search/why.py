@@ -7,7 +7,6 @@ from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
 from memplan.search.command import command_text, estimate_command
-from memplan.shapes import KINDS
 from memplan.tables import verdict_text
 from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
@@ -113,9 +112,8 @@ def _table(a: Estimate, b: Estimate) -> str:
     ]
     if of_a or of_b:
         rows.append(("step", *_seconds(a.step_s, b.step_s)))
-    for kind in (*KINDS, "total"):
-        left, right = (getattr(each.peak, f"{kind}_bytes") for each in (a, b))
-        name = "peak" if kind == "total" else kind
+    for (kind, left), right in zip(a.peak.to_dict().items(), b.peak.to_dict().values(), strict=True):
+        name = "peak" if kind == "total_bytes" else kind.removesuffix("_bytes")
         rows.append((name, human_bytes(left), human_bytes(right), _signed(left - right)))
     return text_table(rows, "<>>>")
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
-from memplan.engines.checks import check_device, check_plan
+from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
 from memplan.models import Decoder
@@ -116,8 +116,7 @@ def _paired() -> Iterator[tuple[Decoder, Plan]]:
 def _can_run(chosen: dict[str, Any]) -> bool:
     try:
         model, plan = _asked(chosen)
-        check_plan(model, plan)
-        check_device(plan, CPU)
+        check_plan(model, plan, CPU)
     except MissingRule:
         return True
     except MemplanError:

@@ -1,6 +1,6 @@
 """Stock PyTorch as an engine: which ranks are played, and what is shared between them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from memplan.device import Device
@@ -10,14 +10,12 @@ from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
-from memplan.engines.trace import Segment
+from memplan.engines.trace import EMPTY, Segment
 from memplan.models import Layers, Model
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
 from memplan.shapes import Parameter
 from memplan.tape import Backend
-
-Segments = tuple[Segment, ...]
 
 
 @final
@@ -60,7 +58,40 @@ class TorchEngine(Engine):
             )
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
-        return part_costs(self, model, plan, device)
+        stages = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device) for kind in model.kinds]
+        traces = [stage.traced((kind,)) for stage in stages for kind in dict(stage.runs)]
+        trace = traces[0]
+
+        def costs(
+            parameters: Sequence[Parameter], forward: Sequence[Segment], backward: Segment, flops: Segment
+        ) -> Costs:
+            sent = [e for each in (*forward, backward) for e in each.events if isinstance(e, Collective)]
+            return Costs(
+                elements=sum([p.n_elements for p in parameters if p.requires_grad]),
+                flops=sum([event.flops for event in flops.events if isinstance(event, Compute)]),
+                sent_bytes=sum([self.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
+                saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
+            )
+
+        blocks = [block for each in traces for block in each.blocks.items()]
+        plain = {kind.kind: block for kind, block in blocks if kind.recompute == "none"}
+        again = {kind.kind: block for kind, block in blocks if kind.recompute != "none"} or plain
+        embedding = trace.embed, trace.embed_casts
+        head = trace.head, trace.head_casts, trace.loss
+        return PartCosts(
+            embedding=costs(trace.embed_parameters, embedding, trace.embed_backward, EMPTY),
+            head=costs(trace.head_parameters, head, trace.head_backward, trace.head),
+            blocks={
+                kind: costs(b.parameters, (b.forward, b.casts), b.backward, b.forward)
+                for kind, b in plain.items()
+            },
+            recomputed={
+                kind: costs(b.parameters, (b.forward, b.casts), b.backward, b.backward)
+                for kind, b in again.items()
+            },
+            boundary_bytes=trace.boundary.n_bytes,
+            received_bytes=trace.boundary.n_bytes if stages[0].keeps_received else 0,
+        )
 
     def data_parallelism(
         self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
@@ -78,50 +109,6 @@ def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
         stages = stages.on_fullest_rank() if like is None else like.moved(pp_rank)
         alike[stages.stages] = stages
         yield stages
-
-
-def part_costs(engine: TorchEngine, model: Model, plan: Plan, device: Device) -> PartCosts:
-    """The costs of the ends and of each kind of block, recomputed and not."""
-    stages = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device) for kind in model.kinds]
-    traces = [stage.traced((kind,)) for stage in stages for kind in dict(stage.runs)]
-    trace = traces[0]
-
-    def costs(
-        parameters: tuple[Parameter, ...], forward: Segments, backward: Segments, flops: Segments
-    ) -> Costs:
-        sent = [
-            event for each in (*forward, *backward) for event in each.events if isinstance(event, Collective)
-        ]
-        return Costs(
-            elements=sum([p.n_elements for p in parameters if p.requires_grad]),
-            flops=sum([event.flops for each in flops for event in each.events if isinstance(event, Compute)]),
-            sent_bytes=sum([engine.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
-            saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
-        )
-
-    blocks = [block for each in traces for block in each.blocks.items()]
-    plain = {kind.kind: block for kind, block in blocks if kind.recompute == "none"}
-    again = {kind.kind: block for kind, block in blocks if kind.recompute != "none"}
-    return PartCosts(
-        embedding=costs(
-            trace.embed_parameters, (trace.embed, trace.embed_casts), (trace.embed_backward,), ()
-        ),
-        head=costs(
-            trace.head_parameters,
-            (trace.head, trace.head_casts, trace.loss),
-            (trace.head_backward,),
-            (trace.head,),
-        ),
-        blocks={
-            kind: costs(block.parameters, (block.forward, block.casts), (block.backward,), (block.forward,))
-            for kind, block in plain.items()
-        },
-        recomputed={
-            kind: costs(block.parameters, (block.forward, block.casts), (block.backward,), (block.backward,))
-            for kind, block in (again or plain).items()
-        },
-        boundary_bytes=trace.boundary.n_bytes,
-    )
 
 
 TORCH = TorchEngine()

@@ -38,8 +38,14 @@ State = TypeVar("State", bound=tuple[Any, ...])
 class StageModule(ABC, Generic[State]):
     """A stage's module as a pipeline or a training loop calls it, one micro-batch at a time.
 
-    `fwd_recv`, `fwd_send`, `bwd_recv`, `bwd_send`: the receives and sends of a pipeline stage for each
-    micro-batch. `original`: the module that this one is a fresh copy of; the two share their buffers.
+    Attributes, of a micro-batch:
+        fwd_recv, fwd_send, bwd_recv, bwd_send: the receives and sends of a pipeline stage.
+        receive_input, receive_grad: allocate tensors for the stage's input and for the gradient of its
+            output, which other ranks send; `release_received_input`, `release_received_grad` free them.
+        release: frees the stage's output, which the schedule has held; `release_loss` the loss.
+        release_input_grad: frees the gradient of the stage's input, which was sent to the stage before.
+
+    `original`: the module that this one is a fresh copy of; the two share their buffers.
 
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
     """
@@ -50,9 +56,18 @@ class StageModule(ABC, Generic[State]):
         self.initial = self.state = initial
         self.original: StageModule[State] = self
         self._played: dict[Hashable, tuple[Stretch, State]] = {}
-        boundary = self.trace.boundary
+        trace, boundary = self.trace, self.trace.boundary
         self.received_input = buffer_of("received input", boundary.shape, boundary.dtype)
         self.received_grad = buffer_of("received gradient", boundary.shape, boundary.dtype)
+        inputs = [self.received_input] * (not stage.first)
+        grads = [self.received_grad] * (not stage.last)
+        self.receive_input = events("receive", allocs(*inputs))
+        self.receive_grad = events("receive", allocs(*grads))
+        self.release_received_input = events("release of the received input", frees(*inputs))
+        self.release_received_grad = events("release of the received gradient", frees(*grads))
+        self.release = trace.release.stretch("release of the stage's output")
+        self.release_loss = trace.release_loss.stretch("release of the loss")
+        self.release_input_grad = trace.release_input_grad.stretch("release of the input's gradient")
         self.fwd_recv = self._p2p("recv", "activations")
         self.fwd_send = self._p2p("send", "activations")
         self.bwd_recv = self._p2p("recv", "activation gradients")
@@ -78,7 +93,7 @@ class StageModule(ABC, Generic[State]):
 
         `replaces`: the schedule's variable for the output is overwritten, which frees the micro-batch before.
         """
-        release = self.release() if replaces else None
+        release = self.release if replaces else None
         return self.play(("forward", replaces), lambda: self._forward(release))
 
     def backward(self) -> Stretch:
@@ -174,36 +189,6 @@ class StageModule(ABC, Generic[State]):
             return events(name, (e for e in segment.events if not (isinstance(e, Free) and e.buffer in kept)))
 
         return segment.made_once((name, has_grads), made)
-
-    def release(self) -> Stretch:
-        """Frees the stage's output of a micro-batch, which the schedule has held."""
-        return self.trace.release.stretch("release of the stage's output")
-
-    def release_loss(self) -> Stretch:
-        """Frees the loss of a micro-batch, which the schedule has held."""
-        return self.trace.release_loss.stretch("release of the loss")
-
-    def release_input_grad(self) -> Stretch:
-        """Frees the gradient of the stage's input, which was sent to the stage before."""
-        return self.trace.release_input_grad.stretch("release of the input's gradient")
-
-    def receive_input(self) -> Stretch:
-        """Allocates a tensor for the stage's input of a micro-batch, which another rank sends."""
-        return events("receive", allocs(*[self.received_input] * (not self.stage.first)))
-
-    def release_received_input(self) -> Stretch:
-        """The end of that tensor."""
-        return events("release of the received input", frees(*[self.received_input] * (not self.stage.first)))
-
-    def receive_grad(self) -> Stretch:
-        """Allocates a tensor for the gradient of the stage's output, which another rank sends."""
-        return events("receive", allocs(*[self.received_grad] * (not self.stage.last)))
-
-    def release_received_grad(self) -> Stretch:
-        """The end of that tensor."""
-        return events(
-            "release of the received gradient", frees(*[self.received_grad] * (not self.stage.last))
-        )
 
     def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:
         n_bytes = self.trace.boundary.n_bytes

@@ -126,7 +126,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
 
     Source: `torch.optim.adam:_multi_tensor_adam`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
-    for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
+    for group in _updated_lists(stages, in_order):
         for copies in _reads(stages, group):
             yield from copies.events()
         if len(MOMENTS[stages.plan.optimizer]) == 2:
@@ -142,7 +142,7 @@ def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
 
     Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp (`_fused_adam_kernel_cpu_`).
     """
-    for group in _lists(_updated(stages, in_order), apart=stages.plan.tp > 1 and not stages.plan.ddp):
+    for group in _updated_lists(stages, in_order):
         yield from _copies(stages, group).events()
 
 
@@ -279,11 +279,11 @@ def _held(stages: RankStages, in_order: bool) -> Counted:
     return [(p, 1) for p in stages.trained_parameters()] if in_order else stages.counted_trained_parameters()
 
 
-def _updated(stages: RankStages, in_order: bool) -> Counted:
-    """The parameters that this rank updates."""
-    if stages.owned is not None:
-        return [(parameter, 1) for parameter in stages.owned]
-    return _held(stages, in_order)
+def _updated_lists(stages: RankStages, in_order: bool) -> list[Counted]:
+    """The parameters that this rank updates, in the lists of foreach calls."""
+    owned, plan = stages.owned, stages.plan
+    updated = _held(stages, in_order) if owned is None else [(parameter, 1) for parameter in owned]
+    return _lists(updated, apart=plan.tp > 1 and not plan.ddp)
 
 
 def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[Sequence[Parameter], int]]:
@@ -307,7 +307,7 @@ def states_in_order(stages: RankStages) -> Iterator[Buffer]:
     Source: `torch.optim.adam:Adam._init_group`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
     names = MOMENTS[stages.plan.optimizer]
-    for group in _lists(_updated(stages, in_order=True), apart=stages.plan.tp > 1 and not stages.plan.ddp):
+    for group in _updated_lists(stages, in_order=True):
         for parameter, _ in group:
             if stages.counts_steps:
                 yield buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")

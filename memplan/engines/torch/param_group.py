@@ -62,6 +62,14 @@ class ParamGroup:
         self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
         self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
+        self.reduce_scatter = Collective(
+            kind="reduce_scatter", axis="dp", what="reduce gradients",
+            payload_bytes=self.reduce_input.n_bytes, overlap="backward",
+        )  # fmt: skip
+        self.all_reduce = Collective(
+            kind="all_reduce", axis="dp_replicate", what="all-reduce gradients",
+            payload_bytes=self.reduce_output.n_bytes, overlap="backward",
+        )  # fmt: skip
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of a rank's padded shard of a parameter."""
@@ -207,10 +215,10 @@ class ParamGroup:
             yield frees(*buffers), n
         yield frees(*own[-1][0]), times - 1
         freed = [grad for grad in own[-1][0] if grad not in held]
-        yield (*frees(*freed), *allocs(output), self._reduce_scatter), 1
+        yield (*frees(*freed), *allocs(output), self.reduce_scatter), 1
         if self.stage.backend == "gloo":
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
-        yield (self._all_reduce,), self.replicates
+        yield (self.all_reduce,), self.replicates
         if self.casts_reduced:
             yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
         yield frees(*held), 1
@@ -241,7 +249,8 @@ class ParamGroup:
             yield allocs(*buffers), n
         if self.stage.device.casts_in_copies and self.dtype != dtype:
             for parameters, n in self.trained:
-                copies = [self._chunks(p, dtype) for p in parameters]
+                sizes = {p: self.stage.plan.dp * self.shard(p) for p in parameters}
+                copies = [buffer_of(f"{p.name}.grad (in chunks)", (n,), dtype) for p, n in sizes.items()]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
         for buffers, n in (*padded, *widened):
             yield frees(*buffers), n
@@ -253,27 +262,6 @@ class ParamGroup:
             if self.stage.device.on_cpu or any(grads[p].dtype != BF16 for p in narrow):
                 name = "{}.grad ({})".format
                 yield [buffer_of(name(p.name, self.dtype.name), p.shape, self.dtype) for p in narrow], times
-
-    @cached_property
-    def _reduce_scatter(self) -> Collective:
-        return Collective(
-            kind="reduce_scatter",
-            axis="dp",
-            what="reduce gradients",
-            payload_bytes=self.reduce_input.n_bytes,
-            overlap="backward",
-        )
-
-    @cached_property
-    def _all_reduce(self) -> Collective:
-        """The all-reduce between replicas (HSDP)."""
-        return Collective(
-            kind="all_reduce",
-            axis="dp_replicate",
-            what="all-reduce gradients",
-            payload_bytes=self.reduce_output.n_bytes,
-            overlap="backward",
-        )
 
     def _downloads(self, has_sharded_grads: bool) -> Iterator[CountedEvents]:
         """The copy of sharded gradients to the host: it overlaps, unless they are added to older ones."""
@@ -322,12 +310,6 @@ class ParamGroup:
             padded_elements = self.stage.plan.dp * self.shard(p)
             if padded_elements != p.n_elements:
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), dtype)
-
-    def _chunks(self, parameter: Parameter, dtype: DType) -> Buffer:
-        """A copy of a gradient, padded as its shards are."""
-        return buffer_of(
-            f"{parameter.name}.grad (in chunks)", (self.stage.plan.dp * self.shard(parameter),), dtype
-        )
 
     def accumulate_unsharded_grads(
         self, grads: dict[Parameter, Buffer], wide: dict[Parameter, Buffer], *, has_sums: bool

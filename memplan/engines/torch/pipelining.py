@@ -72,9 +72,9 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
         drops_output = i < m - 1 and not (keeps_sent and not stage.last)
         return backward_pass(
             module,
-            *([module.release_input_grad()] if drops_sent else []),
+            *([module.release_input_grad] if drops_sent else []),
             module.backward(),
-            *([module.release()] if drops_output else []),
+            *([module.release] if drops_output else []),
         )
 
     steps = repeat(m, lambda: forward_pass(module, module.forward()), [module])
@@ -98,18 +98,17 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
     warm_up = min(m, stages.plan.pp - stages.rank.pp)
     last_turn, sent_alone = m - warm_up, warm_up - 2
     holds = stage.keeps_sent and not stage.last and 0 <= sent_alone < last_turn
-    release = module.release()
 
     def done(i: int) -> list[Stretch]:
         if stage.last or i == m - 1 or (holds and i == sent_alone):
             return []
-        return [release, release] if holds and i == last_turn else [release]
+        return [module.release] * (2 if holds and i == last_turn else 1)
 
     def turn(i: int) -> Stretch:
         forward = forward_pass(module, module.forward(replaces=stage.last)) if 0 < i <= last_turn else None
         if i == m - 1:
             module.require_gradient_sync()
-        sent = [module.release_input_grad()] if i > 0 and not stage.first else []
+        sent = [module.release_input_grad] if i > 0 and not stage.first else []
         backward = backward_pass(module, module.backward(), *sent, *done(i))
         return backward if forward is None else chain("forward and backward", forward, backward)
 
@@ -122,9 +121,9 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
 def _ended(module: Module, outputs: int, input_grads: int, m: int) -> Iterator[Stretch]:
     """FSDP2's reductions, then the frees when the schedule returns."""
     yield from module.reduce_grads()
-    yield repeated(module.release(), outputs)
-    yield repeated(module.release_input_grad(), input_grads)
-    yield repeated(module.release_loss(), m if module.stage.last else 0)
+    yield repeated(module.release, outputs)
+    yield repeated(module.release_input_grad, input_grads)
+    yield repeated(module.release_loss, m if module.stage.last else 0)
 
 
 def left_behind(stages: RankStages) -> Alive:
@@ -267,14 +266,14 @@ class _Runtime:
         """Frees the stage's output, unless a send's handle or the next stage on this rank holds it."""
         kept = self._next_is_here(local) or (self.keeps_sent and not self.modules[local].stage.last)
         if dropped and not kept:
-            yield self.modules[local].release()
+            yield self.modules[local].release
 
     def _input_grad(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
         """Frees the input's gradient, or the buffer that it replaces in the stage before on this rank."""
         if self._previous_is_here(local):
             yield events("hand-over to the stage before", frees(self._received(local, -1)[1]))
         elif dropped and not self.modules[local].stage.first:
-            yield self.modules[local].release_input_grad()
+            yield self.modules[local].release_input_grad
 
     def _received(self, local: int, beyond: int) -> tuple[Buffer, Buffer]:
         """The receive buffers of a neighbouring stage on this rank."""
@@ -291,12 +290,12 @@ class _Runtime:
         m, times = self.stages.plan.n_micro_batches, counts(self.order)
         for local, module in enumerate(self.modules):
             if self.keeps_sent and not (module.stage.last or self._next_is_here(local)):
-                yield repeated(module.release(), m)
+                yield repeated(module.release, m)
             if self.keeps_sent and not (module.stage.first or self._previous_is_here(local)):
                 whole = m - times.get(Action("backward-input", local), 0)
-                yield repeated(module.release_input_grad(), whole)
+                yield repeated(module.release_input_grad, whole)
             if module.stage.last:
-                yield repeated(module.release_loss(), m)
+                yield repeated(module.release_loss, m)
 
 
 def _one(parts: list[Stretch]) -> Stretch:

@@ -12,6 +12,7 @@ from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage, trained
+from memplan.memory import Alive
 from memplan.models import TracedModel
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
@@ -51,7 +52,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         update_name=UPDATE_NAME,
         beside=stages.kept_workspaces,
         takes_oldest=stages.options.torch_version == "2.12",
-        kept=left_behind(stages) + _kept_by_hooks(own),
+        kept=left_behind(stages) + kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first(stages, [*own, *first])),
         handed_over=dict(_handed_over(stages)),
         streams=dict([*_streams(own), *_streams(first)]),
@@ -194,8 +195,9 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
     ]
 
 
-def _kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Counter[Buffer]:
-    kept: Counter[Buffer] = Counter()
+def kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Alive:
+    """The state of DDP's communication hooks."""
+    kept: Alive = Counter()
     for one in modules:
         if isinstance(one, DistributedDataParallel):
             kept += one.between_steps

@@ -48,15 +48,15 @@ def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     def backward(i: int) -> Stretch:
         if i == m - 1:
             module.require_gradient_sync()
-        replaced = module.release_received_grad() if keeps else module.release_input_grad()
-        parts = [module.receive_grad(), *([replaced] if i > 0 else []), module.backward()]
+        replaced = module.release_received_grad if keeps else module.release_input_grad
+        parts = [module.receive_grad, *([replaced] if i > 0 else []), module.backward()]
         parts += _returned(module)
-        return backward_pass(module, *parts, *([] if keeps else [module.release_received_grad()]))
+        return backward_pass(module, *parts, *([] if keeps else [module.release_received_grad]))
 
-    steps = repeat(m, lambda: forward_pass(module, module.receive_input(), module.forward()), [module])
-    steps.append(repeated(module.release(), m if early else 0))
+    steps = repeat(m, lambda: forward_pass(module, module.receive_input, module.forward()), [module])
+    steps.append(repeated(module.release, m if early else 0))
     steps += turns(m, {0, 1, m - 1, m}, backward, module)
-    last_grad = [module.release_received_grad()] if keeps else []
+    last_grad = [module.release_received_grad] if keeps else []
     ended = list(_ended(module, m if keeps else 1, m))
     return [*steps, *ended, *last_grad] if stage.first else [*steps, *last_grad, *ended]
 
@@ -73,49 +73,49 @@ def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch
     early = lets_outputs_go(module)
 
     def warm(i: int) -> Stretch:
-        released = [module.release()] if early and i > 0 else []
-        return forward_pass(module, module.receive_input(), module.forward(), *released)
+        released = [module.release] if early and i > 0 else []
+        return forward_pass(module, module.receive_input, module.forward(), *released)
 
     def turn(i: int) -> Stretch:
         ahead = 0 < i <= last_turn
-        forward = forward_pass(module, module.receive_input(), module.forward()) if ahead else None
+        forward = forward_pass(module, module.receive_input, module.forward()) if ahead else None
         if i == m - 1:
             module.require_gradient_sync()
-        parts = [module.receive_grad()]
+        parts = [module.receive_grad]
         if i <= last_turn and early:
-            parts.append(module.release())
+            parts.append(module.release)
         if i > last_turn + 1:
-            parts.append(module.release_received_grad())
+            parts.append(module.release_received_grad)
         parts += [module.backward(), *_returned(module, is_held=i == m - 1)]
         if i <= last_turn:
-            parts.append(module.release_received_grad())
-        backward = backward_pass(module, *parts, *([module.release_input_grad()] if i > 0 else []))
+            parts.append(module.release_received_grad)
+        backward = backward_pass(module, *parts, *([module.release_input_grad] if i > 0 else []))
         return backward if forward is None else chain("forward and backward", forward, backward)
 
     steps = turns(warm_up, {0, 1, warm_up}, warm, module)
     steps += turns(m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn, module)
     steps += _ended(module, 1, m)
     if not module.stage.last:
-        steps.append(module.release_received_input())
+        steps.append(module.release_received_input)
     if warm_up > 1:
-        steps.append(module.release_received_grad())
+        steps.append(module.release_received_grad)
     return steps
 
 
 def _returned(module: Module, *, is_held: bool = False) -> Iterator[Stretch]:
     """The frees as a backward pass returns; `is_held`: a variable of the schedule still holds its input."""
     if not lets_outputs_go(module):
-        yield module.release()
+        yield module.release
     if not (is_held or module.stage.last):
-        yield module.release_received_input()
+        yield module.release_received_input
 
 
 def _ended(module: Module, input_grads: int, m: int) -> Iterator[Stretch]:
     """FSDP2's reductions, then the frees when the schedule returns."""
     yield from module.reduce_grads()
-    yield repeated(module.release_input_grad(), input_grads)
+    yield repeated(module.release_input_grad, input_grads)
     if module.stage.last:
-        yield repeated(chain("end of the losses", module.release_loss(), module.release_received_input()), m)
+        yield repeated(chain("end of the losses", module.release_loss, module.release_received_input), m)
 
 
 class Runtime:
@@ -152,7 +152,7 @@ class Runtime:
             found += self._dropped(held)
         for module in self.modules.values():
             if module.stage.last:
-                found.append(repeated(module.release_loss(), self.stages.plan.n_micro_batches))
+                found.append(repeated(module.release_loss, self.stages.plan.n_micro_batches))
         return found
 
     def _steps(self) -> tuple[Step, ...]:
@@ -172,10 +172,10 @@ class Runtime:
                 return []
             case "receive-input":
                 self.holders["received input", index, i] += 1
-                return [module.receive_input()]
+                return [module.receive_input]
             case "receive-gradient":
                 self.holders["received gradient", index, i] += 1
-                return [module.receive_grad()]
+                return [module.receive_grad]
         waited = module.wait_for_unshard()
         return [self._passed(step, *waited, *self._pass(step))]
 
@@ -257,10 +257,10 @@ class Runtime:
         module = self.modules[index]
         match what:
             case "output":
-                return [module.release()]
+                return [module.release]
             case "received input":
-                return [module.release_received_input()]
+                return [module.release_received_input]
             case "received gradient":
-                return [module.release_received_grad()]
+                return [module.release_received_grad]
             case _:
-                return [module.release_input_grad()]
+                return [module.release_input_grad]

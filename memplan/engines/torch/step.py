@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 from memplan.engines.base import RankRecord
-from memplan.engines.torch.ddp import DistributedDataParallel
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.host import host_of
 from memplan.engines.torch.module import StageModule
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.pipelining import left_behind, schedule
-from memplan.engines.torch.program import module_of, program
+from memplan.engines.torch.program import kept_by_hooks, module_of, program
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.memory import Alive
 from memplan.record import Collective, Stretch, chain, events, repeated
@@ -59,11 +58,8 @@ def updates(stages: RankStages) -> list[Stretch]:
 
 def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive:
     """Gradients kept from step to step: zeroed ones, and the state of a DDP communication hook."""
-    kept = Counter() if stages.options.set_to_none else _grads_at_rest(stages, modules)
-    for one in modules:
-        if isinstance(one, DistributedDataParallel):
-            kept = kept + one.between_steps
-    return kept
+    grads = Counter() if stages.options.set_to_none else _grads_at_rest(stages, modules)
+    return grads + kept_by_hooks(modules)
 
 
 def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:

@@ -1,4 +1,4 @@
-"""How fast plans are searched: `OMP_NUM_THREADS=1 python -m memplan.search.bench`, seconds of one core.
+"""How fast plans are searched: `OMP_NUM_THREADS=1 python -m tests.bench`, seconds of one core.
 
 The ten fastest of all plans of llama-3.1-405b on 16,384 GPUs and of GPT-3 175B on 512, of batches with more
 and more divisors and with every number of recomputed blocks: enumerated, ruled out, bounded, and the most

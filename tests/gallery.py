@@ -1,6 +1,6 @@
 """A page with an example picture of every chart, on a page and on a slide, and the lines that draw it.
 
-`python -m memplan.plots.gallery FOLDER` writes it; with names of charts, their slides alone.
+`python -m tests.gallery FOLDER` writes it; with names of charts, their slides alone.
 """
 
 import sys
