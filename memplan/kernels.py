@@ -116,14 +116,27 @@ def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_hea
     Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`:
     tiles of `GradQTempStorage`, and gradients of keys and values that do not stay in registers).
     """
-    roomy = device.at_least(8) and device.capability not in ((8, 6), (8, 9))
-    tall = d_head > 64 and (itemsize == 2 or roomy)
-    rows, columns = 128 if tall else 64, 64
+    rows, columns = _gradient_tile(device, itemsize, d_head)
     tile = 4 * rows * columns + 16
     queries = ceil(seq_len / rows) * ceil(d_head / columns) * tile
-    if itemsize == 2 and d_head > 128:
-        return queries + 2 * 4 * ceil(seq_len / 128) * 128 * ceil(d_head / 128) * 128
-    return queries
+    if itemsize == 4 or d_head <= rows:
+        return queries
+    return queries + 2 * 4 * ceil(seq_len / columns) * columns * ceil(d_head / 128) * 128
+
+
+def _gradient_tile(device: Device, itemsize: int, d_head: int) -> tuple[int, int]:
+    """Rows and columns of the tiles that memory-efficient attention divides gradients into.
+
+    Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernels/generate_kernels.py
+    (`BwdKernel.get_all`).
+    """
+    cramped = device.capability in ((8, 6), (8, 9))
+    roomy = device.at_least(8) and not cramped
+    if itemsize == 4:
+        return 128 if roomy and d_head > 64 else 64, 64
+    if d_head <= 64 or (cramped and 96 < d_head <= 128):
+        return 64, 64
+    return 128, 128 if roomy and d_head <= 128 else 64
 
 
 def sums_by_id(device: Device, n_ids: int, n_parts: int, width: int) -> bool:

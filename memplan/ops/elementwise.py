@@ -40,12 +40,12 @@ def gelu_new(x: Tensor) -> Tensor:
     return _times(half, plus_number(_tanh(times_number(x + times_number(_cubed(x))))))
 
 
-def times_number(x: Tensor) -> Tensor:
-    """x times a number; saves nothing.
+def times_number(x: Tensor, *number: Tensor) -> Tensor:
+    """x times a number, which is saved if it is a tensor.
 
     Source: tools/autograd/derivatives.yaml (`mul.Tensor`).
     """
-    return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), (), same_backward))
+    return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), number, same_backward))
 
 
 def plus_number(x: Tensor) -> Tensor:

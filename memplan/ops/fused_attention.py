@@ -114,8 +114,8 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
     return y
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Saves q, k, v, the output, each row's log-sum-exp and the random state.
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+    """Saves q, k, v, a mask, the output, each row's log-sum-exp and the random state.
 
     Backward's workspace is what cuDNN's frontend asks for: a float32 accumulator for dq and each row's dot.
 
@@ -141,24 +141,25 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
 
 
-def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Saves q, k, v, the output and each row's log-sum-exp, rows padded to 32; float32's kernel on CUDA.
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+    """Saves q, k, v, a mask, the output and each row's log-sum-exp, rows padded to 32.
 
-    Each row's dot product is computed by the kernel itself where the type is narrow and heads are short, else
-    by separate operations. From torch 2.14 on the random state is saved too, and grouped queries are taken,
-    which expand dk and dv.
+    The kernel computes each row's dot product itself in a narrow type, on GPUs before A100 for short heads
+    only; else separate operations do. From torch 2.14 on the random state is saved too, and grouped queries
+    are taken, which expand dk and dv.
 
     Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`),
     aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
     """
     tape, dtype, shape, kv_shape = q.tape, q.dtype, q.shape, k.shape
     batch, seq, n_heads, d_head = shape
-    separate_dots = dtype == FP32 or d_head > 128
-    tile_bytes = efficient_attention_bytes(tape.context.device, dtype.itemsize, seq, d_head)
+    device = tape.context.device
+    separate_dots = dtype == FP32 or (d_head > 128 and not device.at_least(8))
+    tile_bytes = efficient_attention_bytes(device, dtype.itemsize, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grads = _gradients(grad.tape, shape, kv_shape, dtype)
@@ -186,7 +187,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return y, lse, *state
 
     y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
+    y.node = tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
 
 
