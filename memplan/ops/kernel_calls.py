@@ -92,36 +92,68 @@ def _norm_gradients(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     return *of_inputs, *of_weights
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-"""From queries, keys, values and whether probabilities are dropped to the output."""
+Attention = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+"""From queries, keys, values, whether probabilities are dropped and whether there is a mask, to the output."""
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
     return flash_attention_cuda(q, k, v, dropout=drops)
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool) -> Tensor:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+    """Memory-efficient attention.
+
+    Raises:
+        MissingRule: for other keys than queries; for a mask whose rows it would pad.
+    """
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    if n_queries != n_keys or (masked and n_keys % 8):
+        raise MissingRule(
+            f"memory-efficient attention of {n_queries} queries to {n_keys} keys (mask: {masked}) has no rule "
+            "for CUDA; use lengths that are equal, and with a mask a multiple of 8."
+        )
     return efficient_attention(q, k, v)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool) -> Tensor:
-    """Attention by cuDNN's kernel where PyTorch takes that on the GPU, else by FlashAttention."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+    """Attention by the kernel that PyTorch takes on the GPU.
+
+    Raises:
+        MissingRule: it takes no fused one.
+    """
     context, grouped = q.tape.context, k.shape[2] != q.shape[2]
     kernel = attention_kernel(
-        context.device, context.torch_release, q.dtype, q.shape[3], grouped=grouped, dropout=drops
+        context.device,
+        context.torch_release,
+        q.dtype,
+        q.shape[3],
+        grouped=grouped,
+        dropout=drops,
+        masked=masked,
     )
-    return cudnn_attention(q, k, v) if kernel == "cudnn" else _flash(q, k, v, drops)
+    match kernel:
+        case "cudnn":
+            return cudnn_attention(q, k, v)
+        case "flash":
+            return _flash(q, k, v, drops, masked)
+        case "efficient":
+            return _efficient(q, k, v, drops, masked)
+    raise MissingRule(
+        f"attention with heads of {q.shape[3]} is several products on this GPU, and one kernel on an H100, "
+        "where it was traced; use such a GPU."
+    )
 
 
 def _attended(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> tuple[Node, Saved]:
     """The node of attention, and what it has saved beside queries, keys and values.
 
-    The sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout.
+    The sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout,
+    whether there is a mask.
     """
-    batch, n_queries, n_keys, n_heads, n_kv_heads, d_head, drops = sizes
+    batch, n_queries, n_keys, n_heads, n_kv_heads, d_head, drops, masked = sizes
     q = Tensor(tape, (batch, n_queries, n_heads, d_head), dtype)
     k, v = (Tensor(tape, (batch, n_keys, n_kv_heads, d_head), dtype) for _ in range(2))
-    node = rule(q, k, v, bool(drops)).node
+    node = rule(q, k, v, bool(drops), bool(masked)).node
     if not isinstance(node, Node) or node.saved is None:
         raise MissingRule("attention has no backward pass here.")
     return node, node.saved[3:]

@@ -19,6 +19,13 @@ class Called(NamedTuple):
     n_results: int
 
 
+class Places(NamedTuple):
+    """Where an operation has its dropout, and its mask if it takes one."""
+
+    dropout: int
+    mask: int | None = None
+
+
 def kernel_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
     """The kernel that runs an operation; None if it takes no more memory than its results.
 
@@ -89,24 +96,21 @@ def _norm_gradients(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     return Called("norm_gradients", sizes, _name(given), len(results))
 
 
-def _attention(name: str, dropout_at: int, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     """Its results are the output, the log-sum-exps and two tensors of the random state; others are empty."""
-    sizes = *_heads(*args[:2]), int(_drops(args, dropout_at))
-    return Called(name, sizes, _name(args[0]), min(len(results), 4))
+    return Called(name, _attended(args[0], args[1], at, args), _name(args[0]), min(len(results), 4))
 
 
-def _attention_backward(name: str, dropout_at: int, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
-    return Called(name, (*_heads(*args[1:3]), int(_drops(args, dropout_at))), _name(args[1]), 3)
+def _attention_backward(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    return Called(f"{name}_backward", _attended(args[1], args[2], at, args), _name(args[1]), 3)
 
 
-def _drops(args: Sequence[Any], at: int) -> bool:
-    return len(args) > at and args[at] > 0
-
-
-def _heads(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Batch, queries, keys, heads of queries and of keys, width of a head."""
+def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[int, ...]:
+    """Batch, queries, keys, heads of queries and of keys, width of a head; dropout or not; mask or not."""
     batch, n_heads, n_queries, d_head = q.shape
-    return batch, n_queries, k.shape[2], n_heads, k.shape[1], d_head
+    drops = len(args) > at.dropout and args[at.dropout] > 0
+    masked = at.mask is not None and args[at.mask] is not None
+    return batch, n_queries, k.shape[2], n_heads, k.shape[1], d_head, int(drops), int(masked)
 
 
 CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | None]]] = {
@@ -119,17 +123,19 @@ CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | N
     ATEN.embedding_dense_backward.default: _table_gradient,
     ATEN.native_layer_norm_backward.default: _norm_gradients,
     ATEN._fused_rms_norm_backward.default: _norm_gradients,
-    ATEN._scaled_dot_product_efficient_attention.default: partial(_attention, "efficient_attention", 5),
-    ATEN._scaled_dot_product_flash_attention.default: partial(_attention, "flash_attention", 3),
-    ATEN._scaled_dot_product_cudnn_attention.default: partial(_attention, "fused_attention", 5),
+    ATEN._scaled_dot_product_efficient_attention.default: partial(
+        _attention, "efficient_attention", Places(5, 3)
+    ),
+    ATEN._scaled_dot_product_flash_attention.default: partial(_attention, "flash_attention", Places(3)),
+    ATEN._scaled_dot_product_cudnn_attention.default: partial(_attention, "fused_attention", Places(5, 3)),
     ATEN._scaled_dot_product_efficient_attention_backward.default: partial(
-        _attention_backward, "efficient_attention_backward", 9
+        _attention_backward, "efficient_attention", Places(9, 4)
     ),
     ATEN._scaled_dot_product_flash_attention_backward.default: partial(
-        _attention_backward, "flash_attention_backward", 10
+        _attention_backward, "flash_attention", Places(10)
     ),
     ATEN._scaled_dot_product_cudnn_attention_backward.default: partial(
-        _attention_backward, "fused_attention_backward", 13
+        _attention_backward, "fused_attention", Places(13, 8)
     ),
 }
 """Which kernel an operation calls, with which sizes."""

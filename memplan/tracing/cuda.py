@@ -5,6 +5,7 @@ engine wants the device itself. So these tensors are on `cuda:0` for Python and 
 `meta` for C++. What PyTorch's C++ code chooses by the device is chosen here.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, cast
@@ -188,21 +189,31 @@ def _attention(
 ) -> Tensor:
     """Attention by the kernel that PyTorch chooses on an H100; others are chosen when the GPU is known.
 
-    Source: aten/src/ATen/native/transformers/attention.cpp (`scaled_dot_product_attention`).
+    Raises:
+        MissingRule: for a mask with a gradient.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`scaled_dot_product_attention`,
+    `convert_boolean_attn_mask`).
     """
     d_head, dtype = query.shape[-1], DTYPES[str(query.dtype).removeprefix("torch.")]
-    grouped, drops = query.shape[1] != key.shape[1], dropout_p > 0
-    kernel = attention_kernel(H100, RELEASE, dtype, d_head, grouped=grouped, dropout=drops)
-    if attn_mask is not None or kernel == "math":
+    grouped, drops, masked = query.shape[1] != key.shape[1], dropout_p > 0, attn_mask is not None
+    kernel = attention_kernel(H100, RELEASE, dtype, d_head, grouped=grouped, dropout=drops, masked=masked)
+    if attn_mask is not None and attn_mask.requires_grad:
+        raise MissingRule("attention with a mask that has a gradient has no rule for CUDA.")
+    if attn_mask is not None and attn_mask.dtype == torch.bool and kernel != "math":
+        allowed, other = (ATEN.scalar_tensor(x, dtype=query.dtype, device=CUDA) for x in (0.0, -math.inf))
+        attn_mask = ATEN.where(attn_mask, allowed, other)
+    if kernel == "math":
         causal = {"scale": scale, "enable_gqa": enable_gqa}
-        args = query, key, value, attn_mask, dropout_p, is_causal, None
-        return cast(Tensor, ATEN._scaled_dot_product_attention_math(*args, **causal)[0])
+        operands = query, key, value, attn_mask, dropout_p, is_causal, None
+        return cast(Tensor, ATEN._scaled_dot_product_attention_math(*operands, **causal)[0])
     if kernel != "flash":
         fused = {
             "cudnn": ATEN._scaled_dot_product_cudnn_attention,
             "efficient": ATEN._scaled_dot_product_efficient_attention,
         }[kernel]
-        return cast(Tensor, fused(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0])
+        args = query, key, value, attn_mask, True, dropout_p, is_causal
+        return cast(Tensor, fused(*args, scale=scale)[0])
     scale = d_head**-0.5 if scale is None else scale
     pad = -d_head % 8
     if pad:

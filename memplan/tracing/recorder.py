@@ -7,7 +7,7 @@ something refers to it.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
@@ -48,7 +48,7 @@ ENTRY: Final = Segment("forward", 1)
 
 
 class Event(NamedTuple):
-    """An event and the number of its storage; `detail` is a parameter's name, or a computation."""
+    """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark."""
 
     kind: str
     segment: Segment
@@ -121,6 +121,8 @@ class Recorder(ShapesMode):
         """Storages of tensors computed from weights before the first block."""
         self.reads_across = False
         """Whether a unit reads a tensor that another one has computed from weights and has not returned."""
+        self.running: dict[str, set[str]] = {}
+        """Of each unit outside the blocks, the paths of its modules that have not returned yet."""
         self.kinds: dict[int, Kind] = {}
         """The kind of each storage that is no temporary."""
         self.recomputing = False
@@ -165,6 +167,29 @@ class Recorder(ShapesMode):
             self.outputs[unit] = self.storage_of(tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._output_grad, unit))
+
+    def end_called(self, unit: str, paths: Iterable[str]) -> None:
+        """Note that a module of these is called: outside the blocks, they are an FSDP2 unit of this name."""
+        if unit not in self.running:
+            self.running[unit] = set(paths)
+            self._mark(unit)
+
+    def end_returned(self, unit: str, path: str, output: Any) -> None:
+        """Note that the module has returned; the last one of its unit gives the unit's output."""
+        if path not in self.running[unit]:
+            return
+        self.running[unit].remove(path)
+        if not self.running[unit]:
+            self._mark(f"{unit}, returned")
+            for tensor in tensors(output)[:1]:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+
+    def _mark(self, name: str) -> None:
+        """Note a place among the events, if it is outside the blocks."""
+        self._locate()
+        if not 0 < self.segment.unit <= self.n_blocks:
+            self.events.append(Event("mark", self.segment, -1, name))
 
     def _entry_grad(self, grad: Tensor) -> None:
         self.entry_grad = self.storage_of(grad)

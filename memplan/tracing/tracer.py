@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
-from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant
+from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant, modules_with
 from memplan.tracing.cuda import CUDA, CudaTensors, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
@@ -176,9 +176,22 @@ class _Tracer:
         self.list = example.module.get_submodule(path) if path else nn.ModuleList()
         self.n_blocks = len(self.list._modules)
         self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
+        before, _, after = self.parameters()
+        self.ends = {"embed": modules_with(before), "head": modules_with(after)} if path else {}
         self._few: bool | None = None
         self.has_others = False
         """Whether blocks are called with floats of another type than the weights', in the last run."""
+
+    def parameters(self) -> Sequence[dict[str, nn.Parameter]]:
+        """The parameters before the blocks, of a block (named with a *) and after, in the module's order."""
+        before: dict[str, nn.Parameter] = {}
+        block: dict[str, nn.Parameter] = {}
+        after: dict[str, nn.Parameter] = {}
+        for name, parameter in self.example.module.named_parameters():
+            common = self.common(name)
+            own = block if common != name else after if block else before
+            own.setdefault(common, parameter)
+        return before, block, after
 
     def common(self, name: str) -> str:
         """A name in the module, with a * in the place of a block's number."""
@@ -314,9 +327,12 @@ class _Tracer:
                 scope = self.common(path) or type(one).__name__
                 named = _named(recorder, one.forward, scope)
                 unit = units.get(one)
-                vars(one)["forward"] = (
-                    named if unit is None else self._told(recorder, named, unit, weights, again, casts)
-                )
+                if unit is not None:
+                    named = self._told(recorder, named, unit, weights, again, casts)
+                for end, paths in self.ends.items():
+                    if path in paths:
+                        named = _marked(recorder, named, end, paths, path)
+                vars(one)["forward"] = named
             yield
         finally:
             for one, forward in before:
@@ -333,27 +349,24 @@ class _Tracer:
         again: bool,
         casts: bool,
     ) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.has_others |= any(
-                tensor.is_floating_point() and tensor.dtype != weights for tensor in tensors((args, kwargs))
-            )
-            if casts:
-                args, kwargs = _cast((args, kwargs), weights)
-            return forward(*args, **kwargs)
-
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             recorder.recomputing = recorder.segment.phase == "backward"
             try:
-                return called(*args, **kwargs)
+                return forward(*args, **kwargs)
             finally:
                 recorder.recomputing = False
 
         def block(*args: Any, **kwargs: Any) -> Any:
             recorder.entered(unit, (args, kwargs))
+            self.has_others |= any(
+                tensor.is_floating_point() and tensor.dtype != weights for tensor in tensors((args, kwargs))
+            )
+            if casts:
+                args, kwargs = _cast((args, kwargs), weights)
             if again:
                 output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
             else:
-                output = called(*args, **kwargs)
+                output = forward(*args, **kwargs)
             recorder.left(unit, output)
             return output
 
@@ -377,6 +390,20 @@ def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Calla
         return output
 
     return named
+
+
+def _marked(
+    recorder: Recorder, forward: Callable[..., Any], unit: str, paths: Iterable[str], path: str
+) -> Callable[..., Any]:
+    """The forward function of a module of an FSDP2 unit outside the blocks, whose calls are marked."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        recorder.end_called(unit, paths)
+        output = forward(*args, **kwargs)
+        recorder.end_returned(unit, path, output)
+        return output
+
+    return marked
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
@@ -621,16 +648,10 @@ def _model(
 ) -> TracedModel:
     example = tracer.example
     named = {id(p): n for n, p in example.module.named_parameters()}
-    before: list[TracedTensor] = []
-    block: dict[str, TracedTensor] = {}
-    after: list[TracedTensor] = []
-    for parameter_name, parameter in example.module.named_parameters():
-        common = tracer.common(parameter_name)
-        tensor = TracedTensor(common, _fixed(parameter), _stored(parameter), parameter.requires_grad)
-        if common != parameter_name:
-            block.setdefault(common, tensor)
-        else:
-            (after if block else before).append(tensor)
+    before, block, after = [
+        tuple([TracedTensor(n, _fixed(p), _stored(p), p.requires_grad) for n, p in own.items()])
+        for own in tracer.parameters()
+    ]
     config = getattr(example.module, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     longest = max_seq_len or (known if isinstance(known, int) else None) or example.point[1]
@@ -640,9 +661,9 @@ def _model(
         max_seq_len=checked_count("max_seq_len", longest),
         tied=len(named) < sum(1 for _ in example.module.named_parameters(remove_duplicate=False)),
         blocks=f"{tracer.path}.*" if tracer.path else "",
-        embed_parameters=tuple(before),
-        block_parameters=tuple(block.values()),
-        head_parameters=tuple(after),
+        embed_parameters=before,
+        block_parameters=block,
+        head_parameters=after,
         module_buffers=tuple(
             [TracedTensor(name, _fixed(one), _name(one)) for name, one in example.module.named_buffers()]
         ),

@@ -15,6 +15,7 @@ from memplan.models.traced import (
     DTYPES,
     PARTS,
     Cut,
+    Ends,
     Recording,
     Size,
     Term,
@@ -43,7 +44,8 @@ class Parts:
     boundary: int
     boundary_grad: int
     entry_requires_grad: bool
-    cut: Cut | None
+    cut: Cut | str
+    ends: Ends | str
 
 
 def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
@@ -199,9 +201,12 @@ class _Classes:
         """The parts with classes numbered in the order of their first event."""
         recorder, numbers, n = self.recorder, {}, count()
         made: dict[str, tuple[Event, ...]] = {}
+        places: dict[tuple[str, str], int] = {}
         for part, events in parts.items():
-            found = []
+            found: list[Event] = []
             for event in events:
+                if event.kind == "mark":
+                    places[part, event.detail] = len(found)
                 if event.storage < 0 and event.kind not in ("compute", "kernel"):
                     continue
                 if event.storage >= 0:
@@ -227,10 +232,11 @@ class _Classes:
             boundary_grad=number(recorder.output_grads.get(like, -1)),
             entry_requires_grad=recorder.entry_requires_grad,
             cut=self._cut(number),
+            ends=_ends(places),
         )
 
-    def _cut(self, number: Callable[[int], int]) -> Cut | None:
-        """How the recording is cut into stages; None if blocks need more tensors than a stage sends on."""
+    def _cut(self, number: Callable[[int], int]) -> Cut | str:
+        """How the recording is cut into stages, or why it cannot be."""
         recorder, n = self.recorder, self.recorder.n_blocks
         entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
         freed = {e.storage: _end_of(e.segment, n) for e in recorder.events if e.kind == "free"}
@@ -245,7 +251,7 @@ class _Classes:
             not kept.isdisjoint(map(self.of, only_first)),
         )
         if any(cannot):
-            return None
+            return "blocks, or what follows them, need more than the block before hands on"
         return Cut(
             entry=number(entry),
             entry_freed=entry_freed,
@@ -256,6 +262,19 @@ class _Classes:
             loss=number(recorder.loss),
             recast=tuple(map(number, recorder.entry_casts[1:])),
         )
+
+
+def _ends(places: Mapping[tuple[str, str], int]) -> Ends | str:
+    """Where the modules outside the blocks run, by the places of the marks in their parts."""
+    if not all((unit, mark) in places for unit in UNITS for mark in (unit, f"{unit}, returned")):
+        return "what holds the parameters before and after the blocks is not called in this order"
+    embed, head = ((places[unit, unit], places[unit, f"{unit}, returned"]) for unit in UNITS)
+    backward = [places.get((f"{unit}_backward", f"{unit}_backward"), 0) for unit in UNITS]
+    return Ends(embed, head, *backward)
+
+
+UNITS: Final = ("embed", "head")
+"""The units outside the blocks."""
 
 
 def _end_of(segment: Segment, n_blocks: int) -> str:
@@ -364,7 +383,7 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
         for part in PARTS
     }
     boundary = first.boundary, first.boundary_grad, first.entry_requires_grad
-    return Recording(tuple(buffers), parts, *boundary, first.cut)
+    return Recording(tuple(buffers), parts, *boundary, first.cut, first.ends)
 
 
 def _skeleton(event: Event) -> Any:

@@ -44,6 +44,27 @@ FP16_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """In float16 with a loss scaler, for modules that are traced so."""
 
+ENDS_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "micro_batch": 2},
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "micro_batch": 4, "precision": "bf16-mixed"},
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "micro_batch": 2, "recompute": "full"},
+    {"dp": 2, "zero": 2, "fsdp_units": "block+ends", "micro_batch": 2, "precision": "bf16"},
+    {
+        "pp": 2, "dp": 2, "zero": 3, "fsdp_units": "block+ends", "micro_batch": 2, "global_batch": 16,
+        "precision": "bf16-mixed",
+    },
+)  # fmt: skip
+"""Units of FSDP2 for the modules before and after the blocks, where these share no weight.
+
+Not of the frozen ViT (`READS_DTYPES`).
+"""
+
+READS_DTYPES: Final = ("hf-vit-probe",)
+"""Modules that cast inputs to the type that a weight has outside its unit, which a trace does not know.
+
+ViT so makes a float32 copy of its images for a moment, which counts where little else is alive.
+"""
+
 FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 1, "micro_batch": 2, "global_batch": 8},
     {"dp": 2, "zero": 2, "micro_batch": 2, "global_batch": 8},
@@ -83,7 +104,8 @@ def wild() -> tuple[Case, ...]:
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
-        more = (*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ()))
+        more = [*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ())]
+        more += ENDS_PLANS if model.n_layers and not model.tied and name not in READS_DTYPES else ()
         for options in (*PLANS, *more):
             if "pp" in options and name not in PIPELINED:
                 continue

@@ -9,6 +9,7 @@ from memplan.engines.refusals import check_divided, check_layers, check_position
 from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
+from memplan.models.traced import Ends
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import BF16, FP32
 
@@ -265,7 +266,11 @@ def _check_traced(model: Model, plan: Plan) -> None:
             "recompute='full'",
             "recompute='none': it has no equal blocks",
         ),
-        (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
+        (
+            options.fsdp_units == "block+ends" and not model.n_layers,
+            "fsdp_units='block+ends'",
+            "fsdp_units='model': it has no equal blocks",
+        ),
         (
             plan.fsdp and bool(integers),
             f"zero={plan.zero} of weights of {', '.join(integers)}",
@@ -282,11 +287,26 @@ def _check_traced(model: Model, plan: Plan) -> None:
             )
 
 
+def _check_traced_ends(model: Model, plan: Plan) -> None:
+    """Raise if a trace does not say where the modules outside the blocks run, which are to be units."""
+    if not isinstance(model, TracedModel) or torch_options(plan).fsdp_units != "block+ends":
+        return
+    for recording in model.recordings.values():
+        if not isinstance(recording.ends, Ends):
+            why = recording.ends or "its trace is of an earlier memplan; trace it again"
+            raise MissingRule(
+                f"fsdp_units='block+ends': where the modules outside the blocks of {model.name} run is not "
+                f"known ({why}); use fsdp_units='block' or 'model'.",
+                kind="fsdp_units=block+ends of a traced model whose modules outside the blocks are not known",
+            )
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_wrappers,
     _check_static_graph,
     _check_units,
     _check_traced,
+    _check_traced_ends,
     _check_code,
     _check_sizes,
     check_sequence,

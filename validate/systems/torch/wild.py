@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, cast
 from unittest.mock import patch
 
@@ -22,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan import Plan, TracedModel
+from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused
 from memplan.models import Decoder
+from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
@@ -553,11 +557,21 @@ def wild_modules(
             module = wild_stage(module, path, plan, stage)
             own = list(module.module.get_submodule(path).children())
         if plan.fsdp and mesh is not None:
-            shard_weights(module, units_of_blocks(own, plan), plan, mesh)
+            shard_weights(module, _units(module, own, plan), plan, mesh)
         elif plan.ddp and mesh is not None:
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
+
+
+def _units(module: nn.Module, blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
+    """FSDP2's units below the root: the modules before the blocks, each block, the modules after them."""
+    within = {id(parameter) for block in blocks for parameter in block.parameters()}
+    is_block = [(id(parameter) in within, name) for name, parameter in module.named_parameters()]
+    rows = [[name for _, name in row] for inside, row in groupby(is_block, key=itemgetter(0)) if not inside]
+    for paths in map(modules_with, rows if torch_options(plan).fsdp_units == "block+ends" else ()):
+        yield [module.get_submodule(path) for path in paths]
+    yield from units_of_blocks(blocks, plan)
 
 
 def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
