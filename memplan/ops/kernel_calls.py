@@ -93,7 +93,7 @@ def _norm_gradients(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
-"""From queries, keys, values, whether probabilities are dropped and whether there is a mask, to the output."""
+"""From queries, keys, values, whether there is dropout and whether there is a mask, to the output."""
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
@@ -109,8 +109,8 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Te
     n_queries, n_keys = q.shape[1], k.shape[1]
     if n_queries != n_keys or (masked and n_keys % 8):
         raise MissingRule(
-            f"memory-efficient attention of {n_queries} queries to {n_keys} keys (mask: {masked}) has no rule "
-            "for CUDA; use lengths that are equal, and with a mask a multiple of 8."
+            f"memory-efficient attention of {n_queries} queries to {n_keys} keys (mask: {masked}) has no "
+            "rule for CUDA; use lengths that are equal, and with a mask a multiple of 8."
         )
     return efficient_attention(q, k, v)
 
