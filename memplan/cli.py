@@ -16,7 +16,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
-from memplan.estimate import estimate
+from memplan.estimate import device_of, estimate
 from memplan.fields import (
     Choice,
     Count,
@@ -31,7 +31,7 @@ from memplan.fields import (
     number_or_text,
 )
 from memplan.files import shown_path
-from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
+from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names, resolve_cluster
 from memplan.models import (
     Model,
     TracedModel,
@@ -330,12 +330,13 @@ def commands() -> None:
 @commands.command("trace")
 @click.argument("factory")
 @click.option("--out", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
-def trace_command(factory: str, out: str) -> None:
+@_choice("--device", get_args(DeviceType), "cpu", "Whose kernels; cuda needs no GPU.")
+def trace_command(factory: str, out: str, device: DeviceType) -> None:
     """Traces your own torch module; what is written is a MODEL of the other commands, without torch.
 
     FACTORY is the name of a function, as package.module:factory, that returns (module, example_inputs).
     """
-    model = _module_traced(factory)
+    model = _module_traced(factory, device=device)
     if not isinstance(model, TracedModel):
         raise Refused(f"{one_line(factory)} names no function; use package.module:factory.")
     model.save(out)
@@ -367,7 +368,9 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
     package.module:factory, the name of a function that returns your own module and its example inputs.
     """
-    result = estimate(_module_traced(model, precisions=(asked["precision"],)), **asked)
+    device = asked["device"] or device_of(resolve_cluster(asked["cluster"])).type
+    traced = _module_traced(model, precisions=(asked["precision"],), device=device)
+    result = estimate(traced, **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}
