@@ -658,7 +658,7 @@ def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
             raise _wrong(f"parameter {shown_value(parameter)} is none that the module trains")
         return TracedEvent("grad", _place(buffer, n_buffers), parameter)
     phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
-    if phase in KERNELS:
+    if phase in KERNELS and len(shape) == KERNELS[phase].n_sizes:
         n_results = checked_count("results", flops, least=0, most=MOST_RESULTS)
         return TracedEvent(
             "kernel", kernel=phase, n_results=n_results, shape=_shape(shape), dtype=_dtype(dtype).name

@@ -5,9 +5,9 @@ Each allocates its results, and whatever it takes besides, by the rules of the o
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
-from memplan.errors import MissingRule
+from memplan.errors import InvalidValue, MissingRule
 from memplan.kernels import scan_bytes
 from memplan.ops.attention import attention_kernel
 from memplan.ops.embedding import table_gradient
@@ -31,11 +31,14 @@ def kernel_events(
 
     Raises:
         MissingRule: on a CPU.
+        InvalidValue: it has another number of results.
     """
     if context.device.on_cpu:
         raise MissingRule(f"{name} is a kernel of CUDA; trace the module with device='cpu'.")
     tape = Tape(context)
-    made = KERNELS[name](tape, sizes, dtype)
+    made = KERNELS[name].rule(tape, sizes, dtype)
+    if len(made) != len(results):
+        raise InvalidValue(f"{name} has {len(made)} results, not {len(results)}; trace the module again.")
     found = [event for event in tape.events if isinstance(event, Alloc | Free)]
     new = {event.buffer for event in found if isinstance(event, Alloc)}
     own: dict[Buffer, Buffer] = {}
@@ -172,16 +175,23 @@ def _attention_backward(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType)
     return tape.gradients(node, y)
 
 
-KERNELS: Final[Mapping[str, Callable[[Tape, Sizes, DType], Results]]] = {
-    "sum": _sum,
-    "cumulative_sum": _cumulative_sum,
-    "table_gradient": _table_gradient,
-    "norm_gradients": _norm_gradients,
-    "flash_attention": partial(_attention, _flash),
-    "flash_attention_backward": partial(_attention_backward, _flash),
-    "fused_attention": partial(_attention, _fused),
-    "fused_attention_backward": partial(_attention_backward, _fused),
-    "efficient_attention": partial(_attention, _efficient),
-    "efficient_attention_backward": partial(_attention_backward, _efficient),
+class Kernel(NamedTuple):
+    """How many sizes a kernel takes, and its rule."""
+
+    n_sizes: int
+    rule: Callable[[Tape, Sizes, DType], Results]
+
+
+KERNELS: Final[Mapping[str, Kernel]] = {
+    "sum": Kernel(3, _sum),
+    "cumulative_sum": Kernel(2, _cumulative_sum),
+    "table_gradient": Kernel(4, _table_gradient),
+    "norm_gradients": Kernel(4, _norm_gradients),
+    "flash_attention": Kernel(8, partial(_attention, _flash)),
+    "flash_attention_backward": Kernel(8, partial(_attention_backward, _flash)),
+    "fused_attention": Kernel(8, partial(_attention, _fused)),
+    "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
+    "efficient_attention": Kernel(8, partial(_attention, _efficient)),
+    "efficient_attention_backward": Kernel(8, partial(_attention_backward, _efficient)),
 }
 """Each kernel by its name."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.library import Library
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 KEY: Final = "AutocastCUDA"
 """The dispatch key of operations under CUDA's autocast."""
@@ -78,8 +78,7 @@ def _autocast(name: str, casts: dict[int, Tensor], is_eligible: Callable[[Any], 
         return casts[id(x)]
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        floats: list[Tensor] = []
-        tree_map_only(Tensor, lambda x: floats.append(x) if is_eligible(x) else None, (args, kwargs))
+        floats = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and is_eligible(x)]
         dtype = torch.float32
         if packet in NARROW or (packet in WIDEST and all(x.dtype != dtype for x in floats)):
             dtype = torch.get_autocast_dtype("cuda")
@@ -88,7 +87,11 @@ def _autocast(name: str, casts: dict[int, Tensor], is_eligible: Callable[[Any], 
                 asked = (*args, *[None] * (dtype_at - len(args) + 1))[dtype_at] or kwargs.get("dtype")
                 into = dtype if asked is None and is_eligible(args[0]) else asked
                 return func(*args[:dtype_at], **{**kwargs, "dtype": into})
-            args, kwargs = tree_map_only(Tensor, lambda x: in_type(x, dtype), (args, kwargs))
+            leaves, spec = tree_flatten((args, kwargs))
+            for i in reversed(range(len(leaves))):  # the order in which C++ compilers evaluate arguments
+                if isinstance(leaves[i], Tensor):
+                    leaves[i] = in_type(leaves[i], dtype)
+            args, kwargs = tree_unflatten(leaves, spec)
             return func(*args, **kwargs)
 
     return called

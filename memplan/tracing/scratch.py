@@ -14,6 +14,9 @@ ATEN: Final = torch.ops.aten
 ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div)
 """Operations whose operands may be of several types."""
 
+SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
+"""Sums, of floats narrower than float32 without a copy (`_anywhere` is not asked of those)."""
+
 CONVOLUTION: Final = ATEN.convolution.default
 CONVOLUTION_BACKWARD: Final = ATEN.convolution_backward.default
 
@@ -36,7 +39,7 @@ def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iter
     Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`), aten/src/ATen/native/Embedding.cpp
     (`embedding_symint`).
     """
-    if func is ATEN.cumsum.default and args[0].dtype != results[0].dtype:
+    if func in SUMS and args[0].dtype != results[0].dtype:
         yield "operand as the sum's type", args[0].numel(), results[0].dtype
     if func is ATEN.embedding.default and not args[1].is_contiguous():
         yield "ids in order", args[1].numel(), args[1].dtype

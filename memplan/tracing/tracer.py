@@ -39,8 +39,11 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 }
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
-BATCHES: Final = (3, 2, 5)
-"""Batches that are traced; the third to check the rules of sizes that the first two give."""
+BATCHES: Final = (2, 3, 5)
+"""Batches that are traced; the third to check the rules of sizes that the first two give.
+
+With the lengths they make all products of powers of both different, so that sizes tell them apart.
+"""
 
 LENGTHS: Final = (48, 80, 112)
 """Sequences that are traced where the example is longer: short, so that masks can be computed."""
@@ -636,7 +639,7 @@ def _lengths(example: Example) -> tuple[int, ...]:
         return LENGTHS
     if length < LEAST_LENGTH:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
-    return (length // 2, length * 3 // 4, length)
+    return (length * 3 // 4, length, length // 2)
 
 
 def _model(
