@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final
 
 from memplan.device import CPU, Device
@@ -205,11 +205,6 @@ def mesh_bytes(world_size: int, device: Device) -> int:
     return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
 
 
-@lru_cache(maxsize=256)
-def _partition(parameters: tuple[Parameter, ...], n_ranks: int) -> list[list[Parameter]]:
-    return zero_redundancy_partition(parameters, n_ranks)
-
-
 class RankStages:
     """The pipeline stages of one rank, and what the rank holds between steps.
 
@@ -335,7 +330,7 @@ class RankStages:
     @cached_property
     def partition(self) -> list[list[Parameter]]:
         """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
-        return _partition(tuple(self.trained_parameters()), self.plan.dp)
+        return zero_redundancy_partition(tuple(self.trained_parameters()), self.plan.dp)
 
     def stored_dtype(self, parameter: Parameter) -> DType:
         """The type that a parameter is stored in: the precision's, or its own if it is of integers."""
