@@ -1,5 +1,6 @@
 """memplan: bytes, traffic and time of a training job, before the GPUs are reserved."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from memplan.budget import Budget, budget
@@ -17,34 +18,24 @@ from memplan.models import (
     preset_names,
 )
 from memplan.plan import Plan
-from memplan.search import (
-    Advice,
-    Change,
-    Found,
-    advise,
-    largest_model,
-    longest_sequence,
-    smallest_cluster,
-    why,
-)
 from memplan.version import version
 
 if TYPE_CHECKING:
-    from memplan.search.search import search
+    from memplan.search.advise import Advice, Change, advise
+    from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
+    from memplan.search.search import Found, search
+    from memplan.search.why import why
     from memplan.tracing import trace
-else:
-    from memplan import search  # the package, which can be called
 
 
 def __getattr__(name: str) -> Any:
-    """`memplan.__version__`, and `memplan.trace`, which needs torch: looked up when they are asked for."""
+    """`memplan.__version__`, `memplan.trace`, which needs torch, and searching: looked up when asked for."""
     if name == "__version__":
         return version()
-    if name == "trace":
-        from memplan.tracing import trace
-
-        return trace
-    raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+    package = import_module("memplan.tracing" if name == "trace" else "memplan.search")
+    return package if name == "search" else getattr(package, name)  # a package that can be called
 
 
 __all__ = [

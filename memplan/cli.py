@@ -46,6 +46,7 @@ from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
 from memplan.search.command import estimate_command as command_of
 from memplan.search.judge import OBJECTIVES
+from memplan.search.replays import replay_ahead
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import columns_of, search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
@@ -432,6 +433,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with _counting() as progress:
         result = searched(model, progress=progress, **asked)
+    replay_ahead(result)
     if as_csv:
         _print_csv(search_rows(result, model), columns_of(result))
     elif as_json:

@@ -1,7 +1,6 @@
 """Errors that name the value, the rule that it breaks and a way out."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -74,6 +73,8 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
     >>> did_you_mean("h10-sxm", ["h100-sxm", "v100"]), did_you_mean("", ["v100"])
     ("; did you mean 'h100-sxm'?", '.')
     """
+    from difflib import get_close_matches  # slow to import, and rarely needed
+
     names, asked = list(known), name.strip().lower()
     begun = [each for each in names if asked and each.lower().startswith(asked)]
     near = begun[:most] or get_close_matches(asked, names, n=1, cutoff=0.4)

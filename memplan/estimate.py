@@ -113,24 +113,25 @@ class StageEstimate:
         memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
         return replayed(self.program(), memory)
 
-    @cached_property
+    @property
     def replayed(self) -> Replayed | None:
-        """`replay` with the allocator's defaults and no limit."""
-        return self.replay()
+        """`replay` with the allocator's defaults and no limit, which is kept."""
+        return self.replayed_within(None)
 
-    def replayed_within(self, limit_bytes: int) -> Replayed | None:
+    def replayed_within(self, limit_bytes: int | None) -> Replayed | None:
         """`replay` within a limit, which is kept; None if it runs out of memory."""
-        if self.program is not None and limit_bytes not in self._known_within:
-            memory = Memory(limit_bytes=limit_bytes)
+        if self.program is not None and limit_bytes not in self.replays:
+            unlimited = None if limit_bytes is None else self.replayed
             try:
-                found = replayed(self.program(), memory, unlimited=self.replayed)
-                self._known_within[limit_bytes] = found
+                found = replayed(self.program(), Memory(limit_bytes=limit_bytes), unlimited=unlimited)
+                self.replays[limit_bytes] = found
             except OutOfMemory:
-                self._known_within[limit_bytes] = None
-        return self._known_within.get(limit_bytes)
+                self.replays[limit_bytes] = None
+        return self.replays.get(limit_bytes)
 
     @cached_property
-    def _known_within(self) -> dict[int, Replayed | None]:
+    def replays(self) -> dict[int | None, Replayed | None]:
+        """The replays that are kept, by their limit; None where one ran out of memory."""
         return {}
 
     @cached_property

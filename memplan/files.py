@@ -5,17 +5,18 @@ Only regular files of a sensible length are read; a pipe is never waited for.
 
 import os
 import stat
-import tomllib
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from memplan.errors import InvalidValue, MemplanError
 
 
-def toml_table(file: Path) -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of one of the package's tables, as they stand there."""
-    return MappingProxyType(tomllib.loads(file.read_text(encoding="utf-8")))
+def toml_table(name: str) -> MappingProxyType[str, dict[str, Any]]:
+    """The entries of one of the package's tables, as they stand there; `name` is its path in the package."""
+    import tomllib  # slow to import
+
+    with open(os.path.join(os.path.dirname(__file__), name), "rb") as file:
+        return MappingProxyType(tomllib.load(file))
 
 
 def shown_path(path: str | os.PathLike[str], most: int = 120) -> str:
@@ -25,7 +26,9 @@ def shown_path(path: str | os.PathLike[str], most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def file_bytes(file: Path, *, most_bytes: int, what: str, smaller: str = "give another file") -> bytes:
+def file_bytes(
+    file: str | os.PathLike[str], *, most_bytes: int, what: str, smaller: str = "give another file"
+) -> bytes:
     """The content of a file; `what` it should be and a `smaller` way out are for the errors' texts.
 
     Raises:
@@ -50,7 +53,7 @@ def file_bytes(file: Path, *, most_bytes: int, what: str, smaller: str = "give a
     return data
 
 
-def file_text(file: Path, *, most_bytes: int, what: str) -> str:
+def file_text(file: str | os.PathLike[str], *, most_bytes: int, what: str) -> str:
     """All of a file as UTF-8 text.
 
     Raises:

@@ -3,7 +3,6 @@
 Text that is too long for its line or its column continues below; nothing is cut.
 """
 
-import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -140,6 +139,8 @@ def csv_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     '=1+1,-0.5
     ,
     """
+    import csv  # slow to import, and rarely needed
+
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

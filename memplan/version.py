@@ -1,7 +1,6 @@
 """The version of memplan, and of the form of its JSON."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 SCHEMA_VERSION: Final = 1
@@ -11,9 +10,10 @@ SCHEMA_VERSION: Final = 1
 @cache
 def version() -> str:
     """memplan's version, also of a checkout that is not installed."""
-    import tomllib
-    from importlib.metadata import PackageNotFoundError  # slow to import, and rarely needed
+    import tomllib  # which, like the others, is slow to import and rarely needed
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed_version
+    from pathlib import Path
 
     try:
         return installed_version("memplan")

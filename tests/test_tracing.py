@@ -32,11 +32,13 @@ PLANS: tuple[dict[str, Any], ...] = (
     {},
     {"precision": "bf16", "micro_batch": 3, "optimizer": "sgd-momentum"},
     {"precision": "bf16-mixed", "global_batch": 4, "seq_len": 77},
+    {"precision": "fp16-mixed", "global_batch": 2},
     {"recompute": "full", "micro_batch": 2},
     {"dp": 2, "global_batch": 6, "bucket_cap_bytes": 1 << 16},
     {"dp": 2, "zero": 1, "seq_len": 64},
     {"dp": 4, "zero": 2, "micro_batch": 5},
     {"dp": 4, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
+    {"dp": 2, "zero": 3, "precision": "fp16-mixed", "micro_batch": 2},
     {"dp": 3, "zero": 3, "fsdp_blocks": 2},
     {"dp": 2, "zero": 3, "fsdp_units": "model", "set_to_none": False},
     {"dp": 2, "dp_replicate": 2, "zero": 3, "global_batch": 8, "recompute": "full", "recompute_blocks": 2},
@@ -60,7 +62,10 @@ def pair(request):
     model = FAMILIES[request.param]
     module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
     tokens = torch.randint(model.vocab_size, (2, 96))
-    return model, memplan.trace(module, tokens, targets=tokens.clone(), loss=token_loss)
+    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
+    return model, memplan.trace(
+        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -86,6 +91,8 @@ PIPELINES: tuple[dict[str, Any], ...] = (
     {"micro_batch": 3, "precision": "bf16"},
     {"precision": "bf16-mixed", "recompute": "full"},
     {"pp": 4, "schedule": "gpipe", "precision": "bf16-mixed"},
+    {"precision": "fp16-mixed", "micro_batch": 2},
+    {"dp": 2, "zero": 3, "precision": "fp16-mixed"},
     {"layers_per_stage": (3, 1), "recompute": "full", "recompute_blocks": 1},
     {"virtual_stages": 2, "schedule": "interleaved-1f1b"},
     {"virtual_stages": 2, "schedule": "looped-bfs", "optimizer": "sgd-momentum"},
@@ -170,7 +177,6 @@ def test_a_module_on_meta_of_any_size_is_traced():
         ({"tp": 2}, "tp=2"),
         ({"pp": 2, "schedule": "zero-bubble"}, "schedule='zero-bubble'"),
         ({"recompute": "selective"}, "selective"),
-        ({"precision": "fp16-mixed"}, "fp16-mixed"),
         ({"dp": 2, "zero": 3, "fsdp_units": "block+ends"}, "block\\+ends"),
         ({"device": "cuda"}, "traced with the kernels of device='cpu'"),
         ({"engine": "textbook"}, "closed forms"),

@@ -92,7 +92,8 @@ class Costs(NamedTuple):
 class PartCosts:
     """The costs of the embedding, of the head, and of a block of each kind, recomputed or not.
 
-    `boundary_bytes`: what one stage sends to the next.
+    `boundary_bytes`: what one stage sends to the next; `received_bytes`: what each of a stage's neighbours on
+    the pipeline has it keep for every micro-batch from step to step (a receive buffer).
     """
 
     embedding: Costs
@@ -100,6 +101,7 @@ class PartCosts:
     blocks: Mapping[str, Costs]
     recomputed: Mapping[str, Costs]
     boundary_bytes: int
+    received_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,11 +74,13 @@ def _recorded(
     sent, (first, last) = boundary, ends or (True, True)
     if ends is not None:
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
-        part = _of_stage(part, model, recording, buffers, sent, first=first, last=last)
+        part = _of_stage(part, model, recording, buffers, sent, context, first=first, last=last)
     loss = part["loss_backward"]
     head, after_head = part["head"], part["loss"]
-    if context.autocast is not None and ends is None:  # which the loss is computed in
-        head, after_head = Segment((*head.events, *after_head.events)), Segment()
+    if context.autocast is not None and ends is None:  # which the loss is computed in, but not scaled
+        n_within = len(after_head.events) - context.scales_loss
+        head = Segment((*head.events, *after_head.events[:n_within]))
+        after_head = Segment(after_head.events[n_within:])
     return Trace(
         cast_inputs=part["inputs"],
         embed=part["embed"],
@@ -128,6 +130,7 @@ def _of_stage(
     recording: Recording,
     buffers: Sequence[Buffer],
     sent: Buffer,
+    context: OpContext,
     *,
     first: bool,
     last: bool,
@@ -137,7 +140,7 @@ def _of_stage(
     if not first:
         found |= _without_embedding(found, cut, buffers)
     if last:
-        return found | _with_loss(found, cut, buffers)
+        return found | _with_loss(found, cut, buffers, context)
     return found | _without_head(found, recording, cut, buffers, sent)
 
 
@@ -219,10 +222,20 @@ def _without_head(
     }
 
 
-def _with_loss(part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer]) -> dict[str, Segment]:
-    """The parts of the last stage: the schedule holds its output, and the loss until it returns."""
+def _with_loss(
+    part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer], context: OpContext
+) -> dict[str, Segment]:
+    """The parts of the last stage: the schedule holds its output, and the loss until it returns.
+
+    A loss that is scaled ends there.
+    """
     loss = buffers[cut.loss]
     found = {"end": Without(loss)(part["end"]), "release_loss": Segment(frees(loss))}
+    if context.scales_loss:
+        (unscaled,) = _made(Segment(part["loss"].events[:-1])) & _freed(found["end"])
+        found["end"] = Without(unscaled)(found["end"])
+        part = {**part, "loss": Segment((*part["loss"].events, *frees(unscaled)))}
+        found["loss"] = part["loss"]
     if cut.output < 0:
         return found
     output = buffers[cut.output]

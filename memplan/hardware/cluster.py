@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
@@ -122,7 +121,7 @@ class Cluster:
 @cache
 def node_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `clusters.toml`, read once, at first use."""
-    return toml_table(Path(__file__).with_name("clusters.toml"))
+    return toml_table("hardware/clusters.toml")
 
 
 def cluster(

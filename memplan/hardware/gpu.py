@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final, get_args
 
@@ -122,7 +121,7 @@ def check_link(name: str, link: object) -> None:
 @cache
 def gpu_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `gpus.toml`, read once, at first use."""
-    return toml_table(Path(__file__).with_name("gpus.toml"))
+    return toml_table("hardware/gpus.toml")
 
 
 def gpu_names() -> tuple[str, ...]:

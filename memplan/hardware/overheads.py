@@ -1,7 +1,6 @@
 """What a process holds on a GPU outside the caching allocator: CUDA's context, NCCL's buffers."""
 
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ class Interval(NamedTuple):
 @cache
 def overhead_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `overheads.toml`, read once, at first use."""
-    return toml_table(Path(__file__).with_name("overheads.toml"))
+    return toml_table("hardware/overheads.toml")
 
 
 def n_communicators(*axes: Any) -> Any:

@@ -8,12 +8,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, MemplanError, unknown_name
 from memplan.files import file_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
 """A config.json is a few KiB; a larger file is taken for a mistake."""
@@ -121,7 +123,7 @@ class Config:
         return found
 
 
-def config_file(path: str | os.PathLike[str]) -> Path:
+def config_file(path: str | os.PathLike[str]) -> "Path":
     """The config.json that `path` names: the file, or the one in a folder.
 
     Raises:
@@ -129,6 +131,8 @@ def config_file(path: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise InvalidValue(f"path={_shown(path)} is not a path; use a string or a pathlib.Path.")
+    from pathlib import Path  # slow to import, and rarely needed
+
     file = Path(path)
     try:
         return file / "config.json" if file.is_dir() else file
@@ -136,12 +140,12 @@ def config_file(path: str | os.PathLike[str]) -> Path:
         raise InvalidValue(f"path={_shown(file)} cannot be looked up ({error}); use another path.") from None
 
 
-def model_name(file: Path) -> str:
+def model_name(file: "Path") -> str:
     """The model's name: its folder's for a config.json, else the file's."""
     return (file.resolve().parent.name if file.name == "config.json" else file.stem) or "config"
 
 
-def read_config(file: Path) -> Config:
+def read_config(file: "Path") -> Config:
     """The values of a config.json.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +14,7 @@ from memplan.models.families import FAMILIES
 @cache
 def preset_table() -> MappingProxyType[str, dict[str, Any]]:
     """The entries of `presets.toml`, read once at first use."""
-    return toml_table(Path(__file__).with_name("presets.toml"))
+    return toml_table("models/presets.toml")
 
 
 def preset_names() -> tuple[str, ...]:

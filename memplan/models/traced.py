@@ -4,12 +4,10 @@
 and every field is checked when it is read.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
 
 from memplan import shapes
@@ -214,6 +212,8 @@ class TracedModel(Model):
     digest: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
+        import hashlib  # slow to import, and rarely needed
+
         text = json.dumps(_plain(self), separators=(",", ":"))
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest())
 
@@ -314,7 +314,8 @@ class TracedModel(Model):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps(_plain(self), separators=(",", ":")) + "\n", encoding="utf-8")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(self), separators=(",", ":")) + "\n")
 
 
 def _variant_text(variant: Variant) -> str:
@@ -412,11 +413,10 @@ def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
     Raises:
         InvalidValue: a file that cannot be read as a trace, and why.
     """
-    file = Path(path)
     try:
-        return _model(parsed(file_text(file, most_bytes=LARGEST_TRACE_BYTES, what="trace")))
+        return _model(parsed(file_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace")))
     except MemplanError as error:
-        raise of_file(file, error) from None
+        raise of_file(path, error) from None
 
 
 def _wrong(what: str) -> InvalidValue:

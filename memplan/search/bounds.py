@@ -6,8 +6,8 @@ give FLOPs, bytes and collectives, `memplan.steptime` turns work into seconds.
 
 Why they hold. Time: a pipeline's slowest rank works no less than the average one, and each part of a step's
 time is convex in the work, so the average rank's work takes no longer. Memory: the first rank of a pipeline
-holds its weights, its optimizer state and what the forward passes before its first backward pass have saved;
-and once all its stages have had a backward pass, gradients too.
+holds its weights, its optimizer state, its receive buffers and what the forward passes before its first
+backward pass have saved; and once all its stages have had a backward pass, gradients too.
 """
 
 from collections import Counter
@@ -82,13 +82,14 @@ Part = str | BlockKind
 
 
 class PartsOfModel(NamedTuple):
-    """The costs of a model's parts on one tensor rank, and the bytes sent from stage to stage.
+    """The costs of a model's parts on one tensor rank; bytes that stages send, and keep to receive them.
 
     All but the elements are `Affine`.
     """
 
     costs: Mapping[Part, Costs]
     boundary_bytes: Affine
+    received_bytes: Affine
 
 
 @lru_cache(maxsize=4096)
@@ -105,6 +106,7 @@ def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
             for part, costs in parts[0].items()
         },
         Affine.through(*[costs.boundary_bytes for costs in each]),
+        Affine.through(*[costs.received_bytes for costs in each]),
     )
 
 
@@ -125,12 +127,14 @@ class _FirstRank(NamedTuple):
     """The number of each part that the first rank of a pipeline holds.
 
     `recomputed`: recomputed blocks of each kind in the whole pipeline, for each limit per stage [blocks];
-    `n_crossing`: boundaries between stages on different ranks.
+    `n_crossing`: boundaries between stages on different ranks; `n_neighbours`: the stages beside each of the
+    first rank's, added up.
     """
 
     parts: Mapping[Part, int]
     recomputed: Mapping[str, Column]
     n_crossing: int
+    n_neighbours: int
 
 
 class _Instant(NamedTuple):
@@ -203,6 +207,7 @@ def _pipeline(key: _Schedule) -> _FirstRank:
             for kind in kinds
         },
         n_crossing=sum(owner[i] != owner[i + 1] for i in range(last)),
+        n_neighbours=sum((i > 0) + (i < last) for i in own),
     )
 
 
@@ -269,6 +274,7 @@ class _Plans:
             )
             for grid in grids
         ]  # fmt: skip
+        self.pipelines = list(map(_pipeline, self.schedules))
         self.starts = np.concatenate([[0], np.cumsum(n_cells)])
         traced = unchecked(
             base, dp=2 if self.several else 1, dp_replicate=1, pp=1, virtual_stages=1, schedule="1f1b",
@@ -284,6 +290,7 @@ class _Plans:
         }
         """By degree of tensor parallelism: elements [tp], others [tp, 3]."""
         self.boundary_bytes = self._with_micro_batch(np.array([each.boundary_bytes for each in found]))
+        self.received_bytes = self._with_micro_batch(np.array([each.received_bytes for each in found]))
 
     def elements(self, part: Part) -> Any:
         """Elements of the weights of a part, as a tensor rank has them."""
@@ -325,7 +332,7 @@ class _Plans:
 
     def of_pipelines(self, of: Callable[[_FirstRank], Any]) -> Any:
         """A number of each cell's pipeline [cell, 1], or one for each number of recomputed blocks."""
-        found = np.stack([np.atleast_1d(of(_pipeline(key))) for key in self.schedules])
+        found = np.stack([np.atleast_1d(of(one)) for one in self.pipelines])
         return np.repeat(found, np.diff(self.starts), axis=0)
 
     def data_parallelism(self, elements: Any) -> DataParallelism:
@@ -422,13 +429,14 @@ def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
 
 def _least_bytes(plans: _Plans) -> Bytes:
     """Bytes that no plan holds less than on its first rank, at the worst of two instants."""
-    own = _pipeline(plans.schedules[0]).parts
+    own = plans.pipelines[0].parts
     elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
     data = plans.data_parallelism(elements)
     both = zip(*_saved(plans, data.unsharded_bytes), strict=True)
     at_first, later, there = (np.concatenate(found) for found in both)
     held = np.maximum(at_first, np.where(there, later + data.grads_bytes, 0))
-    found: Bytes = np.floor((data.states_bytes + held) * (1 - ROUNDING))
+    received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * plans.received_bytes
+    found: Bytes = np.floor((data.states_bytes + received + held) * (1 - ROUNDING))
     return found
 
 

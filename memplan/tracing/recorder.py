@@ -111,7 +111,7 @@ class Recorder(ShapesMode):
         self.outputs: dict[int, int] = {}
         """Storage of the first tensor that each block returns; the module's, if a loss is computed of it."""
         self.loss = -1
-        """Storage of the loss."""
+        """Storage of the loss that the backward pass starts from."""
         self.embedded: set[int] = set()
         """Storages of tensors computed from weights before the first block."""
         self.reads_across = False
@@ -180,6 +180,10 @@ class Recorder(ShapesMode):
     def leaving_autocast(self) -> None:
         """Note that the forward pass has returned: autocast's copies of weights are freed."""
         self.segment = Segment("casts", 0)
+
+    def scaling_loss(self) -> None:
+        """Note that autocast is over; a loss scaler, if there is one, multiplies the loss by its scale."""
+        self.segment = Segment("forward", self.n_blocks + 2)
 
     def start_backward(self) -> None:
         """Note that the backward pass begins: tensors that are alive are saved for it."""

@@ -34,6 +34,7 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
     "bf16": (("bfloat16", ""),),
     "bf16-mixed": (("float32", "bfloat16"), ("bfloat16", "")),
+    "fp16-mixed": (("float32", "float16"), ("float16", "")),
 }
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
@@ -87,7 +88,7 @@ def trace(
         blocks: the path of the list of equal blocks, as "model.layers"; "" for none; left out, the list with
             the most parameters whose blocks are equal.
         sequence: names (or places) of the inputs whose second dim is the sequence.
-        precisions: those to trace for.
+        precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
         device: whose kernels to trace. On "cuda" the passes run on the current GPU, with weights of any
@@ -207,6 +208,7 @@ class _Tracer:
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
             inputs, targets = self._inputs(point, recorder)
+            scale = _given(torch.ones(()), recorder) if "float16" in (weights, autocast) else None
             recorder.events.clear()
             with ExitStack() as stack:
                 for hook in self._hooks(parameters, recorder):
@@ -216,7 +218,7 @@ class _Tracer:
                     stack.enter_context(_inputs_require_grads(self.example.module))
                 stack.enter_context(recorder)
                 try:
-                    self._step(recorder, inputs, targets, weights, autocast)
+                    self._step(recorder, inputs, targets, scale, weights, autocast)
                 except CANNOT as error:
                     raise _depends_on_values(recorder, error) from error
                 except MemplanError:
@@ -229,7 +231,10 @@ class _Tracer:
                 self._check_gradients(parameters)
         return parts_of(recorder, self.prefixes)
 
-    def _step(self, recorder: Recorder, inputs: Any, targets: Any, weights: str, autocast: str) -> None:
+    def _step(
+        self, recorder: Recorder, inputs: Any, targets: Any, scale: Tensor | None, weights: str, autocast: str
+    ) -> None:
+        """The passes; the loss is multiplied by the `scale` of a loss scaler, if there is one."""
         with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
             inputs = _cast(inputs, getattr(torch, weights))
             recorder.start_forward()
@@ -237,10 +242,13 @@ class _Tracer:
             loss = self._loss(recorder, inputs, targets)
             del inputs
             recorder.leaving_autocast()
+        recorder.scaling_loss()
+        start = loss if scale is None else loss * scale
+        recorder.loss = recorder.storage_of(start)
         recorder.start_backward()
-        loss.backward()
+        start.backward()
         recorder.end_backward()
-        del loss
+        del start, loss
 
     def _loss(self, recorder: Recorder, inputs: Any, targets: Any) -> Tensor:
         example = self.example
@@ -254,19 +262,14 @@ class _Tracer:
                 f"loss gives {type(found).__name__}, which does not follow from the weights as one number; "
                 "give a function that does."
             )
-        made = found / 1
-        recorder.loss = recorder.storage_of(made)
-        return made
+        return found / 1
 
     def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any]:
         """The inputs and targets at another size."""
         leaves = []
         for leaf in self.example.leaves:
             made = self.example.resized(leaf, point)
-            if isinstance(made, Tensor):
-                made = _without_values(made, recorder)
-                recorder.known(made)
-            leaves.append(made)
+            leaves.append(_given(made, recorder) if isinstance(made, Tensor) else made)
         inputs, targets = tree_unflatten(leaves, self.example.spec)
         return inputs, targets
 
@@ -401,6 +404,13 @@ def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | Non
     has_values = not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex())
     if isinstance(made, FakeTensor) and has_values:
         made.real_tensor = tensor.detach().clone()
+    return made
+
+
+def _given(tensor: Tensor, recorder: Recorder) -> Tensor:
+    """A tensor like this one, on tensors without data, that was there before the step."""
+    made = _without_values(tensor, recorder)
+    recorder.known(made)
     return made
 
 

@@ -13,7 +13,7 @@ from memplan.errors import InvalidValue
 from memplan.shapes import FP32
 from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
 from validate.gpus import Gpus
-from validate.systems.torch.wild import AT_TRUE_SIZE, IN_SMALL
+from validate.systems.torch.wild import AT_TRUE_SIZE, IN_FP16, IN_SMALL
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "precision": "fp32"},
@@ -29,6 +29,19 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
 With weights in bfloat16 none of torchvision, whose batch norm fails on CPU beside statistics in float32
 ("expected scalar type BFloat16 but found Float").
 """
+
+FP16_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"micro_batch": 4, "precision": "fp16-mixed"},
+    {"micro_batch": 4, "precision": "fp16-mixed", "recompute": "full"},
+    {"dp": 2, "micro_batch": 2, "global_batch": 8, "precision": "fp16-mixed"},
+    {"dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 8, "precision": "fp16-mixed"},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "precision": "fp16-mixed"},
+    {
+        "pp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 16, "precision": "fp16-mixed",
+        "recompute": "full",
+    },
+)  # fmt: skip
+"""In float16 with a loss scaler, for modules that are traced so."""
 
 FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 1, "micro_batch": 2, "global_batch": 8},
@@ -69,8 +82,10 @@ def wild() -> tuple[Case, ...]:
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
-        more = (*(FROZEN_PLANS if model.frozen else ()), *(PIPELINES if name in PIPELINED else ()))
+        more = (*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ()))
         for options in (*PLANS, *more):
+            if "pp" in options and name not in PIPELINED:
+                continue
             if "recompute" in options and one.package != "transformers":
                 continue
             plan = plan_of(**options, seq_len=one.seq_len)

@@ -90,6 +90,7 @@ class TorchEngine(Engine):
                 for kind, b in again.items()
             },
             boundary_bytes=trace.boundary.n_bytes,
+            received_bytes=trace.boundary.n_bytes if stages[0].keeps_received else 0,
         )
 
     def data_parallelism(

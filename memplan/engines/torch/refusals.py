@@ -266,7 +266,6 @@ def _check_traced(model: Model, plan: Plan) -> None:
             "recompute='none': it has no equal blocks",
         ),
         (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
-        (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "another precision"),
         (
             plan.fsdp and bool(integers),
             f"zero={plan.zero} of weights of {', '.join(integers)}",

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -450,6 +451,12 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
 }
 """Small ones, for CPU ranks."""
 
+IN_FP16: Final = (
+    "hf-llama", "hf-qwen3", "hf-gpt2", "hf-bert", "hf-t5", "hf-vit", "hf-llama-lora", "lstm", "u-net",
+    "two-towers", "encoder",
+)  # fmt: skip
+"""Small ones that are traced in float16 too."""
+
 WILD: Final[Mapping[str, Wild]] = {**IN_SMALL, **AT_TRUE_SIZE}
 """Other people's modules, by the name of their trace."""
 
@@ -500,6 +507,7 @@ def wild_trace(name: str) -> TracedModel:
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
     on_gpu = wild.gpu_batch is not None
+    precisions = ("fp32", "bf16", "bf16-mixed", *(("fp16-mixed",) if name in IN_FP16 else ()))
     with torch.device("meta") if on_gpu else nullcontext():
         module = wild.module()
     with values_as_on_a_gpu() if on_gpu else nullcontext():
@@ -510,7 +518,7 @@ def wild_trace(name: str) -> TracedModel:
             name=name,
             max_seq_len=wild.seq_len,
             device="cuda" if on_gpu else "cpu",
-            precisions=("bf16",) if on_gpu else ("fp32", "bf16", "bf16-mixed"),
+            precisions=("bf16",) if on_gpu else precisions,
         )
 
 
@@ -578,6 +586,7 @@ def wild_passes(
     at: Rank,
     mesh: DeviceMesh | None,
     device: torch.device,
+    scaler: GradScaler,
     *,
     seed: int,
 ) -> Passes:
@@ -592,7 +601,8 @@ def wild_passes(
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
-        return wild_pipeline(modules, plan, inputs, mesh, device, returns_loss="targets" not in inputs)
+        returns_loss = "targets" not in inputs
+        return wild_pipeline(modules, plan, inputs, mesh, device, scaler, returns_loss=returns_loss)
     (module,) = modules.values()
     n = plan.n_micro_batches
     compute = torch_dtype(plan.formats.compute)
@@ -617,7 +627,7 @@ def wild_passes(
             with module.no_sync() if held else nullcontext():  # type: ignore[operator]
                 with autocast(plan, device):
                     found = loss(i)
-                found.backward()
+                scaler.scale(found).backward()
             total += float(found.detach())
             del found
         return total

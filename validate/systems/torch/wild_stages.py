@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -108,6 +109,7 @@ def wild_pipeline(
     inputs: Mapping[str, Tensor],
     mesh: DeviceMesh,
     device: torch.device,
+    scaler: GradScaler,
     *,
     returns_loss: bool,
 ) -> Passes:
@@ -121,7 +123,8 @@ def wild_pipeline(
 
     def mean(y: Tensor, target: Tensor) -> Tensor:
         with autocast(plan, device):
-            return (y if returns_loss else loss_of_output(y, target)) / n
+            share = (y if returns_loss else loss_of_output(y, target)) / n
+        return scaler.scale(share)
 
     alone = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(made[0] if alone else made, n, loss_fn=mean, scale_grads=False)  # type: ignore[arg-type]
@@ -136,7 +139,7 @@ def wild_pipeline(
             return None
         losses: list[Tensor] = []
         schedule.step(*arguments, target=targets, losses=losses, return_outputs=False, **named)
-        return sum([float(loss.detach()) for loss in losses])
+        return sum([float(loss.detach()) for loss in losses]) / scaler.get_scale()
 
     return run
 
