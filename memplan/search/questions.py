@@ -59,7 +59,7 @@ def smallest_part(
     """The plans of the fewest GPUs of this cluster that can train the model: as `smallest_cluster`.
 
     Raises:
-        PlanRefused: if all of it is too small: with what the nearest plan lacks.
+        PlanRefused: if the whole cluster is too small: with what the nearest plan lacks.
         MemplanError: as `memplan.search`.
     """
     model, whole, asked = resolved(model, cluster, options)

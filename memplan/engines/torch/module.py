@@ -289,7 +289,7 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
 def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
     """A block's backward events if its output's gradient, `incoming`, was received from another rank.
 
-    That one is not freed here: the sum with it takes a new tensor.
+    The schedule frees `incoming`; the sum with it is a new tensor.
     """
     found = tuple(found)
     is_dropped = any(isinstance(event, AddToIncoming) for event in found)

@@ -107,7 +107,7 @@ class Stage:
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether a send's handle holds the tensor until the wait; those of NCCL's batches (2.11) do not.
+        """Whether a send's handle holds the tensor until it is waited for; NCCL's batches (2.11) do not.
 
         Source: `torch.distributed.pipelining.schedules:_batch_p2p` (in 2.11 always `batch_isend_irecv`).
         """
@@ -208,7 +208,7 @@ def mesh_bytes(world_size: int, device: Device) -> int:
 class RankStages:
     """The pipeline stages of one rank, and what the rank holds between steps.
 
-    `known` are stages to take where their kind is asked for, and where new ones are put.
+    `known`: stages by kind, shared between ranks; a kind that is missing is added.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class RankStages:
         return tuple([stage_layers(self.model.n_blocks, self.plan, index) for index in self.indices])
 
     def with_gradients_freed(self) -> "RankStages":
-        """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
+        """The same rank with `set_to_none=True`; it receives into the same buffers."""
         plan = replace(self.plan, options=replace(self.options, set_to_none=True))
         other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
