@@ -106,7 +106,9 @@ class Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
-            _unknown_command(args[0], self.list_commands(ctx))
+            name, known = args[0], self.list_commands(ctx)
+            near = did_you_mean(name, known)
+            raise Refused(f"unknown command {name[:80]!r}{near} Commands: {', '.join(known)}.")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -129,10 +131,6 @@ def one_line(text: str) -> str:
     'tp=3 is refused; use 1'
     """
     return printable(" ".join(text.split()))
-
-
-def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:
-    raise Refused(f"unknown command {name[:80]!r}{did_you_mean(name, known)} Commands: {', '.join(known)}.")
 
 
 def _count(flag: str, text: str, *, default: int | None = None, required: bool = False) -> Callable[[F], F]:
@@ -435,7 +433,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     """
     asked = {name: value for name, value in asked.items() if value is not None}
     asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
-    with _counting("plans") as progress:
+    with _counting() as progress:
         result = searched(model, progress=progress, **asked)
     from memplan.search.replays import replay_ahead  # multiprocessing is slow to import
 
@@ -462,7 +460,7 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
-    with _counting("plans") as progress:
+    with _counting() as progress:
         advice = advise(estimate(model, **asked), progress)
     if as_csv:
         _print_csv(advice.rows(model), ADVICE_COLUMNS)
@@ -515,12 +513,12 @@ def fields_of(text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
+def _counting() -> Iterator[Callable[[int], None] | None]:
     """A progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
-    yield lambda n: click.echo(f"\r\033[K{n:,} {what}", nl=False, err=True)
+    yield lambda n: click.echo(f"\r\033[K{n:,} plans", nl=False, err=True)
     click.echo("\r\033[K", nl=False, err=True)
 
 

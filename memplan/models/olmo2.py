@@ -46,16 +46,7 @@ def _read(config: Config, name: str) -> Olmo2:
     """Source: transformers, Olmo2Config (defaults)."""
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return Olmo2(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=32,
-            d_model=4096,
-            n_heads=32,
-            d_ff=11008,
-            vocab_size=50304,
-            max_seq_len=2048,
-        ),
+        **decoder_sizes(config, name, vocab_size=50304),
         attention_bias=config.flag("attention_bias", default=False),
     )
 

@@ -83,15 +83,7 @@ def _read(config: Config, name: str) -> Opt:
     for key in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
         config.expect(key, default=True)
     sizes = decoder_sizes(
-        config,
-        name,
-        n_layers=12,
-        d_model=768,
-        n_heads=12,
-        d_ff=3072,
-        vocab_size=50272,
-        max_seq_len=2048,
-        tied_head=True,
+        config, name, n_layers=12, d_model=768, n_heads=12, d_ff=3072, vocab_size=50272, tied_head=True
     )
     config.expect("word_embed_proj_dim", default=sizes["d_model"])
     sizes |= {"d_ff": config.count("ffn_dim", 3072), "dropout": config.fraction("dropout", 0.1)}

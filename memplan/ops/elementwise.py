@@ -66,8 +66,15 @@ def soft_capped(x: Tensor) -> Tensor:
 
 def _cubed(x: Tensor) -> Tensor:
     context = x.tape.context
-    x = x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x
-    return x.tape.new("power", x.shape, x.dtype, x.tape.node((x.node,), (x,), power_backward))
+    return power(x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x)
+
+
+def power(x: Tensor, name: str = "power") -> Tensor:
+    """A constant power; saves x.
+
+    Source: tools/autograd/derivatives.yaml (`pow.Tensor_Scalar`).
+    """
+    return x.tape.new(name, x.shape, x.dtype, x.tape.node((x.node,), (x,), power_backward))
 
 
 def power_backward(grad: Tensor, saved: Saved) -> Grads:

@@ -3,10 +3,12 @@
 The output is laid out like the queries, but for the memory-efficient kernel's (`empty_like`).
 """
 
+from collections.abc import Callable
+
 from memplan.kernels import efficient_attention_bytes, flash_splits
 from memplan.record import ComputeKind
 from memplan.shapes import FP32, INT64, UINT8, DType, Shape
-from memplan.tape import Grads, Saved, Tape, Tensor
+from memplan.tape import Backward, Grads, Saved, Tape, Tensor
 
 
 def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
@@ -40,10 +42,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
                 thread.new(f"scores of a block as {dtype.name}", (rows, columns), dtype)
         return y, lse
 
-    y, lse = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse, *masks), backward)
-    return y
+    return _attended(q, k, v, compute, backward, *masks)
 
 
 def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
@@ -108,10 +107,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
                 state = tape.new("random state", (2,), INT64)
         return y, lse, state, unused
 
-    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
-    return y
+    return _attended(q, k, v, compute, backward)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
@@ -139,10 +135,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
         y = tape.new("attention", q_shape, dtype)
         return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), seed, offset
 
-    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
-    return y
+    return _attended(q, k, v, compute, backward, *masks)
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
@@ -186,8 +179,18 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
             tape.new("sums of values", shape, FP32)
         return y, lse, *state
 
-    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
+    y = _attended(q, k, v, compute, backward, *masks)
+    y.head_major = False
+    return y
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, compute: Callable[[], Saved], backward: Backward, *masks: Tensor
+) -> Tensor:
+    """A kernel's output, laid out like q; saves q, k, v, all that `compute` returns, and masks."""
+    y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
+    y.head_major = q.head_major
+    y.node = q.tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
 
 

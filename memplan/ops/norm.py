@@ -2,7 +2,7 @@
 
 from memplan.kernels import partial_rows
 from memplan.ops.dims import dims
-from memplan.ops.elementwise import plus_number, power_backward
+from memplan.ops.elementwise import plus_number, power, power_backward
 from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
@@ -111,13 +111,9 @@ def _normed_in_fp32(x: Tensor) -> Tensor:
 
 
 def _reciprocal_rms(x: Tensor) -> Tensor:
-    squares = _square(x)
+    squares = power(x, "squares")
     mean = _mean(squares)
     return _rsqrt(mean)
-
-
-def _square(x: Tensor) -> Tensor:
-    return x.tape.new("squares", x.shape, FP32, x.tape.node((x.node,), (x,), power_backward))
 
 
 def _mean(x: Tensor) -> Tensor:
