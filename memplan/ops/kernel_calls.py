@@ -27,18 +27,19 @@ Sizes = Sequence[int]
 def kernel_events(
     name: str, sizes: Sizes, dtype: DType, results: Sequence[Buffer], context: OpContext
 ) -> list[Event]:
-    """What a kernel allocates and frees; `results` become its results, and get their sizes.
+    """What a kernel allocates and frees; `results` become its first results, and get their sizes.
 
     Raises:
         MissingRule: on a CPU.
-        InvalidValue: it has another number of results.
+        InvalidValue: it has fewer results.
     """
     if context.device.on_cpu:
         raise MissingRule(f"{name} is a kernel of CUDA; trace the module with device='cpu'.")
     tape = Tape(context)
-    made = KERNELS[name].rule(tape, sizes, dtype)
-    if len(made) != len(results):
+    made = list(KERNELS[name].rule(tape, sizes, dtype))
+    if len(made) < len(results):
         raise InvalidValue(f"{name} has {len(made)} results, not {len(results)}; trace the module again.")
+    del made[len(results) :]
     found = [event for event in tape.events if isinstance(event, Alloc | Free)]
     new = {event.buffer for event in found if isinstance(event, Alloc)}
     own: dict[Buffer, Buffer] = {}
@@ -175,6 +176,18 @@ def _attention_backward(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType)
     return tape.gradients(node, y)
 
 
+def _attention_backward_in_order(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Of memory-efficient attention, which first copies a gradient that is not laid out by tokens.
+
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
+    """
+    batch, n_queries, _, n_heads, _, d_head, *_ = sizes
+    node, _saved = _attended(_efficient, tape, sizes, dtype)
+    tape.events.clear()
+    grad = tape.new("grad by token", (batch, n_queries, n_heads, d_head), dtype)
+    return tape.gradients(node, grad)
+
+
 class Kernel(NamedTuple):
     """How many sizes a kernel takes, and its rule."""
 
@@ -193,5 +206,6 @@ KERNELS: Final[Mapping[str, Kernel]] = {
     "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
     "efficient_attention": Kernel(8, partial(_attention, _efficient)),
     "efficient_attention_backward": Kernel(8, partial(_attention_backward, _efficient)),
+    "efficient_attention_backward_in_order": Kernel(8, _attention_backward_in_order),
 }
 """Each kernel by its name."""

@@ -97,12 +97,18 @@ def _norm_gradients(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
 
 
 def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
-    """Its results are the output, the log-sum-exps and two tensors of the random state; others are empty."""
-    return Called(name, _attended(args[0], args[1], at, args), _name(args[0]), min(len(results), 4))
+    """Its results are the output, the log-sum-exps and two tensors of the random state; others are empty.
+
+    Without a backward pass to come only the output is kept.
+    """
+    keeps = name == "flash_attention" or args[4]
+    return Called(name, _attended(args[0], args[1], at, args), _name(args[0]), 4 if keeps else 1)
 
 
 def _attention_backward(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
-    return Called(f"{name}_backward", _attended(args[1], args[2], at, args), _name(args[1]), 3)
+    copies = name == "efficient_attention" and not args[0].transpose(1, 2).is_contiguous()
+    called = f"{name}_backward{'_in_order' if copies else ''}"
+    return Called(called, _attended(args[1], args[2], at, args), _name(args[1]), 3)
 
 
 def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[int, ...]:

@@ -212,7 +212,8 @@ def _attention(
             "cudnn": ATEN._scaled_dot_product_cudnn_attention,
             "efficient": ATEN._scaled_dot_product_efficient_attention,
         }[kernel]
-        args = query, key, value, attn_mask, True, dropout_p, is_causal
+        keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        args = query, key, value, attn_mask, keeps, dropout_p, is_causal
         return cast(Tensor, fused(*args, scale=scale)[0])
     scale = d_head**-0.5 if scale is None else scale
     pad = -d_head % 8

@@ -15,7 +15,7 @@ ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div)
 """Operations whose operands may be of several types."""
 
 SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
-"""Sums, of floats narrower than float32 without a copy (`_anywhere` is not asked of those)."""
+"""Sums whose operand may be of another type; a sum of narrow floats in float32 reads them as they are."""
 
 CONVOLUTION: Final = ATEN.convolution.default
 CONVOLUTION_BACKWARD: Final = ATEN.convolution_backward.default
@@ -34,12 +34,17 @@ def scratch_of(
 
 
 def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
-    """Copies that PyTorch's own code makes of operands.
+    """Copies that PyTorch's own code makes of operands, and masks of a softmax.
 
     Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`), aten/src/ATen/native/Embedding.cpp
-    (`embedding_symint`).
+    (`embedding_symint`), aten/src/ATen/native/SoftMax.cpp (`_safe_softmax`).
     """
-    if func in SUMS and args[0].dtype != results[0].dtype:
+    if func is ATEN._safe_softmax.default:
+        n_masked = args[0].numel() + args[0].numel() // args[0].shape[-1]
+        n_masked += 4 * (args[0].device.type == "cuda")  # the number 0, in float32
+        yield "keys and rows not allowed", n_masked, torch.bool
+    lifts = func in SUMS and func is not ATEN.cumsum.default and args[0].is_floating_point()
+    if func in SUMS and not lifts and args[0].dtype != results[0].dtype:
         yield "operand as the sum's type", args[0].numel(), results[0].dtype
     if func is ATEN.embedding.default and not args[1].is_contiguous():
         yield "ids in order", args[1].numel(), args[1].dtype
