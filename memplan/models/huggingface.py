@@ -44,7 +44,7 @@ class HuggingFaceDecoder(Decoder, ABC):
     """
 
     implementation: ClassVar[str] = "huggingface"
-    axes: ClassVar[tuple[Axis, ...]] = ()
+    axes: ClassVar[tuple[Axis, ...]] = ("pp",)
     chunks_loss: ClassVar[bool] = False
     computes_loss: ClassVar[bool] = True
     token_table: ClassVar[str] = "model.embed_tokens"
@@ -81,6 +81,9 @@ class HuggingFaceDecoder(Decoder, ABC):
     def rotation(self, tokens: Tensor) -> None:
         """Make the arguments of all blocks: position ids, and the tables of rotary angles."""
         keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+
+    def receive(self, tokens: Tensor) -> None:
+        self.rotation(tokens)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self.attention(self.norm(x, "input_layernorm"), kind)
