@@ -37,10 +37,10 @@ SLIDING: Final = "sliding"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel(Decoder, ABC):
-    """A decoder of transformers, which computes its loss itself and is divided over data axes only."""
+    """A decoder of transformers, which computes its loss itself; data axes and pipelines divide it."""
 
     implementation: ClassVar[str] = "huggingface"
-    axes: ClassVar[tuple[Axis, ...]] = ()
+    axes: ClassVar[tuple[Axis, ...]] = ("pp",)
     chunks_loss: ClassVar[bool] = False
     computes_loss: ClassVar[bool] = True
     token_table: ClassVar[str] = "model.embed_tokens"
@@ -102,6 +102,9 @@ class HuggingFaceDecoder(HuggingFaceModel):
     def rotation(self, tokens: Tensor) -> None:
         """Make the arguments of all blocks: position ids, and the tables of rotary angles."""
         keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+
+    def receive(self, tokens: Tensor) -> None:
+        self.rotation(tokens)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self.attention(self.norm(x, "input_layernorm"), kind)

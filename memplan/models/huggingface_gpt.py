@@ -33,7 +33,7 @@ class HuggingFaceGpt(HuggingFaceModel, GptDecoder):
     """`GPT2LMHeadModel` with PyTorch's attention (`sdpa`) and its own loss, without a cache.
 
     Local variables of its forward functions live until these return: the embeddings until the last block has
-    run, attention's output until its block has.
+    run, attention's output and the norms' until their block has.
 
     Neglects: masks of a byte per token.
     Source: transformers.models.gpt2.modeling_gpt2 (5.23).
@@ -67,10 +67,10 @@ class HuggingFaceGpt(HuggingFaceModel, GptDecoder):
         return dropout(conv1d(y, "attn.c_proj", self.d_model), self.dropout)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        x = conv1d(x, "mlp.c_fc", self.d_ff)
-        x = ACTIVATIONS[self.activation](x)
-        x = conv1d(x, "mlp.c_proj", self.d_model)
-        return dropout(x, self.dropout)
+        y = conv1d(x, "mlp.c_fc", self.d_ff)
+        y = ACTIVATIONS[self.activation](y)
+        y = conv1d(y, "mlp.c_proj", self.d_model)
+        return dropout(y, self.dropout)
 
     def head(self, x: Tensor) -> Tensor:
         return self.logits(layer_norm(x, "transformer.ln_f"))

@@ -17,6 +17,7 @@ from memplan.ops import (
     times_number,
 )
 from memplan.ops import heads as heads_of
+from memplan.record import Axis
 from memplan.shapes import FP32, INT64, Buffer
 from memplan.tape import Tensor
 
@@ -34,6 +35,7 @@ class Opt(HuggingFaceDecoder):
 
     family: ClassVar[str] = "opt"
     code: ClassVar[str] = "transformers 5.23, OPTForCausalLM"
+    axes: ClassVar[tuple[Axis, ...]] = ()
     token_table: ClassVar[str] = "model.decoder.embed_tokens"
     last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
 

@@ -44,6 +44,16 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
+PIPELINES: Final[tuple[dict[str, Any], ...]] = (
+    {"pp": 2, "schedule": "gpipe", "micro_batch": 2, "global_batch": 8, "precision": "fp32"},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "recompute": "full"},
+    {"pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b", "global_batch": 4, "precision": "bf16"},
+    {"pp": 2, "virtual_stages": 2, "schedule": "looped-bfs", "micro_batch": 2, "global_batch": 8},
+    {"pp": 2, "dp": 2, "micro_batch": 2, "global_batch": 16, "precision": "fp32"},
+    {"pp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 16},
+)
+"""Pipelines over blocks, of models whose embedding and head are not tied."""
+
 WINDOWED: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     (
         "mistral",
@@ -74,12 +84,15 @@ WINDOW_PLANS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def families() -> tuple[Case, ...]:
-    """Every family under every plan."""
-    return tuple(
-        _case(name, {**SIZES, **quirks}, {**options, "seq_len": 64})
-        for name, quirks in QUIRKS.items()
-        for options in PLANS
-    )
+    """Every family under every plan, but in pipelines only those that have rules for them."""
+    cases = []
+    for name, quirks in QUIRKS.items():
+        sizes = {**SIZES, **quirks}
+        cases += [_case(name, sizes, {**options, "seq_len": 64}) for options in PLANS]
+        if "pp" in OF_TRANSFORMERS[f"huggingface-{name}"].axes:
+            untied = {**sizes, "tied_head": False}
+            cases += [_case(name, untied, {**options, "seq_len": 64}) for options in PIPELINES]
+    return tuple(cases)
 
 
 def gpu_families(gpus: Gpus | None) -> tuple[Case, ...]:

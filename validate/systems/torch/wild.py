@@ -613,8 +613,12 @@ def wild_passes(
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
-        returns_loss = "targets" not in inputs
-        return wild_pipeline(modules, plan, inputs, mesh, device, scaler, returns_loss=returns_loss)
+        width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
+        if isinstance(model, Decoder) and 0 not in modules:
+            del inputs["input_ids"], own
+        return wild_pipeline(
+            modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
+        )
     (module,) = modules.values()
     n = plan.n_micro_batches
     compute = torch_dtype(plan.formats.compute)
