@@ -110,7 +110,7 @@ class Found:
     @cached_property
     def kept(self) -> tuple[Estimate, ...]:
         """The estimates of the plans kept within the budget, the best first."""
-        return tuple(self.estimates(self.within))
+        return tuple(map(self.estimate, self.within))
 
     @cached_property
     def best(self) -> Estimate | None:
@@ -131,10 +131,6 @@ class Found:
                 max([(each.reserved_bytes or 0) - each.worst.peak_bytes for each in found.kept])
             )
         return None
-
-    def estimates(self, judged: Iterable[Judged]) -> Iterator[Estimate]:
-        """The estimates of plans, in order."""
-        return map(self.estimate, judged)
 
     def estimate(self, judged: Judged) -> Estimate:
         """The estimate of a plan."""
