@@ -41,6 +41,8 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 3, "precision": "fp16-mixed", "micro_batch": 2},
     {"dp": 3, "zero": 3, "fsdp_blocks": 2},
     {"dp": 2, "zero": 3, "fsdp_units": "model", "set_to_none": False},
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "micro_batch": 4},
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "precision": "bf16-mixed", "recompute": "full"},
     {"dp": 2, "dp_replicate": 2, "zero": 3, "global_batch": 8, "recompute": "full", "recompute_blocks": 2},
 )
 
@@ -101,6 +103,7 @@ PIPELINES: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 2},
     {"dp": 2, "zero": 3, "precision": "bf16-mixed"},
     {"pp": 4, "dp": 2, "zero": 3, "set_to_none": False},
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends"},
 )
 
 
@@ -142,6 +145,22 @@ print(memplan.estimate({str(tmp_path / "trace.json")!r}).peak.total_bytes)
     assert int(out) == memplan.estimate(traced).peak.total_bytes
 
 
+@pytest.mark.parametrize(
+    "key, plan",
+    [("cut", {"pp": 2, "global_batch": 4}), ("ends", {"dp": 2, "zero": 3, "fsdp_units": "block+ends"})],
+)
+def test_a_trace_of_an_earlier_memplan_is_to_be_taken_again(pair, tmp_path, key, plan):
+    _, traced = pair
+    traced.save(tmp_path / "new.json")
+    data = json.loads((tmp_path / "new.json").read_text())
+    for recording in data["recordings"]:
+        del recording[key]
+    (tmp_path / "old.json").write_text(json.dumps(data, separators=(",", ":")))
+    memplan.estimate(str(tmp_path / "new.json"), **plan)
+    with pytest.raises(MissingRule, match=r"earlier memplan.*trace it again"):
+        memplan.estimate(str(tmp_path / "old.json"), **plan)
+
+
 def test_tracing_leaves_the_module_as_it_was():
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
     before = {name: (id(t), t.clone()) for name, t in [*module.named_parameters(), *module.named_buffers()]}
@@ -177,7 +196,6 @@ def test_a_module_on_meta_of_any_size_is_traced():
         ({"tp": 2}, "tp=2"),
         ({"pp": 2, "schedule": "zero-bubble"}, "schedule='zero-bubble'"),
         ({"recompute": "selective"}, "selective"),
-        ({"dp": 2, "zero": 3, "fsdp_units": "block+ends"}, "block\\+ends"),
         ({"device": "cuda"}, "traced with the kernels of device='cpu'"),
         ({"engine": "textbook"}, "closed forms"),
     ],
@@ -466,7 +484,7 @@ def test_a_module_that_needs_all_its_blocks_runs_them_all():
 
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(InvalidValue, match="PyTorch sees no GPU"):
-        memplan.trace(Twice(), torch.ones(4, 8), device="cuda")
+        memplan.trace(Twice(), torch.ones(4, 8), device="cuda", executed=True)
     with pytest.raises(memplan.MemplanError, match="unknown device 'tpu'"):
         memplan.trace(Twice(), torch.ones(4, 8), device=cast(Any, "tpu"))
 
@@ -538,6 +556,10 @@ def changed(text: str, path: list[Any], value: object) -> str:
         (["recordings", 0, "buffers", 0], 100000),
         (["recordings", 0, "boundary"], [0]),
         (["recordings", 0, "boundary", 2], 1),
+        (["recordings", 0, "cut"], 1),
+        (["recordings", 0, "cut"], [0]),
+        (["recordings", 0, "ends"], [[0, 1], [0, 1], 0]),
+        (["recordings", 0, "ends"], [[0, 1], [0, -1], 0, 0]),
         (["frozen"], None),
         (["frozen"], ["w.weight"]),
         (["embed_parameters", 0], ["w", "shape", "float32"]),

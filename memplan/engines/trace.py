@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from memplan.errors import MissingRule
 from memplan.models import Model
+from memplan.models.traced import Ends
 from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
@@ -73,6 +74,7 @@ class Trace:
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
         end_of_forward: frees what the module's own code holds until it returns, where that is not the head's.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
+        ends: where the modules outside the blocks run.
         end_of_backward: frees what the backward pass has begun with, and the loss unless a schedule holds it.
         release_loss: frees the loss that a pipeline schedule holds until it returns.
         release: frees the stage's output, which a pipeline schedule holds until the backward pass is over.
@@ -95,6 +97,7 @@ class Trace:
     loss: Segment = EMPTY
     head_backward: Segment = EMPTY
     n_loss_backward: int = 0
+    ends: Ends
     blocks: Mapping[BlockKind, Block]
     embed_backward: Segment = EMPTY
     end_of_backward: Segment = EMPTY
@@ -183,13 +186,22 @@ def without_blocks(trace: Trace) -> Trace:
     The last stage's head then makes the gradient of the received input.
     """
     received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
+    head, ends = received(trace.head), trace.ends
     return replace(
         trace,
         embed=trace.sending(Segment((*trace.embed.events, *frees(*trace.in_flight)))),
-        head=received(trace.head),
+        head=head,
+        ends=ends._replace(head=places_in(head, trace.head, ends.head)),
         head_backward=received(trace.head_backward),
         embed_backward=without_grad(trace.embed_backward),
     )
+
+
+def places_in(kept: Segment, whole: Segment, places: tuple[int, int]) -> tuple[int, int]:
+    """Places among the events of a whole segment, as places among those that were kept of it."""
+    own = set(map(id, kept.events))
+    begins, ends = (sum([id(event) in own for event in whole.events[:place]]) for place in places)
+    return begins, ends
 
 
 def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
@@ -249,7 +261,7 @@ class _TracedStage:
         self.cut = Marks(self.tape)
         self.segments: dict[str, Segment] = {}
         self.parameters: dict[str, tuple[Parameter, ...]] = {"head": ()}
-        self.n_loss_backward = 0
+        self.n_loss_backward = self.n_before_head = self.n_head = 0
         self.held = {"x": entry_of(model, self.tape, first=first)}
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
@@ -281,6 +293,7 @@ class _TracedStage:
         tape = self.tape
         logits = self.model.head(self.held["x"])
         del self.held["x"]
+        self.n_head, n_nodes = len(tape.events) - self.cut.n_events, len(tape.nodes)
         if self.model.computes_loss:
             end = self.model.loss(logits)
             n_head = self._end_forward("head")
@@ -288,7 +301,7 @@ class _TracedStage:
             n_head = self._end_forward("head")
             end = self.model.loss(logits)
         if self.keep_logits:
-            self.held["output"] = logits
+            self.held["output"] = end.detach() if self.model.computes_loss else logits
         del logits
         end = share_of_loss(end)
         scaled = scaled_loss(end)
@@ -302,12 +315,16 @@ class _TracedStage:
         del scaled
         tape.backward(down_to=n_head)
         self.n_loss_backward = len(tape.events) - self.cut.n_events
+        tape.backward(down_to=n_nodes)
+        self.n_before_head = len(tape.events) - self.cut.n_events
         tape.backward(down_to=self.n_block)
         self._end("head_backward")
 
     def send(self) -> None:
         """Send the output of a stage that is not the last; backward starts with a received gradient."""
         tape, x = self.tape, self.held.pop("x")
+        tape.let_go()
+        self._end("end_of_forward")
         self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
 
@@ -358,9 +375,11 @@ class _TracedStage:
             embed_casts=found["embed_casts"],
             head=same(found.get("head", EMPTY)),
             head_casts=found.get("head_casts", EMPTY),
+            end_of_forward=found.get("end_of_forward", EMPTY),
             loss=found.get("loss", EMPTY),
             head_backward=same(found.get("head_backward", EMPTY)),
             n_loss_backward=self.n_loss_backward,
+            ends=Ends((0, len(found["embed"].events)), (0, self.n_head), 0, self.n_before_head),
             blocks={
                 self.kind: Block(
                     forward=same(Without(*self.in_flight)(block)),
@@ -417,8 +436,10 @@ def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
     """The input of a stage's first block: the embedding of tokens, or a received tensor."""
     context = tape.context
+    tokens = Tensor(tape, (context.micro_batch, context.seq_len), INT64)
     if first:
-        return model.embed(Tensor(tape, (context.micro_batch, context.seq_len), INT64))
+        return model.embed(tokens)
+    model.receive(tokens)
     seq_len = context.seq_len // context.tp if context.sequence_parallel else context.seq_len
     node = tape.node((None,), (), lambda grad, saved: (None,))
     shape = (context.micro_batch, seq_len, model.d_model)

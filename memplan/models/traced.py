@@ -16,6 +16,7 @@ from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, of_file
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
+from memplan.ops.kernel_calls import KERNELS
 from memplan.record import Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
@@ -28,6 +29,9 @@ BEGINS: Final = f'{{"format":"{FORMAT}"'.encode()
 
 LARGEST_TRACE_BYTES: Final = 64 * 1024**2
 """A trace is some hundred KiB; a larger file is taken for a mistake."""
+
+MOST_RESULTS: Final = 4
+"""Results of one kernel."""
 
 DTYPES: Final[Mapping[str, DType]] = {
     dtype.name: dtype
@@ -90,16 +94,19 @@ class TracedEvent(NamedTuple):
     """What happens to the buffer of this number: it comes, it goes, it is the parameter's gradient.
 
     Or another gradient is added in place to this one, which came from the next block. Or the computation of a
-    product of these FLOPs and this shape.
+    product of these FLOPs and this shape. Or a kernel of CUDA (`memplan.ops.kernel_calls`) is called with
+    these sizes, `shape`; the next `n_results` buffers that come are its results.
     """
 
-    kind: Literal["alloc", "free", "add", "grad", "compute"]
+    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
     flops: Size = ()
     shape: tuple[Size, ...] = ()
     dtype: str = ""
+    kernel: str = ""
+    n_results: int = 0
 
 
 class Variant(NamedTuple):
@@ -139,13 +146,27 @@ class Cut(NamedTuple):
     recast: tuple[int, ...]
 
 
+class Ends(NamedTuple):
+    """Where the modules outside the blocks run, as units of FSDP2's: one before the blocks, one after them.
+
+    `embed`, `head`: the number of that part's events before the first of the unit's modules is called, and
+    before the last one has returned. `embed_backward`, `head_backward`: the number of that part's events
+    before the gradient of what the last one has returned is there.
+    """
+
+    embed: tuple[int, int]
+    head: tuple[int, int]
+    embed_backward: int
+    head_backward: int
+
+
 class Recording(NamedTuple):
     """Forward and backward pass of a micro-batch.
 
     `boundary` is the buffer that blocks are called with (-1: no blocks), `boundary_grad` its gradient (-1:
     none, as nothing is trained in the blocks or before them); `entry_requires_grad`: whether anything is
-    trained before the blocks, so that the first one's input has a gradient too. `cut`: None if blocks need
-    more tensors than a stage sends to the next.
+    trained before the blocks, so that the first one's input has a gradient too. `cut`, `ends`: if there are
+    none, the reason; None in a trace of an earlier memplan, which did not record them.
     """
 
     buffers: tuple[TracedBuffer, ...]
@@ -153,7 +174,8 @@ class Recording(NamedTuple):
     boundary: int
     boundary_grad: int
     entry_requires_grad: bool
-    cut: Cut | None
+    cut: Cut | str | None
+    ends: Ends | str | None
 
 
 class TracedTensor(NamedTuple):
@@ -318,6 +340,20 @@ class TracedModel(Model):
             file.write(json.dumps(_plain(self), separators=(",", ":")) + "\n")
 
 
+def modules_with(parameters: Iterable[str]) -> tuple[str, ...]:
+    """Paths of the modules that hold these parameters, in order; without those inside another one of them.
+
+    >>> modules_with(["wte.weight", "encoder.bias", "encoder.norm.weight", "encoder.norm.bias"])
+    ('wte', 'encoder')
+    """
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    return tuple([path for path in paths if not any(_is_within(path, other) for other in paths)])
+
+
+def _is_within(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
 def _variant_text(variant: Variant) -> str:
     autocast = f", autocast to {variant.autocast}" if variant.autocast else ""
     samples = "one sample" if variant.alone else "several samples"
@@ -385,6 +421,7 @@ def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, A
         "parts": {part: list(map(_plain_event, events)) for part, events in recording.parts.items()},
         "boundary": [recording.boundary, recording.boundary_grad, recording.entry_requires_grad],
         "cut": recording.cut,
+        "ends": recording.ends,
     }
 
 
@@ -404,6 +441,8 @@ def _plain_event(event: TracedEvent) -> Any:
             return [event.buffer]
         case "grad":
             return [event.buffer, event.parameter]
+        case "kernel":
+            return [event.kernel, event.n_results, _plain_shape(event.shape), event.dtype]
     return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
 
 
@@ -564,13 +603,25 @@ def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str])
         boundary[0],
         boundary[1],
         entry_requires_grad,
-        _cut(within("cut", list | None), len(buffers)),
+        _cut(within("cut", list | str | None), len(buffers)),
+        _ends(within("ends", list | str | None)),
     )
 
 
-def _cut(value: list[Any] | None, n_buffers: int) -> Cut | None:
-    if value is None:
-        return None
+def _ends(value: list[Any] | str | None) -> Ends | str | None:
+    if not isinstance(value, list):
+        return value
+    embed, head, *backward = _items(value, "ends", list, list, int, int)
+    places = [_items(part, "ends", int, int) for part in (embed, head)]
+    for place in (*places[0], *places[1], *backward):
+        checked_count("ends", place, least=0)
+    (a, b), (c, d) = places
+    return Ends((a, b), (c, d), *backward)
+
+
+def _cut(value: list[Any] | str | None, n_buffers: int) -> Cut | str | None:
+    if not isinstance(value, list):
+        return value
     found = Cut(*_items(value, "cut", int, str, int, str, list, int, int, list))
     for part in (found.entry_freed, found.last_freed):
         checked_choice("part", part, PARTS)
@@ -607,6 +658,11 @@ def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
             raise _wrong(f"parameter {shown_value(parameter)} is none that the module trains")
         return TracedEvent("grad", _place(buffer, n_buffers), parameter)
     phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
+    if phase in KERNELS and len(shape) == KERNELS[phase].n_sizes:
+        n_results = checked_count("results", flops, least=0, most=MOST_RESULTS)
+        return TracedEvent(
+            "kernel", kernel=phase, n_results=n_results, shape=_shape(shape), dtype=_dtype(dtype).name
+        )
     if phase not in get_args(Phase):
         raise unknown_name("phase", phase, get_args(Phase))
     return TracedEvent(

@@ -4,6 +4,7 @@ Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
 from memplan.engines.torch.module import StageModule, added_to_older, backward_order, from_outside
@@ -181,13 +182,22 @@ class FSDPModule(StageModule[FsdpState]):
             passed = [(segment.events, n) for segment, n in segments]
             return in_order(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
 
+        def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
+            if group is None:
+                return segment.stretch(name)
+            opened = [*self.pre_forward(group, comms)]
+            before, own, after = (
+                (segment.events[i:j], 1) for i, j in pairwise((0, *places, len(segment.events)))
+            )
+            return in_order(name, (before, *opened, own, *self.post_forward(group), after))
+
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
         parts.append(in_order("forward: embedding", self.pre_forward(units.root, comms)))
-        parts.append(called("forward: embedding", units.embed, (trace.embed, 1)))
+        parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
             parts.append(repeated(called("forward: block", group, *segments), times))
         if self.stage.last:
-            parts.append(called("forward: head", units.head, (trace.head, 1)))
+            parts.append(end("forward: head", units.head, trace.head, trace.ends.head))
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
         parts.append(events("forward: end", frees(comms.all_gather.flat) if comms.all_gather else ()))
@@ -214,10 +224,11 @@ class FSDPModule(StageModule[FsdpState]):
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = [*[group for group, *_ in rows], units.embed]
         rows = rows if trace.blocks_require_grad else []
-        head, n_loss = self._added(trace.head_backward), trace.n_loss_backward
-        parts = [events("backward: loss", head[:n_loss])]
+        n_before = trace.n_loss_backward if units.head is None else trace.ends.head_backward
+        loss, head = self._added_parts(trace.head_backward, n_before)
+        parts = [events("backward: loss", loss)]
         turns = [*self.prefetch(units.head or order[0], comms)] if units.root is not None else []
-        turns += [*self.pre_backward(units.head, order[0], comms), (head[n_loss:], 1)]
+        turns += [*self.pre_backward(units.head, order[0], comms), (head, 1)]
         turns += self.post_backward(units.head, comms)
         parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
@@ -230,8 +241,8 @@ class FSDPModule(StageModule[FsdpState]):
             turns += self.post_backward(group, comms) if closes else ()
             parts.append(repeated(in_order("backward: block", turns), times))
         goes_on = trace.entry_requires_grad and trace.blocks_require_grad
-        turns = [*self.pre_backward(units.embed, None, comms)] if goes_on else []
-        turns.append((self._added(trace.embed_backward), 1))
+        before, embed = self._added_parts(trace.embed_backward, trace.ends.embed_backward)
+        turns = [(before, 1), *(self.pre_backward(units.embed, None, comms) if goes_on else ()), (embed, 1)]
         turns += self.post_backward(units.root, comms)
         turns += self._late() if late else ()
         turns += self.post_backward(units.embed, comms) if goes_on else self._not_visited(comms)
@@ -255,6 +266,11 @@ class FSDPModule(StageModule[FsdpState]):
         if self.stage.autograd_casts_grads:
             return tuple(self._cast_by_autograd(segment.events))
         return added_to_older(segment) if self.state.has_unsummed_grads else segment.events
+
+    def _added_parts(self, segment: Segment, n_first: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+        """A backward segment's first events and the others, as `_added`."""
+        first, others = segment.events[:n_first], segment.events[n_first:]
+        return self._added(Segment(first)), self._added(Segment(others))
 
     def _is_cast_at_once(self, parameter: Parameter) -> bool:
         """Whether autograd casts a gradient to the type of its sum as soon as it is made.
@@ -468,10 +484,11 @@ def opened_when_called(
 def grouped(
     order: Iterable[tuple[Segment, int]], groups: Iterable[Row]
 ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
-    """The blocks' passes in order, grouped by unit: each group's unit, its passes, and how many equal groups.
+    """The blocks' passes in order, grouped by unit: the unit, a group's passes, the number of such groups.
 
-    The first and the last group of a unit stand alone, as their neighbours belong to other units. Where each
-    group is one block of one unit, groups are counted as the passes are, which keep the first block apart.
+    The first group of a row is yielded alone, and so is the last one unless its row is the last: the group
+    beside it, which is prefetched, is of another row. A single row of single blocks keeps the counts of
+    `order`.
     """
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)

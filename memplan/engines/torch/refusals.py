@@ -9,6 +9,7 @@ from memplan.engines.refusals import check_divided, check_layers, check_position
 from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
+from memplan.models.traced import Ends
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import BF16, FP32
 
@@ -117,6 +118,12 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
     """Raise where a schedule with split backward passes fails or loses gradients."""
     if not plan.splits_backward:
         return
+    if model.computes_loss:
+        raise MissingRule(
+            f"schedule={plan.schedule!r} splits each backward pass, which has no rule for {model.code}, "
+            "whose stages make tensors that all blocks share; use schedule='interleaved-1f1b' or '1f1b'.",
+            kind="zero-bubble, zbv or dualpipe-v of modules that are not memplan's own",
+        )
     if plan.recompute == "selective":
         raise PlanRefused(
             f"schedule={plan.schedule!r} splits each backward pass, but recompute='selective' allows only "
@@ -265,7 +272,11 @@ def _check_traced(model: Model, plan: Plan) -> None:
             "recompute='full'",
             "recompute='none': it has no equal blocks",
         ),
-        (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
+        (
+            options.fsdp_units == "block+ends" and not model.n_layers,
+            "fsdp_units='block+ends'",
+            "fsdp_units='model': it has no equal blocks",
+        ),
         (
             plan.fsdp and bool(integers),
             f"zero={plan.zero} of weights of {', '.join(integers)}",
@@ -282,11 +293,26 @@ def _check_traced(model: Model, plan: Plan) -> None:
             )
 
 
+def _check_traced_ends(model: Model, plan: Plan) -> None:
+    """Raise if a trace does not say where the modules outside the blocks run, which are to be units."""
+    if not isinstance(model, TracedModel) or torch_options(plan).fsdp_units != "block+ends":
+        return
+    for recording in model.recordings.values():
+        if not isinstance(recording.ends, Ends):
+            why = recording.ends or "its trace is of an earlier memplan; trace it again"
+            raise MissingRule(
+                f"fsdp_units='block+ends': where the modules outside the blocks of {model.name} run is not "
+                f"known ({why}); use fsdp_units='block' or 'model'.",
+                kind="fsdp_units=block+ends of a traced model whose modules outside the blocks are not known",
+            )
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_wrappers,
     _check_static_graph,
     _check_units,
     _check_traced,
+    _check_traced_ends,
     _check_code,
     _check_sizes,
     check_sequence,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, cast
 from unittest.mock import patch
 
@@ -22,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan import Plan, TracedModel
+from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused
 from memplan.models import Decoder
+from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
@@ -502,24 +506,22 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 
 
 def wild_trace(name: str) -> TracedModel:
-    """One of them, traced anew: on CPU, or of true size on the GPU, in bfloat16."""
+    """One of them, traced anew: with CPU's kernels, or of true size with CUDA's."""
     wild = WILD[name]
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
-    on_gpu = wild.gpu_batch is not None
-    precisions = ("fp32", "bf16", "bf16-mixed", *(("fp16-mixed",) if name in IN_FP16 else ()))
-    with torch.device("meta") if on_gpu else nullcontext():
+    of_true_size = wild.gpu_batch is not None
+    with torch.device("meta") if of_true_size else nullcontext():
         module = wild.module()
-    with values_as_on_a_gpu() if on_gpu else nullcontext():
-        return memplan.trace(
-            module,
-            {name: value for name, value in inputs.items() if name != "targets"},
-            targets=inputs.get("targets"),
-            name=name,
-            max_seq_len=wild.seq_len,
-            device="cuda" if on_gpu else "cpu",
-            precisions=("bf16",) if on_gpu else precisions,
-        )
+    return memplan.trace(
+        module,
+        {name: value for name, value in inputs.items() if name != "targets"},
+        targets=inputs.get("targets"),
+        name=name,
+        max_seq_len=wild.seq_len,
+        device="cuda" if of_true_size else "cpu",
+        precisions=("fp32", "bf16", "bf16-mixed", *(("fp16-mixed",) if name in IN_FP16 else ())),
+    )
 
 
 # --- Under a plan ---
@@ -555,11 +557,21 @@ def wild_modules(
             module = wild_stage(module, path, plan, stage)
             own = list(module.module.get_submodule(path).children())
         if plan.fsdp and mesh is not None:
-            shard_weights(module, units_of_blocks(own, plan), plan, mesh)
+            shard_weights(module, _units(module, own, plan), plan, mesh)
         elif plan.ddp and mesh is not None:
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
+
+
+def _units(module: nn.Module, blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
+    """FSDP2's units below the root: the modules before the blocks, each block, the modules after them."""
+    within = {id(parameter) for block in blocks for parameter in block.parameters()}
+    is_block = [(id(parameter) in within, name) for name, parameter in module.named_parameters()]
+    rows = [[name for _, name in row] for inside, row in groupby(is_block, key=itemgetter(0)) if not inside]
+    for paths in map(modules_with, rows if torch_options(plan).fsdp_units == "block+ends" else ()):
+        yield [module.get_submodule(path) for path in paths]
+    yield from units_of_blocks(blocks, plan)
 
 
 def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
@@ -601,8 +613,12 @@ def wild_passes(
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
-        returns_loss = "targets" not in inputs
-        return wild_pipeline(modules, plan, inputs, mesh, device, scaler, returns_loss=returns_loss)
+        width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
+        if isinstance(model, Decoder) and 0 not in modules:
+            del inputs["input_ids"], own
+        return wild_pipeline(
+            modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
+        )
     (module,) = modules.values()
     n = plan.n_micro_batches
     compute = torch_dtype(plan.formats.compute)
