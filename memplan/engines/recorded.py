@@ -8,6 +8,7 @@ from typing import Final
 
 from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, Without, joined, places_in
 from memplan.errors import MissingRule
+from memplan.kernels import FREES_WORKSPACES
 from memplan.models.traced import (
     DTYPES,
     Cut,
@@ -46,6 +47,12 @@ def recorded(
             f"{model.name} was traced with the kernels of GPUs of compute capability 8.0 or more, and older "
             "ones have others; use such a GPU.",
             kind="a traced model on a GPU older than compute capability 8.0",
+        )
+    if not context.device.on_cpu and not (2, 12) <= context.torch_release < FREES_WORKSPACES:
+        raise MissingRule(
+            f"{model.name} was traced, and it is not known which of its products have a bias, by which their "
+            "workspaces differ in torch 2.11 and from 2.15 on; use torch_version '2.12' to '2.14'.",
+            kind="a traced model with CUDA's kernels of torch 2.11 or 2.15",
         )
     if context.device.type != model.device:
         raise MissingRule(

@@ -5,6 +5,7 @@ are computed in float32), aten/src/ATen/autocast_mode.cpp (`cached_cast`).
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -40,10 +41,14 @@ WIDEST: Final = frozenset(
 """Operations that run in the widest type of their operands."""
 
 
+Casts = dict[int, tuple[weakref.ref[Tensor], Tensor]]
+"""Copies of weights, which autocast keeps until it ends."""
+
+
 @contextmanager
 def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterator[None]:
     """A block in which operations under CUDA's autocast cast those floats that are eligible."""
-    casts: dict[int, Tensor] = {}
+    casts: Casts = {}
     clear = torch.clear_autocast_cache
 
     def cleared() -> None:
@@ -60,7 +65,7 @@ def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterato
         yield
 
 
-def _autocast(name: str, casts: dict[int, Tensor], is_eligible: Callable[[Any], bool]) -> Callable[..., Any]:
+def _autocast(name: str, casts: Casts, is_eligible: Callable[[Any], bool]) -> Callable[..., Any]:
     """An operation as it is called under autocast."""
     packet, _, overload = name.partition(".")
     func = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -73,9 +78,10 @@ def _autocast(name: str, casts: dict[int, Tensor], is_eligible: Callable[[Any], 
         is_weight = x.dtype == torch.float32 and x.requires_grad and x.is_leaf and not x._is_view()
         if not is_weight or dtype != torch.get_autocast_dtype("cuda"):
             return x.to(dtype)
-        if id(x) not in casts:
-            casts[id(x)] = x.to(dtype)
-        return casts[id(x)]
+        known = casts.get(id(x))
+        if known is None or known[0]() is not x:
+            known = casts[id(x)] = weakref.ref(x), x.to(dtype)
+        return known[1]
 
     def called(*args: Any, **kwargs: Any) -> Any:
         floats = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and is_eligible(x)]

@@ -265,7 +265,7 @@ class Recorder(ShapesMode):
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
-            flops = counted(*args, **kwargs, out_val=out)
+            flops = counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
             done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out
@@ -368,6 +368,16 @@ def executed(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _of_equal_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of which FLOPs are counted: torch 2.11 wants as many heads of keys as of queries."""
+    at = int(func.__name__.partition(".")[0].endswith("_backward"))
+    if "scaled_dot_product" not in func.__name__ or args[at].shape[1] == args[at + 1].shape[1]:
+        return args
+    n_heads = args[at].shape[1]
+    keys, values = (x[:, :1].expand(-1, n_heads, -1, -1) for x in args[at + 1 : at + 3])
+    return *args[: at + 1], keys, values, *args[at + 3 :]
 
 
 def _is_summed_in_place(older: Any, newer: Any, *more: Any) -> bool:
