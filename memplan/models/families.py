@@ -44,7 +44,7 @@ class Family:
 
 NAMES: Final = (
     "gpt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2",
-    "starcoder2", "gpt_neox", "opt",
+    "starcoder2", "gpt_neox", "opt", "cohere",
 )  # fmt: skip
 """memplan's own families: each is an object in the module of this name, with the name in capitals."""
 

@@ -57,7 +57,14 @@ from memplan.ops.loss import (
     shifted_cross_entropy,
 )
 from memplan.ops.math_attention import capped_attention
-from memplan.ops.norm import layer_norm, rms_norm, rms_norm_around_one, rms_norm_by_parts, rms_norm_in_fp32
+from memplan.ops.norm import (
+    layer_norm,
+    layer_norm_by_parts,
+    rms_norm,
+    rms_norm_around_one,
+    rms_norm_by_parts,
+    rms_norm_in_fp32,
+)
 from memplan.ops.tensor_axis import gather_sequence
 
 __all__ = [
@@ -80,6 +87,7 @@ __all__ = [
     "halves_rotation",
     "heads",
     "layer_norm",
+    "layer_norm_by_parts",
     "learned_positions",
     "linear",
     "merged_heads",

@@ -156,7 +156,8 @@ def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor, *others: Tensor) -
 
     Source: transformers.models.llama.modeling_llama, apply_rotary_pos_emb.
     """
-    tape, shape, dtype, wide = x.tape, x.shape, x.dtype, cosines.dtype
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    wide = dtype if dtype == FP32 else cosines.dtype
     half = (*shape[:3], divided(shape[3], 2, "d_head", by="halves"))
     copies = dtype != wide and tape.context.device.casts_in_copies
 

@@ -78,6 +78,31 @@ def rms_norm_in_fp32(x: Tensor, name: str) -> Tensor:
     return x.tape.cast(_mul_by_weight(normed, x.tape.weight(weight), name), x.dtype)
 
 
+def layer_norm_by_parts(x: Tensor, name: str) -> Tensor:
+    """LayerNorm without a bias, operation by operation in float32, the weight's product too, as in Cohere.
+
+    Source: transformers.models.cohere.modeling_cohere, CohereLayerNorm.forward.
+    """
+    weight, wide = _weight(x, name), x.tape.cast(x, FP32)
+    mean = _mean(wide)
+    variance = _mean(_square(_centred(wide, mean)))
+    centred = _centred(wide, mean)
+    del wide
+    normed = _mul_per_token(centred, _rsqrt(variance))
+    del centred
+    return x.tape.cast(_mul_by_weight(normed, x.tape.cast(x.tape.weight(weight), FP32), name), x.dtype)
+
+
+def _centred(x: Tensor, mean: Tensor) -> Tensor:
+    """x (batch, seq, d) less its mean (batch, seq, 1), both float32; saves nothing."""
+    tape, shape, mean_shape = x.tape, x.shape, mean.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad, Expanded(grad.tape.new("negated grad", shape, FP32), mean_shape, FP32)
+
+    return tape.new("centred", shape, FP32, tape.node((x.node, mean.node), (), backward))
+
+
 def rms_norm_around_one(x: Tensor, name: str) -> Tensor:
     """`rms_norm_by_parts` with 1 + the weight, as in Gemma: each norm makes and saves that sum in float32.
 

@@ -32,6 +32,7 @@ QUIRKS: Final[dict[str, dict[str, Any]]] = {
     "starcoder2": {"tied_head": True},
     "gpt_neox": {**ALL_HEADS},
     "opt": {**ALL_HEADS, "dropout": 0.1, "tied_head": True},
+    "cohere": {"n_kv_heads": 1, "d_head": 32, "tied_head": True},
 }
 """Options of each family alone, and sizes that the suite `wild` lacks."""
 
@@ -96,7 +97,7 @@ def families() -> tuple[Case, ...]:
 
 
 def gpu_families(gpus: Gpus | None) -> tuple[Case, ...]:
-    """The families in small, and windows at published widths on one GPU."""
+    """The families in small, without pipelines, and windows at published widths on one GPU."""
     if gpus is None:
         return families()
     windowed = (
@@ -104,7 +105,8 @@ def gpu_families(gpus: Gpus | None) -> tuple[Case, ...]:
         for name, sizes in WINDOWED
         for options in WINDOW_PLANS
     )
-    cases = (*families(), *(replace(case, timeout_s=600.0) for case in windowed))
+    small = (case for case in families() if case.plan.pp == 1)
+    cases = (*small, *(replace(case, timeout_s=600.0) for case in windowed))
     return tuple(placed(case, gpus) for case in cases)
 
 

@@ -1,0 +1,76 @@
+"""Cohere, built as PaLM is: attention and feed-forward layer in parallel, LayerNorm without a bias."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from memplan.models.config import Config
+from memplan.models.families import Family, Reader
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import layer_norm_by_parts, merged_heads, rope_by_halves, times_number
+from memplan.shapes import FP32
+from memplan.tape import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cohere(HuggingFaceDecoder):
+    """`CohereForCausalLM`. Queries and keys are rotated in float32, in pairs; logits are scaled.
+
+    Source: transformers.models.cohere.modeling_cohere (5.23).
+    """
+
+    family: ClassVar[str] = "cohere"
+    code: ClassVar[str] = "transformers 5.23, CohereForCausalLM"
+
+    attention_bias: bool = False
+
+    def has_bias(self, name: str) -> bool:
+        return self.attention_bias and name.startswith("self_attn.")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return layer_norm_by_parts(x, name)
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        y = self.norm(x, "input_layernorm")
+        attended = self.attention(y, kind)
+        return x + attended + self.feed_forward(y)
+
+    def attention(self, x: Tensor, kind: str) -> Tensor:
+        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
+        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
+        q, k = self._rotated(q, k)
+        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
+
+    def _rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tape, tables, dtype = q.tape, self.rotation_tables(q), q.dtype
+        q, k = tape.cast(q, FP32), tape.cast(k, FP32)
+        turned_q, turned_k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
+        return tape.cast(turned_q, dtype), tape.cast(turned_k, dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return times_number(HuggingFaceDecoder.logits(self, x))
+
+
+def _read(config: Config, name: str) -> Cohere:
+    """Source: transformers, CohereConfig (defaults)."""
+    config.refuse("use_qk_norm")
+    config.one_of("hidden_act", "silu", ("silu", "swish"))
+    return Cohere(
+        **decoder_sizes(
+            config,
+            name,
+            n_layers=40,
+            d_model=8192,
+            n_heads=64,
+            d_ff=22528,
+            vocab_size=256000,
+            max_seq_len=8192,
+            tied_head=True,
+        ),
+        attention_bias=config.flag("attention_bias", default=False),
+    )
+
+
+COHERE: Final = Family(
+    implementations={"huggingface": Cohere}, readers={"cohere": Reader("CohereForCausalLM", _read)}
+)
