@@ -448,6 +448,32 @@ class CachingAllocator:
         every.sort(key=self._numbers.__getitem__)
         return tuple(every if places is None else map(places, every))
 
+    def saved(self) -> tuple[Any, ...]:
+        """The whole state in plain values, the same for equal states; for an allocator with no limit.
+
+        Assumes: PyTorch's default settings.
+        """
+        pools = [
+            (key, list(pool.segments.items()), sorted(pool.starts.items()), sorted(pool.unsplit.items()))
+            for key, pool in sorted(self._pools.items())
+            if pool.segments
+        ]
+        peaks = self.peak_allocated_bytes, self.peak_reserved_bytes
+        return self.allocated_bytes, self.reserved_bytes, *peaks, self._end, pools
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Set the state to a `saved` one."""
+        self.allocated_bytes, self.reserved_bytes, *peaks, self._end, pools = saved
+        self.peak_allocated_bytes, self.peak_reserved_bytes = peaks
+        for (stream, small), segments, free, unsplit in pools:
+            pool = self.pool_of(SMALL_BYTES + (not small), stream)
+            pool.segments, pool.unsplit = dict(segments), dict(unsplit)
+            pool.starts, pool.ends = dict(free), {address + n: address for address, n in free}
+            pool.by_size = {}
+            for address, n_bytes in free:
+                pool.by_size.setdefault(n_bytes, []).append(address)
+            pool.sizes = sorted(pool.by_size)
+
     @property
     def cached(self) -> tuple[FreeBlock, ...]:
         """The size and the address of each free block, pool by pool."""

@@ -16,7 +16,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
 from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
-from memplan.estimate import estimate
+from memplan.estimate import device_of, estimate
 from memplan.fields import (
     Choice,
     Count,
@@ -31,7 +31,7 @@ from memplan.fields import (
     number_or_text,
 )
 from memplan.files import shown_path
-from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names
+from memplan.hardware import DEFAULT_MARGIN, Gpu, gpu, gpu_names, resolve_cluster
 from memplan.models import (
     Model,
     TracedModel,
@@ -46,7 +46,6 @@ from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
 from memplan.search.command import estimate_command as command_of
 from memplan.search.judge import OBJECTIVES
-from memplan.search.replays import replay_ahead
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import columns_of, search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
@@ -107,7 +106,9 @@ class Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
-            _unknown_command(args[0], self.list_commands(ctx))
+            name, known = args[0], self.list_commands(ctx)
+            near = did_you_mean(name, known)
+            raise Refused(f"unknown command {name[:80]!r}{near} Commands: {', '.join(known)}.")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -130,10 +131,6 @@ def one_line(text: str) -> str:
     'tp=3 is refused; use 1'
     """
     return printable(" ".join(text.split()))
-
-
-def _unknown_command(name: str, known: Iterable[str]) -> NoReturn:
-    raise Refused(f"unknown command {name[:80]!r}{did_you_mean(name, known)} Commands: {', '.join(known)}.")
 
 
 def _count(flag: str, text: str, *, default: int | None = None, required: bool = False) -> Callable[[F], F]:
@@ -330,12 +327,13 @@ def commands() -> None:
 @commands.command("trace")
 @click.argument("factory")
 @click.option("--out", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
-def trace_command(factory: str, out: str) -> None:
+@_choice("--device", get_args(DeviceType), "cpu", "Whose kernels; cuda needs no GPU.")
+def trace_command(factory: str, out: str, device: DeviceType) -> None:
     """Traces your own torch module; what is written is a MODEL of the other commands, without torch.
 
     FACTORY is the name of a function, as package.module:factory, that returns (module, example_inputs).
     """
-    model = _module_traced(factory)
+    model = _module_traced(factory, device=device)
     if not isinstance(model, TracedModel):
         raise Refused(f"{one_line(factory)} names no function; use package.module:factory.")
     model.save(out)
@@ -367,7 +365,9 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
     package.module:factory, the name of a function that returns your own module and its example inputs.
     """
-    result = estimate(_module_traced(model, precisions=(asked["precision"],)), **asked)
+    device = asked["device"] or device_of(resolve_cluster(asked["cluster"])).type
+    traced = _module_traced(model, precisions=(asked["precision"],), device=device)
+    result = estimate(traced, **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}
@@ -433,8 +433,10 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     """
     asked = {name: value for name, value in asked.items() if value is not None}
     asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
-    with _counting("plans") as progress:
+    with _counting() as progress:
         result = searched(model, progress=progress, **asked)
+    from memplan.search.replays import replay_ahead  # multiprocessing is slow to import
+
     replay_ahead(result)
     if as_csv:
         _print_csv(search_rows(result, model), columns_of(result))
@@ -458,7 +460,7 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
-    with _counting("plans") as progress:
+    with _counting() as progress:
         advice = advise(estimate(model, **asked), progress)
     if as_csv:
         _print_csv(advice.rows(model), ADVICE_COLUMNS)
@@ -511,12 +513,12 @@ def fields_of(text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _counting(what: str) -> Iterator[Callable[[int], None] | None]:
+def _counting() -> Iterator[Callable[[int], None] | None]:
     """A progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
-    yield lambda n: click.echo(f"\r\033[K{n:,} {what}", nl=False, err=True)
+    yield lambda n: click.echo(f"\r\033[K{n:,} plans", nl=False, err=True)
     click.echo("\r\033[K", nl=False, err=True)
 
 

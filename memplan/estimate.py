@@ -615,13 +615,15 @@ def estimate(
         MemplanError: with the value, the rule it breaks and a way out.
     """
     asked = {name: value for name, value in locals().items() if name in FIELDS}
+    cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
+    kernels = device or device_of(cluster).type
     if example_inputs is not None:
         from memplan.tracing import trace  # imports torch, as the module's owner does
 
         module: Any = model
-        model = trace(module, example_inputs, targets=targets, loss=loss, precisions=(precision,))
-    model = resolve(model, implementation)
-    cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
+        example = {"targets": targets, "loss": loss, "precisions": (precision,)}
+        model = trace(module, example_inputs, device=kernels, **example)
+    model = resolve(model, implementation, kernels)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
         n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())

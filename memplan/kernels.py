@@ -116,14 +116,39 @@ def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_hea
     Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`:
     tiles of `GradQTempStorage`, and gradients of keys and values that do not stay in registers).
     """
-    roomy = device.at_least(8) and device.capability not in ((8, 6), (8, 9))
-    tall = d_head > 64 and (itemsize == 2 or roomy)
-    rows, columns = 128 if tall else 64, 64
+    rows, columns = _gradient_tile(device, itemsize, d_head)
     tile = 4 * rows * columns + 16
     queries = ceil(seq_len / rows) * ceil(d_head / columns) * tile
-    if itemsize == 2 and d_head > 128:
-        return queries + 2 * 4 * ceil(seq_len / 128) * 128 * ceil(d_head / 128) * 128
-    return queries
+    if itemsize == 4 or d_head <= rows:
+        return queries
+    return queries + 2 * 4 * ceil(seq_len / columns) * columns * ceil(d_head / 128) * 128
+
+
+def _gradient_tile(device: Device, itemsize: int, d_head: int) -> tuple[int, int]:
+    """Rows and columns of the tiles that memory-efficient attention divides gradients into.
+
+    Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernels/generate_kernels.py
+    (`BwdKernel.get_all`).
+    """
+    cramped = device.capability in ((8, 6), (8, 9))
+    roomy = device.at_least(8) and not cramped
+    if itemsize == 4:
+        return 128 if roomy and d_head > 64 else 64, 64
+    if d_head <= 64 or (cramped and 96 < d_head <= 128):
+        return 64, 64
+    return 128, 128 if roomy and d_head <= 128 else 64
+
+
+def sums_by_id(device: Device, n_ids: int, n_parts: int, width: int) -> bool:
+    """Whether an embedding's gradient is summed for each of few ids at once, instead of for each part.
+
+    `n_ids` different ids, whose rows are summed in `n_parts` parts. Seen in PyTorch's allocations, from 2.12
+    to 2.13, on three GPUs: the parts' sums are more than four blocks of threads for each block of ids, and
+    the blocks do not fill the GPU four times.
+    """
+    threads = ceil(width / 32) * 32
+    n_blocks = ceil(n_ids * threads / min(threads, 1024))
+    return 4 * n_blocks < n_parts and n_blocks < 4 * device.multiprocessors
 
 
 class SortScratch(NamedTuple):
@@ -148,15 +173,26 @@ def sort_scratch(device: Device, torch_release: Release, n_ids: int, n_rows: int
     sorted_at_once = 4608 if device.at_least(9) else 3840 if device.at_least(8) else 2816
     compared_at_once = 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
     n_passes = ceil((n_rows.bit_length() or 1) / 8) if torch_release >= (2, 13) else 8
-    sort = 2 * _aligned(8 * n_ids) + _aligned(2048 * n_passes) + _aligned(1024 * ceil(n_ids / sorted_at_once))
+    between_passes = 2 * _aligned(8 * n_ids) if n_passes > 1 else 0
+    sort = between_passes + _aligned(2048 * n_passes) + _aligned(1024 * ceil(n_ids / sorted_at_once))
     n_different = min(n_ids, n_rows)
     return SortScratch(
         ALIGNED_BYTES - 1 + sort + ALIGNED_BYTES,
-        *(
-            ALIGNED_BYTES - 1 + ALIGNED_BYTES + _aligned(16 * (ceil(n / tile) + 32))
-            for n, tile in ((n_ids, compared_at_once), (n_different, 896))
-        ),
+        _tile_states(n_ids, compared_at_once),
+        scan_bytes(n_different),
     )
+
+
+def scan_bytes(n_elements: int) -> int:
+    """Bytes that CUB allocates for the cumulative sum of so many elements of 8 bytes.
+
+    Source: cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
+    """
+    return _tile_states(n_elements, 896)
+
+
+def _tile_states(n_elements: int, tile: int) -> int:
+    return ALIGNED_BYTES - 1 + ALIGNED_BYTES + _aligned(16 * (ceil(n_elements / tile) + 32))
 
 
 def _aligned(n_bytes: int) -> int:

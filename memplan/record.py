@@ -50,7 +50,6 @@ class Alloc(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """Of what it changes the allocated bytes by."""
         return 1
 
 
@@ -61,7 +60,6 @@ class Free(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """Of what it changes the allocated bytes by."""
         return -1
 
 
@@ -73,7 +71,6 @@ class AccumulateGrad(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """It allocates nothing."""
         return 0
 
 
@@ -87,7 +84,6 @@ class AddToIncoming(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """It allocates nothing."""
         return 0
 
 
@@ -163,6 +159,7 @@ class Pass(NamedTuple):
 
 
 Event = Alloc | Free | AccumulateGrad | AddToIncoming | Compute | Collective
+"""What happens at an instant; its `sign`: 1 if bytes are allocated, -1 if they are freed, else 0."""
 
 Counts = Mapping[Compute | Collective | Pass, int]
 """Occurrences of each computation, collective and pass."""

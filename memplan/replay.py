@@ -5,14 +5,16 @@ blocks of each buffer by micro-batch: a pass frees the newest block of its own m
 
 Of hundreds of micro-batches only some are replayed. Where the allocator's state after a micro-batch is one
 that it has had before, the repetitions in between are left out. Where no state recurs, steps of a few
-micro-batches are replayed, of one and of two more, and the growth of the peaks is extrapolated.
+micro-batches are replayed, of one and of two more, and the growth of the peaks is extrapolated; what those
+steps have in common is played once.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Final
+from marshal import dumps, loads
+from typing import Any, Final
 
 from memplan.allocator import (
     DEFAULTS,
@@ -152,13 +154,14 @@ def replayed(
     left_out = _most_repeats(program.step) - FEW
     if left_out < 3 * FEW:
         return _replayed(program, memory)
+    reached = None if memory != UNLIMITED or program.takes_oldest else _Reached()
     tried_bytes = None if unlimited is None else unlimited.tried_bytes
     if tried_bytes is None or not memory.keeps_all(tried_bytes):
         try:
-            return _replayed(program, memory, patience=2 * FEW)
+            return _replayed(program, memory, 2 * FEW, reached)
         except _NotRecurring as given_up:
             tried_bytes = given_up.reserved_bytes
-    found = unlimited or _extrapolated(program, left_out, memory.config)
+    found = unlimited or _extrapolated(program, left_out, memory.config, reached)
     too_long = _n_events(program.step) > MOST_EVENTS
     if found is not None and (found.settled or too_long):
         if memory.keeps_all(found.reserved_bytes):
@@ -202,7 +205,12 @@ class _NotRecurring(Exception):
         self.reserved_bytes = reserved_bytes
 
 
-def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = None) -> Replayed:
+def _replayed(
+    program: AllocatorProgram,
+    memory: Memory,
+    patience: int | None = None,
+    reached: "_Reached | None" = None,
+) -> Replayed:
     """The peaks of a program, replayed in full but for repetitions between equal states.
 
     Raises:
@@ -210,7 +218,7 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
         _NotRecurring: if no state recurs within `patience` micro-batches.
     """
     allocator = memory.allocator(takes_oldest=program.takes_oldest)
-    replay = _Replay(program, allocator, patience)
+    replay = _Replay(program, allocator, patience, reached)
     peaks: list[tuple[int, int]] = []
     before: object = None
     settled = False
@@ -231,18 +239,23 @@ def _replayed(program: AllocatorProgram, memory: Memory, patience: int | None = 
     )
 
 
-def _extrapolated(program: AllocatorProgram, left_out: int, config: AllocatorConfig) -> Replayed | None:
-    """The peaks extrapolated from three shorter programs; None if the program cannot be shortened."""
+def _extrapolated(
+    program: AllocatorProgram, left_out: int, config: AllocatorConfig, reached: "_Reached | None"
+) -> Replayed | None:
+    """The peaks extrapolated from three shorter programs; None if the program cannot be shortened.
+
+    The longest goes first: on its way it reaches states of the others.
+    """
 
     @cache
     def without(n: int) -> Replayed | None:
         fewer = _without(program, n)
-        return None if fewer is None else _replayed(fewer, Memory(config=config))
+        return None if fewer is None else _replayed(fewer, Memory(config=config), reached=reached)
 
     for period in range(1, LONGEST_PERIOD + 1):
         shortest = left_out - left_out % period
-        three = [without(shortest - i * period) for i in range(3)]
-        found = _along(three, shortest // period)
+        three = [without(shortest - i * period) for i in (2, 1, 0)]
+        found = _along(three[::-1], shortest // period)
         if found is None or found.settled:
             return found
     return found
@@ -334,6 +347,9 @@ OUTSIDE: Final[MicroBatch] = (-1, 0, 0)
 """The key of blocks that no pass has allocated."""
 
 
+WITHOUT_REFERENCES: Final = 2
+"""The form of `marshal.dumps` in which equal values are equal bytes."""
+
 _Operation = tuple[Pool, int, int, Buffer | None]
 """A pool; the bytes of an allocation, or less than 0 those of a free; an index; the buffer.
 
@@ -354,13 +370,42 @@ def _changed(*stretches: Stretch) -> set[Buffer]:
     return found
 
 
+class _Reached:
+    """States that replays have reached, of programs that differ only in how often loops are repeated.
+
+    Attributes:
+        states: the state within a step, after some repetitions of a loop. The key: whether it is the first
+            step, the state before it, then the repetitions of each of its parts so far.
+        numbers: the numbers that stand for buffers in a state.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[Any, ...], bytes] = {}
+        self.numbers: dict[Buffer, int] = {}
+
+
+def _repetitions(stretch: Stretch) -> tuple[Any, ...]:
+    """How often a stretch of passes is repeated, and how often its parts are."""
+    parts = () if stretch.micro_batch is not None else stretch.parts
+    if stretch.repeats == 1 and len(parts) == 1:
+        return _repetitions(parts[0])
+    return stretch.repeats, *map(_repetitions, parts)
+
+
 class _Replay:
-    """A program and an allocator: the blocks in use, by buffer and by micro-batch."""
+    """A program and an allocator: the blocks in use, by buffer and by micro-batch.
+
+    What has been `reached` in a replay of a longer or shorter program is not played again.
+    """
 
     def __init__(
-        self, program: AllocatorProgram, allocator: CachingAllocator, patience: int | None = None
+        self,
+        program: AllocatorProgram,
+        allocator: CachingAllocator,
+        patience: int | None = None,
+        reached: _Reached | None = None,
     ) -> None:
-        self.program, self.patience = program, patience
+        self.program, self.patience, self.reached = program, patience, reached
         self.allocator = allocator
         self.held: dict[Buffer, dict[MicroBatch, list[int]]] = {}
         self.passes: Counter[tuple[int, str]] = Counter()
@@ -398,13 +443,18 @@ class _Replay:
         self.passes.clear()
         first = self.n_steps == 0
         step = program.first_step if first and program.first_step is not None else program.step
-        for place, part in enumerate(step.parts):
+        so_far: tuple[Any, ...] = ()
+        reached, n_skipped = self.reached, 0
+        if reached is not None:
+            so_far = (first, self._saved(reached.numbers), *map(_repetitions, step.parts))
+            n_skipped = self._skipped(reached, so_far)
+        for place, part in list(enumerate(step.parts))[n_skipped:]:
             if not first and part.repeats > 2 and part.net_bytes == 0:
                 state = hash(self.state())
                 if self.loops.get(place) == state:
                     return False
                 self.loops[place] = state
-            self._run(part)
+            self._run(part, so_far[: place + 3] if part.has_passes else ())
         self.n_steps += 1
         left = self._all_held()
         if first and program.first_step is not None:
@@ -422,6 +472,40 @@ class _Replay:
             for _ in range(n):
                 self._allocate(buffer)
         return True
+
+    def _skipped(self, reached: _Reached, so_far: tuple[Any, ...]) -> int:
+        """The parts of a step up to the end of the last loop that has been reached, whose state it sets."""
+        for i in reversed(range(2, len(so_far))):
+            if so_far[i][0] >= FEW and so_far[: i + 1] in reached.states:
+                self._restore(reached.states[so_far[: i + 1]], list(reached.numbers))
+                return i - 1
+        return 0
+
+    def _saved(self, numbers: dict[Buffer, int]) -> bytes:
+        """All that the rest of a step depends on, the same for equal states."""
+        for buffer in (*self.held, *self.not_yet, *self.handed_over):
+            numbers.setdefault(buffer, len(numbers))
+        held = [(numbers[buffer], list(found.items())) for buffer, found in self.held.items()]
+        counted = [
+            sorted((numbers[buffer], n) for buffer, n in counts.items() if n)
+            for counts in (self.not_yet, self.handed_over)
+        ]
+        halfway = [(stage, list(found)) for stage, found in sorted(self.halfway.items())]
+        others = sorted(self.passes.items()), sorted(self.loops.items()), len(self.beside), len(self.states)
+        return dumps((self.allocator.saved(), sorted(held), *counted, halfway, *others), WITHOUT_REFERENCES)
+
+    def _restore(self, saved: bytes, buffers: Sequence[Buffer]) -> None:
+        allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states = loads(saved)
+        self.allocator.restore(allocator)
+        self.held = {buffers[i]: dict(found) for i, found in held}
+        for buffer in self.held:
+            self._request(buffer)
+        self.not_yet = Counter({buffers[i]: n for i, n in not_yet})
+        self.handed_over = Counter({buffers[i]: n for i, n in handed_over})
+        self.halfway = {stage: deque(found) for stage, found in halfway}
+        self.passes, self.loops = Counter(dict(passes)), dict(loops)
+        self.states, self.beside = self.states if n_states else (), {}
+        self.compiled.clear()
 
     def second(self) -> None:
         """Replay what happens between the first step and the second."""
@@ -460,8 +544,8 @@ class _Replay:
     def _all_held(self) -> Alive:
         return Counter({buffer: sum(map(len, found.values())) for buffer, found in self.held.items()})
 
-    def _run(self, stretch: Stretch) -> None:
-        """Replay a stretch without repetitions between equal states."""
+    def _run(self, stretch: Stretch, so_far: tuple[Any, ...] = ()) -> None:
+        """Replay a stretch without repetitions between equal states; `so_far`: the key of its end's state."""
         if stretch.name == self.program.update_name and self.states:
             for buffer in self.states:
                 self._allocate(buffer)
@@ -469,11 +553,14 @@ class _Replay:
         seen: dict[int, int] = {}
         i, n = 0, stretch.repeats
         while i < n:
+            if self.reached is not None and so_far and i >= FEW and not self.beside:
+                key = *so_far[:-1], (i, *so_far[-1][1:])
+                self.reached.states[key] = self._saved(self.reached.numbers)
             if n > 2 and stretch.net_bytes == 0:
                 state = hash(self.state())
                 if state in seen:
                     n = i + (n - i) % (i - seen[state])
-                    seen = {}
+                    seen, so_far = {}, ()
                     if i == n:
                         return
                 seen[state] = i

@@ -275,7 +275,7 @@ class Tensor:
         check_equal("a sum", self.shape, other.shape)
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
         left, right = tape.promoted(self, dtype), tape.promoted(other, dtype)
-        node = tape.node((left.node, right.node), (), _add_backward)
+        node = tape.node((left.node, right.node), (), lambda grad, saved: (grad, grad))
         return tape.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
@@ -284,10 +284,6 @@ class Tensor:
         check_equal("a product", self.dtype.name, other.dtype.name)
         node = self.tape.node((self.node, other.node), (self, other), _mul_backward)
         return self.tape.new("product", self.shape, self.dtype, node)
-
-
-def _add_backward(grad: Tensor, saved: Saved) -> Grads:
-    return grad, grad
 
 
 def _mul_backward(grad: Tensor, saved: Saved) -> Grads:

@@ -7,12 +7,9 @@ MiB: Final = 1024**2
 GiB: Final = 1024**3
 TiB: Final = 1024**4
 
-KB: Final = 10**3
-MB: Final = 10**6
 GB: Final = 10**9
 TB: Final = 10**12
 
-GFLOP: Final = 10**9
 TFLOP: Final = 10**12
 
 

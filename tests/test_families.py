@@ -11,10 +11,14 @@ from memplan import MissingRule, estimate, parameter_count
 from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
+from memplan.hardware import gpu
+from memplan.kernels import efficient_attention_bytes
 from memplan.models import Decoder, model_from_config, preset, preset_names, preset_source
 from memplan.models.config import Config
 from memplan.models.families import FAMILIES
 from memplan.models.mistral import Mistral
+from memplan.ops import attention_kernel
+from memplan.shapes import BF16, FP32
 from validate.cases import OF_TRANSFORMERS, OWN, Case
 from validate.records import read_records
 from validate.suites.families import QUIRKS, SIZES
@@ -72,11 +76,48 @@ WILD = [
     record
     for record in read_records(DATA / "measurements" / "wild.jsonl")
     if KINDS.get(record.case["model"]["name"].removeprefix("hf-")) in READERS
-    and record.case["plan"]["pp"] == 1
+]
+PIPELINES = [
+    record for record in WILD if record.case["plan"]["pp"] > 1 and record.case["model"]["name"] != "hf-olmo2"
 ]
 
 
-@pytest.mark.parametrize("record", WILD, ids=lambda record: record.case["name"])
+@pytest.mark.parametrize("record", PIPELINES, ids=lambda record: record.case["name"])
+def test_a_stage_of_a_family_holds_what_one_of_transformers_own_module_does(record):
+    """There ids and labels are one tensor on every rank; a family counts two, ids on the first stage only."""
+    case = Case.from_dict(record.case)
+    name = case.model.name.removeprefix("hf-")
+    sizes = LANGUAGE[name][2] | {"tie_word_embeddings": False}
+    model = READERS[KINDS[name]].read(Config(sizes), case.model.name)
+    ids_bytes = 8 * case.plan.global_batch // case.plan.n_replicas * case.plan.seq_len
+    for measured in record.measured["ranks"]:
+        at = case.plan.place(measured["rank"])
+        first = 0 in case.plan.stages_of(at.pp)
+        said = rank_estimate(model, case.plan, at, case.kernels, case.talks_by)
+        assert said.states.weights_bytes == measured["weights_bytes"]
+        off = measured["peak_bytes"] - (said.peak_bytes - ids_bytes * first)
+        assert abs(off) <= 1e-4 * measured["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    "name,options,message",
+    [
+        ("opt", {}, "pp=2 has no rule for transformers 5.23, OPTForCausalLM"),
+        ("gemma3", {}, "pp=2 has no rule for transformers 5.23, Gemma3ForCausalLM"),
+        ("olmo2", {}, "pp=2 has no rule for transformers 5.23, Olmo2ForCausalLM"),
+        ("llama", {"schedule": "zero-bubble", "virtual_stages": 2}, "schedule='zero-bubble' splits each"),
+    ],
+)
+def test_stages_of_families_that_have_no_rule_are_refused_by_name(name, options, message):
+    model = OF_TRANSFORMERS[f"huggingface-{name}"](**{**SIZES, "name": "m", "n_kv_heads": 4})
+    with pytest.raises(MissingRule, match=message):
+        estimate(model, pp=2, seq_len=64, device="cpu", **options)
+
+
+ALONE = [record for record in WILD if record.case["plan"]["pp"] == 1]
+
+
+@pytest.mark.parametrize("record", ALONE, ids=lambda record: record.case["name"])
 def test_a_family_holds_what_transformers_own_module_was_measured_to_hold(record):
     """The suite `wild` gives ids and labels as one tensor; a family counts two."""
     case = Case.from_dict(record.case)
@@ -107,9 +148,50 @@ def test_a_window_is_a_mask_where_the_sequence_reaches_beyond_it():
     within, beyond = (estimate(model, seq_len=n, **plan) for n in (31, 32))
     assert not any("mask" in one.name for one in within.worst.alive)
     assert any("mask" in one.name for one in beyond.worst.alive)
-    with pytest.raises(MissingRule, match=r"seq_len=32 reaches beyond the model's window"):
-        estimate(model, seq_len=32)
-    assert estimate(model, seq_len=31).peak.total_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "name,precision,d_head,kernel",
+    [
+        ("h100-sxm", "bf16", 128, "cudnn"),
+        ("h100-sxm", "fp32", 128, "efficient"),
+        ("a100-80-sxm", "bf16", 128, "efficient"),
+        ("b200", "bf16", 256, "efficient"),
+        ("v100-32", "bf16", 128, "math"),
+        ("a100-80-sxm", "bf16", 20, "math"),
+    ],
+)
+def test_a_mask_is_taken_by_the_kernels_that_pytorch_chooses_for_masks(name, precision, d_head, kernel):
+    dtype = {"bf16": BF16, "fp32": FP32}[precision]
+    found = attention_kernel(
+        gpu(name).device, (2, 13), dtype, d_head, grouped=False, dropout=False, masked=True
+    )
+    assert found == kernel
+    model = Mistral(**{**SIZES, "name": "m", "window": 32, "d_head": d_head})
+    plan: dict[str, Any] = {"cluster": f"1x{name}", "precision": precision, "seq_len": 36}
+    if kernel != "math":
+        assert estimate(model, **plan).peak.total_bytes > 0
+        return
+    with pytest.raises(MissingRule, match=r"seq_len=36 reaches beyond the window"):
+        estimate(model, **plan)
+
+
+@pytest.mark.parametrize(
+    "name,itemsize,seq_len,d_head,n_bytes",
+    [
+        ("v100-32", 2, 130, 256, 5243904),
+        ("v100-32", 2, 72, 128, 524544),
+        ("a100-80-sxm", 2, 72, 128, 524416),
+        ("a100-80-sxm", 2, 130, 160, 4719360),
+        ("a100-80-sxm", 4, 130, 96, 1049088),
+        ("a10", 2, 72, 128, 1573376),
+        ("a10", 2, 130, 96, 1049088),
+        ("rtx-4090", 4, 130, 256, 1574400),
+    ],
+)
+def test_gradients_of_masked_attention_are_summed_in_these_bytes(name, itemsize, seq_len, d_head, n_bytes):
+    """Of 8 heads: what PyTorch 2.13's CUDA build asked its allocator for, without a GPU."""
+    assert 8 * efficient_attention_bytes(gpu(name).device, itemsize, seq_len, d_head) == n_bytes
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_every_plan_has_the_figures_of_its_estimate(
     found = searched(model, cluster=where, global_batch=global_batch, keep=None, **asked)
     assert (len(found.within), len(found.beyond)) == (found.n_within, found.n_beyond)
     for within, judged in ((True, found.within), (False, found.beyond)):
-        for one, estimated in zip(judged, found.estimates(judged), strict=True):
+        for one, estimated in zip(judged, map(found.estimate, judged), strict=True):
             assert (estimated.worst.peak_bytes <= room_bytes(estimated)) == within
             assert one.over_bytes == max(0, estimated.worst.peak_bytes - room_bytes(estimated))
             assert one.peak_bytes == estimated.worst.peak_bytes == estimated.peak.total_bytes
@@ -478,6 +478,12 @@ def test_the_fewest_gpus_and_the_longest_sequence_are_objectives_too():
     assert found["peak_bytes"].iloc[0] == longest.to_frame()["peak_bytes"].iloc[0]
     with pytest.raises(PlanRefused, match=r"small fits on 4xh100-sxm \(nearest: .*; use more GPUs"):
         memplan.search(LARGER, cluster=limited("4xh100-sxm", 1), global_batch=8, seq_len=64, objective="gpus")
+
+
+def test_the_largest_model_is_in_the_code_that_was_asked_for():
+    job: dict[str, Any] = {"cluster": "8xh100-sxm", "global_batch": 8, "seq_len": 512, "keep": 1}
+    found = memplan.largest_model([LLAMA], implementation="torchtitan", zero=3, tp=1, pp=1, **job)
+    assert found.model.implementation == "torchtitan"
 
 
 def test_the_largest_model_is_the_largest():

@@ -61,7 +61,7 @@ def test_the_zero_1_partition_is_zero_redundancy_optimizers(sizes, n_ranks):
         [next(i for i, known in enumerate(tensors) if known is tensor) for tensor in groups[0]["params"]]
         for groups in optimizer._partition_parameters()
     ]
-    mine = zero_redundancy_partition(parameters(*sizes), n_ranks)
+    mine = zero_redundancy_partition(tuple(parameters(*sizes)), n_ranks)
     assert [[int(p.name[1:]) for p in owned] for owned in mine] == theirs
 
 
@@ -101,5 +101,5 @@ def test_the_limits_are_torchs():
 
 
 def test_the_largest_tensor_goes_first_and_the_emptiest_rank_gets_the_next():
-    partition = zero_redundancy_partition(parameters(5, 9, 4, 2), 2)
+    partition = zero_redundancy_partition(tuple(parameters(5, 9, 4, 2)), 2)
     assert [[p.n_elements for p in owned] for owned in partition] == [[9, 2], [5, 4]]

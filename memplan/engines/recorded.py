@@ -1,8 +1,9 @@
 """A traced module's recording as the engines' trace of a stage."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, chain, islice
 from typing import Final
 
 from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, Without, joined, places_in
@@ -19,6 +20,7 @@ from memplan.models.traced import (
     shape_at,
     size_at,
 )
+from memplan.ops.kernel_calls import kernel_events
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, ComputeKind, Event, Free, frees
 from memplan.shapes import FP32, Buffer, DType, Parameter
 from memplan.tape import OpContext
@@ -39,6 +41,12 @@ def recorded(
     Raises:
         MissingRule: for a precision, a size or a device that was not traced; for a stage that cannot be cut.
     """
+    if model.device == "cuda" and context.device.capability is not None and not context.device.at_least(8):
+        raise MissingRule(
+            f"{model.name} was traced with the kernels of GPUs of compute capability 8.0 or more, and older "
+            "ones have others; use such a GPU.",
+            kind="a traced model on a GPU older than compute capability 8.0",
+        )
     if context.device.type != model.device:
         raise MissingRule(
             f"{model.name} was traced with the kernels of device={model.device!r}, and those of "
@@ -67,10 +75,11 @@ def _recorded(
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
 
-    part = {
-        name: Segment(tuple([_event(one, buffers, named, batch, seq_len) for one in events]))
-        for name, events in recording.parts.items()
-    }
+    part, starts = {}, {}
+    for name, events in recording.parts.items():
+        expanded = list(_events(events, buffers, named, context))
+        starts[name] = [0, *accumulate(map(len, expanded))]
+        part[name] = Segment(tuple(chain.from_iterable(expanded)))
     whole = part
     boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
     sent, (first, last) = boundary, ends or (True, True)
@@ -90,7 +99,7 @@ def _recorded(
         head_casts=part["head_casts"],
         head_backward=Segment((*loss.events, *part["head_backward"].events)),
         n_loss_backward=len(loss.events),
-        ends=_ends(recording, whole, part),
+        ends=_ends(recording, starts, whole, part),
         blocks={kind: _block(part, own(model.block_parameters))},
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
@@ -116,18 +125,28 @@ def _within_autocast(head: Segment, loss: Segment, context: OpContext) -> tuple[
     return Segment((*head.events, *loss.events[:n_within])), Segment(loss.events[n_within:])
 
 
-def _ends(recording: Recording, whole: Mapping[str, Segment], part: Mapping[str, Segment]) -> Ends:
+def _ends(
+    recording: Recording,
+    starts: Mapping[str, Sequence[int]],
+    whole: Mapping[str, Segment],
+    part: Mapping[str, Segment],
+) -> Ends:
     """Where the modules outside the blocks run, in the parts that are left of the `whole` module's.
 
-    In the backward pass the loss's events come before the head's.
+    `starts`: by part, how many events there are before each traced event. In the backward pass the loss's
+    events come before the head's.
     """
     found = recording.ends
     if not isinstance(found, Ends):
         return Ends((0, 0), (0, 0), 0, 0)
-    embed, head = (places_in(part[n], whole[n], getattr(found, n)) for n in ("embed", "head"))
-    place, _ = places_in(part["head_backward"], whole["head_backward"], (found.head_backward, 0))
-    n_loss = len(part["loss_backward"].events)
-    return Ends(embed, head, found.embed_backward, n_loss + place)
+
+    def places(name: str, *traced: int) -> tuple[int, int]:
+        first, last = (starts[name][place] for place in (traced[0], traced[-1]))
+        return places_in(part[name], whole[name], (first, last))
+
+    embed, head = places("embed", *found.embed), places("head", *found.head)
+    n_loss, (in_head, _) = len(part["loss_backward"].events), places("head_backward", found.head_backward)
+    return Ends(embed, head, starts["embed_backward"][found.embed_backward], n_loss + in_head)
 
 
 def _block(part: Mapping[str, Segment], parameters: tuple[Parameter, ...]) -> Block:
@@ -344,6 +363,25 @@ def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
     """A parameter in the type that weights are computed in; integers keep their own."""
     own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
     return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
+
+
+def _events(
+    traced: Sequence[TracedEvent], buffers: list[Buffer], named: dict[str, Parameter], context: OpContext
+) -> Iterator[Sequence[Event]]:
+    """The events of each traced one at a micro-batch and a length; a kernel's as they are on the device.
+
+    The results of a kernel are among its own events.
+    """
+    batch, seq_len = context.micro_batch, context.seq_len
+    ahead = iter(traced)
+    for one in ahead:
+        if one.kind == "kernel":
+            results = [buffers[each.buffer] for each in islice(ahead, one.n_results)]
+            sizes = shape_at(one.shape, batch, seq_len)
+            yield kernel_events(one.kernel, sizes, DTYPES[one.dtype], results, context)
+            yield from [()] * one.n_results
+        else:
+            yield (_event(one, buffers, named, batch, seq_len),)
 
 
 def _event(

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
 from typing import Any, Final
 
 from memplan.engines.trace import (
@@ -71,8 +70,8 @@ def split_traced(
     cut = Marks(tape)
     x = entry_of(model, tape, first=False)
     names.leave_out(cut.segment())
-    ends, times = [1], list(_times(runs))
-    for kind, n in zip(_kinds(runs), times, strict=True):
+    ends, times = [1], [n for _, n in _traced_blocks(runs)]
+    for kind, n in _traced_blocks(runs):
         x, block = run_block(model, tape, x, kind), trace.blocks[kind]
         names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
         tape.leave_autocast()
@@ -138,16 +137,10 @@ def _second_part(
     return {"weights": tuple(weights), "weights_head": weights_head, "weights_end": weights_end}
 
 
-def _times(runs: BlockRuns) -> Iterator[int]:
-    """The repetitions of each traced block: 1 but for the middle one of a run of three."""
-    for _, n in runs:
-        yield from (1, n - 2, 1) if n >= MOST_TRACED else [1] * n
-
-
-def _kinds(runs: BlockRuns) -> Iterator[BlockKind]:
-    """The kind of each traced block."""
-    for kind, n in runs:
-        yield from repeat(kind, min(n, MOST_TRACED))
+def _traced_blocks(runs: BlockRuns) -> BlockRuns:
+    """The kind of each traced block, and how many blocks it stands for: 1 but for the middle one of three."""
+    each = [(kind, (1, n - 2, 1) if n >= MOST_TRACED else (1,) * n) for kind, n in runs]
+    return tuple([(kind, n) for kind, times in each for n in times])
 
 
 _Signature = tuple[str, Shape, DType, Kind, bool]
@@ -185,7 +178,7 @@ class _Names:
             self.known[tensor.storage.buffer] = buffer
 
     def __call__(self, segment: Segment, repeats: int = 1) -> Segment:
-        """A segment of the backward pass of a block with `n` repetitions, renamed."""
+        """A segment of the backward pass of a block, renamed; `repeats`: how many blocks it stands for."""
         self.made.clear()
         for event in segment.events:
             if isinstance(event, AccumulateGrad):
@@ -195,7 +188,7 @@ class _Names:
         return Segment(tuple(self._events(segment)))
 
     def called(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-        """Events with their buffers renamed."""
+        """The buffers by their names in the trace; those of the schedule are left out."""
         return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 
     def by_repeats(self, segment: Segment) -> CountedSegments:

@@ -301,7 +301,7 @@ class _TracedStage:
             n_head = self._end_forward("head")
             end = self.model.loss(logits)
         if self.keep_logits:
-            self.held["output"] = logits
+            self.held["output"] = end.detach() if self.model.computes_loss else logits
         del logits
         end = share_of_loss(end)
         scaled = scaled_loss(end)
@@ -323,6 +323,8 @@ class _TracedStage:
     def send(self) -> None:
         """Send the output of a stage that is not the last; backward starts with a received gradient."""
         tape, x = self.tape, self.held.pop("x")
+        tape.let_go()
+        self._end("end_of_forward")
         self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
 
@@ -373,6 +375,7 @@ class _TracedStage:
             embed_casts=found["embed_casts"],
             head=same(found.get("head", EMPTY)),
             head_casts=found.get("head_casts", EMPTY),
+            end_of_forward=found.get("end_of_forward", EMPTY),
             loss=found.get("loss", EMPTY),
             head_backward=same(found.get("head_backward", EMPTY)),
             n_loss_backward=self.n_loss_backward,
@@ -433,8 +436,10 @@ def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
     """The input of a stage's first block: the embedding of tokens, or a received tensor."""
     context = tape.context
+    tokens = Tensor(tape, (context.micro_batch, context.seq_len), INT64)
     if first:
-        return model.embed(Tensor(tape, (context.micro_batch, context.seq_len), INT64))
+        return model.embed(tokens)
+    model.receive(tokens)
     seq_len = context.seq_len // context.tp if context.sequence_parallel else context.seq_len
     node = tape.node((None,), (), lambda grad, saved: (None,))
     shape = (context.micro_batch, seq_len, model.d_model)

@@ -114,6 +114,13 @@ class Model(ABC):
         """The loss of a micro-batch, a scalar."""
         return cross_entropy(logits)
 
+    def receive(self, tokens: Tensor) -> None:
+        """Make the arguments of all blocks in a pipeline stage that is not the first, as `embed` makes them.
+
+        Of the tokens (batch, seq) it knows the shape only.
+        """
+        return
+
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (batch, seq) to the first block's input (batch, seq, d_model)."""

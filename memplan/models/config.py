@@ -81,20 +81,18 @@ class Config:
     def rotary_part(self, default: float) -> float:
         """The rotated fraction of a head: `partial_rotary_factor`, more than 0 and up to 1."""
         key = "partial_rotary_factor"
-        part = self._rope_parameters.value(key, self.value(key, default))
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-            raise InvalidValue(f"{key}={_shown(part)} is not allowed; use a number above 0, up to 1.")
-        return float(part)
+        return self._rotary_number(key, default, 1, "use a number above 0, up to 1")
 
     @property
     def rope_theta(self) -> float:
         """The base of the rotary angles: `rope_parameters.rope_theta` (transformers 5) or `rope_theta`."""
-        theta = self._rope_parameters.value("rope_theta", self.value("rope_theta", 10000.0))
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta <= 1e12:
-            raise InvalidValue(
-                f"rope_theta={_shown(theta)} is not allowed; use a positive number up to 1e12."
-            )
-        return float(theta)
+        return self._rotary_number("rope_theta", 10000.0, 1e12, "use a positive number up to 1e12")
+
+    def _rotary_number(self, key: str, default: float, most: float, allowed: str) -> float:
+        found = self._rope_parameters.value(key, self.value(key, default))
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= most:
+            raise InvalidValue(f"{key}={_shown(found)} is not allowed; {allowed}.")
+        return float(found)
 
     @property
     def architecture(self) -> str | None:

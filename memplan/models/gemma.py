@@ -31,7 +31,10 @@ class GemmaDecoder(WindowedDecoder):
         return gelu(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return times_number(WindowedDecoder.embed(self, tokens))
+        x, narrow = WindowedDecoder.embed(self, tokens), tokens.tape.context.weight_dtype
+        if narrow == FP32:
+            return times_number(x)
+        return times_number(x, tokens.tape.new("embed_scale", (), narrow))
 
     def normed_twice(self, x: Tensor, kind: str) -> Tensor:
         """A block whose layers have norms before and after them, as Gemma 2 and 3 have them."""

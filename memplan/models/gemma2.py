@@ -27,12 +27,11 @@ class Gemma2(GemmaDecoder):
     caps_scores: bool = True
     caps_logits: bool = True
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        x = GemmaDecoder.embed(self, tokens)
-        batch, seq = tokens.shape
+    def rotation(self, tokens: Tensor) -> None:
+        tape, (batch, seq) = tokens.tape, tokens.shape
         for name in ("full mask", "sliding mask"):
-            tokens.tape.shared[name] = tokens.tape.new(name, (batch, 1, seq, seq), x.dtype)
-        return x
+            tape.shared[name] = tape.new(name, (batch, 1, seq, seq), tape.context.weight_dtype)
+        GemmaDecoder.rotation(self, tokens)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         return self.normed_twice(x, kind)

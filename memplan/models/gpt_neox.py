@@ -71,16 +71,7 @@ def _read(config: Config, name: str) -> GptNeox:
     config.refuse("hidden_dropout")
     config.one_of("hidden_act", "gelu", ("gelu", "gelu_pytorch_tanh"))
     return GptNeox(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=44,
-            d_model=6144,
-            n_heads=64,
-            d_ff=24576,
-            vocab_size=50432,
-            max_seq_len=2048,
-        ),
+        **decoder_sizes(config, name, n_layers=44, d_model=6144, n_heads=64, d_ff=24576, vocab_size=50432),
         partial_rotary=config.rotary_part(config.fraction("rotary_pct", 0.25)),
         parallel=config.flag("use_parallel_residual", default=True),
         attention_bias=config.flag("attention_bias", default=True),

@@ -6,7 +6,7 @@ Local variables of their forward functions live until these return; recomputed b
 position ids included.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -36,25 +36,46 @@ SLIDING: Final = "sliding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceDecoder(Decoder, ABC):
+class HuggingFaceModel(Decoder, ABC):
+    """A decoder of transformers, which computes its loss itself; data axes and pipelines divide it."""
+
+    implementation: ClassVar[str] = "huggingface"
+    axes: ClassVar[tuple[Axis, ...]] = ("pp",)
+    chunks_loss: ClassVar[bool] = False
+    computes_loss: ClassVar[bool] = True
+    token_table: ClassVar[str] = "model.embed_tokens"
+    """The name of the table of token embeddings."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits from the last norm's output, which lives until the loss is computed."""
+        x.tape.let_go()
+        x.tape.hold(x)
+        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+
+    @property
+    def output_name(self) -> str:
+        return self.token_table if self.tied_head else "lm_head"
+
+    def loss(self, logits: Tensor) -> Tensor:
+        found = shifted_cross_entropy(logits)
+        logits.tape.let_go()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceDecoder(HuggingFaceModel):
     """A decoder of transformers with rotary positions; it is Llama except where a family overrides it.
 
     Neglects: means of a norm, 4 bytes a token; masks of a byte per token; the embedding's output between the
     blocks and the head.
     """
 
-    implementation: ClassVar[str] = "huggingface"
-    axes: ClassVar[tuple[Axis, ...]] = ()
-    chunks_loss: ClassVar[bool] = False
-    computes_loss: ClassVar[bool] = True
-    token_table: ClassVar[str] = "model.embed_tokens"
-    """The name of the table of token embeddings."""
     last_norm: ClassVar[str] = "model.norm"
     """The name of the norm after the last block."""
 
-    @abstractmethod
     def has_bias(self, name: str) -> bool:
         """Whether a projection has a bias, by its name in the block."""
+        return False
 
     @property
     def rotary_dim(self) -> int:
@@ -81,6 +102,9 @@ class HuggingFaceDecoder(Decoder, ABC):
     def rotation(self, tokens: Tensor) -> None:
         """Make the arguments of all blocks: position ids, and the tables of rotary angles."""
         keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+
+    def receive(self, tokens: Tensor) -> None:
+        self.rotation(tokens)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         x = x + self.attention(self.norm(x, "input_layernorm"), kind)
@@ -119,21 +143,6 @@ class HuggingFaceDecoder(Decoder, ABC):
 
     def head(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x, self.last_norm))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The logits from the last norm's output, which lives until the loss is computed."""
-        x.tape.let_go()
-        x.tape.hold(x)
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
-
-    @property
-    def output_name(self) -> str:
-        return self.token_table if self.tied_head else "lm_head"
-
-    def loss(self, logits: Tensor) -> Tensor:
-        found = shifted_cross_entropy(logits)
-        logits.tape.let_go()
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,17 +183,19 @@ def decoder_sizes(
     config: Config,
     name: str,
     *,
-    n_layers: int,
-    d_model: int,
-    n_heads: int,
+    n_layers: int = 32,
+    d_model: int = 4096,
+    n_heads: int = 32,
     n_kv_heads: int = 0,
     d_head: int = 0,
-    d_ff: int,
-    vocab_size: int,
-    max_seq_len: int,
+    d_ff: int = 11008,
+    vocab_size: int = 32000,
+    max_seq_len: int = 2048,
     tied_head: bool = False,
 ) -> dict[str, Any]:
-    """A decoder's sizes; the arguments are transformers' defaults, 0 where they follow from others.
+    """A decoder's sizes; the arguments are transformers' defaults of the family, where they are not Llama's.
+
+    0: they follow from other sizes.
 
     Raises:
         InvalidValue: a value that is no size; dropout of attention, or quantized weights.

@@ -5,6 +5,7 @@ from typing import ClassVar, Final, final
 
 from memplan.checks import checked_choice
 from memplan.models.decoders import GptDecoder
+from memplan.models.huggingface import HuggingFaceModel
 from memplan.ops import (
     add_positions,
     attention,
@@ -17,12 +18,9 @@ from memplan.ops import (
     heads,
     layer_norm,
     learned_positions,
-    linear,
     merged_heads,
     position_ids,
-    shifted_cross_entropy,
 )
-from memplan.record import Axis
 from memplan.tape import Tensor
 
 ACTIVATIONS: Final = {"gelu_new": gelu_new, "gelu_pytorch_tanh": gelu, "gelu": gelu}
@@ -31,21 +29,18 @@ ACTIVATIONS: Final = {"gelu_new": gelu_new, "gelu_pytorch_tanh": gelu, "gelu": g
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceGpt(GptDecoder):
+class HuggingFaceGpt(HuggingFaceModel, GptDecoder):
     """`GPT2LMHeadModel` with PyTorch's attention (`sdpa`) and its own loss, without a cache.
 
     Local variables of its forward functions live until these return: the embeddings until the last block has
-    run, attention's output until its block has.
+    run, attention's output and the norms' until their block has.
 
     Neglects: masks of a byte per token.
     Source: transformers.models.gpt2.modeling_gpt2 (5.23).
     """
 
-    implementation: ClassVar[str] = "huggingface"
     code: ClassVar[str] = "transformers 5.23, GPT2LMHeadModel"
-    axes: ClassVar[tuple[Axis, ...]] = ()
-    chunks_loss: ClassVar[bool] = False
-    computes_loss: ClassVar[bool] = True
+    token_table: ClassVar[str] = "transformer.wte"
 
     activation: str = "gelu_new"
 
@@ -54,7 +49,7 @@ class HuggingFaceGpt(GptDecoder):
         checked_choice("activation", self.activation, tuple(ACTIVATIONS))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded = embedding(tokens, "transformer.wte", self.vocab_size, self.d_model)
+        embedded = embedding(tokens, self.token_table, self.vocab_size, self.d_model)
         ids = position_ids(tokens).view(1, tokens.shape[1])
         positions = learned_positions(ids, "transformer.wpe", self.max_seq_len, self.d_model)
         tokens.tape.hold(embedded, positions)
@@ -72,19 +67,10 @@ class HuggingFaceGpt(GptDecoder):
         return dropout(conv1d(y, "attn.c_proj", self.d_model), self.dropout)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        x = conv1d(x, "mlp.c_fc", self.d_ff)
-        x = ACTIVATIONS[self.activation](x)
-        x = conv1d(x, "mlp.c_proj", self.d_model)
-        return dropout(x, self.dropout)
+        y = conv1d(x, "mlp.c_fc", self.d_ff)
+        y = ACTIVATIONS[self.activation](y)
+        y = conv1d(y, "mlp.c_proj", self.d_model)
+        return dropout(y, self.dropout)
 
     def head(self, x: Tensor) -> Tensor:
-        x = layer_norm(x, "transformer.ln_f")
-        x.tape.let_go()
-        x.tape.hold(x)
-        name = "transformer.wte" if self.tied_head else "lm_head"
-        return linear(x, name, self.vocab_size, bias=False, split="columns")
-
-    def loss(self, logits: Tensor) -> Tensor:
-        found = shifted_cross_entropy(logits)
-        logits.tape.let_go()
-        return found
+        return self.logits(layer_norm(x, "transformer.ln_f"))

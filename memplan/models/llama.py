@@ -67,16 +67,7 @@ def _read(config: Config, name: str) -> HuggingFaceLlama:
     """Source: transformers, LlamaConfig (defaults) and LlamaForCausalLM."""
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return HuggingFaceLlama(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=32,
-            d_model=4096,
-            n_heads=32,
-            d_ff=11008,
-            vocab_size=32000,
-            max_seq_len=2048,
-        ),
+        **decoder_sizes(config, name),
         attention_bias=config.flag("attention_bias", default=False),
         mlp_bias=config.flag("mlp_bias", default=False),
         rope_theta=config.rope_theta,

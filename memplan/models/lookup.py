@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 
+from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value, unknown_name
 from memplan.files import of_file
 from memplan.models.base import Model
@@ -12,11 +13,14 @@ from memplan.models.presets import preset
 from memplan.models.traced import is_trace, model_from_trace
 
 
-def resolve(model: Model | str | os.PathLike[str], implementation: str | None = None) -> Model:
+def resolve(
+    model: Model | str | os.PathLike[str], implementation: str | None = None, device: DeviceType = "cuda"
+) -> Model:
     """The model: from a Model itself, a preset's name, or the path of a trace or a config.json.
 
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file. A
-    preset's name goes before a folder of the same name: write ./gpt2 for the folder.
+    preset's name goes before a folder of the same name: write ./gpt2 for the folder. `device`: whose kernels
+    are traced where the architecture of a config.json has no family.
 
     >>> resolve("gpt2").n_blocks
     12
@@ -25,15 +29,15 @@ def resolve(model: Model | str | os.PathLike[str], implementation: str | None = 
         UnknownName: a name that is no preset and no path; an implementation that there is not.
         InvalidValue: a path whose file is no model's configuration, or a value of another type.
     """
-    found = _resolved(model)
+    found = _resolved(model, device)
     return found if implementation is None else implemented(found, implementation)
 
 
-def _resolved(model: Model | str | os.PathLike[str]) -> Model:
+def _resolved(model: Model | str | os.PathLike[str], device: DeviceType) -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, os.PathLike):
-        return _of_file(model)
+        return _of_file(model, device)
     if hasattr(model, "named_parameters"):
         raise InvalidValue(
             f"model is a module ({type(model).__name__}), which must be traced; give example_inputs=, or a "
@@ -48,21 +52,21 @@ def _resolved(model: Model | str | os.PathLike[str]) -> Model:
         return preset(model)
     except UnknownName:
         if _looks_like_a_path(model):
-            return _of_file(model)
+            return _of_file(model, device)
         raise
 
 
-def _of_file(path: str | os.PathLike[str]) -> Model:
+def _of_file(path: str | os.PathLike[str], device: DeviceType) -> Model:
     """The model of a trace or of a config.json."""
-    return model_from_trace(path) if is_trace(path) else model_from_config(path)
+    return model_from_trace(path) if is_trace(path) else model_from_config(path, device)
 
 
-def model_from_config(path: str | os.PathLike[str]) -> Model:
+def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda") -> Model:
     """The Model that a `config.json` describes; `path` is the file or its folder.
 
     An architecture that has a family is read without any other package; every other one that transformers
-    knows is traced from its code, if that is installed. Keys that are absent or null take transformers'
-    defaults; keys that change no size are ignored.
+    knows is traced from its code, if that is installed, with the kernels of `device`. Keys that are absent or
+    null take transformers' defaults; keys that change no size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
 
@@ -79,17 +83,17 @@ def model_from_config(path: str | os.PathLike[str]) -> Model:
         kind = config.model_type(known)
         if kind in known and config.architecture in (None, known[kind]):
             return readers[kind].read(config, model_name(file))
-        return _traced_from(config, kind, model_name(file), known)
+        return _traced_from(config, kind, model_name(file), known, device)
     except MemplanError as error:
         raise of_file(file, error) from None
 
 
-def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str]) -> Model:
+def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str], device: DeviceType) -> Model:
     """The model of an architecture without a family, traced from transformers' code."""
     try:
         from memplan.tracing.huggingface import traced_from_config
 
-        return traced_from_config(config, name)
+        return traced_from_config(config, name, device)
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "transformers", "huggingface_hub"):
             raise

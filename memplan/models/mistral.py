@@ -19,25 +19,12 @@ class Mistral(WindowedDecoder):
     family: ClassVar[str] = "mistral"
     code: ClassVar[str] = "transformers 5.23, MistralForCausalLM"
 
-    def has_bias(self, name: str) -> bool:
-        return False
-
 
 def _read(config: Config, name: str) -> Mistral:
     """Source: transformers, MistralConfig (defaults)."""
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return Mistral(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=32,
-            d_model=4096,
-            n_heads=32,
-            n_kv_heads=8,
-            d_ff=14336,
-            vocab_size=32000,
-            max_seq_len=131072,
-        ),
+        **decoder_sizes(config, name, n_kv_heads=8, d_ff=14336, max_seq_len=131072),
         window=config.window(4096),
     )
 

@@ -7,6 +7,7 @@ from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes, keep_rotation
 from memplan.ops import heads, rms_norm_in_fp32
+from memplan.record import Axis
 from memplan.shapes import FP32
 from memplan.tape import Tensor
 
@@ -16,11 +17,14 @@ from memplan.tape import Tensor
 class Olmo2(HuggingFaceDecoder):
     """`Olmo2ForCausalLM`.
 
+    In pipelines autocast copies what a stage receives once, not for each projection, which has no rule.
+
     Source: transformers.models.olmo2.modeling_olmo2 (5.23).
     """
 
     family: ClassVar[str] = "olmo2"
     code: ClassVar[str] = "transformers 5.23, Olmo2ForCausalLM"
+    axes: ClassVar[tuple[Axis, ...]] = ()
 
     attention_bias: bool = False
 
@@ -46,16 +50,7 @@ def _read(config: Config, name: str) -> Olmo2:
     """Source: transformers, Olmo2Config (defaults)."""
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return Olmo2(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=32,
-            d_model=4096,
-            n_heads=32,
-            d_ff=11008,
-            vocab_size=50304,
-            max_seq_len=2048,
-        ),
+        **decoder_sizes(config, name, vocab_size=50304),
         attention_bias=config.flag("attention_bias", default=False),
     )
 

@@ -17,6 +17,7 @@ from memplan.ops import (
     times_number,
 )
 from memplan.ops import heads as heads_of
+from memplan.record import Axis
 from memplan.shapes import FP32, INT64, Buffer
 from memplan.tape import Tensor
 
@@ -34,6 +35,7 @@ class Opt(HuggingFaceDecoder):
 
     family: ClassVar[str] = "opt"
     code: ClassVar[str] = "transformers 5.23, OPTForCausalLM"
+    axes: ClassVar[tuple[Axis, ...]] = ()
     token_table: ClassVar[str] = "model.decoder.embed_tokens"
     last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
 
@@ -83,15 +85,7 @@ def _read(config: Config, name: str) -> Opt:
     for key in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
         config.expect(key, default=True)
     sizes = decoder_sizes(
-        config,
-        name,
-        n_layers=12,
-        d_model=768,
-        n_heads=12,
-        d_ff=3072,
-        vocab_size=50272,
-        max_seq_len=2048,
-        tied_head=True,
+        config, name, n_layers=12, d_model=768, n_heads=12, d_ff=3072, vocab_size=50272, tied_head=True
     )
     config.expect("word_embed_proj_dim", default=sizes["d_model"])
     sizes |= {"d_ff": config.count("ffn_dim", 3072), "dropout": config.fraction("dropout", 0.1)}

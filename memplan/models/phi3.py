@@ -23,9 +23,6 @@ class Phi3(WindowedDecoder):
 
     partial_rotary: float = 1.0
 
-    def has_bias(self, name: str) -> bool:
-        return False
-
     @property
     def rotary_dim(self) -> int:
         return int(self.d_head * self.partial_rotary)
@@ -48,9 +45,7 @@ def _read(config: Config, name: str) -> Phi3:
     config.refuse("resid_pdrop", "embd_pdrop")
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return Phi3(
-        **decoder_sizes(
-            config, name, n_layers=32, d_model=3072, n_heads=32, d_ff=8192, vocab_size=32064, max_seq_len=4096
-        ),
+        **decoder_sizes(config, name, d_model=3072, d_ff=8192, vocab_size=32064, max_seq_len=4096),
         partial_rotary=config.rotary_part(1.0),
         window=config.window(0),
     )

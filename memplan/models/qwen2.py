@@ -28,17 +28,7 @@ def _read(config: Config, name: str) -> Qwen2:
     config.refuse("use_sliding_window")
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return Qwen2(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=32,
-            d_model=4096,
-            n_heads=32,
-            n_kv_heads=32,
-            d_ff=22016,
-            vocab_size=151936,
-            max_seq_len=32768,
-        )
+        **decoder_sizes(config, name, n_kv_heads=32, d_ff=22016, vocab_size=151936, max_seq_len=32768)
     )
 
 

@@ -41,16 +41,7 @@ def _read(config: Config, name: str) -> Qwen3:
     config.one_of("hidden_act", "silu", ("silu", "swish"))
     return Qwen3(
         **decoder_sizes(
-            config,
-            name,
-            n_layers=32,
-            d_model=4096,
-            n_heads=32,
-            n_kv_heads=32,
-            d_ff=22016,
-            d_head=128,
-            vocab_size=151936,
-            max_seq_len=32768,
+            config, name, n_kv_heads=32, d_ff=22016, d_head=128, vocab_size=151936, max_seq_len=32768
         ),
         attention_bias=config.flag("attention_bias", default=False),
     )

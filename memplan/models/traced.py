@@ -16,6 +16,7 @@ from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, of_file
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
+from memplan.ops.kernel_calls import KERNELS
 from memplan.record import Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
@@ -28,6 +29,9 @@ BEGINS: Final = f'{{"format":"{FORMAT}"'.encode()
 
 LARGEST_TRACE_BYTES: Final = 64 * 1024**2
 """A trace is some hundred KiB; a larger file is taken for a mistake."""
+
+MOST_RESULTS: Final = 4
+"""Results of one kernel."""
 
 DTYPES: Final[Mapping[str, DType]] = {
     dtype.name: dtype
@@ -90,16 +94,19 @@ class TracedEvent(NamedTuple):
     """What happens to the buffer of this number: it comes, it goes, it is the parameter's gradient.
 
     Or another gradient is added in place to this one, which came from the next block. Or the computation of a
-    product of these FLOPs and this shape.
+    product of these FLOPs and this shape. Or a kernel of CUDA (`memplan.ops.kernel_calls`) is called with
+    these sizes, `shape`; the next `n_results` buffers that come are its results.
     """
 
-    kind: Literal["alloc", "free", "add", "grad", "compute"]
+    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
     flops: Size = ()
     shape: tuple[Size, ...] = ()
     dtype: str = ""
+    kernel: str = ""
+    n_results: int = 0
 
 
 class Variant(NamedTuple):
@@ -435,6 +442,8 @@ def _plain_event(event: TracedEvent) -> Any:
             return [event.buffer]
         case "grad":
             return [event.buffer, event.parameter]
+        case "kernel":
+            return [event.kernel, event.n_results, _plain_shape(event.shape), event.dtype]
     return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
 
 
@@ -649,6 +658,11 @@ def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
             raise _wrong(f"parameter {shown_value(parameter)} is none that the module trains")
         return TracedEvent("grad", _place(buffer, n_buffers), parameter)
     phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
+    if phase in KERNELS and len(shape) == KERNELS[phase].n_sizes:
+        n_results = checked_count("results", flops, least=0, most=MOST_RESULTS)
+        return TracedEvent(
+            "kernel", kernel=phase, n_results=n_results, shape=_shape(shape), dtype=_dtype(dtype).name
+        )
     if phase not in get_args(Phase):
         raise unknown_name("phase", phase, get_args(Phase))
     return TracedEvent(

@@ -30,37 +30,56 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, mask: Te
     """
     _check_heads(q, k, v)
     device, dtype, d_head = q.tape.context.device, q.dtype, q.shape[3]
-    drops = checked_fraction("dropout", dropout) > 0
-    release, grouped = q.tape.context.torch_release, k.shape != q.shape
-    if mask is not None:
-        return _masked_attention(q, k, v, dropout=drops)
-    match attention_kernel(device, release, dtype, d_head, grouped=grouped, dropout=drops):
+    drops, grouped = checked_fraction("dropout", dropout) > 0, k.shape != q.shape
+    kernel = attention_kernel(
+        device,
+        q.tape.context.torch_release,
+        dtype,
+        d_head,
+        grouped=grouped,
+        dropout=drops,
+        masked=mask is not None,
+    )
+    masks = () if mask is None else (_bias(mask, q, kernel),)
+    match kernel:
         case "math":
             return math_attention(q, k, v, dropout=drops)
         case "flash" if device.on_cpu:
-            return flash_attention_cpu(q, k, v)
+            return flash_attention_cpu(q, k, v, *masks)
         case "flash":
             return flash_attention_cuda(q, k, v, dropout=drops)
         case "cudnn":
-            return cudnn_attention(q, k, v)
+            return cudnn_attention(q, k, v, *masks)
         case "efficient":
-            return efficient_attention(q, k, v)
+            return efficient_attention(q, k, v, *masks)
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
-    """Attention with a mask of numbers.
+def _bias(mask: Tensor, q: Tensor, kernel: AttentionKernel) -> Tensor:
+    """What is added to the scores: 0 where a query may see a key, else -inf, for each sequence.
+
+    Memory-efficient attention needs rows that are a multiple of 8 long, and pads a copy.
 
     Raises:
-        MissingRule: on CUDA, or with dropout.
+        MissingRule: for attention as separate products.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`convert_boolean_attn_mask`, `preprocess_mask`).
     """
-    batch, seq, _, _ = q.shape
-    if dropout or not q.tape.context.device.on_cpu:
+    if kernel == "math":
         raise MissingRule(
-            f"seq_len={seq} reaches beyond the model's window, which is a mask of PyTorch's attention, and "
-            "of masks there are rules for device='cpu' without dropout only; use a seq_len below the window.",
-            kind="a sequence beyond a window on CUDA",
+            f"seq_len={q.shape[1]} reaches beyond the window, which is a mask of PyTorch's attention; "
+            f"there is no rule for masks where no fused kernel takes them (here {q.dtype.name} heads of "
+            f"{q.shape[3]}); use a seq_len below the window.",
+            kind="a sequence beyond a window without a fused kernel",
         )
-    return flash_attention_cpu(q, k, v, q.tape.new("mask", (batch, 1, seq, seq), q.dtype))
+    tape, dtype, (batch, seq, _, _) = q.tape, q.dtype, q.shape
+    with tape.workspace() as numbers:
+        if not tape.context.device.on_cpu:
+            numbers.new("0", (), dtype)
+            numbers.new("-inf", (), dtype)
+        bias = tape.new("mask", (batch, *mask.shape[1:]), dtype)
+    if kernel == "efficient" and seq % 8:
+        bias = tape.new("padded mask", (batch, 1, seq, -(-seq // 8) * 8), dtype)
+    return bias
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -83,11 +102,19 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def attention_kernel(
-    device: Device, torch_release: Release, dtype: DType, d_head: int, *, grouped: bool, dropout: bool
+    device: Device,
+    torch_release: Release,
+    dtype: DType,
+    d_head: int,
+    *,
+    grouped: bool,
+    dropout: bool,
+    masked: bool = False,
 ) -> AttentionKernel:
     """The implementation that PyTorch chooses for causal attention; `grouped`: query heads share a key.
 
-    cuDNN's drops probabilities in torch 2.11 only; the memory-efficient one takes grouped heads from 2.14 on.
+    cuDNN's drops probabilities in torch 2.11 only; the memory-efficient one takes grouped heads from 2.14 on,
+    and heads of whole 16 bytes. Flash attention takes no mask on CUDA.
 
     >>> from memplan.device import A100, H100
     >>> [attention_kernel(on, (2, 13), BF16, 128, grouped=True, dropout=False) for on in (A100, H100)]
@@ -101,8 +128,10 @@ def attention_kernel(
     if dtype != FP32 and d_head <= 256 and (device.at_least(8) or device.capability is None):
         most = 128 if device.at_least(10) else 256
         may_drop = torch_release < (2, 12)
-        cudnn = device.at_least(9) and (may_drop or not dropout) and d_head <= most and d_head % 8 == 0
-        return "cudnn" if cudnn else "flash"
+        if device.at_least(9) and (may_drop or not dropout) and d_head <= most and d_head % 8 == 0:
+            return "cudnn"
+        if not masked:
+            return "flash"
     if (grouped and torch_release < (2, 14)) or (dtype == BF16 and not device.at_least(8)):
         return "math"
-    return "efficient"
+    return "math" if d_head * dtype.itemsize % 16 else "efficient"

@@ -40,12 +40,12 @@ def gelu_new(x: Tensor) -> Tensor:
     return _times(half, plus_number(_tanh(times_number(x + times_number(_cubed(x))))))
 
 
-def times_number(x: Tensor) -> Tensor:
-    """x times a number; saves nothing.
+def times_number(x: Tensor, *number: Tensor) -> Tensor:
+    """x times a number, which is saved if it is a tensor.
 
     Source: tools/autograd/derivatives.yaml (`mul.Tensor`).
     """
-    return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), (), same_backward))
+    return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), number, same_backward))
 
 
 def plus_number(x: Tensor) -> Tensor:
@@ -66,8 +66,15 @@ def soft_capped(x: Tensor) -> Tensor:
 
 def _cubed(x: Tensor) -> Tensor:
     context = x.tape.context
-    x = x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x
-    return x.tape.new("power", x.shape, x.dtype, x.tape.node((x.node,), (x,), power_backward))
+    return power(x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x)
+
+
+def power(x: Tensor, name: str = "power") -> Tensor:
+    """A constant power; saves x.
+
+    Source: tools/autograd/derivatives.yaml (`pow.Tensor_Scalar`).
+    """
+    return x.tape.new(name, x.shape, x.dtype, x.tape.node((x.node,), (x,), power_backward))
 
 
 def power_backward(grad: Tensor, saved: Saved) -> Grads:

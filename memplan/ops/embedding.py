@@ -1,6 +1,6 @@
 """Tables of vectors: token embeddings and learned positions."""
 
-from memplan.kernels import ROWS_PER_THREAD, SORTED_IDS, sort_scratch
+from memplan.kernels import ROWS_PER_THREAD, SORTED_IDS, sort_scratch, sums_by_id
 from memplan.ops.dims import dims, divided
 from memplan.ops.tensor_axis import reduced_over_tp, replicated_parameter
 from memplan.placements import Replicate, Shard
@@ -85,11 +85,16 @@ def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
     n_ids = n_elements(ids.shape)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        if grad.tape.context.device.on_cpu or n_ids <= SORTED_IDS:
-            return (grad.tape.new("grad", shape, dtype),)
-        return (_sorted_gradient(grad.tape, n_ids, shape, dtype),)
+        return (table_gradient(grad.tape, n_ids, shape, dtype),)
 
     return tape.new(name, (*ids.shape, shape[1]), dtype, tape.node((rows,), (ids,), backward))
+
+
+def table_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tensor:
+    """The gradient of a table (rows, width), of which `n_ids` rows were looked up."""
+    if tape.context.device.on_cpu or n_ids <= SORTED_IDS:
+        return tape.new("grad", shape, dtype)
+    return _sorted_gradient(tape, n_ids, shape, dtype)
 
 
 def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tensor:
@@ -122,5 +127,9 @@ def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tens
             scan.new("CUB: scan", (scratch.scan_bytes,), UINT8)
         kept.new("number of parts", (), INT64)
         kept.new("starts of parts", (most_parts,), INT64)
-        kept.new("sums of parts", (most_parts, d_model), FP32)
+        if sums_by_id(tape.context.device, most, most_parts, d_model):
+            kept.new("ids of parts", (most_parts,), INT64)
+            kept.new("sums of ids", (most, d_model), FP32)
+        else:
+            kept.new("sums of parts", (most_parts, d_model), FP32)
     return grad

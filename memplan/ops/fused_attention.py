@@ -3,10 +3,12 @@
 The output is laid out like the queries, but for the memory-efficient kernel's (`empty_like`).
 """
 
+from collections.abc import Callable
+
 from memplan.kernels import efficient_attention_bytes, flash_splits
 from memplan.record import ComputeKind
 from memplan.shapes import FP32, INT64, UINT8, DType, Shape
-from memplan.tape import Grads, Saved, Tape, Tensor
+from memplan.tape import Backward, Grads, Saved, Tape, Tensor
 
 
 def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
@@ -40,10 +42,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
                 thread.new(f"scores of a block as {dtype.name}", (rows, columns), dtype)
         return y, lse
 
-    y, lse = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), lse, *masks), backward)
-    return y
+    return _attended(q, k, v, compute, backward, *masks)
 
 
 def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
@@ -90,9 +89,10 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
         with grad.tape.workspace() as temporary:
             temporary.new("dots", (batch, n_heads, seq_rounded), FP32)
             temporary.new("sums of dq", (batch, seq_rounded, n_heads, d_rounded), FP32)
-            if kv_shape != q_shape:
-                temporary.new("expanded dk", q_shape, dtype)
-                temporary.new("expanded dv", q_shape, dtype)
+            if kv_shape[2] != n_heads:
+                expanded = (*kv_shape[:2], n_heads, d_head)
+                temporary.new("expanded dk", expanded, dtype)
+                temporary.new("expanded dv", expanded, dtype)
         return grads
 
     def compute() -> Saved:
@@ -107,14 +107,11 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
                 state = tape.new("random state", (2,), INT64)
         return y, lse, state, unused
 
-    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
-    return y
+    return _attended(q, k, v, compute, backward)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Saves q, k, v, the output, each row's log-sum-exp and the random state.
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+    """Saves q, k, v, a mask, the output, each row's log-sum-exp and the random state.
 
     Backward's workspace is what cuDNN's frontend asks for: a float32 accumulator for dq and each row's dot.
 
@@ -138,26 +135,24 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y = tape.new("attention", q_shape, dtype)
         return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), seed, offset
 
-    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
-    return y
+    return _attended(q, k, v, compute, backward, *masks)
 
 
-def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Saves q, k, v, the output and each row's log-sum-exp, rows padded to 32; float32's kernel on CUDA.
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+    """Saves q, k, v, a mask, the output and each row's log-sum-exp, rows padded to 32.
 
-    Each row's dot product is computed by the kernel itself where the type is narrow and heads are short, else
-    by separate operations. From torch 2.14 on the random state is saved too, and grouped queries are taken,
-    which expand dk and dv.
+    The kernel computes each row's dot product itself in a narrow type, on GPUs before A100 for short heads
+    only; else separate operations do. From torch 2.14 on the random state is saved too, and grouped queries
+    are taken, which expand dk and dv.
 
     Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`),
     aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
     """
     tape, dtype, shape, kv_shape = q.tape, q.dtype, q.shape, k.shape
     batch, seq, n_heads, d_head = shape
-    separate_dots = dtype == FP32 or d_head > 128
-    tile_bytes = efficient_attention_bytes(tape.context.device, dtype.itemsize, seq, d_head)
+    device = tape.context.device
+    separate_dots = dtype == FP32 or (d_head > 128 and not device.at_least(8))
+    tile_bytes = efficient_attention_bytes(device, dtype.itemsize, seq, d_head)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grads = _gradients(grad.tape, shape, kv_shape, dtype)
@@ -184,8 +179,18 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             tape.new("sums of values", shape, FP32)
         return y, lse, *state
 
-    y, *others = tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.node = tape.node((q.node, k.node, v.node), (q, k, v, y.detach(), *others), backward)
+    y = _attended(q, k, v, compute, backward, *masks)
+    y.head_major = False
+    return y
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, compute: Callable[[], Saved], backward: Backward, *masks: Tensor
+) -> Tensor:
+    """A kernel's output, laid out like q; saves q, k, v, all that `compute` returns, and masks."""
+    y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
+    y.head_major = q.head_major
+    y.node = q.tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
 
 

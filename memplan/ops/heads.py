@@ -25,7 +25,10 @@ def heads(x: Tensor, d_head: int) -> Tensor:
 
 
 def feature_parts(x: Tensor, n: int) -> list[Tensor]:
-    """x as n views along its features; gradients of heads are joined one head after the other."""
+    """x as n views along its features; gradients of heads are joined one head after the other.
+
+    Source: torch:split, as `split`.
+    """
     return split(x, [(*x.shape[:-1], divided(x.shape[-1], n, "width", by="parts"))] * n)
 
 

@@ -109,7 +109,7 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     d_head = v.shape[3]
     shape, apart = (batch, seq, n_heads, d_head), min(n_heads, seq) > 1
     values = head_major(v)
-    node = tape.node((probabilities.node, v.node), (probabilities, values), _product_backward)
+    node = tape.node((probabilities.node, v.node), (probabilities, values), _product_gradients)
     operands = (batch * n_heads, seq, seq), (batch * n_heads, seq, d_head)
     (y,) = tape.save_if_selective(
         lambda: (_product(tape, "attention", shape, v.dtype),), ComputeKind.BMM, operands
@@ -124,10 +124,6 @@ def _product(tape: Tape, name: str, shape: Shape, dtype: DType) -> Tensor:
     y = tape.new(name, shape, dtype)
     tape.product(y)
     return y
-
-
-def _product_backward(grad: Tensor, saved: Saved) -> Grads:
-    return _product_gradients(grad, saved)
 
 
 def _product_gradients(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from memplan.kernels import partial_rows
 from memplan.ops.dims import dims
-from memplan.ops.elementwise import plus_number, power_backward
+from memplan.ops.elementwise import plus_number, power, power_backward
 from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
@@ -28,7 +28,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
         if grad.tape.context.device.on_cpu and grads[0] is not None:
             with grad.tape.kernel_workspace() as kernel:
                 kernel.new("sums of a thread", (2, d), w.dtype)
-        _sum_partial_rows(grads, n_elements(shape[:-1]))
+        sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
     y = tape.new(name, shape, dtype)
@@ -111,13 +111,9 @@ def _normed_in_fp32(x: Tensor) -> Tensor:
 
 
 def _reciprocal_rms(x: Tensor) -> Tensor:
-    squares = _square(x)
+    squares = power(x, "squares")
     mean = _mean(squares)
     return _rsqrt(mean)
-
-
-def _square(x: Tensor) -> Tensor:
-    return x.tape.new("squares", x.shape, FP32, x.tape.node((x.node,), (x,), power_backward))
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -185,7 +181,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, shape, dtype)
         grads = [grad.tape.grad_of(1, shape[-1:], weight.dtype)]
-        _sum_partial_rows(grads, n_elements(shape[:-1]))
+        sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
     y = tape.new(name, shape, dtype)
@@ -194,7 +190,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
     return y
 
 
-def _sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
+def sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
     """Replace the weights' gradients of a norm over very many tokens on CUDA by sums of partial sums.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`).

@@ -67,7 +67,9 @@ def stacked_bars(
         _draw_part(axes, part, [bar.values.get(name, 0.0) for bar in bars], below, reach)
     ends = _ends(bars, line, reach)
     for y, (bar, end) in enumerate(zip(bars, ends, strict=True)):
-        _label_end(axes, y, bar, end)
+        place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": PAPER, "zorder": 4}
+        axes.annotate(bar.total_text, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
+        axes.annotate(bar.small_text, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)
     axes.set_yticks(range(len(bars)), labels)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, reach)
@@ -110,9 +112,3 @@ def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[fl
     for text in written:
         text.set_bbox({**PAPER, "facecolor": part.color, "pad": 2} if text.get_text() else None)
     below[:] = [start + value for start, value in zip(below, values, strict=True)]
-
-
-def _label_end(axes: "Axes", y: int, bar: Bar, end: float) -> None:
-    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": PAPER, "zorder": 4}
-    axes.annotate(bar.total_text, (end, y), xytext=(6, 6), fontsize=9, weight="bold", **place)
-    axes.annotate(bar.small_text, (end, y), xytext=(6, -6), fontsize=8, color=MUTED, **place)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from memplan.engines.options import Said, said_by
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
-from memplan.tables import layers_text
+from memplan.plan import MESH_AXES
+from memplan.tables import ALWAYS, HEADED, layers_text
 from memplan.units import human_bytes
 
 if TYPE_CHECKING:
@@ -109,21 +110,7 @@ def stage_layers_text(layers: Sequence[range]) -> str:
     return f"layer{'s' if sum(map(len, layers)) > 1 else ''} {layers_text(layers)}"
 
 
-FIELDS: Final = (
-    "dp",
-    "tp",
-    "pp",
-    "zero",
-    "sequence_parallel",
-    "schedule",
-    "micro_batch",
-    "global_batch",
-    "seq_len",
-    "precision",
-    "optimizer",
-    "recompute",
-    "engine",
-)
+FIELDS: Final = ("dp", "tp", "pp", *HEADED[len(MESH_AXES) :], *ALWAYS)
 """The fields that subtitles name for every plan; others are named if they differ from their defaults."""
 
 

@@ -51,16 +51,14 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
     axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit)
     at = int(np.argmax(held.total[points]))
     _mark_peak(axes, float(starts[at] + starts[at + 1]) / 2, of, unit)
-    axes.set_xlabel(_events_text(len(held.total), len(points)))
+    envelope = "" if len(points) == len(held.total) else ", upper envelope"
+    axes.set_xlabel(
+        f"{len(held.total):,} allocations and frees in order (not to the scale of time){envelope}"
+    )
     _shade_phases(axes, held)
     axes.set_ylabel(f"bytes held ({name})")
     legend_top_down(figure, axes)
     return figure
-
-
-def _events_text(n_events: int, n_points: int) -> str:
-    text = f"{n_events:,} allocations and frees in order (not to the scale of time)"
-    return text if n_points == n_events else f"{text}, upper envelope"
 
 
 def _mark_peak(axes: "Axes", x: float, of: StageEstimate, unit: int) -> None:

@@ -50,8 +50,8 @@ ROUNDING: Final = 1e-9
 """A relative error much larger than that of a sum of floats."""
 
 
-class BlockKind(NamedTuple):
-    """A kind of blocks, and whether they are recomputed."""
+class BlockPart(NamedTuple):
+    """A block of a kind as a part of a model: recomputed, or not."""
 
     kind: str
     again: bool
@@ -60,7 +60,7 @@ class BlockKind(NamedTuple):
 class Affine(NamedTuple):
     """A number that depends on the micro-batch: `one` for a single sequence, else `each` x n + `once`.
 
-    A single sequence is apart because PyTorch copies less of it: its heads are contiguous.
+    A single sequence has a value of its own because PyTorch copies less of it: its heads are contiguous.
     """
 
     one: float
@@ -77,7 +77,7 @@ class Affine(NamedTuple):
         return cls(one, three - two, 3 * two - 2 * three)
 
 
-Part = str | BlockKind
+Part = str | BlockPart
 """A part of a model: "embedding", "head", or a block of a kind, which is recomputed or not."""
 
 
@@ -112,8 +112,8 @@ def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
 
 def _parts(costs: PartCosts) -> dict[Part, Costs]:
     found: dict[Part, Costs] = {"embedding": costs.embedding, "head": costs.head}
-    found |= {BlockKind(kind, again=False): of for kind, of in costs.blocks.items()}
-    return found | {BlockKind(kind, again=True): of for kind, of in costs.recomputed.items()}
+    found |= {BlockPart(kind, again=False): of for kind, of in costs.blocks.items()}
+    return found | {BlockPart(kind, again=True): of for kind, of in costs.recomputed.items()}
 
 
 def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> PartCosts:
@@ -199,7 +199,7 @@ def _pipeline(key: _Schedule) -> _FirstRank:
     different = Counter(stages).items()
     return _FirstRank(
         parts=parts
-        | {BlockKind(kind, again=False): sum([_n_of(kind, stages[i]) for i in own]) for kind in kinds},
+        | {BlockPart(kind, again=False): sum([_n_of(kind, stages[i]) for i in own]) for kind in kinds},
         recomputed={
             kind: np.sum(
                 [times * _recomputed(kind, layers, key.limits) for layers, times in different], axis=0
@@ -229,8 +229,8 @@ def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_Instant, _Instant,
         for kind in key.model.kinds:
             again = np.stack([_recomputed(kind, stages[i], key.limits) for i in own])
             blocks = np.array([_n_of(kind, stages[i]) for i in own])
-            parts[BlockKind(kind, again=True)] = times @ again
-            parts[BlockKind(kind, again=False)] = (times @ blocks)[:, None] - times @ again
+            parts[BlockPart(kind, again=True)] = times @ again
+            parts[BlockPart(kind, again=False)] = (times @ blocks)[:, None] - times @ again
         return _Instant(parts, np.all(times > 0, axis=1, keepdims=True)[:, 0])
 
     return held(first), held(later), np.array([after is not None for _, after in found])
@@ -305,10 +305,10 @@ class _Plans:
         return Affine(one, each, once)(self.micro_batch)
 
     @property
-    def runs(self) -> list[tuple[int, BlockKind, BlockKind]]:
+    def runs(self) -> list[tuple[int, BlockPart, BlockPart]]:
         """For each kind of block: how many the model has, one that is not recomputed, one that is."""
         return [
-            (_n_of(kind, self.model.layers), BlockKind(kind, again=False), BlockKind(kind, again=True))
+            (_n_of(kind, self.model.layers), BlockPart(kind, again=False), BlockPart(kind, again=True))
             for kind in self.model.kinds
         ]
 

@@ -100,16 +100,16 @@ class Judge:
         most = self._room if self._is_again else np.maximum(self._room, self._most)
         return np.asarray(memory <= most[_communicators(grid)], np.bool_)
 
-    def _room_of(self, *axes: int) -> NDArray[np.float64]:
-        """Bytes that may be allocated within the budget, given the ranks along each axis of a mesh."""
-        return np.asarray(self._room[n_communicators(*axes)], np.float64)
+    def _room_of(self, plan: Plan) -> float:
+        """Bytes that a plan may allocate within the budget."""
+        return float(self._room[n_communicators(*[getattr(plan, axis) for axis in MESH_AXES])])
 
     def estimate(self, plan: Plan, most_over_bytes: float = inf) -> Estimate | None:
         """A plan's estimate; None if it exceeds the budget by more than `most_over_bytes`.
 
         Ranks are played one after the other, until one exceeds it.
         """
-        device, most_bytes = self.cluster.gpu.device, self._room_of(*_axes(plan)) + most_over_bytes
+        device, most_bytes = self.cluster.gpu.device, self._room_of(plan) + most_over_bytes
         stages = []
         for stage in stage_estimates(self.model, plan, device):
             if stage.peak_bytes > most_bytes:
@@ -120,7 +120,7 @@ class Judge:
 
     def over_bytes(self, estimate: Estimate) -> int:
         """The bytes by which a plan exceeds the budget."""
-        return int(max(0.0, estimate.worst.peak_bytes - float(self._room_of(*_axes(estimate.plan)))))
+        return int(max(0.0, estimate.worst.peak_bytes - self._room_of(estimate.plan)))
 
     def judged(self, estimate: Estimate) -> Judged:
         """A plan's figures."""
@@ -147,10 +147,6 @@ def _communicators(grid: Grid) -> NDArray[np.int64]:
     """The number of communicators of each cell's plans: [cell, 1]."""
     axes = [grid.structure[axis] if axis in grid.structure else grid.cells[axis] for axis in MESH_AXES]
     return np.asarray(n_communicators(*cast(Any, axes)))[:, None]
-
-
-def _axes(plan: Plan) -> tuple[int, ...]:
-    return tuple([getattr(plan, axis) for axis in MESH_AXES])
 
 
 @final

@@ -52,7 +52,7 @@ class SearchOptions(PlanOptions, total=False):
     network: Link | str | None
     margin: float | None
     implementation: str | None
-    seq_len: int | None
+    seq_len: int | Iterable[int] | None
     keep: int | None
     tp_across_nodes: bool
     time_model: TimeModel | None

@@ -33,18 +33,6 @@ class Plans:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def __getitem__(self, chosen: "slice | Column | NDArray[np.bool_]") -> "Plans":
-        """The chosen plans."""
-        columns = {name: column[chosen] for name, column in self.columns.items()}
-        return Plans(base=self.base, columns=columns)
-
-    def column(self, name: str) -> Column:
-        """The values of a varied field, one number per plan."""
-        found = self.columns.get(name)
-        if found is None:
-            return np.full(len(self), number_of(name, getattr(self.base, name)))
-        return np.asarray(found, np.int64)
-
     def values(self, i: int) -> dict[str, Any]:
         """The varied fields of plan `i`."""
         return {name: value_of(name, int(column[i])) for name, column in self.columns.items()}
@@ -89,37 +77,21 @@ class Grid:
         """The schedule of the pipelines; of a single rank, which has none, 1F1B."""
         return str(value_of("schedule", self.structure["schedule"])) if self.structure["pp"] > 1 else "1f1b"
 
-    @property
-    def n_micro_batches(self) -> Column:
-        """Micro-batches that each replica runs in a step, in each cell."""
-        cells = self.cells
-        return self.base.global_batch // (cells["dp"] * cells["dp_replicate"] * cells["micro_batch"])
-
     def __len__(self) -> int:
         n_cells, n_blocks = self.shape
         return n_cells * n_blocks
 
     def __getitem__(self, chosen: "Column | NDArray[np.bool_]") -> "Grid":
         """The grid of the chosen cells."""
-        cells = {name: column[chosen] for name, column in self.cells.items()}
-        return Grid(
-            base=self.base,
-            structure=self.structure,
-            cells=cells,
-            recompute_blocks=self.recompute_blocks,
-        )
-
-    def plans(self, cell: Column, block: Column) -> Plans:
-        """The plans at these cells and numbers of recomputed blocks."""
-        columns = {name: np.full(len(cell), number) for name, number in self.structure.items()}
-        columns |= {name: self.cells[name][cell] for name in CELL}
-        columns["recompute_blocks"] = self.recompute_blocks[block]
-        return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
+        return replace(self, cells={name: column[chosen] for name, column in self.cells.items()})
 
     def at(self, places: Column) -> Plans:
         """The plans at these indices of the flattened grid."""
         cell, block = np.divmod(places, self.shape[1])
-        return self.plans(cell, block)
+        columns = {name: np.full(len(cell), number) for name, number in self.structure.items()}
+        columns |= {name: self.cells[name][cell] for name in CELL}
+        columns["recompute_blocks"] = self.recompute_blocks[block]
+        return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
 
     def all(self) -> Plans:
         """All plans, cell by cell."""

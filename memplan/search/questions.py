@@ -10,7 +10,7 @@ from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.hardware import Cluster, gpus_per_node
 from memplan.models import Model, parameter_count, preset_names, resolve
 from memplan.search.options import SearchOptions
-from memplan.search.search import Found, cluster_of, searched
+from memplan.search.search import Found, cluster_of, resolved, searched
 from memplan.search.table import search_rows
 
 SEQ_LEN_STEP: Final = 256
@@ -59,10 +59,11 @@ def smallest_part(
     """The plans of the fewest GPUs of this cluster that can train the model: as `smallest_cluster`.
 
     Raises:
-        PlanRefused: if all of it is too small: with what the nearest plan lacks.
+        PlanRefused: if the whole cluster is too small: with what the nearest plan lacks.
         MemplanError: as `memplan.search`.
     """
-    model, whole, asked = _asked(model, cluster, options)
+    model, whole, asked = resolved(model, cluster, options)
+    asked = SMALLEST | asked
     last: Found | None = None
     no_mesh = ""
     for where in parts_of_cluster(whole):
@@ -78,15 +79,6 @@ def smallest_part(
         f"no plan was found of which it is sure that {model.name} fits on {whole.name}{lacks}; use more GPUs "
         "or fewer states."
     )
-
-
-def _asked(
-    model: Model | str | os.PathLike[str], cluster: Cluster | str, options: SearchOptions
-) -> tuple[Model, Cluster, dict[str, Any]]:
-    """The model, the cluster and the other options of a question."""
-    asked: dict[str, Any] = {**SMALLEST, **options}
-    changes = (asked.pop(name, None) for name in ("gpus_per_node", "network", "margin"))
-    return resolve(model, asked.pop("implementation", None)), cluster_of(cluster, *changes), asked
 
 
 def _probed(
@@ -128,7 +120,8 @@ def longest_sequence(
         PlanRefused: if no plan fits the shortest one: with what the nearest plan lacks.
         MemplanError: as `memplan.search`.
     """
-    model, where, asked = _asked(model, cluster, options)
+    model, where, asked = resolved(model, cluster, options)
+    asked = SMALLEST | asked
     if "seq_len" in asked:
         raise InvalidValue(f"seq_len={shown_value(asked['seq_len'])} is what is asked for; leave it out.")
 
@@ -172,19 +165,21 @@ def largest_model(
             f"names={shown_value(names)} is no list of models; use a list of names or Models, as ['gpt2'], "
             "or leave it out for all presets."
         )
-    models = [resolve(name) for name in (preset_names() if names is None else names)]
+    code = options.get("implementation")
+    models = [resolve(name, code) for name in (preset_names() if names is None else names)]
     if not models:
         raise InvalidValue("names=[] leaves nothing to try; name at least one model.")
     last: Found | None = None
+    _, where, asked = resolved(models[0], cluster, options)
+    asked = SMALLEST | asked
     for model in sorted(models, key=parameter_count, reverse=True):
-        _, where, asked = _asked(model, cluster, options)
         last, fits = _probed(model, where, global_batch, asked)
         if fits:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else ""
     raise PlanRefused(
         f"no plan was found of which it is sure that any of {len(models)} models fits on "
-        f"{cluster_of(cluster).name}{lacks}; use a smaller model or more GPUs."
+        f"{where.name}{lacks}; use a smaller model or more GPUs."
     )
 
 

@@ -36,7 +36,7 @@ from memplan.search.judge import (
     nearest_first,
     on_front,
 )
-from memplan.search.options import Objective, PlanOptions, Progress
+from memplan.search.options import Objective, PlanOptions, Progress, SearchOptions
 from memplan.search.plans import VARIED, Grid
 from memplan.search.pool import Pool
 from memplan.search.rules import RUNS
@@ -110,7 +110,7 @@ class Found:
     @cached_property
     def kept(self) -> tuple[Estimate, ...]:
         """The estimates of the plans kept within the budget, the best first."""
-        return tuple(self.estimates(self.within))
+        return tuple(map(self.estimate, self.within))
 
     @cached_property
     def best(self) -> Estimate | None:
@@ -127,12 +127,10 @@ class Found:
             every = found.n_within == len(found.kept) and not found.n_slower
             if every or not found.kept or self.again is None:
                 return None
-            found = self.again(max(map(_slack_bytes, found.kept)))
+            found = self.again(
+                max([(each.reserved_bytes or 0) - each.worst.peak_bytes for each in found.kept])
+            )
         return None
-
-    def estimates(self, judged: Iterable[Judged]) -> Iterator[Estimate]:
-        """The estimates of plans, in order."""
-        return map(self.estimate, judged)
 
     def estimate(self, judged: Judged) -> Estimate:
         """The estimate of a plan."""
@@ -166,11 +164,6 @@ class Found:
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
-
-
-def _slack_bytes(estimated: Estimate) -> int:
-    """The bytes that the caching allocator reserves for a plan beyond its peak."""
-    return (estimated.reserved_bytes or 0) - estimated.worst.peak_bytes
 
 
 @shows(PlanOptions)
@@ -251,34 +244,26 @@ def search(
 def searched(
     model: Model | str | os.PathLike[str],
     *,
-    implementation: str | None = None,
     cluster: Cluster | str,
     global_batch: int | Iterable[int],
-    seq_len: int | Iterable[int] | None = None,
     objective: Objective = "speed",
-    keep: int | None = KEEP,
-    tp_across_nodes: bool = False,
-    time_model: TimeModel | None = None,
-    progress: Progress | None = None,
-    gpus_per_node: int | None = None,
-    network: Link | str | None = None,
-    margin: float | None = None,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[SearchOptions],
 ) -> Found:
     """As `search`, without pandas.
 
     Raises:
         MemplanError: as `search`.
     """
-    model, where = resolve(model, implementation), cluster_of(cluster, gpus_per_node, network, margin)
+    model, where, asked = resolved(model, cluster, options)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
+    keep, time_model = asked.pop("keep", KEEP), asked.pop("time_model", None)
     how: dict[str, Any] = {
         "keep": None if keep is None else checked_count("keep", keep),
-        "tp_across_nodes": checked_flag("tp_across_nodes", tp_across_nodes),
+        "tp_across_nodes": checked_flag("tp_across_nodes", asked.pop("tp_across_nodes", False)),
         "time_model": Roofline() if time_model is None else time_model,
-        "progress": progress,
+        "progress": asked.pop("progress", None),
     }
-    asked: dict[str, Any] = {**options}
+    seq_len = asked.pop("seq_len", None)
     if objective in QUESTIONS:
         from memplan.search.questions import longest_sequence, smallest_part  # which search in turn
 
@@ -293,6 +278,20 @@ def searched(
     for one in jobs:
         one.check_time()
     return jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
+
+
+def resolved(
+    model: Model | str | os.PathLike[str], cluster: Cluster | str, options: SearchOptions
+) -> tuple[Model, Cluster, dict[str, Any]]:
+    """The model and the cluster that are searched for, and the options that change neither.
+
+    Raises:
+        MemplanError: none, or as `memplan.estimate`.
+    """
+    asked: dict[str, Any] = {**options}
+    changes = [asked.pop(name, None) for name in ("gpus_per_node", "network", "margin")]
+    where = cluster_of(cluster, *changes)
+    return resolve(model, asked.pop("implementation", None), where.gpu.device.type), where, asked
 
 
 def cluster_of(

@@ -1,4 +1,4 @@
-"""A search's result as rows and as a frame; the verdict of each plan is that of its own estimate."""
+"""A search's result as rows and as a frame; the verdict of each plan is its own estimate's."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -59,7 +59,7 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def columns_of(found: "Found") -> tuple[str, ...]:
-    """The names of the columns: those of all searches, then the other options that were asked for."""
+    """The names of the columns: `COLUMNS`, then the other options that were asked for."""
     names = dict.fromkeys(name for job in found.jobs for name in not_usual(job))
     return (*COLUMNS, *(name for name in names if name not in COLUMNS))
 
@@ -90,7 +90,7 @@ def search_dict(found: "Found", model: str | None = None) -> dict[str, Any]:
 def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, Any]]:
     """The frame's rows as plain values; unknown values, and those that a refused plan lacks, are None.
 
-    First the plans that fit, then those of which memplan cannot say, then those that do not fit: each group
+    First the plans that fit, then the plans that may fit, then the plans that do not fit: each group
     the best first, the last one the nearest first. `model`: how the model was named on the command line.
     """
     estimates, columns = shown(found), columns_of(found)

@@ -114,7 +114,8 @@ def _table(a: Estimate, b: Estimate) -> str:
         rows.append(("step", *_seconds(a.step_s, b.step_s)))
     for (kind, left), right in zip(a.peak.to_dict().items(), b.peak.to_dict().values(), strict=True):
         name = "peak" if kind == "total_bytes" else kind.removesuffix("_bytes")
-        rows.append((name, human_bytes(left), human_bytes(right), _signed(left - right)))
+        sign = "-" if left < right else "+"
+        rows.append((name, human_bytes(left), human_bytes(right), sign + human_bytes(abs(left - right))))
     return text_table(rows, "<>>>")
 
 
@@ -123,10 +124,6 @@ def _seconds(left: float | None, right: float | None) -> tuple[str, str, str]:
     shown = tuple("unknown" if s is None else f"{s:.3f} s" for s in (left, right))
     difference = "unknown" if left is None or right is None else f"{left - right:+.3f} s"
     return shown[0], shown[1], difference
-
-
-def _signed(n_bytes: int) -> str:
-    return f"{'-' if n_bytes < 0 else '+'}{human_bytes(abs(n_bytes))}"
 
 
 def _traffic(a: Estimate, b: Estimate) -> list[str]:

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from memplan.errors import InvalidValue, shown_value, unknown_name
-from memplan.tracing.shapes import Shapes
 from memplan.tracing.units import Point
 
 Loss = Callable[..., Tensor]
@@ -35,7 +34,7 @@ class Leaf:
 class Example:
     """A module and its arguments: `leaves` of the inputs and targets, whose tree is `spec`.
 
-    `point` is the example's batch and length; `shapes` remembers results of operations.
+    `point` is the example's batch and length.
     """
 
     module: nn.Module
@@ -45,7 +44,6 @@ class Example:
     has_targets: bool
     loss: Loss
     point: Point
-    shapes: Shapes
 
     @property
     def has_sequence(self) -> bool:
@@ -111,7 +109,6 @@ def checked_example(
         has_targets=targets is not None,
         loss=standard_loss if loss is None else loss,
         point=(first.shape[0], lengths.pop() if lengths else 1),
-        shapes=Shapes(),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from memplan.checks import checked_count
+from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, UnknownName, did_you_mean, shown_value, unknown_name
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
@@ -37,8 +38,8 @@ LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "enco
 """Names of the number of blocks."""
 
 
-def traced_from_config(config: Config, name: str) -> TracedModel:
-    """The model of a config.json whose `model_type` transformers knows; the same file is traced once.
+def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedModel:
+    """The model of a config.json whose `model_type` transformers knows; a file is traced once a device.
 
     Its class is that of `architectures`, else the first of its type's that `TASKS` knows.
 
@@ -48,11 +49,11 @@ def traced_from_config(config: Config, name: str) -> TracedModel:
         InvalidValue: values with which transformers' own code fails.
         MissingRule: for code that cannot be traced.
     """
-    return _traced(dumps(config.values, sort_keys=True), name)
+    return _traced(dumps(config.values, sort_keys=True), name, device)
 
 
 @lru_cache(maxsize=16)
-def _traced(text: str, name: str) -> TracedModel:
+def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
     config, transformers = Config(loads(text)), import_module("transformers")
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
@@ -69,7 +70,8 @@ def _traced(text: str, name: str) -> TracedModel:
             module = getattr(transformers, class_name)._from_config(settings)
         longest = next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
         inputs = TASKS[task](settings, min(LENGTH, longest))
-        return trace(module, inputs, name=name, max_seq_len=longest if "input_ids" in inputs else None)
+        longest = longest if "input_ids" in inputs else None
+        return trace(module, inputs, name=name, max_seq_len=longest, device=device)
     except MemplanError:
         raise
     except Exception as error:

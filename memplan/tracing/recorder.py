@@ -16,7 +16,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
+from memplan.tracing.calls import kernel_called
+from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
+from memplan.tracing.scratch import Scratch, scratch_of
 from memplan.tracing.shapes import Shapes, tensors
 from memplan.tracing.values import READ, known_value
 
@@ -83,9 +86,11 @@ class Recorder(ShapesMode):
     `n_blocks` units in the middle are the blocks; the one after them is the head, then the loss.
     """
 
-    def __init__(self, n_blocks: int, shapes: Shapes, device: torch.device) -> None:
+    def __init__(self, n_blocks: int, shapes: Shapes, device: torch.device, *, executes: bool) -> None:
         super().__init__(shapes)
         self.device = device
+        self.executes = executes
+        """Whether operations run on the device, with values."""
         self.n_blocks = n_blocks
         self.events: list[Event] = []
         self.storages: list[Stored] = []
@@ -234,15 +239,35 @@ class Recorder(ShapesMode):
             return args[0]
         if self.segment.phase == "forward":
             self._reads(args, kwargs)
-        scratch_bytes = 0
-        if self.device.type == "cpu":
+        on_gpu = self.device.type == "cuda"
+        scratch: tuple[Scratch, ...] = ()
+        if self.executes:
+            out, scratch = executed(func, args, kwargs, self.device)
+            results = tuple([tensor for tensor in tensors(out) if tensor.device == self.device])
+        else:
             if func is READ:
                 known_value(args[0])
-            out = self.result(func, types, args, kwargs)
-            results = on_a_device(out)
-        else:
-            out, scratch_bytes = executed(func, args, kwargs, self.device)
-            results = tuple([tensor for tensor in tensors(out) if tensor.device == self.device])
+            out = self.result(func, types, args, on_cuda(kwargs) if on_gpu else kwargs)
+            results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
+            kernel = kernel_called(func, args, results) if on_gpu else None
+            if kernel is None:
+                scratch = scratch_of(func, args, results, self.device)
+            else:
+                results = results[: kernel.n_results]
+                self.events.append(Event("kernel", self.segment, -1, kernel))
+        self._allocated(func, args, results)
+        for name, n_elements, dtype in scratch:
+            self._workspace(name, n_elements, dtype)
+        counted = flop_registry.get(func._overloadpacket)
+        if counted is not None:
+            phase = "recompute" if self.recomputing else self.segment.phase
+            flops = counted(*args, **kwargs, out_val=out)
+            done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
+            self.events.append(Event("compute", self.segment, -1, done))
+        return out
+
+    def _allocated(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Record the results of an operation."""
         for tensor in results:
             self.seen(tensor, func)
             if self._from_weights:
@@ -252,16 +277,6 @@ class Recorder(ShapesMode):
         casts = func is CASTS and self.autocasts and phase == "forward"
         if casts and self.storage_of(args[0]) == self.inputs.get(unit):
             self.input_casts.setdefault(unit, []).append(self.storage_of(results[0]))
-        self._workspace("columns of a convolution", columns(func, args, results), results)
-        self._workspace("widened operand", widened(func, args, results), results)
-        self._workspace("memory of a kernel's own", scratch_bytes, ())
-        counted = flop_registry.get(func._overloadpacket)
-        if counted is not None:
-            phase = "recompute" if self.recomputing else self.segment.phase
-            flops = counted(*args, **kwargs, out_val=out)
-            done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
-            self.events.append(Event("compute", self.segment, -1, done))
-        return out
 
     def _reads(self, *arguments: Any) -> None:
         """Note operands of a forward pass that its unit has not computed itself."""
@@ -281,15 +296,13 @@ class Recorder(ShapesMode):
             self._sums.add(event)
             self.events.append(event)
 
-    def _workspace(self, name: str, n_elements: int, results: Sequence[Tensor]) -> None:
-        """Record a kernel's own scratch, of its results' type or in bytes: allocated and freed."""
-        if n_elements > 0:
-            dtype = results[0].dtype if results else torch.uint8
-            n_bytes = n_elements * dtype.itemsize
-            self.storages.append(Stored(name, (n_elements,), _name(dtype), dtype.itemsize, n_bytes))
-            self._made_in.append(self.segment.unit)
-            number = len(self.storages) - 1
-            self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
+    def _workspace(self, name: str, n_elements: int, dtype: torch.dtype) -> None:
+        """Record a kernel's own scratch: allocated and freed."""
+        n_bytes = n_elements * dtype.itemsize
+        self.storages.append(Stored(name, (n_elements,), _name(dtype), dtype.itemsize, n_bytes))
+        self._made_in.append(self.segment.unit)
+        number = len(self.storages) - 1
+        self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
 
     def _locate(self) -> None:
         """Find the step's segment: after a unit has returned, or at an autograd node that a unit has made."""
@@ -341,53 +354,13 @@ class Recorder(ShapesMode):
 
 def executed(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[Any, int]:
+) -> tuple[Any, tuple[Scratch, ...]]:
     """The result of an operation on a GPU, and the most bytes that its kernels allocated beside it."""
     torch._C._cuda_resetPeakMemoryStats(device.index)
     out = func(*args, **kwargs)
     requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]
-    return out, requested["peak"] - requested["current"]
-
-
-def columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Elements of the columns that CPU's convolution of images, without oneDNN, unfolds its input into.
-
-    None for windows of one element in their place. Neglects: groups, which are computed one by one.
-
-    Source: aten/src/ATen/native/ConvolutionMM2d.cpp (`compute_columns2d`, `slow_conv2d_backward_out_cpu`).
-    """
-    backward = func is CONVOLUTION_BACKWARD
-    if (not backward and func is not CONVOLUTION) or results[0].device.type != "cpu":
-        return 0
-    output, image, weight = args[:3] if backward else (results[0], *args[:2])
-    *_, stride, padding, _dilation, _transposed, _padding, groups = args[:10] if backward else args[:9]
-    if weight.dim() != IMAGE_DIMS or groups != 1:
-        return 0
-    if list(weight.shape[2:]) == [1, 1] and set(stride) == {1} and set(padding) == {0}:
-        return 0
-    rows, columns = output.shape[2:]
-    return int(image.shape[0] * image.shape[1] * weight.shape[2] * weight.shape[3] * rows * columns)
-
-
-def widened(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Elements of the operands that CPU first copies to the result's type, in arithmetic with mixed types.
-
-    Source: aten/src/ATen/TensorIterator.cpp (`compute_types`, "Promotes common dtype to operands on CPU").
-    """
-    if func._overloadpacket not in ARITHMETIC or results[0].device.type != "cpu":
-        return 0
-    operands = [one for one in tensors(args) if one.dim() and one.dtype != results[0].dtype]
-    return sum([one.numel() for one in operands])
-
-
-ARITHMETIC: Final = (torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.mul, torch.ops.aten.div)
-"""Operations whose operands may be of several types."""
-
-CONVOLUTION: Final = torch.ops.aten.convolution.default
-CONVOLUTION_BACKWARD: Final = torch.ops.aten.convolution_backward.default
-
-IMAGE_DIMS: Final = 4
-"""Sample, channel, row, column."""
+    n_bytes = requested["peak"] - requested["current"]
+    return out, (("memory of a kernel's own", n_bytes, torch.uint8),) if n_bytes > 0 else ()
 
 
 def _name(dtype: torch.dtype) -> str:

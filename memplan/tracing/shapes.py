@@ -75,8 +75,8 @@ class _Results(NamedTuple):
 class Shapes:
     """Runs operations on tensors without data."""
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
         self._known: dict[Hashable, _Results | None] = {}
         self._common: dict[torch.device, dict[str, Any]] = {}
 
@@ -132,7 +132,7 @@ class Shapes:
             like = FakeTensor(self.mode, torch.empty((), device="meta"), device)
             self._common[device] = dict(vars(like))
         made = Tensor._make_subclass(
-            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device
+            FakeTensor, tensor, False, dispatch_device=device.type != "cuda", device_for_backend_keys=device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         vars(made).update(self._common[device])

@@ -24,9 +24,10 @@ from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
 from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant, modules_with
+from memplan.tracing.cuda import CUDA, CudaTensors, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
-from memplan.tracing.shapes import tensors
+from memplan.tracing.shapes import Shapes, tensors
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -38,14 +39,20 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 }
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
-LENGTHS: Final = (48, 80)
+BATCHES: Final = (2, 3, 5)
+"""Batches that are traced; the third to check the rules of sizes that the first two give.
+
+With the lengths they make all products of powers of both different, so that sizes tell them apart.
+"""
+
+LENGTHS: Final = (48, 80, 112)
 """Sequences that are traced where the example is longer: short, so that masks can be computed."""
 
 FEW: Final = 4
 """Blocks that are enough for a trace: the first two, one that stands for the others, the last."""
 
 LEAST_LENGTH: Final = 4
-"""The shortest sequence of an example, as two lengths are traced."""
+"""The shortest sequence of an example, as three lengths are traced."""
 
 MOST_MASKED: Final = 1 << 20
 """Elements of the largest mask with which rules of sizes are checked."""
@@ -71,6 +78,7 @@ def trace(
     max_seq_len: int | None = None,
     name: str = "",
     device: DeviceType = "cpu",
+    executed: bool = False,
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
 
@@ -91,22 +99,26 @@ def trace(
         precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
-        device: whose kernels to trace. On "cuda" the passes run on the current GPU, with weights of any
-            values, and what is traced holds for the example's sizes: what kernels allocate for themselves
-            follows from no rule.
+        device: whose kernels to trace; no GPU is needed for "cuda". The trace is of GPUs from compute
+            capability 8.0 on; what their kernels allocate for themselves follows from rules, when the GPU is
+            known.
+        executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
+            GPU and for the example's sizes, and for cuDNN's kernels too, which have no rules.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
         MissingRule: for a module whose passes depend on values of floats.
     """
-    runs_on = _checked_device(device)
+    runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
+    plays_cuda = runs_on == CUDA and not executed
+    shapes = Shapes(CudaTensors() if plays_cuda else None)
     why = ""
     for path in block_lists(module, blocks):
-        tracer = _Tracer(example, path, runs_on)
+        tracer = _Tracer(example, path, shapes, runs_on, executes=executed)
         try:
-            with _no_collection():
+            with _no_collection(), without_a_gpu() if plays_cuda else nullcontext():
                 recordings, limits = _recordings(tracer, list(runs))
         except Unlike as unlike:
             why = f"{path}: {unlike}"
@@ -127,10 +139,12 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _checked_device(asked: str) -> torch.device:
+def _checked_device(asked: str, *, executed: bool) -> torch.device:
     checked_choice("device", asked, get_args(DeviceType))
     if asked == "cpu":
         return torch.device("cpu")
+    if not executed:
+        return CUDA
     if not torch.cuda.is_available():
         raise InvalidValue(
             "device='cuda': PyTorch sees no GPU here; use device='cpu', or a machine with one."
@@ -154,10 +168,14 @@ class _Tracer:
     recorded as the same, those after it go through no more.
     """
 
-    def __init__(self, example: Example, path: str, device: torch.device) -> None:
+    def __init__(
+        self, example: Example, path: str, shapes: Shapes, device: torch.device, *, executes: bool
+    ) -> None:
         self.example = example
         self.path = path
+        self.shapes = shapes
         self.device = device
+        self.executes = executes
         self.list = example.module.get_submodule(path) if path else nn.ModuleList()
         self.n_blocks = len(self.list._modules)
         self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
@@ -196,7 +214,7 @@ class _Tracer:
         if self._few:
             with self._first_blocks():
                 return run()
-        if self._few is None and self.device.type != "cpu":
+        if self._few is None and self.executes:
             run()  # once, so that libraries have the memory that they keep
         whole = run()
         if self._few is None:
@@ -217,7 +235,7 @@ class _Tracer:
             self.list._modules = every
 
     def _run(self, point: Point, weights: str, autocast: str, recompute: str, casts: bool) -> Parts:
-        recorder = Recorder(len(self.list._modules), self.example.shapes, self.device)
+        recorder = Recorder(len(self.list._modules), self.shapes, self.device, executes=self.executes)
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
             inputs, targets = self._inputs(point, recorder)
@@ -422,15 +440,17 @@ def _cast(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor like this one, on tensors without data; integers are known. On a GPU one of its values."""
-    if recorder.device.type != "cpu":
+    """A tensor like this one, without data; integers are known, and 0 on `meta`. On a GPU with its values."""
+    if recorder.executes:
         own = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
         return own.to(recorder.device, dtype or tensor.dtype)
     with recorder:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype)
-    has_values = not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex())
-    if isinstance(made, FakeTensor) and has_values:
-        made.real_tensor = tensor.detach().clone()
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=recorder.device
+        )
+    if isinstance(made, FakeTensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+        known = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
+        made.real_tensor = known
     return made
 
 
@@ -447,7 +467,7 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
     dtype = weights if is_parameter and tensor.is_floating_point() else tensor.dtype
     if not is_parameter:
         made = _without_values(tensor.detach(), recorder)
-    elif recorder.device.type != "cpu":
+    elif recorder.executes:
         made = torch.empty_like(tensor, dtype=dtype, device=recorder.device, requires_grad=False)
     else:  # nothing is asked of the values of weights
         made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
@@ -552,7 +572,7 @@ def _recordings(
         Unlike: the blocks are not equal.
     """
     batch, length = tracer.example.point
-    tried = (_lengths(tracer.example), (length, length)) if tracer.device.type == "cpu" else ()
+    tried = () if tracer.executes else (_lengths(tracer.example), (length, length, length))
     for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
@@ -581,17 +601,18 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[tupl
 
 
 def _for_any_batch(
-    tracer: _Tracer, runs: Sequence[tuple[str, str]], lengths: Point
+    tracer: _Tracer, runs: Sequence[tuple[str, str]], lengths: Sequence[int]
 ) -> dict[Variant, Recording]:
-    """Each variant for any batch, and for any length if there are two."""
+    """Each variant for any batch, and for any length if there are several."""
     found: dict[Variant, Recording] = {}
+    several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
+    example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
     for weights, autocast, again, casts in _variants(tracer, runs):
-        checked = (tracer.example.point,) if not found and _can_be_checked(tracer.example.point) else ()
-        several, alone = (list(zip(batches, lengths, strict=True)) for batches in ((2, 3), (1, 1)))
         how = weights, autocast, again, casts
-        found[Variant(weights, autocast, again, False, casts)] = _agreed(tracer, how, (*several, *checked))
+        points = several[:2] if found else [*several, *example]
+        found[Variant(weights, autocast, again, False, casts)] = _agreed(tracer, how, points)
         try:
-            found[Variant(weights, autocast, again, True, casts)] = _agreed(tracer, how, alone)
+            found[Variant(weights, autocast, again, True, casts)] = _agreed(tracer, how, alone[: len(points)])
         except _Fails:  # normalisation over a batch refuses a single sample
             continue
     return found
@@ -609,16 +630,16 @@ def _agreed(tracer: _Tracer, variant: tuple[str, str, str, bool], points: Iterab
     return recording_of([tracer.run(point, *variant) for point in each], each)
 
 
-def _lengths(example: Example) -> Point:
-    """The two lengths that are traced."""
+def _lengths(example: Example) -> tuple[int, ...]:
+    """The lengths that are traced."""
     length = example.point[1]
     if not example.has_sequence:
-        return (1, 1)
+        return (1, 1, 1)
     if length >= max(LENGTHS):
         return LENGTHS
     if length < LEAST_LENGTH:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
-    return (length * 3 // 4, length)
+    return (length * 3 // 4, length, length // 2)
 
 
 def _model(
@@ -652,7 +673,7 @@ def _model(
         inputs_of_step=tuple(_inputs_of_step(example)),
         recordings=recordings,
         device="cpu" if tracer.device.type == "cpu" else "cuda",
-        made_with=_made_with(example.module, tracer.device),
+        made_with=_made_with(example.module, tracer.device, executed=tracer.executes),
         has_sequence=example.has_sequence,
         limits=limits,
     )
@@ -673,17 +694,17 @@ def _name(tensor: Tensor) -> str:
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
     """The tensors that the step is given, each once."""
-    points = list(zip((2, 3), LENGTHS, strict=True))
+    points = list(zip(BATCHES, LENGTHS, strict=True))
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
         shapes = [example.resized(leaf, point).shape for point in points]
         shape = tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
         yield TracedTensor(leaf.name, shape, _name(leaf.value))
 
 
-def _made_with(module: nn.Module, device: torch.device) -> str:
+def _made_with(module: nn.Module, device: torch.device, *, executed: bool) -> str:
     """The releases of torch and of the module's own package, and the GPU."""
     package = type(module).__module__.partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", None)
     own = f", {package} {version}" if package != "torch" and isinstance(version, str) else ""
-    gpu = "" if device.type == "cpu" else f", {torch.cuda.get_device_name(device)}"
+    gpu = f", {torch.cuda.get_device_name(device)}" if executed else ""
     return f"torch {torch.__version__.partition('+')[0]}{own}{gpu}"

@@ -7,7 +7,7 @@ buffer that each block allocates and each block frees.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import combinations, count, groupby
 from typing import Any, Final
 
 from memplan.errors import MissingRule
@@ -137,7 +137,7 @@ class _Classes:
     def _alike(self, one: Event, other: Event) -> bool:
         if one.kind != other.kind:
             return False
-        if one.kind == "compute":
+        if one.kind in ("compute", "kernel"):
             return bool(one.detail == other.detail)
         if one.kind == "grad" and self.common(one.detail) != self.common(other.detail):
             return False
@@ -207,7 +207,7 @@ class _Classes:
             for event in events:
                 if event.kind == "mark":
                     places[part, event.detail] = len(found)
-                if event.storage < 0 and event.kind != "compute":
+                if event.storage < 0 and event.kind not in ("compute", "kernel"):
                     continue
                 if event.storage >= 0:
                     own = self.of(event.storage)
@@ -301,7 +301,7 @@ Point = tuple[int, int]
 
 
 def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
-    """The simplest sum of terms with these values at these sizes of the input.
+    """The simplest sum of terms with these values at these sizes of the input: of few terms, small factors.
 
     >>> size_of((2 * 48 * 7, 3 * 80 * 7), ((2, 48), (3, 80)))
     (Term(factor=7, batch_power=1, seq_power=1),)
@@ -313,20 +313,32 @@ def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
     """
     if len(set(values)) == 1:
         return (Term(values[0]),)
-    for i, j in POWERS:
-        units = [batch**i * length**j for batch, length in points]
-        factor, rest = divmod(values[0], units[0])
-        if not rest and all(value == factor * unit for value, unit in zip(values, units, strict=True)):
-            return (Term(factor, i, j),)
-    for i, j in POWERS:
-        units = [batch**i * length**j for batch, length in points]
-        if units[0] == units[1]:
-            continue
-        factor, rest = divmod(values[1] - values[0], units[1] - units[0])
-        constant = values[0] - factor * units[0]
-        if not rest and all(v == factor * u + constant for v, u in zip(values, units, strict=True)):
-            return (Term(factor, i, j), Term(constant))
+    units = {powers: [b ** powers[0] * s ** powers[1] for b, s in points] for powers in (*POWERS, (0, 0))}
+    for powers in POWERS:
+        factor, rest = divmod(values[0], units[powers][0])
+        if not rest and list(values) == [factor * unit for unit in units[powers]]:
+            return (Term(factor, *powers),)
+    found = [
+        (Term(factors[0], *one), Term(factors[1], *other))
+        for (one, of_one), (other, of_other) in combinations(units.items(), 2)
+        if (factors := _solved(values, of_one, of_other)) is not None
+    ]
+    if found:
+        return min(found, key=lambda terms: sum([abs(term.factor) for term in terms]))
     raise MissingRule(f"sizes {values} follow from no rule of batch and length.")
+
+
+def _solved(values: Sequence[int], of_one: Sequence[int], of_other: Sequence[int]) -> tuple[int, int] | None:
+    """Whole factors of two units that give all values; None if there are none."""
+    determinant = of_one[0] * of_other[1] - of_one[1] * of_other[0]
+    if not determinant:
+        return None
+    first, rest = divmod(values[0] * of_other[1] - values[1] * of_other[0], determinant)
+    second, other_rest = divmod(of_one[0] * values[1] - of_one[1] * values[0], determinant)
+    terms = zip(values, of_one, of_other, strict=True)
+    if rest or other_rest or any(value != first * x + second * y for value, x, y in terms):
+        return None
+    return first, second
 
 
 def product(*sizes: Size) -> Size:
@@ -378,7 +390,12 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
 
 
 def _skeleton(event: Event) -> Any:
-    return event.kind, event.storage, event.detail if event.kind == "grad" else None
+    match event.kind:
+        case "grad":
+            return event.kind, event.storage, event.detail
+        case "kernel":
+            return event.kind, event.detail.name, event.detail.dtype, event.detail.n_results
+    return event.kind, event.storage
 
 
 def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> TracedBuffer:
@@ -402,6 +419,11 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             return TracedEvent(one.kind, one.storage)
         case "grad":
             return TracedEvent("grad", one.storage, one.detail)
+        case "kernel":
+            name, _, dtype, n_results = one.detail
+            all_sizes = zip(*[event.detail.sizes for event in events], strict=True)
+            sizes = tuple([size_of(each, points) for each in all_sizes])
+            return TracedEvent("kernel", kernel=name, n_results=n_results, shape=sizes, dtype=dtype)
     shape = tuple([size_of(dims, points) for dims in zip(*[e.detail.shape for e in events], strict=True)])
     flops = size_of([event.detail.flops for event in events], points)
     return TracedEvent("compute", phase=one.detail.phase, flops=flops, shape=shape, dtype=one.detail.dtype)

@@ -107,6 +107,8 @@ def _forget(func: Any, written: Iterable[Tensor]) -> None:
 
 def _computed(func: Any, arguments: Arguments) -> Any:
     def value(argument: Any) -> Any:
+        if isinstance(argument, torch.device) and argument.type == "cuda":
+            return torch.device("cpu")
         return _value(argument) if isinstance(argument, Tensor) else argument
 
     args, kwargs = tree_map(value, arguments)

@@ -1,13 +1,15 @@
-"""The families of transformers' decoders, as its own modules run on CPU ranks: each with its quirks.
+"""The families of transformers' decoders, as its own modules run: each with its quirks.
 
-A flat list of models and of plans, crossed.
+Flat lists of models and of plans, crossed.
 """
 
+from dataclasses import replace
 from typing import Any, Final
 
 from memplan.engines.options import plan_of
 from memplan.models import Decoder
-from validate.cases import OF_TRANSFORMERS, Case, title
+from validate.cases import OF_TRANSFORMERS, Case, placed, title
+from validate.gpus import Gpus
 
 SIZES: Final[dict[str, Any]] = {
     "n_layers": 4, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_ff": 176, "vocab_size": 1000,
@@ -42,14 +44,72 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
+PIPELINES: Final[tuple[dict[str, Any], ...]] = (
+    {"pp": 2, "schedule": "gpipe", "micro_batch": 2, "global_batch": 8, "precision": "fp32"},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "recompute": "full"},
+    {"pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b", "global_batch": 4, "precision": "bf16"},
+    {"pp": 2, "virtual_stages": 2, "schedule": "looped-bfs", "micro_batch": 2, "global_batch": 8},
+    {"pp": 2, "dp": 2, "micro_batch": 2, "global_batch": 16, "precision": "fp32"},
+    {"pp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "global_batch": 16},
+)
+"""Pipelines over blocks, of models whose embedding and head are not tied."""
+
+WINDOWED: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    (
+        "mistral",
+        {"d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336, "vocab_size": 32000, "window": 4096},
+    ),
+    (
+        "gemma3",
+        {
+            "d_model": 2560, "n_heads": 8, "n_kv_heads": 4, "d_head": 256, "d_ff": 10240, "window": 1024,
+            "vocab_size": 262208, "pattern": 2,
+        },
+    ),
+    ("phi3", {"d_model": 3072, "n_heads": 32, "d_ff": 8192, "vocab_size": 32064, "window": 2047}),
+    (
+        "starcoder2",
+        {"d_model": 4608, "n_heads": 36, "n_kv_heads": 4, "d_ff": 18432, "vocab_size": 49152, "window": 4096},
+    ),
+)  # fmt: skip
+"""Sizes of Mistral 7B, Gemma 3 4B, Phi 3 mini and StarCoder 2 7B."""
+
+WINDOW_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"precision": "fp32", "seq_len": 4608},
+    {"precision": "bf16", "seq_len": 4608, "micro_batch": 2},
+    {"precision": "bf16", "seq_len": 4100},
+    {"precision": "bf16-mixed", "seq_len": 4100, "micro_batch": 2, "recompute": "full"},
+)
+"""Sequences beyond the windows, also with rows of masks that are padded."""
+
+
 def families() -> tuple[Case, ...]:
-    """Every family under every plan."""
+    """Every family under every plan, but in pipelines only those that have rules for them."""
     cases = []
     for name, quirks in QUIRKS.items():
-        cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{name}"]
-        model = cls(**{**SIZES, "name": f"transformers-{name}", **quirks})
-        for options in PLANS:
-            plan = plan_of(**options, seq_len=64)
-            case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
-            cases.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))
+        sizes = {**SIZES, **quirks}
+        cases += [_case(name, sizes, {**options, "seq_len": 64}) for options in PLANS]
+        if "pp" in OF_TRANSFORMERS[f"huggingface-{name}"].axes:
+            untied = {**sizes, "tied_head": False}
+            cases += [_case(name, untied, {**options, "seq_len": 64}) for options in PIPELINES]
     return tuple(cases)
+
+
+def gpu_families(gpus: Gpus | None) -> tuple[Case, ...]:
+    """The families in small, and windows at published widths on one GPU."""
+    if gpus is None:
+        return families()
+    windowed = (
+        _case(name, {"n_layers": 4, "max_seq_len": 8192, **sizes}, options)
+        for name, sizes in WINDOWED
+        for options in WINDOW_PLANS
+    )
+    cases = (*families(), *(replace(case, timeout_s=600.0) for case in windowed))
+    return tuple(placed(case, gpus) for case in cases)
+
+
+def _case(family: str, sizes: dict[str, Any], options: dict[str, Any]) -> Case:
+    cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{family}"]
+    model, plan = cls(**{**sizes, "name": f"transformers-{family}"}), plan_of(**options)
+    name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
+    return Case(name=name, model=model, plan=plan, timeout_s=240.0)

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue
+from memplan.plan import Plan
 from memplan.shapes import FP32
 from validate.cases import UNTIMED_STEPS, Case, shipped_trace, title
 from validate.gpus import Gpus
-from validate.systems.torch.wild import AT_TRUE_SIZE, IN_FP16, IN_SMALL
+from validate.systems.torch.wild import AT_TRUE_SIZE, IN_FP16, IN_SMALL, Wild
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 2, "precision": "fp32"},
@@ -143,8 +144,24 @@ GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16"},
     {"precision": "bf16", "dp": 8},
     {"precision": "bf16-mixed", "dp": 8, "zero": 3},
+    {"precision": "fp32", "dp": 8, "zero": 3},
+    {"precision": "bf16-mixed", "dp": 8, "zero": 3, "recompute": "full", "halves": True},
 )
-"""One GPU; one rank of eight under DDP and under FSDP2."""
+"""One GPU; one rank of eight under DDP and under FSDP2; `halves`: twice the samples, half the tokens."""
+
+AUTOCAST: Final[dict[str, Any]] = {"precision": "bf16-mixed", "dp": 8}
+"""DDP with weights in float32, for models of at most `MOST_PARAMETERS`."""
+
+MOST_PARAMETERS: Final = 4 * 10**9
+"""Of which weights, gradients and AdamW's states in float32 take 64 GB."""
+
+
+def _at_true_size(one: Wild, *, halves: bool = False, **options: Any) -> Plan:
+    """The plan of a model's own micro-batch and length."""
+    samples, seq_len = one.gpu_batch or 1, one.seq_len
+    if halves:
+        samples, seq_len = 2 * samples, max(seq_len // 2, 1)
+    return plan_of(**options, micro_batch=samples, seq_len=seq_len)
 
 
 def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -160,8 +177,9 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
         if find_spec(one.package) is None:
             continue
         model = shipped_trace(name)
-        for options in GPU_PLANS:
-            plan = plan_of(**options, seq_len=one.seq_len, micro_batch=one.gpu_batch or 1)
+        small = (AUTOCAST,) if model.n_parameters <= MOST_PARAMETERS else ()
+        for options in (*GPU_PLANS, *small):
+            plan = _at_true_size(one, **options)
             case = Case(
                 name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",
                 model=model,

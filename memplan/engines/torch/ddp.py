@@ -45,7 +45,7 @@ COMPRESSED: Final = {"fp16": FP16, "bf16": BF16}
 
 
 class Bucket(NamedTuple):
-    """Elements of a bucket; under PowerSGD also those of P, of Q and of its uncompressed gradients."""
+    """Elements of a bucket; under PowerSGD also of P, of Q and of its uncompressed gradients."""
 
     n_elements: int
     p: int
@@ -295,7 +295,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         return (*frees(grad) * (drops - 1), *reduced, *frees(grad) * min(drops, 1))
 
     def _ready(self, segment: Segment, drops: int, filled: Sequence[Bucket | None]) -> tuple[Event, ...]:
-        """A backward segment's events, with those of each gradient that is ready in it."""
+        """A backward segment's events; after each ready gradient its frees and its bucket's reduction."""
         found: list[Event] = []
         fills = iter(filled)
         for event in segment.events:

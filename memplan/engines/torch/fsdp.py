@@ -484,10 +484,11 @@ def opened_when_called(
 def grouped(
     order: Iterable[tuple[Segment, int]], groups: Iterable[Row]
 ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
-    """The blocks' passes in order, grouped by unit: each group's unit, its passes, and how many equal groups.
+    """The blocks' passes in order, grouped by unit: the unit, a group's passes, the number of such groups.
 
-    The first and the last group of a unit stand alone, as their neighbours belong to other units. Where each
-    group is one block of one unit, groups are counted as the passes are, which keep the first block apart.
+    The first group of a row is yielded alone, and so is the last one unless its row is the last: the group
+    beside it, which is prefetched, is of another row. A single row of single blocks keeps the counts of
+    `order`.
     """
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)

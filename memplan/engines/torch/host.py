@@ -19,7 +19,7 @@ from memplan.shapes import UINT8, Buffer, buffer_of
 
 
 def page_locked_bytes(n_bytes: int) -> int:
-    """The block that a page-locked tensor of so many bytes takes: the next power of two.
+    """Bytes of the block that holds a page-locked tensor of `n_bytes`: the next power of two.
 
     Source: aten/src/ATen/core/CachingHostAllocator.h (`allocate`).
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Self, TypeVar, final
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast, final
 
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Block, Segment
+from memplan.orders import ActionKind
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
@@ -22,6 +23,7 @@ from memplan.record import (
     CollectiveKind,
     Event,
     Free,
+    PassPart,
     Stretch,
     allocs,
     chain,
@@ -287,7 +289,7 @@ def added_to_older(segment: Segment) -> tuple[Event, ...]:
 def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
     """A block's backward events if its output's gradient, `incoming`, was received from another rank.
 
-    That one is not freed here: the sum with it takes a new tensor.
+    The schedule frees `incoming`; the sum with it is a new tensor.
     """
     found = tuple(found)
     is_dropped = any(isinstance(event, AddToIncoming) for event in found)
@@ -300,15 +302,55 @@ def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
     return tuple(kept)
 
 
+def with_p2p(
+    module: StageModule[Any],
+    kind: ActionKind,
+    parts: Iterable[Stretch],
+    *,
+    next_is_here: bool = False,
+    previous_is_here: bool = False,
+) -> tuple[Stretch, ...]:
+    """A pass of a stage after its receive and before its send, which stages of the same rank do without."""
+    first, last = module.stage.first or previous_is_here, module.stage.last or next_is_here
+    match kind:
+        case "forward":
+            return *[module.fwd_recv] * (not first), *parts, *[module.fwd_send] * (not last)
+        case "backward-weight":
+            return tuple(parts)
+    return *[module.bwd_recv] * (not last), *parts, *[module.bwd_send] * (not first)
+
+
+def computed(module: StageModule[Any], kind: ActionKind) -> list[Stretch]:
+    """What a stage's module computes in a pass.
+
+    The pipeline's first stage runs its whole backward pass where other stages run the second part.
+
+    Source: `torch.distributed.pipelining.stage:_PipelineStageBase.backward_weight_one_chunk`.
+    """
+    match kind:
+        case "forward":
+            return [module.forward()]
+        case "backward-input":
+            return [] if module.stage.first else [module.backward_input()]
+        case "backward-weight" if not module.stage.first:
+            return [module.backward_weight()]
+    return [module.backward()]
+
+
+def named_pass(module: StageModule[Any], local: int, kind: ActionKind, parts: Sequence[Stretch]) -> Stretch:
+    """What is played for an action of the rank's `local`-th stage, marked as its pass."""
+    first = module.stage.first
+    if kind == "backward-input" and first:
+        return chain("backward", *parts)
+    whole = kind == "last-backward" or (kind == "backward-weight" and first)
+    return passed(local, "backward" if whole else cast(PassPart, kind), *parts)
+
+
 def forward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
     """A micro-batch's forward pass with the receive before it and the send after it."""
-    received = [] if module.stage.first else [module.fwd_recv]
-    sent = [] if module.stage.last else [module.fwd_send]
-    return passed(0, "forward", *received, *parts, *sent)
+    return passed(0, "forward", *with_p2p(module, "forward", parts))
 
 
 def backward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
     """A micro-batch's backward pass with the receive before it and the send after it."""
-    received = [] if module.stage.last else [module.bwd_recv]
-    sent = [] if module.stage.first else [module.bwd_send]
-    return passed(0, "backward", *received, *parts, *sent)
+    return passed(0, "backward", *with_p2p(module, "backward", parts))

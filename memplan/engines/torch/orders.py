@@ -15,7 +15,7 @@ DataAxis = Literal["none", "ddp", "fsdp"]
 
 
 def plan_order(plan: Plan, rank: int) -> Loop:
-    """The order of one pipeline rank's actions in a step, those of FSDP2 or DDP included."""
+    """The order of one pipeline rank's actions in a step, with the actions of FSDP2 or DDP."""
     data_axis: DataAxis = "fsdp" if plan.fsdp else "ddp" if plan.ddp else "none"
     return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, data_axis)
 

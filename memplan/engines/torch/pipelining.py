@@ -14,7 +14,16 @@ from typing import Any, cast
 
 from memplan.engines.torch import releasing
 from memplan.engines.torch.fsdp import FSDPModule
-from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat, turns
+from memplan.engines.torch.module import (
+    StageModule,
+    backward_pass,
+    computed,
+    forward_pass,
+    named_pass,
+    repeat,
+    turns,
+    with_p2p,
+)
 from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.memory import Alive
@@ -147,11 +156,9 @@ class _Runtime:
     """The actions of one rank's step, for schedules of several stages on a rank or of split backward passes.
 
     Handles of sends are kept to the end of the step, and gloo's handles hold the sent tensors. A tensor that
-    passes between two stages of the same rank is not sent: it replaces the receive buffer. The pipeline's
-    first stage runs its whole backward pass where other stages run the second part.
+    passes between two stages of the same rank is not sent: it replaces the receive buffer.
 
-    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`,
-    `torch.distributed.pipelining.stage:_PipelineStageBase.backward_weight_one_chunk`.
+    Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
     """
 
     def __init__(self, stages: RankStages, modules: Sequence[Module]) -> None:
@@ -212,47 +219,20 @@ class _Runtime:
                 return cast(FSDPModule, module).reshard()
             case "reduce":
                 return chain("gradient reduction", *module.reduce_grads())
-        turns = (*module.wait_for_unshard(), *self._pass(action, module))
-        match action.kind:
-            case "backward-input" if module.stage.first:
-                return chain("backward", *turns)
-            case "backward-weight" if module.stage.first:
-                return passed(action.local, "backward", *turns)
-            case "last-backward":
-                return passed(action.local, "backward", *turns)
-            case part:
-                return passed(action.local, part, *turns)
-
-    def _pass(self, action: Action, module: Module) -> Iterator[Stretch]:
-        local, stage = action.local, module.stage
-        last_here, first_here = self._next_is_here(local), self._previous_is_here(local)
-        match action.kind:
-            case "forward":
-                yield from [] if stage.first or first_here else [module.fwd_recv]
-                yield module.forward()
-                yield from [] if stage.last or last_here else [module.fwd_send]
-                if last_here:
-                    yield events("hand-over to the next stage", frees(self._received(local, 1)[0]))
-                return
-            case "last-backward":
-                module.require_gradient_sync()
-        if action.kind != "backward-weight":
-            yield from [] if stage.last or last_here else [module.bwd_recv]
-        match action.kind:
-            case "backward" | "last-backward":
-                yield module.backward()
-            case "backward-input" if not stage.first:
-                yield module.backward_input()
-            case "backward-weight":
-                yield module.backward() if stage.first else module.backward_weight()
-        if action.kind != "backward-weight":
-            yield from [] if stage.first or first_here else [module.bwd_send]
-        yield from self._dropped(action, module)
+        if action.kind == "last-backward":
+            module.require_gradient_sync()
+        local, kind = action.local, action.kind
+        after, before = self._next_is_here(local), self._previous_is_here(local)
+        waited = module.wait_for_unshard()
+        turns = with_p2p(module, kind, computed(module, kind), next_is_here=after, previous_is_here=before)
+        return named_pass(module, local, kind, [*waited, *turns, *self._dropped(action, module)])
 
     def _dropped(self, action: Action, module: Module) -> Iterator[Stretch]:
         """The frees after a pass: the stage's output, and its input's gradient if no handle holds it."""
         local, stage = action.local, module.stage
         match action.kind:
+            case "forward" if self._next_is_here(local):
+                yield events("hand-over to the next stage", frees(self._received(local, 1)[0]))
             case "backward" | "last-backward":
                 yield from self._outputs(local, dropped=True)
                 yield from self._input_grad(local, dropped=not self.keeps_sent)

@@ -121,7 +121,7 @@ def _received(stages: RankStages) -> Iterator[Event]:
 
 
 def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
-    """DDP's broadcast of the first rank's weights, as flat copies of which two are alive at once.
+    """DDP's broadcast of the first rank's weights in flat copies, two of them alive at once.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
     torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`: of a single tensor a view).
@@ -144,7 +144,7 @@ def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Bu
 def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
     """FSDP2's shards, module by module: shards with too few rows are then copied into padded ones.
 
-    Those of the root are padded last, after the module's buffers.
+    The root's shards are padded last, after the module's buffers.
 
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.

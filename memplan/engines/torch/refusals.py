@@ -127,6 +127,12 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
     """Raise where a schedule with split backward passes fails or loses gradients."""
     if not plan.splits_backward:
         return
+    if model.computes_loss:
+        raise MissingRule(
+            f"schedule={plan.schedule!r} splits each backward pass, which has no rule for {model.code}, "
+            "whose stages make tensors that all blocks share; use schedule='interleaved-1f1b' or '1f1b'.",
+            kind="zero-bubble, zbv or dualpipe-v of modules that are not memplan's own",
+        )
     if plan.recompute == "selective":
         raise PlanRefused(
             f"schedule={plan.schedule!r} splits each backward pass, but recompute='selective' allows only "

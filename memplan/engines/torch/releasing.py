@@ -16,9 +16,19 @@ from typing import Any, Final, cast
 
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.lowering import Step, steps
-from memplan.engines.torch.module import StageModule, backward_pass, forward_pass, repeat, turns
+from memplan.engines.torch.module import (
+    StageModule,
+    backward_pass,
+    computed,
+    forward_pass,
+    named_pass,
+    repeat,
+    turns,
+    with_p2p,
+)
 from memplan.engines.torch.stage import RankStages
-from memplan.record import PassPart, Stretch, chain, passed, repeated
+from memplan.orders import ActionKind
+from memplan.record import Stretch, chain, repeated
 
 Module = StageModule[Any]
 
@@ -176,45 +186,25 @@ class Runtime:
             case "receive-gradient":
                 self.holders["received gradient", index, i] += 1
                 return [module.receive_grad]
-        waited = module.wait_for_unshard()
-        return [self._passed(step, *waited, *self._pass(step))]
+        return [self._pass(step)]
 
-    def _passed(self, step: Step, *parts: Stretch) -> Stretch:
-        part = step.kind
-        if part == "backward-input" and self.modules[step.stage].stage.first:
-            return chain("backward", *parts)
-        if part == "backward-weight" and self.modules[step.stage].stage.first:
-            part = "backward"
-        key = part, step.stage, parts
-        if key not in self.made:
-            self.made[key] = passed(self.local[step.stage], cast(PassPart, part), *parts)
-        return self.made[key]
-
-    def _pass(self, step: Step) -> Iterator[Stretch]:
+    def _pass(self, step: Step) -> Stretch:
         kind, index, i = step
-        module = self.modules[index]
-        stage = module.stage
+        module, action = self.modules[index], cast(ActionKind, kind)
+        after, before = index + 1 in self.modules, index - 1 in self.modules
+        parts = [*module.wait_for_unshard()]
+        run = computed(module, action)
+        parts += with_p2p(module, action, run, next_is_here=after, previous_is_here=before)
         if kind == "forward":
-            yield from [] if stage.first or index - 1 in self.modules else [module.fwd_recv]
-            yield module.forward()
-            yield from [] if stage.last or index + 1 in self.modules else [module.fwd_send]
-            self.holders["output", index, i] += 1
-            if index + 1 in self.modules:
-                self.holders["output", index, i] += 1
-            return
-        if kind != "backward-weight":
-            yield from [] if stage.last or index + 1 in self.modules else [module.bwd_recv]
-        match kind:
-            case "backward-input":
-                yield from [] if stage.first else [module.backward_input()]
-            case "backward-weight":
-                yield module.backward() if stage.first else module.backward_weight()
-            case _:
-                yield module.backward()
-        if kind != "backward-weight" and not stage.first:
-            yield from [] if index - 1 in self.modules else [module.bwd_send]
-            self._gave_input_grad(step)
-        yield from self._let_go(step)
+            self.holders["output", index, i] += 1 + after
+        else:
+            if kind != "backward-weight" and not module.stage.first:
+                self._gave_input_grad(step)
+            parts += self._let_go(step)
+        key = kind, index, tuple(parts)
+        if key not in self.made:
+            self.made[key] = named_pass(module, self.local[index], action, parts)
+        return self.made[key]
 
     def _gave_input_grad(self, step: Step) -> None:
         """Count the holders of the input's gradient: its send or the stage before, and the input's `grad`."""

@@ -1,6 +1,7 @@
 """How parameters are divided over ranks: FSDP2's rows, ZeroRedundancyOptimizer's tensors, DDP's buckets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from heapq import heapreplace
 from typing import Final
 
@@ -46,7 +47,8 @@ def padded_shard_elements(parameter: Parameter, n_shards: int) -> int:
     return padded_rows(rows, n_shards) * (parameter.n_elements // rows)
 
 
-def zero_redundancy_partition(parameters: Sequence[Parameter], n_ranks: int) -> list[list[Parameter]]:
+@lru_cache(maxsize=256)
+def zero_redundancy_partition(parameters: tuple[Parameter, ...], n_ranks: int) -> list[list[Parameter]]:
     """Whole parameters assigned to ranks: the largest first, each to the rank with the fewest elements.
 
     Source: `torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer._partition_parameters`.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final
 
 from memplan.device import CPU, Device
@@ -107,7 +107,7 @@ class Stage:
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether a send's handle holds the tensor until the wait; those of NCCL's batches (2.11) do not.
+        """Whether a send's handle holds the tensor until it is waited for; NCCL's batches (2.11) do not.
 
         Source: `torch.distributed.pipelining.schedules:_batch_p2p` (in 2.11 always `batch_isend_irecv`).
         """
@@ -205,15 +205,10 @@ def mesh_bytes(world_size: int, device: Device) -> int:
     return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
 
 
-@lru_cache(maxsize=256)
-def _partition(parameters: tuple[Parameter, ...], n_ranks: int) -> list[list[Parameter]]:
-    return zero_redundancy_partition(parameters, n_ranks)
-
-
 class RankStages:
     """The pipeline stages of one rank, and what the rank holds between steps.
 
-    `known` are stages to take where their kind is asked for, and where new ones are put.
+    `known`: stages by kind, shared between ranks; a kind that is missing is added.
     """
 
     def __init__(
@@ -266,7 +261,7 @@ class RankStages:
         return tuple([stage_layers(self.model.n_blocks, self.plan, index) for index in self.indices])
 
     def with_gradients_freed(self) -> "RankStages":
-        """The rank where the update frees gradients and does not zero them; what it receives into is kept."""
+        """The same rank with `set_to_none=True`; it receives into the same buffers."""
         plan = replace(self.plan, options=replace(self.options, set_to_none=True))
         other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
@@ -335,7 +330,7 @@ class RankStages:
     @cached_property
     def partition(self) -> list[list[Parameter]]:
         """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
-        return _partition(tuple(self.trained_parameters()), self.plan.dp)
+        return zero_redundancy_partition(tuple(self.trained_parameters()), self.plan.dp)
 
     def stored_dtype(self, parameter: Parameter) -> DType:
         """The type that a parameter is stored in: the precision's, or its own if it is of integers."""

@@ -506,24 +506,22 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 
 
 def wild_trace(name: str) -> TracedModel:
-    """One of them, traced anew: on CPU, or of true size on the GPU, in bfloat16."""
+    """One of them, traced anew: with CPU's kernels, or of true size with CUDA's."""
     wild = WILD[name]
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
-    on_gpu = wild.gpu_batch is not None
-    precisions = ("fp32", "bf16", "bf16-mixed", *(("fp16-mixed",) if name in IN_FP16 else ()))
-    with torch.device("meta") if on_gpu else nullcontext():
+    of_true_size = wild.gpu_batch is not None
+    with torch.device("meta") if of_true_size else nullcontext():
         module = wild.module()
-    with values_as_on_a_gpu() if on_gpu else nullcontext():
-        return memplan.trace(
-            module,
-            {name: value for name, value in inputs.items() if name != "targets"},
-            targets=inputs.get("targets"),
-            name=name,
-            max_seq_len=wild.seq_len,
-            device="cuda" if on_gpu else "cpu",
-            precisions=("bf16",) if on_gpu else precisions,
-        )
+    return memplan.trace(
+        module,
+        {name: value for name, value in inputs.items() if name != "targets"},
+        targets=inputs.get("targets"),
+        name=name,
+        max_seq_len=wild.seq_len,
+        device="cuda" if of_true_size else "cpu",
+        precisions=("fp32", "bf16", "bf16-mixed", *(("fp16-mixed",) if name in IN_FP16 else ())),
+    )
 
 
 # --- Under a plan ---
@@ -616,8 +614,12 @@ def wild_passes(
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
-        returns_loss = "targets" not in inputs
-        return wild_pipeline(modules, plan, inputs, mesh, device, scaler, returns_loss=returns_loss)
+        width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
+        if isinstance(model, Decoder) and 0 not in modules:
+            del inputs["input_ids"], own
+        return wild_pipeline(
+            modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
+        )
     (module,) = modules.values()
     n = plan.n_micro_batches
     compute = torch_dtype(plan.formats.compute)

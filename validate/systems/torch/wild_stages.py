@@ -111,15 +111,18 @@ def wild_pipeline(
     device: torch.device,
     scaler: GradScaler,
     *,
+    width: int,
     returns_loss: bool,
 ) -> Passes:
     """Forward and backward of one step over this rank's stages by the plan's schedule.
 
+    Stages send each other tensors of this `width`. The last of the `inputs` are the targets; the others are
+    for the first stage only.
     The last stage `returns_loss`, or the loss is computed from its output, both under autocast.
     """
     kind, n = schedule_class(plan), plan.n_micro_batches
     output = () if returns_loss else (plan.micro_batch, plan.seq_len, VOCABULARY)
-    made = [_stage(module, i, plan, output, mesh, device) for i, module in stages.items()]
+    made = [_stage(module, i, plan, width, output, mesh, device) for i, module in stages.items()]
 
     def mean(y: Tensor, target: Tensor) -> Tensor:
         with autocast(plan, device):
@@ -131,8 +134,8 @@ def wild_pipeline(
     has_first, has_loss = any(stage.is_first for stage in made), any(stage.is_last for stage in made)
 
     def run() -> float | None:
-        tokens, targets = inputs.values()  # every rank has both
-        arguments = (tokens,) if has_first else ()
+        *tokens, targets = inputs.values()
+        arguments = tokens if has_first else ()
         named: dict[str, Any] = {"labels": targets} if has_loss and returns_loss else {}
         if not has_loss:
             schedule.step(*arguments, return_outputs=False)
@@ -148,6 +151,7 @@ def _stage(
     module: nn.Module,
     stage: int,
     plan: Plan,
+    width: int,
     output: Sequence[int],
     mesh: DeviceMesh,
     device: torch.device,
@@ -155,7 +159,7 @@ def _stage(
     compute = torch_dtype(plan.formats.compute)
     dtype = torch_dtype(plan.formats.stored) if plan.mixed and not plan.fsdp else compute
     shape = plan.micro_batch, plan.seq_len
-    between = torch.empty(*shape, WIDTH, dtype=dtype, device="meta", requires_grad=True)
+    between = torch.empty(*shape, width, dtype=dtype, device="meta", requires_grad=True)
     first = torch.empty(shape, dtype=torch.int64, device="meta")
     of_last = torch.empty(output, dtype=compute if output else torch.float32, device="meta")
     return PipelineStage(

@@ -1,0 +1,211 @@
+"""CUDA's kernels by name, called with sizes: for traces, which know these and no operation's rule.
+
+Each allocates its results, and whatever it takes besides, by the rules of the operations here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+from memplan.errors import InvalidValue, MissingRule
+from memplan.kernels import scan_bytes
+from memplan.ops.attention import attention_kernel
+from memplan.ops.embedding import table_gradient
+from memplan.ops.fused_attention import cudnn_attention, efficient_attention, flash_attention_cuda
+from memplan.ops.norm import sum_partial_rows
+from memplan.record import Alloc, Event, Free
+from memplan.shapes import INT64, UINT8, Buffer, DType
+from memplan.tape import Node, OpContext, Saved, Tape, Tensor
+
+Results = Sequence[Tensor | None]
+"""What a kernel returns; None for what it leaves out."""
+
+Sizes = Sequence[int]
+"""What each kernel below takes, in its docstring's order; conditions are 1 or 0."""
+
+
+def kernel_events(
+    name: str, sizes: Sizes, dtype: DType, results: Sequence[Buffer], context: OpContext
+) -> list[Event]:
+    """What a kernel allocates and frees; `results` become its first results, and get their sizes.
+
+    Raises:
+        MissingRule: on a CPU.
+        InvalidValue: it has fewer results.
+    """
+    if context.device.on_cpu:
+        raise MissingRule(f"{name} is a kernel of CUDA; trace the module with device='cpu'.")
+    tape = Tape(context)
+    made = list(KERNELS[name].rule(tape, sizes, dtype))
+    if len(made) < len(results):
+        raise InvalidValue(f"{name} has {len(made)} results, not {len(results)}; trace the module again.")
+    del made[len(results) :]
+    found = [event for event in tape.events if isinstance(event, Alloc | Free)]
+    new = {event.buffer for event in found if isinstance(event, Alloc)}
+    own: dict[Buffer, Buffer] = {}
+    left_out: list[Event] = []
+    for result, one in zip(results, made, strict=True):
+        if one is None or one.storage is None:
+            result.n_bytes = 0
+            left_out.append(Alloc(result))
+        else:
+            result.n_bytes = one.storage.buffer.n_bytes
+            own[one.storage.buffer] = result
+    events = [type(event)(own.get(event.buffer, event.buffer)) for event in found if event.buffer in new]
+    return [*events, *left_out]
+
+
+def _sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Of outputs, of the inputs of each, and whether these are a row apart."""
+    n_outputs, n_inputs, along_rows = sizes
+    total = tape.new("sum", (n_outputs,), dtype)
+    tape.sum_workspace(n_outputs, n_inputs, along_rows=bool(along_rows))
+    return (total,)
+
+
+def _cumulative_sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Of the elements of a row, and whether they are cast to the sum's type first.
+
+    Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`),
+    aten/src/ATen/native/cuda/ScanUtils.cuh (`scan_dim`).
+    """
+    n_elements, casts = sizes
+    total = tape.new("sum", (n_elements,), dtype)
+    with tape.workspace() as scratch:
+        if casts:
+            scratch.new("operand", (n_elements,), dtype)
+        scratch.new("CUB: scan", (scan_bytes(n_elements),), UINT8)
+    return (total,)
+
+
+def _table_gradient(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Of the ids that were looked up, the table's rows and width, and whether the ids are copied first."""
+    n_ids, n_rows, width, copies = sizes
+    with tape.workspace() as ids:
+        if copies:
+            ids.new("ids in order", (n_ids,), INT64)
+        return (table_gradient(tape, n_ids, (n_rows, width), dtype),)
+
+
+def _norm_gradients(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Of tokens, their width, whether the input has a gradient, and how many weights have one."""
+    n_tokens, width, of_input, n_weights = sizes
+    of_inputs = [tape.new("grad", (n_tokens, width), dtype) for _ in range(of_input)]
+    of_weights: list[Tensor | None] = [tape.new("grad", (width,), dtype) for _ in range(n_weights)]
+    sum_partial_rows(of_weights, n_tokens)
+    return *of_inputs, *of_weights
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+"""From queries, keys, values, whether there is dropout and whether there is a mask, to the output."""
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+    return flash_attention_cuda(q, k, v, dropout=drops)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+    """Memory-efficient attention.
+
+    Raises:
+        MissingRule: for other keys than queries; for a mask whose rows it would pad.
+    """
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    if n_queries != n_keys or (masked and n_keys % 8):
+        raise MissingRule(
+            f"memory-efficient attention of {n_queries} queries to {n_keys} keys (mask: {masked}) has no "
+            "rule for CUDA; use lengths that are equal, and with a mask a multiple of 8."
+        )
+    return efficient_attention(q, k, v)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+    """Attention by the kernel that PyTorch takes on the GPU.
+
+    Raises:
+        MissingRule: it takes no fused one.
+    """
+    context, grouped = q.tape.context, k.shape[2] != q.shape[2]
+    kernel = attention_kernel(
+        context.device,
+        context.torch_release,
+        q.dtype,
+        q.shape[3],
+        grouped=grouped,
+        dropout=drops,
+        masked=masked,
+    )
+    match kernel:
+        case "cudnn":
+            return cudnn_attention(q, k, v)
+        case "flash":
+            return _flash(q, k, v, drops, masked)
+        case "efficient":
+            return _efficient(q, k, v, drops, masked)
+    raise MissingRule(
+        f"attention with heads of {q.shape[3]} is several products on this GPU, and one kernel on an H100, "
+        "where it was traced; use such a GPU."
+    )
+
+
+def _attended(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> tuple[Node, Saved]:
+    """The node of attention, and what it has saved beside queries, keys and values.
+
+    The sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout,
+    whether there is a mask.
+    """
+    batch, n_queries, n_keys, n_heads, n_kv_heads, d_head, drops, masked = sizes
+    q = Tensor(tape, (batch, n_queries, n_heads, d_head), dtype)
+    k, v = (Tensor(tape, (batch, n_keys, n_kv_heads, d_head), dtype) for _ in range(2))
+    node = rule(q, k, v, bool(drops), bool(masked)).node
+    if not isinstance(node, Node) or node.saved is None:
+        raise MissingRule("attention has no backward pass here.")
+    return node, node.saved[3:]
+
+
+def _attention(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """The output, each row's log-sum-exp, and two tensors of the random state, if it is kept."""
+    _, saved = _attended(rule, tape, sizes, dtype)
+    return *saved, *[None] * (4 - len(saved))
+
+
+def _attention_backward(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """The gradients of queries, keys and values."""
+    node, (y, *_) = _attended(rule, tape, sizes, dtype)
+    tape.events.clear()
+    return tape.gradients(node, y)
+
+
+def _attention_backward_in_order(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Of memory-efficient attention, which first copies a gradient that is not laid out by tokens.
+
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
+    """
+    batch, n_queries, _, n_heads, _, d_head, *_ = sizes
+    node, _saved = _attended(_efficient, tape, sizes, dtype)
+    tape.events.clear()
+    grad = tape.new("grad by token", (batch, n_queries, n_heads, d_head), dtype)
+    return tape.gradients(node, grad)
+
+
+class Kernel(NamedTuple):
+    """How many sizes a kernel takes, and its rule."""
+
+    n_sizes: int
+    rule: Callable[[Tape, Sizes, DType], Results]
+
+
+KERNELS: Final[Mapping[str, Kernel]] = {
+    "sum": Kernel(3, _sum),
+    "cumulative_sum": Kernel(2, _cumulative_sum),
+    "table_gradient": Kernel(4, _table_gradient),
+    "norm_gradients": Kernel(4, _norm_gradients),
+    "flash_attention": Kernel(8, partial(_attention, _flash)),
+    "flash_attention_backward": Kernel(8, partial(_attention_backward, _flash)),
+    "fused_attention": Kernel(8, partial(_attention, _fused)),
+    "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
+    "efficient_attention": Kernel(8, partial(_attention, _efficient)),
+    "efficient_attention_backward": Kernel(8, partial(_attention_backward, _efficient)),
+    "efficient_attention_backward_in_order": Kernel(8, _attention_backward_in_order),
+}
+"""Each kernel by its name."""

@@ -1,0 +1,97 @@
+"""CUDA's autocast, for tensors without data: PyTorch's own asks C++ for their device, which says `meta`.
+
+Source: aten/src/ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_PROMOTE`, and others, which
+are computed in float32), aten/src/ATen/autocast_mode.cpp (`cached_cast`).
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.library import Library
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+KEY: Final = "AutocastCUDA"
+"""The dispatch key of operations under CUDA's autocast."""
+
+NARROW: Final = frozenset(
+    {
+        "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell",
+        "_thnn_fused_lstm_cell", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul",
+        "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+        "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "einsum", "gru_cell",
+        "linalg_multi_dot", "linalg_vecdot", "linear", "lstm_cell", "matmul", "mm", "mv", "prelu",
+        "rnn_relu_cell", "rnn_tanh_cell", "scaled_dot_product_attention",
+    }
+)  # fmt: skip
+"""Operations that run in autocast's type."""
+
+WIDEST: Final = frozenset(
+    {
+        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
+        "tensordot", "vdot",
+    }
+)  # fmt: skip
+"""Operations that run in the widest type of their operands."""
+
+
+@contextmanager
+def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterator[None]:
+    """A block in which operations under CUDA's autocast cast those floats that are eligible."""
+    casts: dict[int, Tensor] = {}
+    clear = torch.clear_autocast_cache
+
+    def cleared() -> None:
+        casts.clear()
+        clear()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the kernels that these replace
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, KEY):
+                name = name.removeprefix("aten::")
+                library.impl(name, _autocast(name, casts, is_eligible), KEY)
+    with patch.object(torch, "clear_autocast_cache", cleared):
+        yield
+
+
+def _autocast(name: str, casts: dict[int, Tensor], is_eligible: Callable[[Any], bool]) -> Callable[..., Any]:
+    """An operation as it is called under autocast."""
+    packet, _, overload = name.partition(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    names = [argument.name for argument in func._schema.arguments]
+    dtype_at = names.index("dtype") if "dtype" in names and packet not in NARROW else None
+
+    def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+        if x.dtype == dtype or not is_eligible(x):
+            return x
+        is_weight = x.dtype == torch.float32 and x.requires_grad and x.is_leaf and not x._is_view()
+        if not is_weight or dtype != torch.get_autocast_dtype("cuda"):
+            return x.to(dtype)
+        if id(x) not in casts:
+            casts[id(x)] = x.to(dtype)
+        return casts[id(x)]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        floats = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and is_eligible(x)]
+        dtype = torch.float32
+        if packet in NARROW or (packet in WIDEST and all(x.dtype != dtype for x in floats)):
+            dtype = torch.get_autocast_dtype("cuda")
+        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCUDA)):
+            if dtype_at is not None:
+                asked = (*args, *[None] * (dtype_at - len(args) + 1))[dtype_at] or kwargs.get("dtype")
+                into = dtype if asked is None and is_eligible(args[0]) else asked
+                return func(*args[:dtype_at], **{**kwargs, "dtype": into})
+            leaves, spec = tree_flatten((args, kwargs))
+            for i in reversed(range(len(leaves))):  # the order in which C++ compilers evaluate arguments
+                if isinstance(leaves[i], Tensor):
+                    leaves[i] = in_type(leaves[i], dtype)
+            args, kwargs = tree_unflatten(leaves, spec)
+            return func(*args, **kwargs)
+
+    return called

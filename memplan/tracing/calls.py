@@ -1,0 +1,147 @@
+"""The kernels that operations call on CUDA, of those that take more memory than their results."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from memplan.tracing.cuda import ATEN, of_cudnn
+
+
+class Called(NamedTuple):
+    """A kernel of `memplan.ops.kernel_calls`, called with these sizes; the next storages are its results."""
+
+    name: str
+    sizes: tuple[int, ...]
+    dtype: str
+    n_results: int
+
+
+class Places(NamedTuple):
+    """Where an operation has its dropout, and its mask if it takes one."""
+
+    dropout: int
+    mask: int | None = None
+
+
+def kernel_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
+    """The kernel that runs an operation; None if it takes no more memory than its results.
+
+    Neglects: kernels that have no rule, as those that sort.
+
+    Raises:
+        MissingRule: it is one of cuDNN's.
+    """
+    rule = CALLS.get(func)
+    return None if rule is None else rule(args, results)
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _convolution(args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    """No kernel of more memory for patches that do not overlap.
+
+    Neglects: cuDNN's workspace in their backward, which is a step's last operation.
+
+    Raises:
+        MissingRule: for any other convolution.
+    """
+    weight, stride, padding = args[1], args[3], args[4]
+    if list(weight.shape[2:]) != [*stride] or any(padding):
+        raise of_cudnn("a convolution")
+
+
+def _sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
+    """A sum or a mean of floats over some dims, or all.
+
+    The inputs of an output are a row apart where a kept dim has the smallest stride.
+
+    Source: aten/src/ATen/native/cuda/Reduce.cuh (`reduction_on_fastest_striding_dimension`).
+    """
+    (total,), given = results, args[0]
+    if not total.is_floating_point() or not total.numel():
+        return None
+    dims = (args[1] if len(args) > 1 else None) or range(given.dim())
+    reduced = {dim % given.dim() for dim in dims}
+    smallest = {True: math.inf, False: math.inf}
+    for dim, (n, stride) in enumerate(zip(given.shape, given.stride(), strict=True)):
+        if n > 1:
+            smallest[dim in reduced] = min(smallest[dim in reduced], stride)
+    along_rows = smallest[False] < smallest[True]
+    return Called("sum", (total.numel(), given.numel() // total.numel(), int(along_rows)), _name(total), 1)
+
+
+def _cumulative_sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
+    """A cumulative sum of a single row; others need no scratch."""
+    given, (total,) = args[0], results
+    if given.numel() != given.shape[args[1]] or given.numel() <= 1:
+        return None
+    return Called("cumulative_sum", (given.numel(), int(given.dtype != total.dtype)), _name(total), 1)
+
+
+def _table_gradient(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    grad, ids, n_rows = args[:3]
+    sizes = ids.numel(), n_rows, grad.shape[-1], int(not ids.is_contiguous())
+    return Called("table_gradient", sizes, _name(results[0]), 1)
+
+
+def _norm_gradients(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    given, normalized_shape, (of_input, *of_weights) = args[1], args[2], args[-1]
+    width = math.prod(normalized_shape)
+    sizes = given.numel() // width, width, int(of_input), sum(of_weights)
+    return Called("norm_gradients", sizes, _name(given), len(results))
+
+
+def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    """Its results are the output, the log-sum-exps and two tensors of the random state; others are empty.
+
+    Without a backward pass to come only the output is kept.
+    """
+    keeps = name == "flash_attention" or args[4]
+    return Called(name, _attended(args[0], args[1], at, args), _name(args[0]), 4 if keeps else 1)
+
+
+def _attention_backward(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    copies = name == "efficient_attention" and not args[0].transpose(1, 2).is_contiguous()
+    called = f"{name}_backward{'_in_order' if copies else ''}"
+    return Called(called, _attended(args[1], args[2], at, args), _name(args[1]), 3)
+
+
+def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[int, ...]:
+    """Batch, queries, keys, heads of queries and of keys, width of a head; dropout or not; mask or not."""
+    batch, n_heads, n_queries, d_head = q.shape
+    drops = len(args) > at.dropout and args[at.dropout] > 0
+    masked = at.mask is not None and args[at.mask] is not None
+    return batch, n_queries, k.shape[2], n_heads, k.shape[1], d_head, int(drops), int(masked)
+
+
+CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | None]]] = {
+    ATEN.convolution.default: _convolution,
+    ATEN.sum.default: _sum,
+    ATEN.sum.dim_IntList: _sum,
+    ATEN.mean.default: _sum,
+    ATEN.mean.dim: _sum,
+    ATEN.cumsum.default: _cumulative_sum,
+    ATEN.embedding_dense_backward.default: _table_gradient,
+    ATEN.native_layer_norm_backward.default: _norm_gradients,
+    ATEN._fused_rms_norm_backward.default: _norm_gradients,
+    ATEN._scaled_dot_product_efficient_attention.default: partial(
+        _attention, "efficient_attention", Places(5, 3)
+    ),
+    ATEN._scaled_dot_product_flash_attention.default: partial(_attention, "flash_attention", Places(3)),
+    ATEN._scaled_dot_product_cudnn_attention.default: partial(_attention, "fused_attention", Places(5, 3)),
+    ATEN._scaled_dot_product_efficient_attention_backward.default: partial(
+        _attention_backward, "efficient_attention", Places(9, 4)
+    ),
+    ATEN._scaled_dot_product_flash_attention_backward.default: partial(
+        _attention_backward, "flash_attention", Places(10)
+    ),
+    ATEN._scaled_dot_product_cudnn_attention_backward.default: partial(
+        _attention_backward, "fused_attention", Places(13, 8)
+    ),
+}
+"""Which kernel an operation calls, with which sizes."""

@@ -1,0 +1,234 @@
+"""CUDA's operations on tensors without data, where there is no GPU.
+
+Every build of PyTorch has CUDA's dispatch keys, autograd formulas and rules of shapes, but its autograd
+engine wants the device itself. So these tensors are on `cuda:0` for Python and for the dispatcher, and on
+`meta` for C++. What PyTorch's C++ code chooses by the device is chosen here.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Final, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.library import _scoped_library
+from torch.utils import checkpoint
+
+from memplan.device import H100
+from memplan.errors import MissingRule
+from memplan.kernels import Release
+from memplan.models.traced import DTYPES
+from memplan.ops.attention import attention_kernel
+from memplan.tracing.autocast import autocast_of
+
+CUDA: Final = torch.device("cuda", 0)
+META: Final = torch.device("meta")
+ATEN: Final = torch.ops.aten
+
+RELEASE: Final = cast(Release, tuple([int(part) for part in torch.__version__.split(".")[:2]]))
+"""PyTorch's, whose choices these are."""
+
+OF_CUDNN: Final = ("batch_norm", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+"""Operations whose memory only cuDNN knows, beside convolutions."""
+
+OF_ONE_KERNEL: Final = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Operations of one kernel on CUDA, which a build without CUDA divides into others."""
+
+
+@contextmanager
+def without_a_gpu() -> Iterator[None]:
+    """A block in which tensors without data can be on `cuda:0`."""
+    changes: tuple[AbstractContextManager[Any], ...] = (
+        patch.object(Tensor, "_make_subclass", _made_on_meta),
+        patch.object(FakeTensor, "is_cuda", property(_is_on_cuda), create=True),
+        patch.object(torch.cuda, "_lazy_init", lambda: None),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False),
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(checkpoint, "get_device_states", lambda *_: ([], [])),
+    )
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        library = stack.enter_context(_scoped_library("aten", "IMPL"))
+        for name, choice in CHOICES.items():
+            library.impl(name, choice, "AutogradCUDA")
+        for name in OF_ONE_KERNEL:
+            library.impl(name, _kernel, "CUDA")
+        stack.enter_context(autocast_of(library, _is_float_on_cuda))
+        yield
+
+
+_make_subclass: Final[Any] = Tensor._make_subclass
+
+
+def _made_on_meta(
+    kind: type[Tensor], data: Tensor, *args: Any, dispatch_device: bool = False, **kwargs: Any
+) -> Tensor:
+    """`Tensor._make_subclass`, by which C++ code is not told that a tensor without data is on CUDA."""
+    device = kwargs.get("device_for_backend_keys")
+    told = dispatch_device and (device is None or device.type != CUDA.type)
+    return cast(Tensor, _make_subclass(kind, data, *args, dispatch_device=told, **kwargs))
+
+
+def _is_on_cuda(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == CUDA.type
+
+
+def _is_float_on_cuda(tensor: Tensor) -> bool:
+    return _is_on_cuda(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def on_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An operation's keywords with `cuda:0` in the place of `meta`, which C++ code takes for the device."""
+    return {**kwargs, "device": CUDA} if kwargs.get("device") == META else kwargs
+
+
+class CudaTensors(FakeTensorMode):
+    """PyTorch's mode for tensors without data, on `cuda:0` where C++ code says `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What an operation returns."""
+        return super().dispatch(func, types, args, on_cuda(kwargs or {}))
+
+
+# --- Choices ---
+
+
+def of_cudnn(name: str) -> MissingRule:
+    """The error for an operation that cuDNN runs."""
+    return MissingRule(
+        f"{name} on CUDA takes memory that only cuDNN knows; trace the module on a GPU (executed=True).",
+        kind="an operation of cuDNN in a trace for CUDA",
+    )
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise of_cudnn(name)
+
+    return refused
+
+
+def _kernel(*_: Any, **__: Any) -> Any:
+    """Stands for a kernel, so that autograd takes its operation for one; tensors without data call none."""
+    raise NotImplementedError
+
+
+def _moved(
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+    **_: Any,
+) -> Tensor:
+    """The tensor itself if it is on the device and of the type already, else a copy.
+
+    Source: aten/src/ATen/native/TensorConversions.cpp (`to_will_alias`).
+    """
+    here = device is None or device.type in (CUDA.type, META.type)
+    if here and not copy and dtype in (None, x.dtype):
+        return x
+    to = None if here else device
+    return cast(Tensor, ATEN._to_copy(x, dtype=dtype, device=to, memory_format=memory_format))
+
+
+def _moved_to(
+    x: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    return _moved(x, dtype=dtype, device=device, copy=copy, memory_format=memory_format)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout by one kernel, which keeps a mask of booleans.
+
+    Source: aten/src/ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
+    """
+    return cast(Tensor, ATEN.native_dropout(x, p, True)[0]) if train and 0 < p < 1 else x
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """RMSNorm by one kernel.
+
+    Raises:
+        MissingRule: for a weight of another type, with which it is several operations.
+
+    Source: aten/src/ATen/native/layer_norm.cpp (`rms_norm_symint`).
+    """
+    if weight is not None and weight.dtype != x.dtype:
+        raise MissingRule(f"rms_norm of {x.dtype} with a weight of {weight.dtype} has no rule for CUDA.")
+    return cast(Tensor, ATEN._fused_rms_norm(x, normalized_shape, weight, eps)[0])
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention by the kernel that PyTorch chooses on an H100; others are chosen when the GPU is known.
+
+    Raises:
+        MissingRule: for a mask with a gradient.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`scaled_dot_product_attention`,
+    `convert_boolean_attn_mask`).
+    """
+    d_head, dtype = query.shape[-1], DTYPES[str(query.dtype).removeprefix("torch.")]
+    grouped, drops, masked = query.shape[1] != key.shape[1], dropout_p > 0, attn_mask is not None
+    kernel = attention_kernel(H100, RELEASE, dtype, d_head, grouped=grouped, dropout=drops, masked=masked)
+    if attn_mask is not None and attn_mask.requires_grad:
+        raise MissingRule("attention with a mask that has a gradient has no rule for CUDA.")
+    if attn_mask is not None and attn_mask.dtype == torch.bool and kernel != "math":
+        allowed, other = (ATEN.scalar_tensor(x, dtype=query.dtype, device=CUDA) for x in (0.0, -math.inf))
+        attn_mask = ATEN.where(attn_mask, allowed, other)
+    if kernel == "math":
+        causal = {"scale": scale, "enable_gqa": enable_gqa}
+        operands = query, key, value, attn_mask, dropout_p, is_causal, None
+        return cast(Tensor, ATEN._scaled_dot_product_attention_math(*operands, **causal)[0])
+    if kernel != "flash":
+        fused = {
+            "cudnn": ATEN._scaled_dot_product_cudnn_attention,
+            "efficient": ATEN._scaled_dot_product_efficient_attention,
+        }[kernel]
+        keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        args = query, key, value, attn_mask, keeps, dropout_p, is_causal
+        return cast(Tensor, fused(*args, scale=scale)[0])
+    scale = d_head**-0.5 if scale is None else scale
+    pad = -d_head % 8
+    if pad:
+        query, key, value = (ATEN.constant_pad_nd(x, (0, pad)) for x in (query, key, value))
+    y = ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return cast(Tensor, y[..., :d_head] if pad else y)
+
+
+CHOICES: Final[Mapping[str, Callable[..., Any]]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+    "rms_norm": _rms_norm,
+    "to.device": _moved_to,
+    "to.dtype_layout": _moved,
+    **{name: _refused(name.partition(".")[0]) for name in OF_CUDNN},
+}
+"""Operations that C++ code divides into others by the device."""

@@ -1,0 +1,121 @@
+"""Modules traced for CUDA where there is no GPU: equal to what memplan knows of its own ones, on any GPU."""
+
+import json
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan import Gpt, Llama, MissingRule
+from memplan.models.traced import model_from_trace
+from memplan.tracing.autocast import KEY, NARROW, WIDEST
+from validate.systems.torch.modules import Transformer, token_loss
+from validate.systems.torch.wild import Encoder, Recurrent, UNet
+
+SIZES: Any = {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 352, "vocab_size": 499, "max_seq_len": 128}
+FAMILIES = {
+    "gpt": Gpt(name="gpt", dropout=0.1, **{**SIZES, "d_model": 80}),  # heads of 20, which are padded
+    "llama": Llama(name="llama", n_kv_heads=2, **SIZES),
+}
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {"precision": "fp32", "micro_batch": 2},
+    {"precision": "bf16", "micro_batch": 3},
+    {"precision": "bf16", "micro_batch": 64},
+    {"precision": "bf16-mixed", "micro_batch": 2, "global_batch": 4},
+    {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 40},
+    {"precision": "fp16-mixed", "micro_batch": 2},
+    {"precision": "bf16", "dp": 2, "micro_batch": 2},
+    {"precision": "bf16-mixed", "dp": 2, "zero": 3, "micro_batch": 32},
+    {"precision": "bf16-mixed", "dp": 2, "zero": 3, "recompute": "full", "micro_batch": 2},
+)
+
+GPUS = ("a100-80-sxm", "h100-sxm", "b200")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    model = FAMILIES[request.param]
+    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
+    tokens = torch.randint(model.vocab_size, (2, 128))
+    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
+    return model, memplan.trace(
+        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions, device="cuda"
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_trace_for_cuda_says_what_the_modules_family_says(pair, plan):
+    model, traced = pair
+    for gpu in GPUS:
+        cluster = f"{plan.get('dp', 1)}x{gpu}"
+        told, known = (memplan.estimate(one, cluster=cluster, **plan) for one in (traced, model))
+        assert told.worst.states == known.worst.states
+        assert told.peak.total_bytes == known.peak.total_bytes
+
+
+def test_a_trace_for_cuda_is_refused_where_its_kernels_are_others(pair):
+    _, traced = pair
+    with pytest.raises(MissingRule, match=r"compute capability 8\.0 or more"):
+        memplan.estimate(traced, cluster="1xv100-32", precision="fp32")
+    with pytest.raises(MissingRule, match="trace it with device='cpu'"):
+        memplan.estimate(traced, device="cpu", precision="fp32")
+
+
+def test_kernels_are_read_from_a_file_by_name(pair, tmp_path):
+    _, traced = pair
+    traced.save(tmp_path / "mine.json")
+    assert model_from_trace(tmp_path / "mine.json") == traced
+    text = (tmp_path / "mine.json").read_text().replace('"table_gradient"', '"rm -rf"')
+    (tmp_path / "strange.json").write_text(text)
+    with pytest.raises(memplan.MemplanError, match="unknown phase 'rm -rf'"):
+        model_from_trace(tmp_path / "strange.json")
+    data = json.loads((tmp_path / "mine.json").read_text())
+    part = data["recordings"][0]["parts"]["embed_backward"]
+    event = next(one for one in part if isinstance(one, list) and len(one) == 4)
+    event[1] = 10**9
+    (tmp_path / "strange.json").write_text(json.dumps(data))
+    with pytest.raises(memplan.MemplanError, match="results=1000000000 is not allowed"):
+        model_from_trace(tmp_path / "strange.json")
+
+
+@pytest.mark.parametrize(
+    "module, inputs, words",
+    [
+        (UNet(), torch.zeros(2, 3, 32, 32), "a convolution on CUDA"),
+        (Recurrent(), torch.zeros(2, 16, dtype=torch.int64), "lstm on CUDA"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.zeros(2, 4), "batch_norm on CUDA"),
+    ],
+)
+def test_operations_of_cudnn_are_refused(module, inputs, words):
+    with pytest.raises(MissingRule, match=f"{words} takes memory that only cuDNN knows"):
+        memplan.trace(module, inputs, loss=lambda output: output.sum(), device="cuda")
+
+
+def test_a_module_is_traced_for_the_clusters_gpus():
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    module, plan = Encoder(), cast(Any, {"seq_len": 16, "precision": "bf16-mixed", "zero": 3})
+    told = memplan.estimate(module, example_inputs=tokens, targets=tokens, cluster="2xa100-80-sxm", **plan)
+    traced = memplan.trace(module, tokens, targets=tokens, device="cuda", precisions=["bf16-mixed"])
+    assert told.peak.total_bytes == memplan.estimate(traced, cluster="2xa100-80-sxm", **plan).peak.total_bytes
+    on_cpu = memplan.estimate(module, example_inputs=tokens, targets=tokens, device="cpu", dp=2, **plan)
+    assert on_cpu.peak.total_bytes != told.peak.total_bytes
+
+
+def test_tracing_for_cuda_leaves_pytorch_as_it_was():
+    kept = torch.cuda._lazy_init, torch.Tensor._make_subclass, torch.clear_autocast_cache
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    memplan.trace(Encoder(), tokens, targets=tokens, device="cuda", precisions=["bf16-mixed"])
+    assert (torch.cuda._lazy_init, torch.Tensor._make_subclass, torch.clear_autocast_cache) == kept
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.Linear(4, 4)(torch.ones(1, 4)).dtype == torch.bfloat16
+
+
+def test_autocasts_lists_name_operations_that_pytorch_casts():
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()
+             if torch._C._dispatch_has_kernel_for_dispatch_key(name, KEY)}  # fmt: skip
+    assert names >= NARROW | WIDEST
+    assert not NARROW & WIDEST
