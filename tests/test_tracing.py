@@ -449,6 +449,28 @@ def test_what_is_frozen_has_weights_alone(plan):
     assert not [b for b in e.worst.alive if "frozen" in b.name and b.kind in ("grads", "optimizer")]
 
 
+def test_a_pipeline_whose_first_modules_are_frozen():
+    module = nn.Sequential(*adapted(6).children(), nn.Linear(16, 4))
+    traced = memplan.trace(module, torch.ones(4, 16), loss=squares, precisions=["fp32"])
+    plan: dict[str, Any] = {"seq_len": 1, "precision": "fp32", "micro_batch": 64}
+    e = memplan.estimate(traced, pp=3, global_batch=256, **plan)
+    first, middle, last = e.stages
+    trained_bytes = 2 * (16 * 16 + 16) * 4
+    assert [s.states.grads_bytes for s in e.stages] == [trained_bytes, trained_bytes, trained_bytes + 272]
+    for stage in e.stages:
+        assert stage.record.step.net_bytes == stage.states.grads_bytes
+    sent = [[c.what for c in stage.collectives if c.kind == "send"] for stage in (first, middle, last)]
+    assert sent == [["activations"], ["activations", "activation gradients"], ["activation gradients"]]
+
+
+def test_frozen_ends_of_their_own_in_a_pipeline_are_refused():
+    module = nn.Sequential(*adapted(6).children(), nn.Linear(16, 4))
+    traced = memplan.trace(module, torch.ones(4, 16), loss=squares, precisions=["fp32"])
+    plan: dict[str, Any] = {"pp": 2, "dp": 2, "zero": 3, "global_batch": 8, "fsdp_units": "block+ends"}
+    with pytest.raises(MissingRule, match="frozen modules before the blocks"):
+        memplan.estimate(traced, seq_len=1, precision="fp32", **plan)
+
+
 def test_blocks_are_run_once_and_then_the_first_of_them(monkeypatch):
     ran: list[nn.Module] = []
     forward = Layer.forward

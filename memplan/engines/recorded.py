@@ -122,7 +122,7 @@ def _recorded(
         sent=sent,
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
         blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
-        entry_requires_grad=recording.entry_requires_grad or not model.n_layers,
+        entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
     )
 
 
@@ -185,7 +185,7 @@ def _of_stage(
     """The parts of a pipeline stage; one that is not the last returns the buffer `sent`."""
     cut, found = _checked_cut(model, recording), dict(part)
     if not first:
-        found |= _without_embedding(found, cut, buffers)
+        found |= _without_embedding(found, recording, cut, buffers)
     if last:
         return found | _with_loss(found, cut, buffers, context)
     return found | _without_head(found, recording, cut, buffers, sent)
@@ -206,8 +206,8 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
         )
     if isinstance(recording.cut, str):
         why = recording.cut
-    if not recording.entry_requires_grad:
-        why = "nothing is trained before the blocks"
+    if recording.boundary_grad < 0:
+        why = "nothing is trained in the blocks or before them"
     if any(one.name.startswith(model.blocks[:-1]) for one in model.module_buffers):
         why = "blocks have buffers of their own"
     for name, parameters in (("embed", model.embed_parameters), ("head", model.head_parameters)):
@@ -223,16 +223,19 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
 
 
 def _without_embedding(
-    part: Mapping[str, Segment], cut: Cut, buffers: Sequence[Buffer]
+    part: Mapping[str, Segment], recording: Recording, cut: Cut, buffers: Sequence[Buffer]
 ) -> dict[str, Segment]:
     """The parts of a stage that is not the first: its first block's input is received, and not freed here.
 
     Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`, whose cache is for leaves).
     """
-    entry, entry_grad = buffers[cut.entry], buffers[cut.entry_grad]
+    has_grad = recording.entry_requires_grad
+    entry, entry_grad = buffers[cut.entry], buffers[cut.entry_grad if has_grad else recording.boundary_grad]
     embed, last = part["embed"], part["embed_backward"]
     only_first = {buffers[i] for i in cut.embedded} | (_made(embed) & _freed(last)) - {entry}
     found = {name: Without(*only_first)(segment) for name, segment in part.items()}
+    if not has_grad:
+        found |= _like_other_blocks(found, entry, buffers[recording.boundary], entry_grad)
     recast = Without(*[buffers[i] for i in cut.recast])
     found |= {name: recast(found[name]) for name in ("entry", "entry_backward")}
     found[cut.entry_freed] = _without_last_free(found[cut.entry_freed], entry)
@@ -242,16 +245,34 @@ def _without_embedding(
         "inputs": EMPTY,
         "embed": Without(entry)(found["embed"]),
         "embed_backward": EMPTY,
-        "end": Segment((*late, *found["end"].events)),
+        "end": Segment((*late, *Without(entry_grad)(found["end"]).events)),
         "release_input_grad": Segment(frees(entry_grad)),
     }
+
+
+def _like_other_blocks(
+    part: Mapping[str, Segment], entry: Buffer, boundary: Buffer, boundary_grad: Buffer
+) -> dict[str, Segment]:
+    """The first block's parts, as its input has a gradient if it is received, unlike the whole module's.
+
+    It is then as any other block, and frees what the parts before and after the blocks left to it.
+    """
+    left = _made(part["embed"], *[part[name] for name in HEAD]) - {entry, boundary, boundary_grad}
+    found = {"entry_casts": part["block_casts"]}
+    for first, other in (("entry", "block"), ("entry_backward", "block_backward")):
+        own = [e for e in part[other].events if not _is_free(e, boundary)]
+        late = [e for e in part[first].events if isinstance(e, Free) and e.buffer in left]
+        found[first] = Segment((*own, *late))
+    return found
 
 
 def _without_head(
     part: Mapping[str, Segment], recording: Recording, cut: Cut, buffers: Sequence[Buffer], sent: Buffer
 ) -> dict[str, Segment]:
     """The parts of a stage that is not the last: it frees the head's buffers when the module returns."""
-    boundary, *grads = [buffers[i] for i in (recording.boundary, recording.boundary_grad, cut.entry_grad)]
+    boundary, boundary_grad = buffers[recording.boundary], buffers[recording.boundary_grad]
+    of_entry = {buffers[i] for i in (cut.entry, cut.entry_grad) if i >= 0}
+    with_graph = [e for e in part["end"].events if isinstance(e, Free) and e.buffer in of_entry]
     n_made: Counter[Buffer] = Counter()
     end: list[Event] = []
     for event in (*part["head"].events, *part["loss"].events):
@@ -266,10 +287,11 @@ def _without_head(
     if not cut.last_freed.endswith("backward"):
         freed = _without_last_free(freed, boundary)
     others = [segment for name, segment in part.items() if name not in HEAD]
-    only_last = Without(*_made(*[part[name] for name in HEAD]) - _made(*others) - set(grads))
+    only_last = Without(*_made(*[part[name] for name in HEAD]) - _made(*others) - {boundary_grad} - of_entry)
     return {
         **{name: only_last(segment) for name, segment in part.items()},
         **dict.fromkeys((*HEAD, "head_casts", "end"), EMPTY),
+        "embed_backward": Segment((*only_last(part["embed_backward"]).events, *with_graph)),
         "end_of_forward": freed,
         "release": Segment(frees(sent)),
     }

@@ -129,11 +129,12 @@ class Cut(NamedTuple):
     """How a recording is cut into pipeline stages of consecutive blocks.
 
     A stage that is not the first receives the first block's input, `entry`, and runs the operations before
-    the blocks except those that depend on weights (their buffers are `embedded`). A stage that is not the
-    last returns its last block's output. `entry_freed`, `last_freed`: the parts in which the entry and the
-    last block's output are freed. `entry_grad`: the entry's gradient. `output`: what the last stage returns
-    and the `loss` is computed from; -1: it returns the loss. `recast`: autocast's further copies of the
-    entry, which a received tensor has not, as autocast caches the first copy.
+    the blocks except those that depend on weights (their buffers are `embedded`). Where the entry has no
+    gradient (-1), as nothing is trained before the blocks, its first block is like any other. A stage that
+    is not the last returns its last block's output. `entry_freed`, `last_freed`: the parts in which the
+    entry and the last block's output are freed. `entry_grad`: the entry's gradient. `output`: what the last
+    stage returns and the `loss` is computed from; -1: it returns the loss. `recast`: autocast's further
+    copies of the entry, which a received tensor has not, as autocast caches the first copy.
     """
 
     entry: int
@@ -625,9 +626,8 @@ def _cut(value: list[Any] | str | None, n_buffers: int) -> Cut | str | None:
     found = Cut(*_items(value, "cut", int, str, int, str, list, int, int, list))
     for part in (found.entry_freed, found.last_freed):
         checked_choice("part", part, PARTS)
-    ends = found.output, found.loss
-    others = (*found.embedded, *found.recast, *[i for i in ends if i != -1])
-    for i in (found.entry, found.entry_grad, *others):
+    perhaps = found.entry_grad, found.output, found.loss
+    for i in (found.entry, *found.embedded, *found.recast, *[i for i in perhaps if i != -1]):
         _place(i, n_buffers)
     return found._replace(embedded=tuple(found.embedded), recast=tuple(found.recast))
 

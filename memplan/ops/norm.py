@@ -85,7 +85,7 @@ def layer_norm_by_parts(x: Tensor, name: str) -> Tensor:
     """
     weight, wide = _weight(x, name), x.tape.cast(x, FP32)
     mean = _mean(wide)
-    variance = _mean(_square(_centred(wide, mean)))
+    variance = _mean(power(_centred(wide, mean), "squares"))
     centred = _centred(wide, mean)
     del wide
     normed = _mul_per_token(centred, _rsqrt(variance))

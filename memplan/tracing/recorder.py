@@ -43,10 +43,6 @@ class Segment(NamedTuple):
     unit: int
 
 
-ENTRY: Final = Segment("forward", 1)
-"""The first block's forward pass."""
-
-
 class Event(NamedTuple):
     """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark."""
 
@@ -111,8 +107,8 @@ class Recorder(ShapesMode):
         self.entry_grad = -1
         """Storage of that gradient."""
         self.autocasts = False
-        self.entry_casts: list[int] = []
-        """Storages of autocast's copies of what the first block is called with."""
+        self.input_casts: dict[int, list[int]] = {}
+        """Storages of autocast's copies of what each block is called with."""
         self.outputs: dict[int, int] = {}
         """Storage of the first tensor that each block returns; the module's, if a loss is computed of it."""
         self.loss = -1
@@ -277,9 +273,10 @@ class Recorder(ShapesMode):
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
-        if func is CASTS and self.segment == ENTRY and self.autocasts:
-            called_with = self.storage_of(args[0]) == self.inputs.get(1)
-            self.entry_casts += [self.storage_of(results[0])] if called_with else []
+        phase, unit = self.segment
+        casts = func is CASTS and self.autocasts and phase == "forward"
+        if casts and self.storage_of(args[0]) == self.inputs.get(unit):
+            self.input_casts.setdefault(unit, []).append(self.storage_of(results[0]))
 
     def _reads(self, *arguments: Any) -> None:
         """Note operands of a forward pass that its unit has not computed itself."""

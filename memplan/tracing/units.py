@@ -239,13 +239,14 @@ class _Classes:
         """How the recording is cut into stages, or why it cannot be."""
         recorder, n = self.recorder, self.recorder.n_blocks
         entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
+        received = 1 if recorder.entry_requires_grad else representative(n)
         freed = {e.storage: _end_of(e.segment, n) for e in recorder.events if e.kind == "free"}
         entry_freed, last_freed = freed.get(entry, ""), freed.get(last, "")
         only_first = recorder.embedded - {entry}
         kept = {self.of(i) for i in range(len(self.storages)) if i not in only_first}
         cannot = (
             recorder.reads_across,
-            min(entry, last, recorder.entry_grad) < 0,
+            min(entry, last, recorder.entry_grad if recorder.entry_requires_grad else 0) < 0,
             not entry_freed,
             not last_freed.startswith(("head", "loss")),
             not kept.isdisjoint(map(self.of, only_first)),
@@ -260,7 +261,7 @@ class _Classes:
             embedded=tuple(sorted({number(storage) for storage in only_first} - {-1})),
             output=number(recorder.outputs.get(n + 1, -1)),
             loss=number(recorder.loss),
-            recast=tuple(map(number, recorder.entry_casts[1:])),
+            recast=tuple(map(number, recorder.input_casts.get(received, [])[1:])),
         )
 
 
@@ -278,13 +279,15 @@ UNITS: Final = ("embed", "head")
 
 
 def _end_of(segment: Segment, n_blocks: int) -> str:
-    """The recording's part for a segment of the embedding, the head or the first block; else "".
+    """The recording's part for a segment of the embedding, the head, the first block or the end; else "".
 
     What the last block frees beyond the others is the head's.
     """
     phase, unit = segment
     if (phase, unit) == ("forward", n_blocks) and n_blocks != representative(n_blocks):
         unit += 1
+    if phase == "end":
+        return phase
     ends = {0: "embed", 1: "entry", n_blocks + 1: "head", n_blocks + 2: "loss"}
     suffix = {"forward": "", "backward": "_backward"}.get(phase)
     return "" if suffix is None or unit not in ends else ends[unit] + suffix

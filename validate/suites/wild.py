@@ -31,6 +31,20 @@ With weights in bfloat16 none of torchvision, whose batch norm fails on CPU besi
 ("expected scalar type BFloat16 but found Float").
 """
 
+FEW_RECOMPUTED: Final[tuple[dict[str, Any], ...]] = (
+    {"micro_batch": 4, "recompute": "full", "recompute_blocks": 2},
+    {"dp": 2, "zero": 3, "micro_batch": 2, "recompute": "full", "recompute_blocks": 1},
+    {
+        "pp": 2,
+        "micro_batch": 2,
+        "global_batch": 8,
+        "precision": "fp32",
+        "recompute": "full",
+        "recompute_blocks": 1,
+    },
+)
+"""The first blocks of each stage recomputed, for modules of `PIPELINED`."""
+
 FP16_PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 4, "precision": "fp16-mixed"},
     {"micro_batch": 4, "precision": "fp16-mixed", "recompute": "full"},
@@ -56,7 +70,7 @@ ENDS_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """Units of FSDP2 for the modules before and after the blocks, where these share no weight.
 
-Not of the frozen ViT (`READS_DTYPES`).
+Not of the frozen ViT (`READS_DTYPES`); in a pipeline not of frozen modules, which memplan refuses.
 """
 
 READS_DTYPES: Final = ("hf-vit-probe",)
@@ -78,6 +92,7 @@ FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
 
 PIPELINED: Final = (
     "hf-llama", "hf-mistral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox", "hf-gpt2-untied", "encoder",
+    "hf-llama-lora", "hf-llama-qlora",
 )  # fmt: skip
 """Modules that are cut into stages: their embedding and head are not tied."""
 
@@ -105,9 +120,10 @@ def wild() -> tuple[Case, ...]:
             continue
         model = shipped_trace(name)
         more = [*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ())]
+        more += FEW_RECOMPUTED if name in PIPELINED else ()
         more += ENDS_PLANS if model.n_layers and not model.tied and name not in READS_DTYPES else ()
         for options in (*PLANS, *more):
-            if "pp" in options and name not in PIPELINED:
+            if "pp" in options and (name not in PIPELINED or ("fsdp_units" in options and model.frozen)):
                 continue
             if "recompute" in options and one.package != "transformers":
                 continue

@@ -46,6 +46,15 @@ def _check_static_graph(model: Model, plan: Plan) -> None:
         )
 
 
+def _untied(model: Model) -> str:
+    """The model with an embedding and a head of their own, as text."""
+    return (
+        "a trace of the module with untied weights"
+        if isinstance(model, TracedModel)
+        else ("the model with tied_head=False")
+    )
+
+
 def _check_units(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     if options.fsdp_blocks > 1 and options.fsdp_units == "model":
@@ -58,7 +67,7 @@ def _check_units(model: Model, plan: Plan) -> None:
         raise PlanRefused(
             f"fsdp_units='block+ends' makes units of the embedding and of the head of {model.name}, but they "
             "are tied, and FSDP2 refuses a parameter 'shared with a parameter already managed by another "
-            "FSDP group'; use fsdp_units='block' or 'model', or the model with tied_head=False.",
+            f"FSDP group'; use fsdp_units='block' or 'model', or {_untied(model)}.",
             kind="fsdp_units=block+ends of a model whose embedding and head are tied",
         )
 
@@ -90,7 +99,7 @@ def _check_ends(model: Model, plan: Plan) -> None:
     if plan.pp > 1 and ends_are_tied(model):
         raise PlanRefused(
             f"pp={plan.pp} puts the embedding and the head of {model.name} on different stages, but they are "
-            "tied; use pp=1, or the model with tied_head=False.",
+            f"tied; use pp=1, or {_untied(model)}.",
             kind="a pipeline of a model whose embedding and head are tied",
         )
 
@@ -297,6 +306,13 @@ def _check_traced_ends(model: Model, plan: Plan) -> None:
     """Raise if a trace does not say where the modules outside the blocks run, which are to be units."""
     if not isinstance(model, TracedModel) or torch_options(plan).fsdp_units != "block+ends":
         return
+    if plan.pp > 1 and plan.zero == 3 and not any(one.requires_grad for one in model.embed_parameters):
+        raise MissingRule(
+            f"fsdp_units='block+ends' in a pipeline makes a unit of {model.name}'s frozen modules before the "
+            "blocks, which each backward pass gathers and does not use: that has no rule yet; use "
+            "fsdp_units='block'.",
+            kind="fsdp_units=block+ends of a pipeline with nothing trained before the blocks",
+        )
     for recording in model.recordings.values():
         if not isinstance(recording.ends, Ends):
             why = recording.ends or "its trace is of an earlier memplan; trace it again"

@@ -551,11 +551,12 @@ def wild_modules(
         own, path = _blocks(module, model), ""
         if plan.recompute == "full":
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
-            _checkpoint_only(own, module)
         if plan.pp > 1:
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
             own = list(module.module.get_submodule(path).children())
+        if plan.recompute == "full":
+            _checkpoint_only(own[: plan.recompute_blocks], module)
         if plan.fsdp and mesh is not None:
             shard_weights(module, _units(module, own, plan), plan, mesh)
         elif plan.ddp and mesh is not None:
@@ -575,7 +576,7 @@ def _units(module: nn.Module, blocks: list[nn.Module], plan: Plan) -> Iterator[n
 
 
 def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
-    """Turn checkpointing off in all layers of transformers except the blocks."""
+    """Turn checkpointing off in all layers of transformers except these blocks."""
     kind = import_module("transformers.modeling_layers").GradientCheckpointingLayer
     for one in module.modules():
         if isinstance(one, kind) and one not in blocks:
