@@ -56,6 +56,11 @@ LLAMA_3_8B = {
 
 
 @pytest.fixture
+def without_transformers(monkeypatch):
+    monkeypatch.setattr("memplan.models.lookup._traced", lambda *_: None)
+
+
+@pytest.fixture
 def read(tmp_path):
     """Reads a configuration given as a dict, text or bytes."""
 
@@ -167,7 +172,7 @@ def test_an_unknown_architecture_is_refused_by_name(read, monkeypatch, config, m
         ),
     ],
 )
-def test_a_bad_gpt2_value_is_named_with_its_rule(read, change, message):
+def test_a_bad_gpt2_value_is_named_with_its_rule(without_transformers, read, change, message):
     with pytest.raises(InvalidValue, match=message):
         read(GPT2 | change)
 
@@ -192,7 +197,7 @@ def test_a_bad_gpt2_value_is_named_with_its_rule(read, change, message):
         ({"vocab_size": 1e30}, r"vocab_size=1e\+30 is not allowed"),
     ],
 )
-def test_a_bad_llama_value_is_named_with_its_rule(read, change, message):
+def test_a_bad_llama_value_is_named_with_its_rule(without_transformers, read, change, message):
     with pytest.raises(InvalidValue, match=message):
         read(LLAMA_3_8B | change)
 
@@ -310,6 +315,14 @@ def test_other_architectures_are_traced_from_transformers_code(read, config, def
     settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
     module = getattr(transformers, default or config["architectures"][0])(settings)
     assert model.n_parameters == sum(p.numel() for p in module.parameters())
+
+
+def test_a_setting_that_a_family_has_no_rule_for_is_traced(read):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
+    model = read({"model_type": "gpt_neox", "num_hidden_layers": 2, **sizes, "hidden_dropout": 0.1})
+    assert isinstance(model, TracedModel)
+    assert any("native_dropout" in one.name for r in model.recordings.values() for one in r.buffers)
 
 
 def test_code_that_a_file_names_is_never_run(read, tmp_path):

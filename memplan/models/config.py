@@ -21,6 +21,10 @@ LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
 """A config.json is a few KiB; a larger file is taken for a mistake."""
 
 
+class WithoutRule(InvalidValue):
+    """A setting that a model's family has no rule for."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -57,12 +61,12 @@ class Config:
         """Raise for settings that change a step's memory and that memplan has no rule for."""
         for key in keys:
             if self.values.get(key):
-                raise InvalidValue(f"{key}={_shown(self.values[key])} is not planned by memplan; remove it.")
+                raise WithoutRule(f"{key}={_shown(self.values[key])} is not planned by memplan; remove it.")
 
     def expect(self, key: str, default: Any) -> None:
         """Raise for a setting that is not the default, which memplan has no rule for."""
         if (found := self.value(key, default)) != default:
-            raise InvalidValue(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
+            raise WithoutRule(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
 
     @property
     def _rope_parameters(self) -> "Config":

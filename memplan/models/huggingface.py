@@ -10,9 +10,8 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from memplan.errors import InvalidValue
 from memplan.models.base import BLOCKS, Decoder
-from memplan.models.config import Config
+from memplan.models.config import Config, WithoutRule
 from memplan.ops import (
     attention,
     embedding,
@@ -202,7 +201,7 @@ def decoder_sizes(
     """
     config.refuse("quantization_config")
     if (rate := config.fraction("attention_dropout", 0.0)) > 0:
-        raise InvalidValue(
+        raise WithoutRule(
             f"attention_dropout={rate} is not allowed: memplan has no rule for it here; set it to 0.0."
         )
     n_heads = config.count("num_attention_heads", n_heads)

@@ -7,7 +7,7 @@ from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value, unknown_name
 from memplan.files import of_file
 from memplan.models.base import Model
-from memplan.models.config import Config, config_file, model_name, read_config
+from memplan.models.config import Config, WithoutRule, config_file, model_name, read_config
 from memplan.models.families import FAMILIES, implemented
 from memplan.models.presets import preset
 from memplan.models.traced import is_trace, model_from_trace
@@ -65,8 +65,9 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
     """The Model that a `config.json` describes; `path` is the file or its folder.
 
     An architecture that has a family is read without any other package; every other one that transformers
-    knows is traced from its code, if that is installed, with the kernels of `device`. Keys that are absent or
-    null take transformers' defaults; keys that change no size are ignored.
+    knows, and one with a setting that its family has no rule for (dropout, say), is traced from its code, if
+    that is installed, with the kernels of `device`. Keys that are absent or null take transformers' defaults;
+    keys that change no size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
 
@@ -81,22 +82,24 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
         readers = {kind: reader for family in families for kind, reader in family.readers.items()}
         known = {kind: reader.architecture for kind, reader in readers.items()}
         kind = config.model_type(known)
-        if kind in known and config.architecture in (None, known[kind]):
+        if kind not in known or config.architecture not in (None, known[kind]):
+            return _traced_from(config, kind, model_name(file), known, device)
+        try:
             return readers[kind].read(config, model_name(file))
-        return _traced_from(config, kind, model_name(file), known, device)
+        except WithoutRule:
+            found = _traced(config, model_name(file), device)
+            if found is None:
+                raise
+            return found
     except MemplanError as error:
         raise of_file(file, error) from None
 
 
 def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str], device: DeviceType) -> Model:
     """The model of an architecture without a family, traced from transformers' code."""
-    try:
-        from memplan.tracing.huggingface import traced_from_config
-
-        return traced_from_config(config, name, device)
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "transformers", "huggingface_hub"):
-            raise
+    found = _traced(config, name, device)
+    if found is not None:
+        return found
     what = (
         ("model architecture", kind) if kind not in known else (f"{kind} architecture", config.architecture)
     )
@@ -105,6 +108,18 @@ def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str],
         f"{unknown_name(*what, own)} Others are traced from transformers' own code: pip install "
         "'memplan[huggingface]'."
     )
+
+
+def _traced(config: Config, name: str, device: DeviceType) -> Model | None:
+    """The model traced from transformers' code; None where that is not installed."""
+    try:
+        from memplan.tracing.huggingface import traced_from_config
+
+        return traced_from_config(config, name, device)
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers", "huggingface_hub"):
+            raise
+    return None
 
 
 def _looks_like_a_path(text: str) -> bool:
