@@ -563,7 +563,7 @@ def _model_dict(model: Model) -> dict[str, Any]:
 
 def _model_row(model: Model) -> tuple[str, ...]:
     """A model's sizes for a table; a dash where its family has none."""
-    sizes = asdict(model) | {"n_layers": model.n_blocks}
+    sizes = model.sizes() | {"n_layers": model.n_blocks}
     names = ("n_layers", "d_model", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
     return (model.name, f"{parameter_count(model):,}", *[str(sizes.get(name, "-")) for name in names])
 

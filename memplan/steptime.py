@@ -180,7 +180,7 @@ def recomputed_flops(counts: Counts) -> int:
 
     Source: torch.utils.checkpoint:_StopRecomputationError, `memplan.tape.SplitBackward`.
     """
-    return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase != "forward"])
+    return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase == "recompute"])
 
 
 def reducing_share(counts: Counts) -> float:

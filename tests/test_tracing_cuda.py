@@ -54,6 +54,10 @@ def test_a_trace_for_cuda_says_what_the_modules_family_says(pair, plan):
         told, known = (memplan.estimate(one, cluster=cluster, **plan) for one in (traced, model))
         assert told.worst.states == known.worst.states
         assert told.peak.total_bytes == known.peak.total_bytes
+        computed = [
+            (time.compute_s, time.recompute_s) for one in (told, known) for time in one.stage_times or ()
+        ]
+        assert computed[0] == pytest.approx(computed[1], rel=0.01)
 
 
 def test_a_trace_for_cuda_is_refused_where_its_kernels_are_others(pair):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
@@ -14,6 +15,7 @@ from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
 from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.families import implemented
+from memplan.models.presets import preset_trace
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import model_from_trace
 from memplan.plan import MESH_AXES
@@ -282,6 +284,11 @@ def family_of(model: Decoder | TracedModel) -> str:
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
 
+def trace_file(name: str) -> Path:
+    """Where the trace of one of other people's modules is: with memplan if it is a preset, else in `data`."""
+    return preset_trace(name) or data_folder() / "traces" / f"{name}.json"
+
+
 @cache
 def shipped_trace(name: str) -> TracedModel:
     """The trace of one of other people's modules, which comes with the project.
@@ -289,7 +296,7 @@ def shipped_trace(name: str) -> TracedModel:
     Raises:
         InvalidValue: there is none of this name.
     """
-    return model_from_trace(data_folder() / "traces" / f"{name}.json")
+    return model_from_trace(trace_file(name))
 
 
 def _model_dict(model: Decoder | TracedModel, values: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:

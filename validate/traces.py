@@ -2,7 +2,7 @@
 
 import sys
 
-from validate.shipped import data_folder
+from validate.cases import trace_file
 from validate.systems.torch.wild import IN_SMALL, wild_trace
 
 
@@ -10,7 +10,7 @@ def main(names: list[str]) -> None:
     """Trace these modules anew; left out: all small ones."""
     for name in names or IN_SMALL:
         model = wild_trace(name)
-        model.save(data_folder() / "traces" / f"{name}.json")
+        model.save(trace_file(name))
         found = f"{model.n_parameters:,} parameters, {model.n_layers} blocks, {model.made_with}"
         print(f"{name}: {found}", flush=True)
 

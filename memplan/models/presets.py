@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from memplan.errors import UnknownName, unknown_name
 from memplan.files import toml_table
 from memplan.models.base import Model
 from memplan.models.families import FAMILIES
+from memplan.models.traced import TracedModel, model_from_trace
 
 
 @cache
@@ -44,12 +46,25 @@ def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
     Raises:
         UnknownName: an unknown family, with the nearest one.
     """
+    if "trace" in entry:
+        return _traced(name)
     sizes = {key: value for key, value in entry.items() if key not in ("family", "source", "retrieved")}
     try:
         family = FAMILIES.named(entry["family"])
     except UnknownName:
         raise unknown_name(f"family of the model {name}:", entry["family"], FAMILIES.names()) from None
     return family.model(name=name, **sizes)
+
+
+def preset_trace(name: str) -> Path | None:
+    """The file of a preset that was traced; None for a name that is no such preset."""
+    entry = preset_table().get(name, {})
+    return Path(__file__).parent / "traces" / entry["trace"] if "trace" in entry else None
+
+
+@cache
+def _traced(name: str) -> TracedModel:
+    return model_from_trace(cast(Path, preset_trace(name)))
 
 
 def preset_source(name: str) -> str:

@@ -189,15 +189,18 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
 
 
 def _scaled(x: Tensor, w: Tensor, name: str) -> Tensor:
-    """x (batch, seq, d) times w (d) of the same type; saves both."""
-    tape, shape, dtype = x.tape, x.shape, x.dtype
+    """x (batch, seq, d) times w (d) in the type of `w`, which may be wider; saves both."""
+    tape, shape, narrow, wide = x.tape, x.shape, x.dtype, w.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.tape.grad_of(0, shape, dtype)
-        terms = grad.tape.grad_of(1, shape, dtype)
-        return grad_x, None if terms is None else Expanded(terms, shape[-1:], dtype)
+        grad_x = grad.tape.grad_of(0, shape, wide)
+        terms = grad.tape.grad_of(1, shape, wide)
+        return (
+            None if grad_x is None else Expanded(grad_x, shape, narrow),
+            None if terms is None else Expanded(terms, shape[-1:], wide),
+        )
 
-    return tape.new(name, shape, dtype, tape.node((x.node, w.node), (x, w), backward))
+    return tape.new(name, shape, wide, tape.node((x.node, w.node), (x, w), backward))
 
 
 def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
