@@ -507,6 +507,8 @@ def test_a_module_that_needs_all_its_blocks_runs_them_all():
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(InvalidValue, match="PyTorch sees no GPU"):
         memplan.trace(Twice(), torch.ones(4, 8), device="cuda", executed=True)
+    with pytest.raises(InvalidValue, match="executed=True runs the module on a GPU"):
+        memplan.trace(Twice(), torch.ones(4, 8), executed=True)
     with pytest.raises(memplan.MemplanError, match="unknown device 'tpu'"):
         memplan.trace(Twice(), torch.ones(4, 8), device=cast(Any, "tpu"))
 

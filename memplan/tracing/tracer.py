@@ -82,10 +82,10 @@ def trace(
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
 
-    On CPU nothing is computed. The module is left as it was; its weights may be on the `meta` device. The
-    first dim of each input is the batch; the second is the sequence in those of integers that all have the
-    same, or in those that `sequence` names. Sizes are known for any batch and length, where they follow from
-    rules that runs at several sizes agree on.
+    Nothing is computed, unless it is `executed`. The module is left as it was; its weights may be on the
+    `meta` device. The first dim of each input is the batch; the second is the sequence in those of integers
+    that all have the same, or in those that `sequence` names. Sizes are known for any batch and length, where
+    they follow from rules that runs at several sizes agree on.
 
     Args:
         module: the module; parameters that do not require a gradient are frozen.
@@ -141,13 +141,15 @@ def _no_collection() -> Iterator[None]:
 
 def _checked_device(asked: str, *, executed: bool) -> torch.device:
     checked_choice("device", asked, get_args(DeviceType))
+    if asked == "cpu" and executed:
+        raise InvalidValue("executed=True runs the module on a GPU; use device='cuda', or leave it out.")
     if asked == "cpu":
         return torch.device("cpu")
     if not executed:
         return CUDA
     if not torch.cuda.is_available():
         raise InvalidValue(
-            "device='cuda': PyTorch sees no GPU here; use device='cpu', or a machine with one."
+            "executed=True: PyTorch sees no GPU here; leave it out, or use a machine with one."
         )
     return torch.device("cuda", torch.cuda.current_device())
 
