@@ -101,7 +101,7 @@ def test_implementations_have_the_same_weights():
         assert memplan.parameter_count(other) == memplan.parameter_count(preset(name))
 
 
-@pytest.mark.parametrize("asked", [{"tp": 2}, {"pp": 2}, {"loss_chunks": 8}], ids=str)
+@pytest.mark.parametrize("asked", [{"tp": 2}, {"loss_chunks": 8}], ids=str)
 def test_what_the_code_has_no_rule_for_is_refused(asked):
     with pytest.raises(MissingRule, match=r"has no rule for transformers 5\.23, GPT2LMHeadModel"):
         memplan.estimate("gpt2", implementation="huggingface", **asked)

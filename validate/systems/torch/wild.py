@@ -1,6 +1,6 @@
 """Other people's modules as they are, under a plan: transformers', torchvision's, and a few of everyone's.
 
-Their traces are in `data/traces`, written by `python -m validate.traces`.
+Their traces are in `data/traces`, a preset's with memplan, written by `python -m validate.traces`.
 """
 
 import sys
