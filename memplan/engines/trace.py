@@ -265,6 +265,7 @@ class _TracedStage:
         self.held = {"x": entry_of(model, self.tape, first=first)}
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
+        self.holds_entry = False
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
         self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
@@ -275,7 +276,8 @@ class _TracedStage:
     def _end_forward(self, name: str) -> int:
         """End the forward pass of a part, and autocast; the number of nodes so far."""
         self._end(name)
-        self.parameters[name] = self.cut.parameters()
+        made = self.cut.parameters()
+        self.parameters[name] = in_module_order(made, self.model.registered) if name == "block" else made
         n_nodes = len(self.tape.nodes)
         self.tape.leave_autocast()
         self._end(f"{name}_casts")
@@ -287,12 +289,15 @@ class _TracedStage:
         self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
         self.boundary = _buffer(self.held["x"])
         self.n_block = self._end_forward("block")
+        freed = {e.buffer for e in self.segments["block"].events if isinstance(e, Free)}
+        if self.first and self.model.holds_embedding and self.entry in freed:
+            self.holds_entry = True
+            self.tape.until_let_go.append(Free(self.entry))
 
     def loss(self) -> None:
         """Run the last stage's head and loss, and their backward pass."""
         tape = self.tape
-        logits = self.model.head(self.held["x"])
-        del self.held["x"]
+        logits = self.model.head(self.held.pop("x"))
         self.n_head, n_nodes = len(tape.events) - self.cut.n_events, len(tape.nodes)
         if self.model.computes_loss:
             end = self.model.loss(logits)
@@ -384,7 +389,7 @@ class _TracedStage:
                 self.kind: Block(
                     forward=same(Without(*self.in_flight)(block)),
                     backward=same(Without(*self.shared)(backward)),
-                    entry=same(inside(block)),
+                    entry=same(Without(entry)(block) if self.holds_entry else inside(block)),
                     entry_backward=same(inside(backward)),
                     entry_casts=found["block_casts"],
                     casts=found["block_casts"],
@@ -444,6 +449,16 @@ def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
     node = tape.node((None,), (), lambda grad, saved: (None,))
     shape = (context.micro_batch, seq_len, model.d_model)
     return tape.new("received", shape, context.weight_dtype, node)
+
+
+def in_module_order(parameters: Sequence[Parameter], first: Sequence[str]) -> tuple[Parameter, ...]:
+    """A block's parameters, those before the others whose names within it start so."""
+
+    def place(parameter: Parameter) -> int:
+        name = parameter.name.partition("*.")[2]
+        return next((i for i, start in enumerate(first) if name.startswith(start)), len(first))
+
+    return tuple(sorted(parameters, key=place))
 
 
 def _buffer(x: Tensor | None) -> Buffer:

@@ -52,6 +52,10 @@ class Model(ABC):
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
     computes_loss: ClassVar[bool] = False
     """Whether the module computes its loss in its own forward pass, and so under its autocast."""
+    holds_embedding: ClassVar[bool] = False
+    """Whether a variable of the forward pass refers to the first block's input until `Tape.let_go`."""
+    registered: ClassVar[tuple[str, ...]] = ()
+    """Starts of names of the weights that a block's module has first; the others are in order of use."""
 
     name: str
     d_model: int

@@ -12,7 +12,7 @@ from memplan.ops import (
     heads,
     layer_norm,
     merged_heads,
-    rope_of_part,
+    rope_of_parts,
 )
 from memplan.tape import Tensor
 
@@ -32,6 +32,7 @@ class GptNeox(HuggingFaceDecoder):
     code: ClassVar[str] = "transformers 5.23, GPTNeoXForCausalLM"
     token_table: ClassVar[str] = "gpt_neox.embed_in"
     last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
+    registered: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
 
     partial_rotary: float = 0.25
     parallel: bool = True
@@ -50,15 +51,16 @@ class GptNeox(HuggingFaceDecoder):
     def block(self, x: Tensor, kind: str) -> Tensor:
         attended = self.attention(self.norm(x, "input_layernorm"), kind)
         if self.parallel:
-            return self.feed_forward(self.norm(x, "post_attention_layernorm")) + attended + x
+            fed = self.feed_forward(self.norm(x, "post_attention_layernorm"))
+            return fed + attended + x
         attended = attended + x
-        return self.feed_forward(self.norm(attended, "post_attention_layernorm")) + attended
+        fed = self.feed_forward(self.norm(attended, "post_attention_layernorm"))
+        return fed + attended
 
     def attention(self, x: Tensor, kind: str) -> Tensor:
         qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
         q, k, v = feature_parts(heads(qkv, 3 * self.d_head), 3)
-        tables = self.rotation_tables(x)
-        q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
+        q, k = rope_of_parts(q, k, *self.rotation_tables(x), in_turn=False)
         return self.projected(merged_heads(self.attended(q, k, v, kind)), "attention.dense", self.d_model)
 
     def feed_forward(self, x: Tensor) -> Tensor:

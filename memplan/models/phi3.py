@@ -6,7 +6,7 @@ from typing import ClassVar, Final, final
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import WindowedDecoder, decoder_sizes
-from memplan.ops import feature_parts, feature_slices, heads, merged_heads, rope_of_part, silu
+from memplan.ops import feature_parts, feature_slices, heads, merged_heads, rope_of_parts, silu
 from memplan.tape import Tensor
 
 
@@ -20,6 +20,7 @@ class Phi3(WindowedDecoder):
 
     family: ClassVar[str] = "phi3"
     code: ClassVar[str] = "transformers 5.23, Phi3ForCausalLM"
+    registered: ClassVar[tuple[str, ...]] = ("self_attn.o_proj", "self_attn.qkv_proj", "mlp")
 
     partial_rotary: float = 1.0
 
@@ -31,8 +32,7 @@ class Phi3(WindowedDecoder):
         n_q, n_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         qkv = self.projected(x, "self_attn.qkv_proj", n_q + 2 * n_kv)
         q, k, v = (heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv))
-        tables = self.rotation_tables(x)
-        q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
+        q, k = rope_of_parts(q, k, *self.rotation_tables(x), in_turn=True)
         return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
 
     def feed_forward(self, x: Tensor) -> Tensor:
