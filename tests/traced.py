@@ -3,12 +3,13 @@
 import torch
 
 import memplan
-from memplan import Gpt, Llama, TracedModel
+from memplan import TracedModel
 from memplan.device import DeviceType
+from memplan.models.base import Decoder
 from validate.systems.torch.modules import Transformer, token_loss
 
 
-def trace_of(model: Gpt | Llama, device: DeviceType) -> TracedModel:
+def trace_of(model: Decoder, device: DeviceType) -> TracedModel:
     """The trace of the model's module in four precisions, called with tokens of its whole context."""
     module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
     tokens = torch.randint(model.vocab_size, (2, model.max_seq_len))
