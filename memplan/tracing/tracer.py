@@ -40,7 +40,7 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
 BATCHES: Final = (2, 3, 5)
-"""Batches that are traced; the third to check the rules of sizes that the first two give.
+"""Batches that are traced, for each variant; the third checks the rules of sizes that two give.
 
 With the lengths they make all products of powers of both different, so that sizes tell them apart.
 """
@@ -611,7 +611,7 @@ def _for_any_batch(
     example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
     for weights, autocast, again, casts in _variants(tracer, runs):
         how = weights, autocast, again, casts
-        points = several[:2] if found else [*several, *example]
+        points = [*several, *([] if found else example)]
         found[Variant(weights, autocast, again, False, casts)] = _agreed(tracer, how, points)
         try:
             found[Variant(weights, autocast, again, True, casts)] = _agreed(tracer, how, alone[: len(points)])
