@@ -449,14 +449,14 @@ def _saved(plans: _Plans, unsharded_bytes: Any) -> tuple[Any, Any, Any]:
     for i, key in enumerate(plans.schedules):
         m = plans.m[plans.starts[i] : plans.starts[i + 1], 0]
         ms = sorted({*m.tolist()})
-        *instants, there = _under_way(key, tuple(ms))
+        first, after, there = _under_way(key, tuple(ms))
         place = np.searchsorted(ms, m)
-        found.append((*[instant.at(place) for instant in instants], there[place]))
-    at_first, later, there = zip(*found, strict=True)
+        found.append((first.at(place), after.at(place), there[place]))
+    at_first, later, is_later = zip(*found, strict=True)
     each = {part: plans.of("saved_bytes", part) for part in at_first[0].saved}
     first_bytes, later_bytes = (
         sum([np.concatenate([one.saved[part] for one in instants]) * each[part] for part in each])
         + np.concatenate([one.every_stage for one in instants])[:, None] * unsharded_bytes
         for instants in (at_first, later)
     )
-    return first_bytes, later_bytes, np.concatenate(there)[:, None]
+    return first_bytes, later_bytes, np.concatenate(is_later)[:, None]
