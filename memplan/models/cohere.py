@@ -6,7 +6,7 @@ from typing import ClassVar, Final, final
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import layer_norm_by_parts, rope_by_halves, times_number
+from memplan.ops import layer_norm_by_parts, times_number
 from memplan.shapes import FP32
 from memplan.tape import Tensor
 
@@ -37,10 +37,10 @@ class Cohere(HuggingFaceDecoder):
         return x + attended + fed
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        tape, tables, dtype = q.tape, self.rotation_tables(q), q.dtype
-        q, k = tape.cast(q, FP32), tape.cast(k, FP32)
-        turned_q, turned_k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
-        return tape.cast(turned_q, dtype), tape.cast(turned_k, dtype)
+        tape, dtype = q.tape, q.dtype
+        wide = tape.cast(q, FP32), tape.cast(k, FP32)  # alive until this returns
+        q, k = HuggingFaceDecoder.rotated(self, *wide)
+        return tape.cast(q, dtype), tape.cast(k, dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         return times_number(HuggingFaceDecoder.logits(self, x))

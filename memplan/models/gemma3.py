@@ -1,5 +1,6 @@
 """Gemma 3 (text): Gemma 2 with norms of queries and keys, and two kinds of blocks: most have a window."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Final, final
@@ -66,7 +67,7 @@ class Gemma3(GemmaDecoder):
         x = self.projected(x, f"self_attn.{name}", n * self.d_head)
         return heads(x, self.d_head, by_head=name != "v_proj")
 
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
         q, k, v = GemmaDecoder.queries_keys_values(self, x)
         q = self.head_norm(q, "self_attn.q_norm")
         k = self.head_norm(k, "self_attn.k_norm")

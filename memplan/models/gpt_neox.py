@@ -1,19 +1,13 @@
 """GPT-NeoX and Pythia: attention and the feed-forward layer in parallel, heads rotated in part."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import (
-    feature_parts,
-    gelu,
-    heads,
-    layer_norm,
-    merged_heads,
-    rope_of_parts,
-)
+from memplan.ops import feature_parts, gelu, heads, layer_norm, rope_of_parts
 from memplan.tape import Tensor
 
 
@@ -33,6 +27,7 @@ class GptNeox(HuggingFaceDecoder):
     token_table: ClassVar[str] = "gpt_neox.embed_in"
     last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
     registered: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    attention_output: ClassVar[str] = "attention.dense"
 
     partial_rotary: float = 0.25
     parallel: bool = True
@@ -57,11 +52,12 @@ class GptNeox(HuggingFaceDecoder):
         fed = self.feed_forward(self.norm(attended, "post_attention_layernorm"))
         return fed + attended
 
-    def attention(self, x: Tensor, kind: str) -> Tensor:
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
         qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
-        q, k, v = feature_parts(heads(qkv, 3 * self.d_head), 3)
-        q, k = rope_of_parts(q, k, *self.rotation_tables(x), in_turn=False)
-        return self.projected(merged_heads(self.attended(q, k, v, kind)), "attention.dense", self.d_model)
+        return feature_parts(heads(qkv, 3 * self.d_head), 3)
+
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rope_of_parts(q, k, *self.rotation_tables(q), in_turn=False)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         x = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))

@@ -1,12 +1,13 @@
 """OLMo 2: norms after attention and the feed-forward layer, and of all queries and keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import halves_rotation, heads, rms_norm_in_fp32, rope_by_halves
+from memplan.ops import halves_rotation, heads, rms_norm_in_fp32
 from memplan.record import Axis
 from memplan.shapes import FP32
 from memplan.tape import Tensor
@@ -41,7 +42,7 @@ class Olmo2(HuggingFaceDecoder):
         x = x + self.norm(self.attention(x, kind), "post_attention_layernorm")
         return x + self.norm(self.feed_forward(x), "post_feedforward_layernorm")
 
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
         q = self.norm(self.projected(x, "self_attn.q_proj", self.n_heads * self.d_head), "self_attn.q_norm")
         n_kv = self.n_kv_heads * self.d_head
         k = self.norm(self.projected(x, "self_attn.k_proj", n_kv), "self_attn.k_norm")
@@ -49,8 +50,8 @@ class Olmo2(HuggingFaceDecoder):
         return heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        tape, tables, dtype = q.tape, self.rotation_tables(q), q.dtype
-        turned_q, turned_k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
+        tape, dtype = q.tape, q.dtype
+        turned_q, turned_k = HuggingFaceDecoder.rotated(self, q, k)
         return tape.cast(turned_q, dtype), tape.cast(turned_k, dtype)
 
 

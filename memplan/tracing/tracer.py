@@ -27,7 +27,7 @@ from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTens
 from memplan.tracing.cuda import CUDA, CudaTensors, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
-from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.shapes import Shapes, dtype_name, tensors
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -40,7 +40,7 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
 BATCHES: Final = (2, 3, 5)
-"""Batches that are traced; the third to check the rules of sizes that the first two give.
+"""Batches that are traced, for each variant; the third checks the rules of sizes that two give.
 
 With the lengths they make all products of powers of both different, so that sizes tell them apart.
 """
@@ -611,7 +611,7 @@ def _for_any_batch(
     example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
     for weights, autocast, again, casts in _variants(tracer, runs):
         how = weights, autocast, again, casts
-        points = several[:2] if found else [*several, *example]
+        points = [*several, *([] if found else example)]
         found[Variant(weights, autocast, again, False, casts)] = _agreed(tracer, how, points)
         try:
             found[Variant(weights, autocast, again, True, casts)] = _agreed(tracer, how, alone[: len(points)])
@@ -670,7 +670,10 @@ def _model(
         block_parameters=block,
         head_parameters=after,
         module_buffers=tuple(
-            [TracedTensor(name, _fixed(one), _name(one)) for name, one in example.module.named_buffers()]
+            [
+                TracedTensor(name, _fixed(one), dtype_name(one.dtype))
+                for name, one in example.module.named_buffers()
+            ]
         ),
         inputs_of_step=tuple(_inputs_of_step(example)),
         recordings=recordings,
@@ -687,11 +690,7 @@ def _fixed(tensor: Tensor) -> tuple[Any, ...]:
 
 def _stored(parameter: Tensor) -> str:
     """A parameter's stored type; floats have the plan's."""
-    return "float32" if parameter.is_floating_point() else _name(parameter)
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return "float32" if parameter.is_floating_point() else dtype_name(parameter.dtype)
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
@@ -700,7 +699,7 @@ def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
         shapes = [example.resized(leaf, point).shape for point in points]
         shape = tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
-        yield TracedTensor(leaf.name, shape, _name(leaf.value))
+        yield TracedTensor(leaf.name, shape, dtype_name(leaf.value.dtype))
 
 
 def _made_with(module: nn.Module, device: torch.device, *, executed: bool) -> str:
