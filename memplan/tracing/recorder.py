@@ -32,6 +32,12 @@ GIVEN, WEIGHT = -1, -2
 CASTS: Final = torch.ops.aten._to_copy.default
 """Copies a tensor to another type."""
 
+MASK_FIRST: Final = torch.ops.aten.native_dropout.default
+"""CUDA's dropout, which allocates the mask, its second result, before the first.
+
+Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`).
+"""
+
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
@@ -257,7 +263,7 @@ class Recorder(ShapesMode):
             else:
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
-        self._allocated(func, args, results)
+        self._allocated(func, args, results[::-1] if func is MASK_FIRST else results)
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._workspace(scratch)
