@@ -15,6 +15,7 @@ import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, TracedModel, UnknownName
 from memplan.models.traced import model_from_trace
 from memplan.record import unrolled
+from tests.traced import trace_of
 from validate.systems.torch.modules import Transformer, token_loss
 
 SIZES: Any = {
@@ -61,13 +62,7 @@ class Twice(nn.Module):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request):
-    model = FAMILIES[request.param]
-    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
-    tokens = torch.randint(model.vocab_size, (2, 96))
-    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
-    return model, memplan.trace(
-        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions
-    )
+    return FAMILIES[request.param], trace_of(FAMILIES[request.param], "cpu")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

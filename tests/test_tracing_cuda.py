@@ -11,7 +11,7 @@ import memplan
 from memplan import Gpt, Llama, MissingRule
 from memplan.models.traced import model_from_trace
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
-from validate.systems.torch.modules import Transformer, token_loss
+from tests.traced import trace_of
 from validate.systems.torch.wild import Encoder, Recurrent, UNet
 
 SIZES: Any = {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 352, "vocab_size": 499, "max_seq_len": 128}
@@ -37,13 +37,7 @@ GPUS = ("a100-80-sxm", "h100-sxm", "b200")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request):
-    model = FAMILIES[request.param]
-    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
-    tokens = torch.randint(model.vocab_size, (2, 128))
-    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
-    return model, memplan.trace(
-        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions, device="cuda"
-    )
+    return FAMILIES[request.param], trace_of(FAMILIES[request.param], "cuda")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -20,7 +20,7 @@ from memplan.tracing.calls import kernel_called
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.scratch import Scratch, scratch_of
-from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.shapes import Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
@@ -263,7 +263,7 @@ class Recorder(ShapesMode):
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
             flops = counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
-            done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
+            done = Computed(phase, flops, tuple(results[0].shape), dtype_name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out
 
@@ -300,7 +300,7 @@ class Recorder(ShapesMode):
     def _workspace(self, name: str, n_elements: int, dtype: torch.dtype) -> None:
         """Record a kernel's own scratch: allocated and freed."""
         n_bytes = n_elements * dtype.itemsize
-        self.storages.append(Stored(name, (n_elements,), _name(dtype), dtype.itemsize, n_bytes))
+        self.storages.append(Stored(name, (n_elements,), dtype_name(dtype), dtype.itemsize, n_bytes))
         self._made_in.append(self.segment.unit)
         number = len(self.storages) - 1
         self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
@@ -328,7 +328,7 @@ class Recorder(ShapesMode):
         made = Stored(
             f"{scope}: {func._schema.name.removeprefix('aten::')}" if hasattr(func, "_schema") else str(func),
             tuple(tensor.shape),
-            _name(tensor.dtype),
+            dtype_name(tensor.dtype),
             tensor.dtype.itemsize,
             storage.nbytes(),
         )
@@ -362,10 +362,6 @@ def executed(
     requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]
     n_bytes = requested["peak"] - requested["current"]
     return out, (("memory of a kernel's own", n_bytes, torch.uint8),) if n_bytes > 0 else ()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _of_equal_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:

@@ -6,10 +6,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from memplan.tracing.shapes import ATEN
+
 Scratch = tuple[str, int, torch.dtype]
 """What it is, its elements and their type."""
-
-ATEN: Final = torch.ops.aten
 
 ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div)
 """Operations whose operands may be of several types."""

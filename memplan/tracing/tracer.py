@@ -35,7 +35,7 @@ from memplan.models.traced import (
 from memplan.tracing.cuda import CUDA, CudaTensors, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
-from memplan.tracing.shapes import Shapes
+from memplan.tracing.shapes import Shapes, dtype_name
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -708,7 +708,10 @@ def _model(
         block_parameters=block,
         head_parameters=after,
         module_buffers=tuple(
-            [TracedTensor(name, _fixed(one), _name(one)) for name, one in example.module.named_buffers()]
+            [
+                TracedTensor(name, _fixed(one), dtype_name(one.dtype))
+                for name, one in example.module.named_buffers()
+            ]
         ),
         inputs_of_step=tuple(_inputs_of_step(example)),
         recordings=recordings,
@@ -725,11 +728,7 @@ def _fixed(tensor: Tensor) -> tuple[Any, ...]:
 
 def _stored(parameter: Tensor) -> str:
     """A parameter's stored type; floats have the plan's."""
-    return "float32" if parameter.is_floating_point() else _name(parameter)
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return "float32" if parameter.is_floating_point() else dtype_name(parameter.dtype)
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
@@ -738,7 +737,7 @@ def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
         shapes = [example.resized(leaf, point).shape for point in points]
         shape = tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
-        yield TracedTensor(leaf.name, shape, _name(leaf.value))
+        yield TracedTensor(leaf.name, shape, dtype_name(leaf.value.dtype))
 
 
 def _made_with(module: nn.Module, device: torch.device, *, executed: bool) -> str:

@@ -48,11 +48,9 @@ def _check_static_graph(model: Model, plan: Plan) -> None:
 
 def _untied(model: Model) -> str:
     """The model with an embedding and a head of their own, as text."""
-    return (
-        "a trace of the module with untied weights"
-        if isinstance(model, TracedModel)
-        else ("the model with tied_head=False")
-    )
+    if isinstance(model, TracedModel):
+        return "a trace of the module with untied weights"
+    return "the model with tied_head=False"
 
 
 def _check_units(model: Model, plan: Plan) -> None:
