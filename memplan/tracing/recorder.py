@@ -171,16 +171,17 @@ class Recorder(ShapesMode):
             self.running[unit] = set(paths)
             self._mark(unit)
 
-    def end_returned(self, unit: str, path: str, output: Any) -> None:
-        """Note that the module has returned; the last one of its unit gives the unit's output."""
-        if path not in self.running[unit]:
-            return
-        self.running[unit].remove(path)
-        if not self.running[unit]:
-            self._mark(f"{unit}, returned")
-            for tensor in tensors(output)[:1]:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+    def end_returned(self, unit: str, path: str, output: Any) -> bool:
+        """Whether the module is the last one of its unit to return, which gives the unit's output."""
+        if self.running[unit] != {path}:
+            self.running[unit].discard(path)
+            return False
+        self.running[unit].clear()
+        self._mark(f"{unit}, returned")
+        for tensor in tensors(output)[:1]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+        return True
 
     def _mark(self, name: str) -> None:
         """Note a place among the events, if it is outside the blocks."""
