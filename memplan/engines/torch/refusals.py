@@ -311,6 +311,12 @@ def _check_traced_ends(model: Model, plan: Plan) -> None:
             "fsdp_units='block'.",
             kind="fsdp_units=block+ends of a pipeline with nothing trained before the blocks",
         )
+    if plan.pp > 1 and any(variant.units == "block+ends" for variant in model.recordings):
+        raise MissingRule(
+            f"fsdp_units='block+ends' in a pipeline: {model.name} asks for the type of weights outside their "
+            "unit, which only before the first micro-batch is that of their shards; use fsdp_units='block'.",
+            kind="fsdp_units=block+ends of a pipeline of a model that asks for types of weights",
+        )
     for recording in model.recordings.values():
         if not isinstance(recording.ends, Ends):
             why = recording.ends or "its trace is of an earlier memplan; trace it again"
