@@ -54,6 +54,14 @@ def test_a_trace_for_cuda_says_what_the_modules_family_says(pair, plan):
         assert computed[0] == pytest.approx(computed[1], rel=0.01)
 
 
+def test_a_trace_for_cuda_holds_for_other_lengths_whatever_its_attention(pair):
+    model, traced = pair
+    plan: dict[str, Any] = {"precision": "fp32", "micro_batch": 3, "seq_len": 72, "cluster": "1xh100-sxm"}
+    told, known = (memplan.estimate(one, **plan) for one in (traced, model))
+    angles = 0 if model.family == "gpt" else 4 * (128 - 72) * 32  # the module's are of all positions
+    assert told.peak.total_bytes == known.peak.total_bytes + angles
+
+
 def test_a_trace_for_cuda_is_refused_where_its_kernels_are_others(pair):
     _, traced = pair
     with pytest.raises(MissingRule, match=r"compute capability 8\.0 or more"):

@@ -53,13 +53,14 @@ class Event(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A storage as it was when it was allocated."""
+    """A storage as it was when it was allocated; `by_kernel`: its bytes follow from the kernel's rule."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     n_bytes: int
+    by_kernel: bool = False
 
 
 class Computed(NamedTuple):
@@ -246,6 +247,7 @@ class Recorder(ShapesMode):
         if self.segment.phase == "forward":
             self._reads(args, kwargs)
         on_gpu = self.device.type == "cuda"
+        kernel = None
         scratch: tuple[Scratch, ...] = ()
         if self.executes:
             out, scratch = executed(func, args, kwargs, self.device)
@@ -262,8 +264,9 @@ class Recorder(ShapesMode):
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
         self._allocated(func, args, results)
-        for name, n_elements, dtype in scratch:
-            self._workspace(name, n_elements, dtype)
+        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
+            self.storages[made] = self.storages[made]._replace(by_kernel=True)
+        self._workspace(scratch)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
@@ -302,13 +305,15 @@ class Recorder(ShapesMode):
             self._sums.add(event)
             self.events.append(event)
 
-    def _workspace(self, name: str, n_elements: int, dtype: torch.dtype) -> None:
-        """Record a kernel's own scratch: allocated and freed."""
-        n_bytes = n_elements * dtype.itemsize
-        self.storages.append(Stored(name, (n_elements,), dtype_name(dtype), dtype.itemsize, n_bytes))
-        self._made_in.append(self.segment.unit)
-        number = len(self.storages) - 1
-        self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
+    def _workspace(self, scratch: Sequence[Scratch]) -> None:
+        """Record an operation's own scratch: all of it allocated, then freed."""
+        first = len(self.storages)
+        for name, n, dtype in scratch:
+            self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
+            self._made_in.append(self.segment.unit)
+        numbers = range(first, len(self.storages))
+        self.events += [Event("alloc", self.segment, number) for number in numbers]
+        self.events += [Event("free", self.segment, number) for number in reversed(numbers)]
 
     def _locate(self) -> None:
         """Find the step's segment: after a unit has returned, or at an autograd node that a unit has made."""

@@ -49,7 +49,7 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
 BATCHES: Final = (2, 3, 5)
-"""Batches that are traced; the third to check the rules of sizes that the first two give.
+"""Batches that are traced, for each variant; the third checks the rules of sizes that two give.
 
 With the lengths they make all products of powers of both different, so that sizes tell them apart.
 """
@@ -652,7 +652,7 @@ def _for_any_batch(
     several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
     example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
     for variant in _variants(tracer, runs):
-        points = several[:2] if found else [*several, *example]
+        points = [*several, *([] if found else example)]
         found[variant] = _agreed(tracer, variant, points)
         try:
             found[variant._replace(alone=True)] = _agreed(tracer, variant, alone[: len(points)])
