@@ -92,10 +92,10 @@ class OpContext:
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
     `remakes_dtensors`: weights are plain tensors from which DTensors are made in each pass, as by DDP:
-    gradients get their weights' placements as soon as they are made. `casts_inputs`: arguments of blocks are
-    cast to the type of the weights, as by FSDP2. `loss_chunks`: pieces of the sequence whose cross-entropy is
-    computed one after the other. `torch_release` is PyTorch's. `keeps_wide_grads`: the gradient of a narrower
-    weight stays in float32 where it is computed so.
+    gradients get their weights' placements as soon as they are made. `cast_units`: the units of FSDP2,
+    "block" or "block+ends", whose arguments are cast to the type of the weights. `loss_chunks`: pieces of the
+    sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
+    `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     """
 
     device: Device = H100
@@ -105,7 +105,7 @@ class OpContext:
     tp: int = 1
     sequence_parallel: bool = False
     remakes_dtensors: bool = False
-    casts_inputs: bool = False
+    cast_units: str = ""
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
@@ -358,6 +358,8 @@ class Tape:
         self._held: list[Tensor] = []
         self.until_let_go: list[Event] = []
         """Frees that belong where the forward function over all blocks drops its local variables."""
+        self.kinds: frozenset[str] = frozenset()
+        """The kinds of the stage's blocks."""
         self.shared: dict[str, Tensor] = {}
         """Tensors made by the embedding that all blocks are called with; recomputed blocks keep them."""
 
@@ -383,7 +385,7 @@ class Tape:
 
         Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward.
         """
-        if self.context.casts_inputs:
+        if self.context.cast_units:
             wide = {name: x for name, x in self.shared.items() if x.dtype == FP32}
             self.hold(*wide.values())
             dtype = self.context.weight_dtype
@@ -804,6 +806,14 @@ class SplitBackward:
         """Whether a gradient for `target` reaches weights only."""
         return isinstance(target, Parameter) or target in self._beside
 
+    def _weights_below(self, node: Node) -> Iterator[Parameter]:
+        """The weights that a node's gradient reaches through nodes that lead to weights only."""
+        for target in node.inputs:
+            if isinstance(target, Parameter):
+                yield target
+            elif target in self._beside:
+                yield from self._weights_below(target)
+
     def input(self, down_to: int) -> None:
         """Run the newest nodes until `down_to` are left; skip those that lead to weights only."""
         tape = self.tape
@@ -838,26 +848,38 @@ class SplitBackward:
 
     def end_input(self) -> None:
         """End the first part: free the graph above the newest weight, with what it has saved."""
+        self._keep_below([node for _, node, _ in self._waiting])
+        self.tape.release_retained()
+
+    def _keep_below(self, ahead: list[Node]) -> None:
+        """Free the graph but for these nodes and all that gradients of theirs would reach."""
         kept: set[Node] = set()
-        ahead = [node for _, node, _ in self._waiting]
         while ahead:
             node = ahead.pop()
             kept.add(node)
             ahead += [target for target in node.inputs if isinstance(target, Node) and target not in kept]
         for node in self._graph:
-            node.released = node not in kept
-        self._graph.clear()
-        self.tape.release_retained()
+            if node not in kept:
+                node.released = True
+                self._unused.pop(node, None)
+        self._graph = [node for node in self._graph if node in kept]
 
     def weights(self, up_to: int) -> None:
-        """Compute the gradients of the weights of the first `up_to` nodes.
+        """Compute the gradients of the weights of the first `up_to` nodes, in the module's order.
 
         A node and its gradient live until the next node runs, the weights' gradients until the next ones are
-        made.
+        made; what is left of the graph is what the nodes to come can reach.
         """
-        while self._waiting and self._waiting[0][0] < up_to:
-            _, node, grad = self._waiting.popleft()
+        order = {parameter: i for i, parameter in enumerate(self.tape.parameters.values())}
+        ahead = [turn for turn in self._waiting if turn[0] < up_to]
+        for _ in ahead:
+            self._waiting.popleft()
+        ahead.sort(key=lambda turn: min([order[p] for p in self._weights_below(turn[1])]))
+        ahead.reverse()
+        while ahead:
+            _, node, grad = ahead.pop()
             self._taken = (node, grad)
+            self._keep_below([node, *[left for _, left, _ in (*ahead, *self._waiting)]])
             self._made = self._weights_of(node, grad)
 
     def _weights_of(self, node: Node, grad: Tensor) -> list[Tensor]:
@@ -892,6 +914,7 @@ class SplitBackward:
             region.nodes.clear()
         self._regions.clear()
         self._unused.clear()
+        self._graph.clear()
         self._beside.clear()
 
 

@@ -57,6 +57,7 @@ int main() {
 AROUND = {
     "MEMPLAN_NOGPU_NAME": "x", "MEMPLAN_NOGPU_CAPABILITY": "86", "MEMPLAN_NOGPU_MULTIPROCESSORS": "2",
     "MEMPLAN_NOGPU_BYTES": str(101 * 2**30), "MEMPLAN_NOGPU_KERNELS": "80", "MEMPLAN_NOGPU_THREADS": "1536",
+    "MEMPLAN_NOGPU_BYTES_PER_S": "1e12",
 }  # fmt: skip
 
 
@@ -155,6 +156,7 @@ def test_without_a_compiler_there_is_one_line(monkeypatch):
 
 def test_only_processes_started_for_it_get_the_stand_in(monkeypatch, tmp_path):
     monkeypatch.setattr("validate.nogpu.processes.library", lambda: tmp_path / build.LIBRARY)
+    monkeypatch.setattr("validate.nogpu.processes.real_cudnn", lambda: tmp_path / "libcudnn.so.9")
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_80 sm_86 sm_90", raising=False)
     assert environment_for(gpu("l40s"))["MEMPLAN_NOGPU_KERNELS"] == "86"
     around = environment_for(gpu("h100-sxm"))
@@ -207,3 +209,23 @@ def test_a_compiled_module_runs_forward_and_backward():
     command = [sys.executable, "-c", COMPILED]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
     assert done.stdout.splitlines()[-1] == "(4, 256) True"
+
+
+CONVOLVED = """
+import torch
+layer = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False, device="cuda", dtype=torch.bfloat16)
+x = torch.empty(32, 64, 56, 56, device="cuda", dtype=torch.bfloat16)
+with torch.no_grad():
+    y = layer(x)
+print(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() >= x.numel() * x.element_size())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+def test_the_real_cudnn_says_what_workspace_a_convolution_needs():
+    """At least a copy of the input with its channels last, which is how tensor cores take it."""
+    here = dict(os.environ) | environment_for(gpu("h100-sxm"))
+    command = [sys.executable, "-c", CONVOLVED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
+    assert done.stdout.splitlines()[-1] == "True"

@@ -26,8 +26,8 @@ class GptNeox(HuggingFaceDecoder):
     code: ClassVar[str] = "transformers 5.23, GPTNeoXForCausalLM"
     token_table: ClassVar[str] = "gpt_neox.embed_in"
     last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
-    registered: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     attention_output: ClassVar[str] = "attention.dense"
+    module_order: ClassVar[tuple[str, ...]] = "input_layernorm", "post_attention_layernorm", ""
 
     partial_rotary: float = 0.25
     parallel: bool = True

@@ -70,10 +70,10 @@ class HuggingFaceDecoder(HuggingFaceModel):
     """
 
     holds_embedding: ClassVar[bool] = True
-    registered: ClassVar[tuple[str, ...]] = (
-        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-        *("self_attn", "mlp"),
-    )
+    module_order: ClassVar[tuple[str, ...]] = (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn",
+        "mlp", "",
+    )  # fmt: skip
     last_norm: ClassVar[str] = "model.norm"
     """The name of the norm after the last block."""
 
@@ -197,7 +197,11 @@ class WindowedDecoder(HuggingFaceDecoder):
         HuggingFaceDecoder.masks(self, tokens)
         seq = tokens.shape[1]
         if 0 < self.window <= seq and not {BLOCKS, SLIDING}.isdisjoint(self.kinds):
-            tokens.tape.shared["mask"] = window_mask(tokens)
+            mask = window_mask(tokens)
+            if tokens.tape.kinds.isdisjoint({BLOCKS, SLIDING}):
+                tokens.tape.hold(mask)
+            else:
+                tokens.tape.shared["mask"] = mask
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
         mask = q.tape.shared.get("mask") if kind in (BLOCKS, SLIDING) else None

@@ -21,7 +21,6 @@ class Phi3(WindowedDecoder):
 
     family: ClassVar[str] = "phi3"
     code: ClassVar[str] = "transformers 5.23, Phi3ForCausalLM"
-    registered: ClassVar[tuple[str, ...]] = ("self_attn.o_proj", "self_attn.qkv_proj", "mlp")
 
     partial_rotary: float = 1.0
 

@@ -177,16 +177,17 @@ class Recorder(ShapesMode):
             self.running[unit] = set(paths)
             self._mark(unit)
 
-    def end_returned(self, unit: str, path: str, output: Any) -> None:
-        """Note that the module has returned; the last one of its unit gives the unit's output."""
-        if path not in self.running[unit]:
-            return
-        self.running[unit].remove(path)
-        if not self.running[unit]:
-            self._mark(f"{unit}, returned")
-            for tensor in tensors(output)[:1]:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+    def end_returned(self, unit: str, path: str, output: Any) -> bool:
+        """Whether the module is the last one of its unit to return, which gives the unit's output."""
+        if self.running[unit] != {path}:
+            self.running[unit].discard(path)
+            return False
+        self.running[unit].clear()
+        self._mark(f"{unit}, returned")
+        for tensor in tensors(output)[:1]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+        return True
 
     def _mark(self, name: str) -> None:
         """Note a place among the events, if it is outside the blocks."""
@@ -235,6 +236,11 @@ class Recorder(ShapesMode):
             self.kinds[storage] = "grads"
             self.events.append(Event("grad", self.segment, storage, name))
 
+    def made(self, tensor: Tensor, function: str) -> None:
+        """Note a tensor that a function has made without the dispatcher."""
+        self._locate()
+        self._seen(tensor, function)
+
     # --- What the dispatcher is asked for ---
 
     def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -278,7 +284,7 @@ class Recorder(ShapesMode):
     def _allocated(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Record the results of an operation."""
         for tensor in results:
-            self.seen(tensor, func)
+            self._seen(tensor, func)
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
@@ -327,7 +333,7 @@ class Recorder(ShapesMode):
                 if unit < self.segment.unit:
                     self.segment = Segment("backward", unit)
 
-    def seen(self, tensor: Tensor, func: Any) -> None:
+    def _seen(self, tensor: Tensor, func: Any) -> None:
         """Record a tensor's storage if it is new."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._alive:

@@ -2,8 +2,9 @@
 
 Kernels do nothing and device memory is address space without pages; everything above them is the real thing:
 the dispatcher and its choice of kernels, autograd, optimizers, DDP, FSDP2, tensor parallelism, pipelines,
-`ProcessGroupNCCL` and the CUDA caching allocator with its statistics and its out-of-memory errors. So bytes
-are measured, and nothing else: no values, no times, none of what a GPU's driver and NCCL hold for themselves.
+`ProcessGroupNCCL`, cuDNN's choice of engines and their workspaces, and the CUDA caching allocator with its
+statistics and its out-of-memory errors. So bytes are measured, and nothing else: no values, no times, none of
+what a GPU's driver and NCCL hold for themselves.
 
 The stand-in is a shared library (`played/`, C++), loaded before PyTorch into processes started for it alone
 (`environment_for`), never into the user's own.

@@ -24,17 +24,22 @@ SOURCES: Final = Path(__file__).parent / "played"
 
 LIBRARY: Final = "libmemplan_nogpu.so"
 
+NO_DEVICE: Final = "libmemplan_no_device.so"
+"""The driver that the real cuDNN finds, all of whose functions return `CUDA_ERROR_NO_DEVICE`."""
+
 OPENED_BY_NAME: Final = ("libcuda.so.1", "libnvidia-ml.so.1")
 """What comes with the driver, which PyTorch and Triton open by name: links to ours."""
 
 REPLACED: Final = ("libcudart.so*", "libcublas.so*", "libcublasLt.so*", "libcudnn.so*", "libnccl.so*")
-"""NVIDIA's libraries, all of whose functions are replaced."""
+"""NVIDIA's libraries, all of whose functions are replaced; ours call the real cuDNN to plan."""
 
 EXPORTED: Final = re.compile(r"(?:__cuda|cuda|cublas|cudnn|p?nccl)[A-Z]\w*")
 """Names of these libraries' functions, without C++'s own."""
 
 DRIVER_FUNCTION: Final = re.compile(r"\b(cu[A-Z]\w*)\s*\(")
 """A function's declaration in `cuda.h`."""
+
+CUDA_ERROR_NO_DEVICE: Final = 100
 
 FLAGS: Final = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra")
 
@@ -82,6 +87,18 @@ def library() -> Path:
     return folder / LIBRARY
 
 
+def real_cudnn() -> Path:
+    """The library of cuDNN that came with PyTorch.
+
+    Raises:
+        NoGpuUnavailable: without it.
+    """
+    found = next((path for path in _installed().libraries if path.name.startswith("libcudnn.so")), None)
+    if found is None:
+        raise NoGpuUnavailable("the CUDA build of PyTorch has no cuDNN in its wheels; use --device cpu.")
+    return found
+
+
 def _compiler() -> str | None:
     found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     return found if found and shutil.which("nm") else None
@@ -127,13 +144,16 @@ def _build(compiler: str, installed: Installed, folder: Path) -> None:
         for source in SOURCES.glob("*.cpp"):
             _run(compiler, *FLAGS, *includes, "-c", str(source), "-o", str(scratch / f"{source.stem}.o"))
         ours = _functions([*scratch.glob("*.o")], "--extern-only")
-        theirs = _functions(installed.libraries, "--dynamic") | _driver_functions(installed)
-        rest = scratch / "rest.cpp"
-        bodies = (f"int {name}() {{ return 0; }}\n" for name in sorted(theirs - ours))
-        rest.write_text(f'extern "C" {{\n{"".join(bodies)}}}\n')
+        driver = _driver_functions(installed)
+        rest = _returning(
+            0, (_functions(installed.libraries, "--dynamic") | driver) - ours, scratch / "rest.cpp"
+        )
         _run(compiler, *FLAGS, "-w", "-c", str(rest), "-o", str(scratch / "rest.o"))
+        no_device = _returning(CUDA_ERROR_NO_DEVICE, driver, scratch / "no_device.cpp")
         whole = scratch / "whole"
         whole.mkdir()
+        named = f"-Wl,-soname,{OPENED_BY_NAME[0]}"
+        _run(compiler, *FLAGS, "-w", "-shared", named, str(no_device), "-o", str(whole / NO_DEVICE))
         objects = map(str, sorted(scratch.glob("*.o")))
         _run(compiler, "-shared", f"-Wl,-soname,{LIBRARY}", *objects, "-o", str(whole / LIBRARY), "-ldl")
         for name in OPENED_BY_NAME:
@@ -143,6 +163,13 @@ def _build(compiler: str, installed: Installed, folder: Path) -> None:
         except OSError:
             if not folder.exists():  # another process was faster
                 raise
+
+
+def _returning(status: int, functions: set[str], source: Path) -> Path:
+    """The source of functions that do nothing and return this."""
+    bodies = (f"int {name}() {{ return {status}; }}\n" for name in sorted(functions))
+    source.write_text(f'extern "C" {{\n{"".join(bodies)}}}\n')
+    return source
 
 
 def _functions(files: tuple[Path, ...] | list[Path], which: str) -> set[str]:

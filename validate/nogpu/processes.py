@@ -8,7 +8,7 @@ import torch
 
 from memplan.errors import InvalidValue
 from memplan.hardware import Gpu
-from validate.nogpu.build import library
+from validate.nogpu.build import NO_DEVICE, library, real_cudnn
 
 MEANING: Final = (
     "PyTorch's CUDA software over a played CUDA runtime, no GPU: bytes are PyTorch's own, "
@@ -32,6 +32,8 @@ def environment_for(gpu: Gpu) -> dict[str, str]:
     return {
         "LD_PRELOAD": str(played),
         "LD_LIBRARY_PATH": os.pathsep.join(folders),
+        "MEMPLAN_NOGPU_CUDNN": str(real_cudnn()),
+        "MEMPLAN_NOGPU_CUDNN_DRIVER": str(played.parent / NO_DEVICE),
         "TRITON_LIBCUDA_PATH": str(played.parent),
         "MEMPLAN_NOGPU_NAME": f"{gpu.title} (not there)",
         "MEMPLAN_NOGPU_CAPABILITY": str(10 * major + minor),
@@ -39,6 +41,7 @@ def environment_for(gpu: Gpu) -> dict[str, str]:
         "MEMPLAN_NOGPU_MULTIPROCESSORS": str(gpu.multiprocessors),
         "MEMPLAN_NOGPU_THREADS": str(gpu.device.threads_per_multiprocessor),
         "MEMPLAN_NOGPU_BYTES": str(gpu.usable_bytes),
+        "MEMPLAN_NOGPU_BYTES_PER_S": str(gpu.memory_bytes_per_s),
     }
 
 

@@ -125,11 +125,12 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
     """Raise where a schedule with split backward passes fails or loses gradients."""
     if not plan.splits_backward:
         return
-    if model.computes_loss:
-        raise MissingRule(
-            f"schedule={plan.schedule!r} splits each backward pass, which has no rule for {model.code}, "
-            "whose stages make tensors that all blocks share; use schedule='interleaved-1f1b' or '1f1b'.",
-            kind="zero-bubble, zbv or dualpipe-v of modules that are not memplan's own",
+    if model.blocks_return_views and plan.n_stages > 2:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} splits the backward passes of {plan.n_stages} stages, which fails "
+            f"between the first and the last as {model.name}'s blocks return views (Can't detach views "
+            "in-place); use two stages, or schedule='interleaved-1f1b'.",
+            kind="zero-bubble, zbv or dualpipe-v of blocks that return views, which fails in PyTorch",
         )
     if plan.recompute == "selective":
         raise PlanRefused(
@@ -310,6 +311,12 @@ def _check_traced_ends(model: Model, plan: Plan) -> None:
             "blocks, which each backward pass gathers and does not use: that has no rule yet; use "
             "fsdp_units='block'.",
             kind="fsdp_units=block+ends of a pipeline with nothing trained before the blocks",
+        )
+    if plan.pp > 1 and any(variant.units == "block+ends" for variant in model.recordings):
+        raise MissingRule(
+            f"fsdp_units='block+ends' in a pipeline: {model.name} asks for the type of weights outside their "
+            "unit, which only before the first micro-batch is that of their shards; use fsdp_units='block'.",
+            kind="fsdp_units=block+ends of a pipeline of a model that asks for types of weights",
         )
     for recording in model.recordings.values():
         if not isinstance(recording.ends, Ends):

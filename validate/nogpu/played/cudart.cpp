@@ -18,8 +18,6 @@ void* driver_function(const char* name);  // driver.cpp
 
 namespace {
 
-constexpr int WARP = 32, MOST_THREADS = 1024, REGISTERS = 65536, MOST_GRID = 2147483647;
-
 cudaError_t made(void** address, void* found) {
     *address = found;
     return found == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
@@ -83,8 +81,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* known, int) {
     known->sharedMemPerBlock = 48 << 10;
     known->sharedMemPerBlockOptin = gpu().shared_per_block;
     known->sharedMemPerMultiprocessor = gpu().shared_per_multiprocessor;
-    known->maxBlocksPerMultiProcessor = 32;
-    known->l2CacheSize = 50 << 20;
+    known->maxBlocksPerMultiProcessor = MOST_BLOCKS;
+    known->l2CacheSize = L2_BYTES;
     known->concurrentKernels = known->unifiedAddressing = 1;
     return cudaSuccess;
 }
@@ -103,7 +101,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         case cudaDevAttrMaxGridDimY:
         case cudaDevAttrMaxGridDimZ: *value = 65535; break;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = gpu().threads_per_multiprocessor; break;
-        case cudaDevAttrMaxBlocksPerMultiprocessor: *value = 32; break;
+        case cudaDevAttrMaxBlocksPerMultiprocessor: *value = MOST_BLOCKS; break;
         case cudaDevAttrMaxRegistersPerBlock:
         case cudaDevAttrMaxRegistersPerMultiprocessor: *value = REGISTERS; break;
         case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
@@ -111,10 +109,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
             *value = static_cast<int>(gpu().shared_per_multiprocessor);
             break;
-        case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
-        case cudaDevAttrClockRate:
-        case cudaDevAttrMemoryClockRate: *value = 1000000; break;
-        case cudaDevAttrGlobalMemoryBusWidth: *value = 4096; break;
+        case cudaDevAttrL2CacheSize: *value = L2_BYTES; break;
+        case cudaDevAttrClockRate: *value = CLOCK_KHZ; break;
+        case cudaDevAttrMemoryClockRate: *value = gpu().memory_clock_khz; break;
+        case cudaDevAttrGlobalMemoryBusWidth: *value = gpu().memory_bus_bits; break;
         case cudaDevAttrUnifiedAddressing:
         case cudaDevAttrConcurrentKernels:
         case cudaDevAttrCooperativeLaunch: *value = 1; break;

@@ -68,15 +68,6 @@ char* address_space(size_t bytes) {
     return mapped(reinterpret_cast<void*>(next.fetch_add(whole_pages(bytes))), bytes);
 }
 
-const char* setting(const char* name) {
-    const char* value = std::getenv(name);
-    if (value == nullptr) {
-        std::fprintf(stderr, "%s is not set: the played CUDA runtime is started by validate/nogpu\n", name);
-        std::abort();
-    }
-    return value;
-}
-
 Gpu described() {
     Gpu gpu;
     gpu.name = setting("MEMPLAN_NOGPU_NAME");
@@ -87,6 +78,15 @@ Gpu described() {
     gpu.multiprocessors = std::atoi(setting("MEMPLAN_NOGPU_MULTIPROCESSORS"));
     gpu.threads_per_multiprocessor = std::atoi(setting("MEMPLAN_NOGPU_THREADS"));
     gpu.memory_bytes = std::strtoull(setting("MEMPLAN_NOGPU_BYTES"), nullptr, 10);
+    // Datasheets: the width of the memory by its kind, of which each clock moves two bits for each wire.
+    switch (capability) {
+        case 70: gpu.memory_bus_bits = 4096; break;
+        case 80: case 90: gpu.memory_bus_bits = 5120; break;
+        case 100: gpu.memory_bus_bits = 8192; break;
+        default: gpu.memory_bus_bits = 384;
+    }
+    double bytes_per_s = std::atof(setting("MEMPLAN_NOGPU_BYTES_PER_S"));
+    gpu.memory_clock_khz = static_cast<int>(bytes_per_s / (gpu.memory_bus_bits / 4) / 1000);
     // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
     const size_t KiB = 1024;
     switch (capability) {
@@ -102,6 +102,15 @@ Gpu described() {
 }
 
 }  // namespace
+
+const char* setting(const char* name) {
+    const char* value = std::getenv(name);
+    if (value == nullptr) {
+        std::fprintf(stderr, "%s is not set: the played CUDA runtime is started by validate/nogpu\n", name);
+        std::abort();
+    }
+    return value;
+}
 
 const Gpu& gpu() {
     static const Gpu known = described();

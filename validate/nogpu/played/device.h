@@ -5,6 +5,10 @@
 
 namespace played {
 
+// What is taken to be one for every GPU.
+constexpr int WARP = 32, MOST_THREADS = 1024, REGISTERS = 65536, MOST_GRID = 2147483647, MOST_BLOCKS = 32;
+constexpr int CLOCK_KHZ = 1000000, L2_BYTES = 50 << 20;
+
 // What the environment of the process says of the GPU (`MEMPLAN_NOGPU_*`, set by validate/nogpu).
 struct Gpu {
     std::string name;
@@ -12,10 +16,14 @@ struct Gpu {
     int kernels;                  // of which capability PyTorch's kernels would run: 86 is 8.6
     int multiprocessors;
     size_t memory_bytes;
+    int memory_bus_bits, memory_clock_khz;
     int threads_per_multiprocessor;
     size_t shared_per_multiprocessor, shared_per_block;
 };
 const Gpu& gpu();
+
+// A variable of that environment; without it the process ends.
+const char* setting(const char* name);
 
 // Device memory: `allocate` returns nullptr when the GPU's memory ends.
 void* allocate(size_t bytes);
