@@ -30,7 +30,7 @@ class Places(NamedTuple):
 def kernel_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
     """The kernel that runs an operation; None if it takes no more memory than its results.
 
-    Neglects: kernels that have no rule, as those that sort.
+    Neglects: kernels that have no rule.
 
     Raises:
         MissingRule: it is one of cuDNN's.

@@ -265,7 +265,7 @@ class Recorder(ShapesMode):
             results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
             kernel = kernel_called(func, args, results) if on_gpu else None
             if kernel is None:
-                scratch = scratch_of(func, args, results, self.device)
+                scratch = scratch_of(func, args, kwargs, results, self.device)
             else:
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
