@@ -333,22 +333,23 @@ def trace_command(factory: str, out: str, device: DeviceType) -> None:
 
     FACTORY is the name of a function, as package.module:factory, that returns (module, example_inputs).
     """
-    model = _module_traced(factory, device=device)
+    model = _module_traced(factory, device)
     if not isinstance(model, TracedModel):
         raise Refused(f"{one_line(factory)} names no function; use package.module:factory.")
     model.save(out)
     click.echo(f"{printable(model.name)}: {model.n_parameters:,} parameters, {model.n_layers} blocks; {out}")
 
 
-def _module_traced(name: str, **options: Any) -> str | Model:
-    """The traced model of `package.module:factory`; any other text unchanged."""
+def _module_traced(name: str, device: Any, cluster: Any = None, **options: Any) -> str | Model:
+    """The model of `package.module:factory`, traced for the device or the cluster's; other text unchanged."""
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
         return name
     try:
         from memplan.tracing.factory import traced_from_factory  # imports torch, which the module needs too
     except ModuleNotFoundError as missing:
         raise Refused(f"{one_line(str(missing))}; to trace a module: pip install 'memplan[trace]'.") from None
-    return traced_from_factory(name, **options)
+    device = device or device_of(resolve_cluster(cluster)).type
+    return traced_from_factory(name, device=device, **options)
 
 
 @commands.command("estimate", cls=PlanCommand)
@@ -365,9 +366,8 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
     package.module:factory, the name of a function that returns your own module and its example inputs.
     """
-    device = asked["device"] or device_of(resolve_cluster(asked["cluster"])).type
-    traced = _module_traced(model, precisions=(asked["precision"],), device=device)
-    result = estimate(traced, **asked)
+    module = _module_traced(model, asked["device"], asked["cluster"], precisions=(asked["precision"],))
+    result = estimate(module, **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}

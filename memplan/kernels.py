@@ -160,7 +160,7 @@ class SortScratch(NamedTuple):
 
 
 def sort_scratch(device: Device, torch_release: Release, n_ids: int, n_rows: int) -> SortScratch:
-    """Bytes that CUB allocates for an embedding's gradient, of `n_ids` ids and a table of `n_rows`.
+    """Bytes that CUB allocates for the gradient of a table with `n_rows`, in which `n_ids` were looked up.
 
     Ids are sorted by the bits that a row's number can have; before torch 2.13 by all 64.
 
@@ -184,7 +184,7 @@ def sort_scratch(device: Device, torch_release: Release, n_ids: int, n_rows: int
 
 
 def scan_bytes(n_elements: int) -> int:
-    """Bytes that CUB allocates for the cumulative sum of so many elements of 8 bytes.
+    """Bytes that CUB allocates for a cumulative sum of `n_elements`, of 8 bytes each.
 
     Source: cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
     """

@@ -92,10 +92,10 @@ class OpContext:
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`.
     `remakes_dtensors`: weights are plain tensors from which DTensors are made in each pass, as by DDP:
-    gradients get their weights' placements as soon as they are made. `casts_inputs`: arguments of blocks are
-    cast to the type of the weights, as by FSDP2. `loss_chunks`: pieces of the sequence whose cross-entropy is
-    computed one after the other. `torch_release` is PyTorch's. `keeps_wide_grads`: the gradient of a narrower
-    weight stays in float32 where it is computed so.
+    gradients get their weights' placements as soon as they are made. `cast_units`: the units of FSDP2,
+    "block" or "block+ends", whose arguments are cast to the type of the weights. `loss_chunks`: pieces of the
+    sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
+    `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     """
 
     device: Device = H100
@@ -105,7 +105,7 @@ class OpContext:
     tp: int = 1
     sequence_parallel: bool = False
     remakes_dtensors: bool = False
-    casts_inputs: bool = False
+    cast_units: str = ""
     micro_batch: int = 1
     seq_len: int = 1024
     loss_chunks: int = 1
@@ -381,7 +381,7 @@ class Tape:
 
         Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward.
         """
-        if self.context.casts_inputs:
+        if self.context.cast_units:
             wide = {name: x for name, x in self.shared.items() if x.dtype == FP32}
             self.hold(*wide.values())
             dtype = self.context.weight_dtype

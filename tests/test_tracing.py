@@ -15,6 +15,7 @@ import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, TracedModel, UnknownName
 from memplan.models.traced import model_from_trace
 from memplan.record import unrolled
+from tests.traced import trace_of
 from validate.systems.torch.modules import Transformer, token_loss
 
 SIZES: Any = {
@@ -61,13 +62,7 @@ class Twice(nn.Module):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request):
-    model = FAMILIES[request.param]
-    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
-    tokens = torch.randint(model.vocab_size, (2, 96))
-    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
-    return model, memplan.trace(
-        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions
-    )
+    return FAMILIES[request.param], trace_of(FAMILIES[request.param], "cpu")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -655,7 +650,7 @@ class WithTables(nn.Module):
 def test_fsdp2_casts_what_blocks_are_called_with(tmp_path):
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     traced = memplan.trace(WithTables(), tokens, targets=tokens)
-    casts = {(run.weights, run.autocast) for run in traced.recordings if run.casts}
+    casts = {(run.weights, run.autocast) for run in traced.recordings if run.units}
     assert casts == {("bfloat16", "")}
     traced.save(tmp_path / "tables.json")
     assert model_from_trace(tmp_path / "tables.json").recordings == traced.recordings
@@ -666,8 +661,45 @@ def test_fsdp2_casts_what_blocks_are_called_with(tmp_path):
         assert {buffer.dtype.name for buffer in made} == {dtype}
 
 
+class Asks(nn.Module):
+    """Casts images to the type of a weight outside the weight's unit, as transformers' ViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(96, 64)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(4)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        x = self.embedding(images.to(self.embedding.weight.dtype))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+
+def test_weights_have_their_shards_type_outside_their_unit():
+    images, targets = torch.zeros(2, 8, 96), torch.zeros(2, dtype=torch.int64)
+    traced = memplan.trace(Asks(), images, targets=targets, precisions=["bf16-mixed"])
+    assert {run.units for run in traced.recordings} == {"", "block+ends"}
+    made = {}
+    for units in ("block", "block+ends"):
+        plan: dict[str, Any] = {"dp": 2, "zero": 3, "precision": "bf16-mixed", "fsdp_units": units}
+        step = memplan.estimate(traced, **plan, micro_batch=4, device="cpu").worst.record.step
+        copies = {
+            e.buffer for _, e in unrolled(step) if "_to_copy" in e.buffer.name and len(e.buffer.shape) == 3
+        }
+        made[units] = sorted((copied.dtype.name, copied.shape) for copied in copies)
+    assert made["block"] == [("bfloat16", (4, 8, 96))]
+    assert made["block+ends"] == [
+        ("bfloat16", (4, 8, 96)), ("bfloat16", (4, 8, 96)), ("float32", (4, 8, 96))
+    ]  # fmt: skip
+    plan = {"dp": 2, "pp": 2, "zero": 3, "precision": "bf16-mixed", "fsdp_units": "block+ends"}
+    with pytest.raises(MissingRule, match="asks for the type of weights"):
+        memplan.estimate(traced, **plan, global_batch=4, device="cpu")
+
+
 def test_nothing_is_cast_where_blocks_are_called_with_one_type():
     module = Transformer(FAMILIES["gpt"], range(4), seq_len=96)
     tokens = torch.zeros(2, 96, dtype=torch.int64)
     traced = memplan.trace(module, tokens, targets=tokens, loss=token_loss, precisions=["bf16-mixed"])
-    assert not any(run.casts for run in traced.recordings)
+    assert not any(run.units for run in traced.recordings)

@@ -11,7 +11,7 @@ import memplan
 from memplan import Gpt, Llama, MissingRule
 from memplan.models.traced import model_from_trace
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
-from validate.systems.torch.modules import Transformer, token_loss
+from tests.traced import trace_of
 from validate.systems.torch.wild import Encoder, Recurrent, UNet
 
 SIZES: Any = {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 352, "vocab_size": 499, "max_seq_len": 128}
@@ -37,13 +37,7 @@ GPUS = ("a100-80-sxm", "h100-sxm", "b200")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request):
-    model = FAMILIES[request.param]
-    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
-    tokens = torch.randint(model.vocab_size, (2, 128))
-    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
-    return model, memplan.trace(
-        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions, device="cuda"
-    )
+    return FAMILIES[request.param], trace_of(FAMILIES[request.param], "cuda")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -58,6 +52,14 @@ def test_a_trace_for_cuda_says_what_the_modules_family_says(pair, plan):
             (time.compute_s, time.recompute_s) for one in (told, known) for time in one.stage_times or ()
         ]
         assert computed[0] == pytest.approx(computed[1], rel=0.01)
+
+
+def test_a_trace_for_cuda_holds_for_other_lengths_whatever_its_attention(pair):
+    model, traced = pair
+    plan: dict[str, Any] = {"precision": "fp32", "micro_batch": 3, "seq_len": 72, "cluster": "1xh100-sxm"}
+    told, known = (memplan.estimate(one, **plan) for one in (traced, model))
+    angles = 0 if model.family == "gpt" else 4 * (128 - 72) * 32  # the module's are of all positions
+    assert told.peak.total_bytes == known.peak.total_bytes + angles
 
 
 def test_a_trace_for_cuda_is_refused_where_its_kernels_are_others(pair):

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
@@ -284,9 +283,9 @@ def family_of(model: Decoder | TracedModel) -> str:
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
 
-def trace_file(name: str) -> Path:
+def trace_file(name: str) -> str:
     """Where the trace of one of other people's modules is: with memplan if it is a preset, else in `data`."""
-    return preset_trace(name) or data_folder() / "traces" / f"{name}.json"
+    return preset_trace(name) or str(data_folder() / "traces" / f"{name}.json")
 
 
 @cache

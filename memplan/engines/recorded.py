@@ -74,7 +74,7 @@ def _recorded(
         recompute=kind.recompute,
         batch=batch,
         seq_len=seq_len,
-        casts=context.casts_inputs,
+        units=context.cast_units,
     )
     buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
     named = {one.name: _parameter(one, context.weight_dtype) for one, _ in model.parameters}

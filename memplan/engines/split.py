@@ -188,7 +188,7 @@ class _Names:
         return Segment(tuple(self._events(segment)))
 
     def called(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-        """The buffers by their names in the trace; those of the schedule are left out."""
+        """The trace's buffers that these stand for; buffers that the schedule made are left out."""
         return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 
     def by_repeats(self, segment: Segment) -> CountedSegments:

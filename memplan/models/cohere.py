@@ -6,7 +6,7 @@ from typing import ClassVar, Final, final
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import layer_norm_by_parts, merged_heads, rope_by_halves, times_number
+from memplan.ops import layer_norm_by_parts, times_number
 from memplan.shapes import FP32
 from memplan.tape import Tensor
 
@@ -35,17 +35,11 @@ class Cohere(HuggingFaceDecoder):
         attended = self.attention(y, kind)
         return x + attended + self.feed_forward(y)
 
-    def attention(self, x: Tensor, kind: str) -> Tensor:
-        n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
-        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
-        q, k = self._rotated(q, k)
-        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
-
-    def _rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        tape, tables, dtype = q.tape, self.rotation_tables(q), q.dtype
-        q, k = tape.cast(q, FP32), tape.cast(k, FP32)
-        turned_q, turned_k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
-        return tape.cast(turned_q, dtype), tape.cast(turned_k, dtype)
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tape, dtype = q.tape, q.dtype
+        wide = tape.cast(q, FP32), tape.cast(k, FP32)  # alive until this returns
+        q, k = HuggingFaceDecoder.rotated(self, *wide)
+        return tape.cast(q, dtype), tape.cast(k, dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         return times_number(HuggingFaceDecoder.logits(self, x))

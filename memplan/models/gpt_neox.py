@@ -1,19 +1,13 @@
 """GPT-NeoX and Pythia: attention and the feed-forward layer in parallel, heads rotated in part."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import (
-    feature_parts,
-    gelu,
-    heads,
-    layer_norm,
-    merged_heads,
-    rope_of_part,
-)
+from memplan.ops import feature_parts, gelu, heads, layer_norm, rope_of_part
 from memplan.tape import Tensor
 
 
@@ -32,6 +26,7 @@ class GptNeox(HuggingFaceDecoder):
     code: ClassVar[str] = "transformers 5.23, GPTNeoXForCausalLM"
     token_table: ClassVar[str] = "gpt_neox.embed_in"
     last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
+    attention_output: ClassVar[str] = "attention.dense"
 
     partial_rotary: float = 0.25
     parallel: bool = True
@@ -54,12 +49,13 @@ class GptNeox(HuggingFaceDecoder):
         attended = attended + x
         return self.feed_forward(self.norm(attended, "post_attention_layernorm")) + attended
 
-    def attention(self, x: Tensor, kind: str) -> Tensor:
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
         qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
-        q, k, v = feature_parts(heads(qkv, 3 * self.d_head), 3)
-        tables = self.rotation_tables(x)
-        q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
-        return self.projected(merged_heads(self.attended(q, k, v, kind)), "attention.dense", self.d_model)
+        return feature_parts(heads(qkv, 3 * self.d_head), 3)
+
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tables = self.rotation_tables(q)
+        return rope_of_part(q, *tables), rope_of_part(k, *tables)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         x = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))

@@ -7,6 +7,7 @@ position ids included.
 """
 
 from abc import ABC
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -72,6 +73,9 @@ class HuggingFaceDecoder(HuggingFaceModel):
     last_norm: ClassVar[str] = "model.norm"
     """The name of the norm after the last block."""
 
+    attention_output: ClassVar[str] = "self_attn.o_proj"
+    """The name of the projection of attention's output, in its block."""
+
     def has_bias(self, name: str) -> bool:
         """Whether a projection has a bias, by its name in the block."""
         return False
@@ -111,11 +115,19 @@ class HuggingFaceDecoder(HuggingFaceModel):
 
     def attention(self, x: Tensor, kind: str) -> Tensor:
         """Self-attention of the normed input, in a block of this kind."""
+        q, k, v = self.queries_keys_values(x)
+        q, k = self.rotated(q, k)
+        return self.projected(merged_heads(self.attended(q, k, v, kind)), self.attention_output, self.d_model)
+
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values of the normed input, each (batch, seq, heads, d_head)."""
         n_heads = {"q_proj": self.n_heads, "k_proj": self.n_kv_heads, "v_proj": self.n_kv_heads}
-        q, k, v = (self.head_projection(x, name, n) for name, n in n_heads.items())
-        tables = self.rotation_tables(x)
-        q, k = rope_by_halves(q, *tables), rope_by_halves(k, *tables)
-        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
+        return [self.head_projection(x, name, n) for name, n in n_heads.items()]
+
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, rotated."""
+        tables = self.rotation_tables(q)
+        return rope_by_halves(q, *tables), rope_by_halves(k, *tables)
 
     def rotation_tables(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tables that queries and keys are rotated with: cosines and sines of the angles."""

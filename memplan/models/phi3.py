@@ -1,12 +1,13 @@
 """Phi 3 and 4: Llama with fused projections, whose heads may be rotated in part."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import WindowedDecoder, decoder_sizes
-from memplan.ops import feature_parts, feature_slices, heads, merged_heads, rope_of_part, silu
+from memplan.ops import feature_parts, feature_slices, heads, rope_of_part, silu
 from memplan.tape import Tensor
 
 
@@ -27,13 +28,14 @@ class Phi3(WindowedDecoder):
     def rotary_dim(self) -> int:
         return int(self.d_head * self.partial_rotary)
 
-    def attention(self, x: Tensor, kind: str) -> Tensor:
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
         n_q, n_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         qkv = self.projected(x, "self_attn.qkv_proj", n_q + 2 * n_kv)
-        q, k, v = (heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv))
-        tables = self.rotation_tables(x)
-        q, k = rope_of_part(q, *tables), rope_of_part(k, *tables)
-        return self.projected(merged_heads(self.attended(q, k, v, kind)), "self_attn.o_proj", self.d_model)
+        return [heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv)]
+
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tables = self.rotation_tables(q)
+        return rope_of_part(q, *tables), rope_of_part(k, *tables)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, up = feature_parts(self.projected(x, "mlp.gate_up_proj", 2 * self.d_ff), 2)

@@ -1,8 +1,8 @@
 """Published models by name: the table `presets.toml`, and the presets of other packages' families."""
 
+import os
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -56,15 +56,15 @@ def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
     return family.model(name=name, **sizes)
 
 
-def preset_trace(name: str) -> Path | None:
+def preset_trace(name: str) -> str | None:
     """The file of a preset that was traced; None for a name that is no such preset."""
     entry = preset_table().get(name, {})
-    return Path(__file__).parent / "traces" / entry["trace"] if "trace" in entry else None
+    return os.path.join(os.path.dirname(__file__), "traces", entry["trace"]) if "trace" in entry else None
 
 
 @cache
 def _traced(name: str) -> TracedModel:
-    return model_from_trace(cast(Path, preset_trace(name)))
+    return model_from_trace(cast(str, preset_trace(name)))
 
 
 def preset_source(name: str) -> str:

@@ -48,6 +48,9 @@ DTYPES: Final[Mapping[str, DType]] = {
 RECOMPUTES: Final = ("none", "full")
 """The kinds of recomputation that are traced."""
 
+UNITS: Final = ("", "block", "block+ends")
+"""The units of FSDP2 beside its root that are traced; "" for none."""
+
 PARTS: Final = (
     "inputs", "embed", "entry", "block", "head", "loss",
     "embed_casts", "entry_casts", "block_casts", "head_casts",
@@ -113,16 +116,17 @@ class Variant(NamedTuple):
     """How a module was run as it was recorded.
 
     The type of its weights, the type that autocast ran products in ("": no autocast), whether blocks were
-    recomputed, whether the batch was of one sample, where kernels and views may differ, and whether floats
-    that blocks are called with were cast to the weights' type, as FSDP2 does. The latter is only recorded
-    where there are such floats of another type.
+    recomputed, whether the batch was of one sample, where kernels and views may differ, and how the `units`
+    of FSDP2 beside its root change that ("": not at all). A unit casts floats that it is called with to the
+    weights' type ("block"); outside a unit its weights are float32 ("block+ends"). These are only recorded
+    where something else happens.
     """
 
     weights: str
     autocast: str
     recompute: str
     alone: bool
-    casts: bool = False
+    units: str = ""
 
 
 class Cut(NamedTuple):
@@ -292,9 +296,9 @@ class TracedModel(Model):
         recompute: str,
         batch: int,
         seq_len: int,
-        casts: bool = False,
+        units: str = "",
     ) -> Recording:
-        """The recording of a micro-batch; `casts`: with the arguments of blocks cast, as by FSDP2.
+        """The recording of a micro-batch under these units of FSDP2.
 
         Raises:
             MissingRule: it was not recorded so, or not for these sizes.
@@ -313,12 +317,12 @@ class TracedModel(Model):
                 kind="a traced model that has no sequence",
             )
         asked = Variant(weights, autocast, recompute, batch == 1)
-        for variant in (asked._replace(casts=casts), asked):
-            if variant in self.recordings:
+        for known in reversed(UNITS[: UNITS.index(units) + 1]):
+            if (variant := asked._replace(units=known)) in self.recordings:
                 return self.recordings[variant]
-        known = sorted({_variant_text(variant) for variant in self.recordings})
+        others = sorted({_variant_text(variant) for variant in self.recordings})
         raise MissingRule(
-            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(known)}; use "
+            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(others)}; use "
             "these, or trace it again so, if PyTorch runs it so (on CUDA no batch norm with weights in "
             "bfloat16).",
             kind="a traced model in a way in which it was not traced",
@@ -412,7 +416,7 @@ TENSORS: Final = (
 
 def _plain_variant(variant: Variant) -> list[Any]:
     """Its values; without the last one where that is its default."""
-    return [*variant] if variant.casts else [*variant[:-1]]
+    return [*variant] if variant.units else [*variant[:-1]]
 
 
 def _plain_size(size: Size) -> Any:
@@ -602,12 +606,13 @@ def _tensor(value: Any, what: str, frozen: list[Any]) -> TracedTensor:
 
 
 def _variant(value: list[Any]) -> Variant:
-    kinds = (str, str, str, bool, bool)[: 5 if len(value) == 5 else 4]
-    weights, autocast, recompute, *others = _items(value, "run", *kinds)
+    run = [*value, ""] if len(value) == 4 else value
+    weights, autocast, recompute, alone, units = _items(run, "run", str, str, str, bool, str)
     _dtype(weights)
     if autocast:
         _dtype(autocast)
-    return Variant(weights, autocast, checked_choice("recompute", recompute, RECOMPUTES), *others)
+    checked_choice("recompute", recompute, RECOMPUTES)
+    return Variant(weights, autocast, recompute, alone, checked_choice("units", units, UNITS))
 
 
 def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str]) -> Recording:

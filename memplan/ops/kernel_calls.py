@@ -56,7 +56,7 @@ def kernel_events(
 
 
 def _sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """Of outputs, of the inputs of each, and whether these are a row apart."""
+    """The sums; sizes: outputs, inputs of each output, whether these inputs are a row apart."""
     n_outputs, n_inputs, along_rows = sizes
     total = tape.new("sum", (n_outputs,), dtype)
     tape.sum_workspace(n_outputs, n_inputs, along_rows=bool(along_rows))
@@ -64,7 +64,7 @@ def _sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
 
 
 def _cumulative_sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """Of the elements of a row, and whether they are cast to the sum's type first.
+    """The cumulative sums of a row; sizes: elements, whether they are cast to the sum's type first.
 
     Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`),
     aten/src/ATen/native/cuda/ScanUtils.cuh (`scan_dim`).
@@ -79,7 +79,7 @@ def _cumulative_sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
 
 
 def _table_gradient(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """Of the ids that were looked up, the table's rows and width, and whether the ids are copied first."""
+    """An embedding's gradient; sizes: ids, the table's rows, its width, whether the ids are copied first."""
     n_ids, n_rows, width, copies = sizes
     with tape.workspace() as ids:
         if copies:
@@ -88,7 +88,7 @@ def _table_gradient(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
 
 
 def _norm_gradients(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """Of tokens, their width, whether the input has a gradient, and how many weights have one."""
+    """A norm's gradients; sizes: tokens, their width, whether the input has one, how many weights do."""
     n_tokens, width, of_input, n_weights = sizes
     of_inputs = [tape.new("grad", (n_tokens, width), dtype) for _ in range(of_input)]
     of_weights: list[Tensor | None] = [tape.new("grad", (width,), dtype) for _ in range(n_weights)]
@@ -151,7 +151,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor
 def _attended(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> tuple[Node, Saved]:
     """The node of attention, and what it has saved beside queries, keys and values.
 
-    The sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout,
+    Sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout,
     whether there is a mask.
     """
     batch, n_queries, n_keys, n_heads, n_kv_heads, d_head, drops, masked = sizes
@@ -169,23 +169,18 @@ def _attention(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> Resul
     return *saved, *[None] * (4 - len(saved))
 
 
-def _attention_backward(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """The gradients of queries, keys and values."""
-    node, (y, *_) = _attended(rule, tape, sizes, dtype)
-    tape.events.clear()
-    return tape.gradients(node, y)
+def _attention_backward(
+    rule: Attention, tape: Tape, sizes: Sizes, dtype: DType, *, copies_grad: bool = False
+) -> Results:
+    """The gradients of queries, keys and values; `copies_grad`: the output's gradient is copied first.
 
-
-def _attention_backward_in_order(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """Of memory-efficient attention, which first copies a gradient that is not laid out by tokens.
+    Memory-efficient attention does so with a gradient that is not laid out by tokens.
 
     Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
     """
-    batch, n_queries, _, n_heads, _, d_head, *_ = sizes
-    node, _saved = _attended(_efficient, tape, sizes, dtype)
+    node, (y, *_) = _attended(rule, tape, sizes, dtype)
     tape.events.clear()
-    grad = tape.new("grad by token", (batch, n_queries, n_heads, d_head), dtype)
-    return tape.gradients(node, grad)
+    return tape.gradients(node, tape.new("grad by token", y.shape, dtype) if copies_grad else y)
 
 
 class Kernel(NamedTuple):
@@ -206,6 +201,8 @@ KERNELS: Final[Mapping[str, Kernel]] = {
     "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
     "efficient_attention": Kernel(8, partial(_attention, _efficient)),
     "efficient_attention_backward": Kernel(8, partial(_attention_backward, _efficient)),
-    "efficient_attention_backward_in_order": Kernel(8, _attention_backward_in_order),
+    "efficient_attention_backward_in_order": Kernel(
+        8, partial(_attention_backward, _efficient, copies_grad=True)
+    ),
 }
 """Each kernel by its name."""

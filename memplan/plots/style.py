@@ -214,7 +214,7 @@ def legend_top_down(figure: "Figure", axes: "Axes") -> None:
 
 
 def legend_of(figure: "Figure", parts: Sequence[Part], *, in_a_row: int = 5) -> None:
-    """A legend below of parts, in equal rows of at most so many."""
+    """A legend of `parts` below the figure, in rows of equal length, at most `in_a_row`."""
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=p.color, edgecolor=p.edge, hatch=p.hatch, label=p.label) for p in parts]
@@ -226,7 +226,7 @@ def legend_of(figure: "Figure", parts: Sequence[Part], *, in_a_row: int = 5) -> 
 
 
 def upright(text: str, share: float) -> bool | None:
-    """Whether a text in a share of the horizontal axis must stand upright; None: it has no room at all."""
+    """Whether a text must stand upright to fit its share of the axis; None: it fits neither way."""
     if share < NARROWEST:
         return None
     return bool(share < 0.011 * len(text))

@@ -146,6 +146,10 @@ class _Instant(NamedTuple):
     saved: Mapping[Part, Column]
     every_stage: NDArray[np.bool_]
 
+    def at(self, place: Column) -> "_Instant":
+        """The instant with the numbers of micro-batches at these indices."""
+        return _Instant({part: n[place] for part, n in self.saved.items()}, self.every_stage[place])
+
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
@@ -332,7 +336,7 @@ class _Plans:
 
     def of_pipelines(self, of: Callable[[_FirstRank], Any]) -> Any:
         """A number of each cell's pipeline [cell, 1], or one for each number of recomputed blocks."""
-        found = np.stack([np.atleast_1d(of(one)) for one in self.pipelines])
+        found = np.array([of(one) for one in self.pipelines]).reshape(len(self.pipelines), -1)
         return np.repeat(found, np.diff(self.starts), axis=0)
 
     def data_parallelism(self, elements: Any) -> DataParallelism:
@@ -432,26 +436,27 @@ def _least_bytes(plans: _Plans) -> Bytes:
     own = plans.pipelines[0].parts
     elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
     data = plans.data_parallelism(elements)
-    both = zip(*_saved(plans, data.unsharded_bytes), strict=True)
-    at_first, later, there = (np.concatenate(found) for found in both)
+    at_first, later, there = _saved(plans, data.unsharded_bytes)
     held = np.maximum(at_first, np.where(there, later + data.grads_bytes, 0))
     received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * plans.received_bytes
     found: Bytes = np.floor((data.states_bytes + received + held) * (1 - ROUNDING))
     return found
 
 
-def _saved(plans: _Plans, unsharded_bytes: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The bytes saved and gathered in each grid's cells at both instants; whether there is the later one."""
-    each = {part: plans.of("saved_bytes", part) for part in plans.parts}
-    gathered = np.broadcast_to(unsharded_bytes, plans.m.shape)
+def _saved(plans: _Plans, unsharded_bytes: Any) -> tuple[Any, Any, Any]:
+    """The bytes saved and gathered in each cell at both instants; whether there is the later one."""
+    found = []
     for i, key in enumerate(plans.schedules):
-        own = slice(plans.starts[i], plans.starts[i + 1])
-        ms, place = np.unique(plans.m[own], return_inverse=True)
-        *instants, there = _under_way(key, tuple(ms.tolist()))
-        place = place.ravel()
-        first, later = (
-            sum([n[place] * each[part][own] for part, n in instant.saved.items()])
-            + instant.every_stage[place, None] * gathered[own]
-            for instant in instants
-        )
-        yield first, later, there[place, None]
+        m = plans.m[plans.starts[i] : plans.starts[i + 1], 0]
+        ms = sorted({*m.tolist()})
+        first, after, there = _under_way(key, tuple(ms))
+        place = np.searchsorted(ms, m)
+        found.append((first.at(place), after.at(place), there[place]))
+    at_first, later, is_later = zip(*found, strict=True)
+    each = {part: plans.of("saved_bytes", part) for part in at_first[0].saved}
+    first_bytes, later_bytes = (
+        sum([np.concatenate([one.saved[part] for one in instants]) * each[part] for part in each])
+        + np.concatenate([one.every_stage for one in instants])[:, None] * unsharded_bytes
+        for instants in (at_first, later)
+    )
+    return first_bytes, later_bytes, np.concatenate(is_later)[:, None]

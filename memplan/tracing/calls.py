@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from memplan.tracing.cuda import ATEN
+from memplan.tracing.shapes import ATEN, dtype_name
 
 
 class Called(NamedTuple):
@@ -42,10 +42,6 @@ OF_CUDNN: Final[Mapping[Any, str]] = {
 """Operations of cuDNN's, whose workspaces depend on the engines that it chooses."""
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
     """A sum or a mean of floats over some dims, or all.
 
@@ -63,7 +59,9 @@ def _sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
         if n > 1:
             smallest[dim in reduced] = min(smallest[dim in reduced], stride)
     along_rows = smallest[False] < smallest[True]
-    return Called("sum", (total.numel(), given.numel() // total.numel(), int(along_rows)), _name(total), 1)
+    return Called(
+        "sum", (total.numel(), given.numel() // total.numel(), int(along_rows)), dtype_name(total.dtype), 1
+    )
 
 
 def _cumulative_sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
@@ -71,20 +69,22 @@ def _cumulative_sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | 
     given, (total,) = args[0], results
     if given.numel() != given.shape[args[1]] or given.numel() <= 1:
         return None
-    return Called("cumulative_sum", (given.numel(), int(given.dtype != total.dtype)), _name(total), 1)
+    return Called(
+        "cumulative_sum", (given.numel(), int(given.dtype != total.dtype)), dtype_name(total.dtype), 1
+    )
 
 
 def _table_gradient(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     grad, ids, n_rows = args[:3]
     sizes = ids.numel(), n_rows, grad.shape[-1], int(not ids.is_contiguous())
-    return Called("table_gradient", sizes, _name(results[0]), 1)
+    return Called("table_gradient", sizes, dtype_name(results[0].dtype), 1)
 
 
 def _norm_gradients(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     given, normalized_shape, (of_input, *of_weights) = args[1], args[2], args[-1]
     width = math.prod(normalized_shape)
     sizes = given.numel() // width, width, int(of_input), sum(of_weights)
-    return Called("norm_gradients", sizes, _name(given), len(results))
+    return Called("norm_gradients", sizes, dtype_name(given.dtype), len(results))
 
 
 def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
@@ -93,13 +93,13 @@ def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Ten
     Without a backward pass to come only the output is kept.
     """
     keeps = name == "flash_attention" or args[4]
-    return Called(name, _attended(args[0], args[1], at, args), _name(args[0]), 4 if keeps else 1)
+    return Called(name, _attended(args[0], args[1], at, args), dtype_name(args[0].dtype), 4 if keeps else 1)
 
 
 def _attention_backward(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     copies = name == "efficient_attention" and not args[0].transpose(1, 2).is_contiguous()
     called = f"{name}_backward{'_in_order' if copies else ''}"
-    return Called(called, _attended(args[1], args[2], at, args), _name(args[1]), 3)
+    return Called(called, _attended(args[1], args[2], at, args), dtype_name(args[1].dtype), 3)
 
 
 def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[int, ...]:

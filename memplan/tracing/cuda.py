@@ -23,10 +23,10 @@ from memplan.kernels import Release
 from memplan.models.traced import DTYPES
 from memplan.ops.attention import attention_kernel
 from memplan.tracing.autocast import autocast_of
+from memplan.tracing.shapes import ATEN, dtype_name
 
 CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
-ATEN: Final = torch.ops.aten
 
 RELEASE: Final = cast(Release, tuple([int(part) for part in torch.__version__.split(".")[:2]]))
 """PyTorch's, whose choices these are."""
@@ -84,7 +84,7 @@ def _is_float_on_cuda(tensor: Tensor) -> bool:
 
 
 def on_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An operation's keywords with `cuda:0` in the place of `meta`, which C++ code takes for the device."""
+    """An operation's keyword arguments with `device=cuda:0` where C++ code passed `meta`."""
     return {**kwargs, "device": CUDA} if kwargs.get("device") == META else kwargs
 
 
@@ -235,7 +235,7 @@ def _attention(
     Source: aten/src/ATen/native/transformers/attention.cpp (`scaled_dot_product_attention`,
     `convert_boolean_attn_mask`).
     """
-    d_head, dtype = query.shape[-1], DTYPES[str(query.dtype).removeprefix("torch.")]
+    d_head, dtype = query.shape[-1], DTYPES[dtype_name(query.dtype)]
     grouped, drops, masked = query.shape[1] != key.shape[1], dropout_p > 0, attn_mask is not None
     kernel = attention_kernel(H100, RELEASE, dtype, d_head, grouped=grouped, dropout=drops, masked=masked)
     if attn_mask is not None and attn_mask.requires_grad:

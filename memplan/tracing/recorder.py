@@ -20,7 +20,7 @@ from memplan.tracing.calls import OF_CUDNN, kernel_called
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.scratch import Scratch, scratch_of
-from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.shapes import Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
@@ -53,13 +53,14 @@ class Event(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A storage as it was when it was allocated."""
+    """A storage as it was when it was allocated; `by_kernel`: its bytes follow from the kernel's rule."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     n_bytes: int
+    by_kernel: bool = False
 
 
 class Computed(NamedTuple):
@@ -172,16 +173,17 @@ class Recorder(ShapesMode):
             self.running[unit] = set(paths)
             self._mark(unit)
 
-    def end_returned(self, unit: str, path: str, output: Any) -> None:
-        """Note that the module has returned; the last one of its unit gives the unit's output."""
-        if path not in self.running[unit]:
-            return
-        self.running[unit].remove(path)
-        if not self.running[unit]:
-            self._mark(f"{unit}, returned")
-            for tensor in tensors(output)[:1]:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+    def end_returned(self, unit: str, path: str, output: Any) -> bool:
+        """Whether the module is the last one of its unit to return, which gives the unit's output."""
+        if self.running[unit] != {path}:
+            self.running[unit].discard(path)
+            return False
+        self.running[unit].clear()
+        self._mark(f"{unit}, returned")
+        for tensor in tensors(output)[:1]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
+        return True
 
     def _mark(self, name: str) -> None:
         """Note a place among the events, if it is outside the blocks."""
@@ -242,6 +244,7 @@ class Recorder(ShapesMode):
         if self.segment.phase == "forward":
             self._reads(args, kwargs)
         on_gpu = self.device.type == "cuda"
+        kernel = None
         scratch: tuple[Scratch, ...] = ()
         if self.executes:
             out, scratch = executed(func, args, kwargs, self.device)
@@ -260,13 +263,14 @@ class Recorder(ShapesMode):
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
         self._allocated(func, args, results)
-        for name, n_elements, dtype in scratch:
-            self._workspace(name, n_elements, dtype)
+        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
+            self.storages[made] = self.storages[made]._replace(by_kernel=True)
+        self._workspace(scratch)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
             flops = counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
-            done = Computed(phase, flops, tuple(results[0].shape), _name(results[0].dtype))
+            done = Computed(phase, flops, tuple(results[0].shape), dtype_name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out
 
@@ -300,13 +304,15 @@ class Recorder(ShapesMode):
             self._sums.add(event)
             self.events.append(event)
 
-    def _workspace(self, name: str, n_elements: int, dtype: torch.dtype) -> None:
-        """Record a kernel's own scratch: allocated and freed."""
-        n_bytes = n_elements * dtype.itemsize
-        self.storages.append(Stored(name, (n_elements,), _name(dtype), dtype.itemsize, n_bytes))
-        self._made_in.append(self.segment.unit)
-        number = len(self.storages) - 1
-        self.events += [Event(kind, self.segment, number) for kind in ("alloc", "free")]
+    def _workspace(self, scratch: Sequence[Scratch]) -> None:
+        """Record an operation's own scratch: all of it allocated, then freed."""
+        first = len(self.storages)
+        for name, n, dtype in scratch:
+            self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
+            self._made_in.append(self.segment.unit)
+        numbers = range(first, len(self.storages))
+        self.events += [Event("alloc", self.segment, number) for number in numbers]
+        self.events += [Event("free", self.segment, number) for number in reversed(numbers)]
 
     def _locate(self) -> None:
         """Find the step's segment: after a unit has returned, or at an autograd node that a unit has made."""
@@ -331,7 +337,7 @@ class Recorder(ShapesMode):
         made = Stored(
             f"{scope}: {func._schema.name.removeprefix('aten::')}" if hasattr(func, "_schema") else str(func),
             tuple(tensor.shape),
-            _name(tensor.dtype),
+            dtype_name(tensor.dtype),
             tensor.dtype.itemsize,
             storage.nbytes(),
         )
@@ -365,10 +371,6 @@ def executed(
     requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]
     n_bytes = requested["peak"] - requested["current"]
     return out, (("memory of a kernel's own", n_bytes, torch.uint8),) if n_bytes > 0 else ()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _of_equal_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:

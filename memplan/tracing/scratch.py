@@ -6,10 +6,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from memplan.tracing.shapes import ATEN
+
 Scratch = tuple[str, int, torch.dtype]
 """What it is, its elements and their type."""
-
-ATEN: Final = torch.ops.aten
 
 ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div)
 """Operations whose operands may be of several types."""
@@ -40,9 +40,9 @@ def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iter
     (`embedding_symint`), aten/src/ATen/native/SoftMax.cpp (`_safe_softmax`).
     """
     if func is ATEN._safe_softmax.default:
-        n_masked = args[0].numel() + args[0].numel() // args[0].shape[-1]
-        n_masked += 4 * (args[0].device.type == "cuda")  # the number 0, in float32
-        yield "keys and rows not allowed", n_masked, torch.bool
+        yield "keys not allowed", args[0].numel(), torch.bool
+        yield "rows without any allowed key", args[0].numel() // args[0].shape[-1], torch.bool
+        yield "0", int(args[0].device.type == "cuda"), torch.float32
     lifts = func in SUMS and func is not ATEN.cumsum.default and args[0].is_floating_point()
     if func in SUMS and not lifts and args[0].dtype != results[0].dtype:
         yield "operand as the sum's type", args[0].numel(), results[0].dtype

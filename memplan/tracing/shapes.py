@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+ATEN: Final = torch.ops.aten
+
 UNLIKE: Final = frozenset(
     {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 )
@@ -20,7 +22,12 @@ UNLIKE: Final = frozenset(
 NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
 """Namespaces whose operations take and return only tensors and plain values."""
 
-LAYER_NORM: Final = torch.ops.aten.native_layer_norm.default
+LAYER_NORM: Final = ATEN.native_layer_norm.default
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type's name without its package, as in `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def tensors(value: Any) -> tuple[Tensor, ...]:

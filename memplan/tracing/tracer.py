@@ -23,11 +23,19 @@ from torch.utils.checkpoint import checkpoint
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
-from memplan.models.traced import RECOMPUTES, Recording, TracedModel, TracedTensor, Variant, modules_with
+from memplan.models.traced import (
+    RECOMPUTES,
+    UNITS,
+    Recording,
+    TracedModel,
+    TracedTensor,
+    Variant,
+    modules_with,
+)
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
-from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.shapes import Shapes, dtype_name
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
 from memplan.tracing.values import known_value
 
@@ -40,7 +48,7 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
 
 BATCHES: Final = (2, 3, 5)
-"""Batches that are traced; the third to check the rules of sizes that the first two give.
+"""Batches that are traced, for each variant; the third checks the rules of sizes that two give.
 
 With the lengths they make all products of powers of both different, so that sizes tell them apart.
 """
@@ -182,12 +190,11 @@ class _Tracer:
         self.n_blocks = len(self.list._modules)
         self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
         before, _, after = self.parameters()
-        self.ends = {"embed": modules_with(before), "head": modules_with(after)} if path else {}
+        self.ends = {"embed": before, "head": after} if path else {}
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded, in any run."""
         self._few: bool | None = None
-        self.has_others = False
-        """Whether blocks are called with floats of another type than the weights', in the last run."""
+        self._last: tuple[Point, Variant, Parts] | None = None
 
     def parameters(self) -> Sequence[dict[str, nn.Parameter]]:
         """The parameters before the blocks, of a block (named with a *) and after, in the module's order."""
@@ -207,14 +214,26 @@ class _Tracer:
                 return f"{self.path}.*{name[len(prefix) :]}"
         return name
 
-    def run(self, point: Point, weights: str, autocast: str, recompute: str, casts: bool = False) -> Parts:
-        """One forward and backward pass; `casts`: blocks are called with floats of the weights' type.
+    def run(self, point: Point, variant: Variant) -> Parts:
+        """One forward and backward pass.
 
         Raises:
             MissingRule: what happens depends on values that are not known.
         """
-        self.has_others = False
-        run = partial(self._run, point, weights, autocast, recompute, casts)
+        parts = self._of_first_blocks(partial(self._run, point, variant))
+        self._last = point, variant, parts
+        return parts
+
+    def differs(self, units: str) -> bool:
+        """Whether something else than in the last run happens under these units of FSDP2, if they can be."""
+        if self._last is not None:
+            point, variant, parts = self._last
+            with suppress(MemplanError, Unlike):
+                run = partial(self._run, point, variant._replace(units=units))
+                return self._of_first_blocks(run) != parts
+        return False
+
+    def _of_first_blocks(self, run: Callable[[], Parts]) -> Parts:
         if self._few:
             with self._first_blocks():
                 return run()
@@ -238,19 +257,20 @@ class _Tracer:
         finally:
             self.list._modules = every
 
-    def _run(self, point: Point, weights: str, autocast: str, recompute: str, casts: bool) -> Parts:
+    def _run(self, point: Point, variant: Variant) -> Parts:
         recorder = Recorder(len(self.list._modules), self.shapes, self.device, executes=self.executes)
+        weights, autocast, recompute, *_ = variant
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
             inputs, targets = self._inputs(point, recorder)
             scale = _given(torch.ones(()), recorder) if "float16" in (weights, autocast) else None
-            recorder.events.clear()
             with ExitStack() as stack:
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
-                stack.enter_context(self._watched(recorder, dtype, again=recompute == "full", casts=casts))
+                stack.enter_context(self._watched(recorder, variant))
                 if recompute == "full":
                     stack.enter_context(_inputs_require_grads(self.example.module))
+                recorder.events.clear()
                 stack.enter_context(recorder)
                 try:
                     self._step(recorder, inputs, targets, scale, weights, autocast)
@@ -272,7 +292,7 @@ class _Tracer:
     ) -> None:
         """The passes; the loss is multiplied by the `scale` of a loss scaler, if there is one."""
         with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
-            inputs = _cast(inputs, getattr(torch, weights))
+            inputs = _cast(inputs, weights)
             recorder.start_forward()
             recorder.autocasts = bool(autocast)
             loss = self._loss(recorder, inputs, targets)
@@ -320,26 +340,25 @@ class _Tracer:
         ]
 
     @contextmanager
-    def _watched(
-        self, recorder: Recorder, weights: torch.dtype, *, again: bool, casts: bool
-    ) -> Iterator[None]:
-        """Tells the recorder which module runs; blocks are run `again` in the backward pass.
-
-        `casts`: floats that blocks are called with are cast to the weights' type, as FSDP2 does.
-        """
-        units = {block: i for i, block in enumerate(self.list.children(), start=1)}
+    def _watched(self, recorder: Recorder, variant: Variant) -> Iterator[None]:
+        """Tells the recorder which module runs; recomputed blocks are run again in the backward pass."""
+        module = self.example.module
+        blocks = {block: i for i, block in enumerate(self.list.children(), start=1)}
+        sharded = variant.units == "block+ends"
+        ends = [_End(name, own, variant.weights if sharded else "") for name, own in self.ends.items()]
         before: list[tuple[nn.Module, Any]] = []
         try:
-            for path, one in self.example.module.named_modules():
+            for end in ends:
+                end.shard(module, recorder)
+            for path, one in module.named_modules():
                 before.append((one, vars(one).get("forward")))
                 scope = self.common(path) or type(one).__name__
                 named = _named(recorder, one.forward, scope)
-                unit = units.get(one)
-                if unit is not None:
-                    named = self._told(recorder, named, unit, weights, again, casts)
-                for end, paths in self.ends.items():
-                    if path in paths:
-                        named = _marked(recorder, named, end, paths, path)
+                if one in blocks:
+                    named = self._told(recorder, named, blocks[one], variant)
+                for end in ends:
+                    if path in end.paths:
+                        named = end.marked(recorder, named, path)
                 vars(one)["forward"] = named
             yield
         finally:
@@ -349,13 +368,7 @@ class _Tracer:
                     vars(one)["forward"] = forward
 
     def _told(
-        self,
-        recorder: Recorder,
-        forward: Callable[..., Any],
-        unit: int,
-        weights: torch.dtype,
-        again: bool,
-        casts: bool,
+        self, recorder: Recorder, forward: Callable[..., Any], unit: int, variant: Variant
     ) -> Callable[..., Any]:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             recorder.recomputing = recorder.segment.phase == "backward"
@@ -366,12 +379,9 @@ class _Tracer:
 
         def block(*args: Any, **kwargs: Any) -> Any:
             recorder.entered(unit, (args, kwargs))
-            self.has_others |= any(
-                tensor.is_floating_point() and tensor.dtype != weights for tensor in tensors((args, kwargs))
-            )
-            if casts:
-                args, kwargs = _cast((args, kwargs), weights)
-            if again:
+            if variant.units:
+                args, kwargs = _cast((args, kwargs), variant.weights)
+            if variant.recompute == "full":
                 output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
@@ -400,18 +410,48 @@ def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Calla
     return named
 
 
-def _marked(
-    recorder: Recorder, forward: Callable[..., Any], unit: str, paths: Iterable[str], path: str
-) -> Callable[..., Any]:
-    """The forward function of a module of an FSDP2 unit outside the blocks, whose calls are marked."""
+class _End:
+    """The modules outside the blocks that are an FSDP2 unit of this name, with these parameters.
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        recorder.end_called(unit, paths)
-        output = forward(*args, **kwargs)
-        recorder.end_returned(unit, path, output)
-        return output
+    `weights`: the type that their weights and arguments have while they run, where that is float32 otherwise;
+    "" if they are as any other module.
+    """
 
-    return marked
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], weights: str) -> None:
+        self.name, self.parameters, self.weights = name, parameters, weights
+        self.paths = modules_with(parameters)
+        self.tables: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+
+    def shard(self, module: nn.Module, recorder: Recorder) -> None:
+        """Make the weights in float32 of which each rank has a shard."""
+        for name, parameter in self.parameters.items() if self.weights else ():
+            owner, _, own = name.rpartition(".")
+            table = cast(dict[str, Any], module.get_submodule(owner)._parameters)
+            self.tables.append((table, own, table[own], _like(parameter, recorder, torch.float32)))
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for table, name, _, sharded in self.tables:
+            table[name] = sharded
+
+    def _unshard(self) -> None:
+        for table, name, whole, _ in self.tables:
+            table[name] = whole
+
+    def marked(self, recorder: Recorder, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+        """The forward function of one of the modules, whose calls are marked."""
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if self.weights:
+                args, kwargs = _cast((args, kwargs), self.weights)
+            recorder.end_called(self.name, self.paths)
+            self._unshard()
+            output = forward(*args, **kwargs)
+            if recorder.end_returned(self.name, path, output):
+                self._reshard()
+            return output
+
+        return marked
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
@@ -437,8 +477,9 @@ def _why(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _cast(inputs: Any, dtype: torch.dtype) -> Any:
+def _cast(inputs: Any, weights: str) -> Any:
     """Arguments with floats cast to the weights' type, as FSDP2 casts them."""
+    dtype = getattr(torch, weights)
     if dtype == torch.float32:
         return inputs
     return tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, inputs)
@@ -585,29 +626,27 @@ def _recordings(
             continue
         return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, length)
     alone: dict[Variant, Recording] = {}
-    for weights, autocast, again, casts in _variants(tracer, runs):
+    for variant in _variants(tracer, runs):
         try:
-            parts = tracer.run((batch, length), weights, autocast, again, casts)
+            parts = tracer.run((batch, length), variant)
         except _Fails:
             if not (alone and tracer.executes):
                 raise
             continue  # what PyTorch refuses with weights of another type, as batch norm on CUDA does
-        variant = Variant(weights, autocast, again, batch == 1, casts)
-        alone[variant] = recording_of([parts], [(batch, length)])
+        alone[variant._replace(alone=batch == 1)] = recording_of([parts], [(batch, length)])
     return alone, (batch, length)
 
 
-def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str, bool]]:
-    """Types of weights and of autocast, what is recomputed, and whether blocks' arguments are cast.
-
-    The latter where the last run, without, has shown that there is something to cast.
-    """
-    recomputes = RECOMPUTES if tracer.n_blocks else ("none",)
+def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Variant]:
+    """How the module is run; under other units of FSDP2 where these change the run before."""
     for weights, autocast in runs:
-        for again in recomputes:
-            yield weights, autocast, again, False
-            if tracer.has_others and not autocast and weights != "float32":
-                yield weights, autocast, again, True
+        units = UNITS[1:] if tracer.n_blocks and not autocast and weights != "float32" else ()
+        for again in RECOMPUTES if tracer.n_blocks else RECOMPUTES[:1]:
+            plain = Variant(weights, autocast, again, alone=False)
+            yield plain
+            for other in units:
+                if tracer.differs(other):
+                    yield plain._replace(units=other)
 
 
 def _for_any_batch(
@@ -617,17 +656,16 @@ def _for_any_batch(
     found: dict[Variant, Recording] = {}
     several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
     example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
-    for weights, autocast, again, casts in _variants(tracer, runs):
-        how = weights, autocast, again, casts
-        points = several[:2] if found else [*several, *example]
+    for variant in _variants(tracer, runs):
+        points = [*several, *([] if found else example)]
         try:
-            found[Variant(weights, autocast, again, False, casts)] = _agreed(tracer, how, points)
+            found[variant] = _agreed(tracer, variant, points)
         except NotRun:
             if not found:
                 raise
             continue
         try:
-            found[Variant(weights, autocast, again, True, casts)] = _agreed(tracer, how, alone[: len(points)])
+            found[variant._replace(alone=True)] = _agreed(tracer, variant, alone[: len(points)])
         except _Fails:  # normalisation over a batch refuses a single sample
             continue
     return found
@@ -639,10 +677,10 @@ def _can_be_checked(point: Point) -> bool:
     return batch > 1 and batch * length**2 <= MOST_MASKED
 
 
-def _agreed(tracer: _Tracer, variant: tuple[str, str, str, bool], points: Iterable[Point]) -> Recording:
+def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recording:
     """The recording that runs of several sizes agree on."""
     each = list(dict.fromkeys(points))
-    return recording_of([tracer.run(point, *variant) for point in each], each)
+    return recording_of([tracer.run(point, variant) for point in each], each)
 
 
 def _lengths(example: Example) -> tuple[int, ...]:
@@ -683,7 +721,10 @@ def _model(
         block_parameters=block,
         head_parameters=after,
         module_buffers=tuple(
-            [TracedTensor(name, _fixed(one), _name(one)) for name, one in example.module.named_buffers()]
+            [
+                TracedTensor(name, _fixed(one), dtype_name(one.dtype))
+                for name, one in example.module.named_buffers()
+            ]
         ),
         inputs_of_step=tuple(_inputs_of_step(example)),
         recordings=recordings,
@@ -701,11 +742,7 @@ def _fixed(tensor: Tensor) -> tuple[Any, ...]:
 
 def _stored(parameter: Tensor) -> str:
     """A parameter's stored type; floats have the plan's."""
-    return "float32" if parameter.is_floating_point() else _name(parameter)
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return "float32" if parameter.is_floating_point() else dtype_name(parameter.dtype)
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
@@ -714,7 +751,7 @@ def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
         shapes = [example.resized(leaf, point).shape for point in points]
         shape = tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
-        yield TracedTensor(leaf.name, shape, _name(leaf.value))
+        yield TracedTensor(leaf.name, shape, dtype_name(leaf.value.dtype))
 
 
 def _made_with(module: nn.Module, device: torch.device, *, executed: bool) -> str:

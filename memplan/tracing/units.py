@@ -404,7 +404,12 @@ def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> Tr
     all_bytes = [each.n_bytes for each in stored]
     if len({len(each.shape) for each in stored}) > 1:
         raise Unlike(f"{one.name} has other dims where sizes differ")
-    shape = tuple([size_of(dims, points) for dims in zip(*[each.shape for each in stored], strict=True)])
+    try:
+        shape = tuple([size_of(dims, points) for dims in zip(*[each.shape for each in stored], strict=True)])
+    except MissingRule:
+        if not one.by_kernel:
+            raise
+        return TracedBuffer(one.name, (), dtype, (Term(0),), kind)
     n_bytes = product((Term(one.itemsize),), *shape)
     if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not the tensor's alone
         n_bytes = size_of(all_bytes, points)

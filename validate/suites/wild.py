@@ -70,13 +70,7 @@ ENDS_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """Units of FSDP2 for the modules before and after the blocks, where these share no weight.
 
-Not of the frozen ViT (`READS_DTYPES`); in a pipeline not of frozen modules, which memplan refuses.
-"""
-
-READS_DTYPES: Final = ("hf-vit-probe",)
-"""Modules that cast inputs to the type that a weight has outside its unit, which a trace does not know.
-
-ViT so makes a float32 copy of its images for a moment, which counts where little else is alive.
+In a pipeline not of frozen modules, which memplan refuses.
 """
 
 FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
@@ -121,7 +115,7 @@ def wild() -> tuple[Case, ...]:
         model = shipped_trace(name)
         more = [*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ())]
         more += FEW_RECOMPUTED if name in PIPELINED else ()
-        more += ENDS_PLANS if model.n_layers and not model.tied and name not in READS_DTYPES else ()
+        more += ENDS_PLANS if model.n_layers and not model.tied else ()
         for options in (*PLANS, *more):
             if "pp" in options and (name not in PIPELINED or ("fsdp_units" in options and model.frozen)):
                 continue

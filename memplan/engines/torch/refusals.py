@@ -48,11 +48,9 @@ def _check_static_graph(model: Model, plan: Plan) -> None:
 
 def _untied(model: Model) -> str:
     """The model with an embedding and a head of their own, as text."""
-    return (
-        "a trace of the module with untied weights"
-        if isinstance(model, TracedModel)
-        else ("the model with tied_head=False")
-    )
+    if isinstance(model, TracedModel):
+        return "a trace of the module with untied weights"
+    return "the model with tied_head=False"
 
 
 def _check_units(model: Model, plan: Plan) -> None:
@@ -312,6 +310,12 @@ def _check_traced_ends(model: Model, plan: Plan) -> None:
             "blocks, which each backward pass gathers and does not use: that has no rule yet; use "
             "fsdp_units='block'.",
             kind="fsdp_units=block+ends of a pipeline with nothing trained before the blocks",
+        )
+    if plan.pp > 1 and any(variant.units == "block+ends" for variant in model.recordings):
+        raise MissingRule(
+            f"fsdp_units='block+ends' in a pipeline: {model.name} asks for the type of weights outside their "
+            "unit, which only before the first micro-batch is that of their shards; use fsdp_units='block'.",
+            kind="fsdp_units=block+ends of a pipeline of a model that asks for types of weights",
         )
     for recording in model.recordings.values():
         if not isinstance(recording.ends, Ends):

@@ -64,7 +64,7 @@ class Stage:
     @cached_property
     def op_context(self) -> OpContext:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
-        plan = self.plan
+        plan, units = self.plan, self.options.fsdp_units
         formats = plan.formats
         return OpContext(
             device=self.device,
@@ -74,7 +74,7 @@ class Stage:
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
-            casts_inputs=plan.fsdp and plan.mixed and self.options.fsdp_units != "model",
+            cast_units=units if plan.fsdp and plan.mixed and units != "model" else "",
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,

@@ -1,0 +1,19 @@
+"""The module of a model that memplan knows, traced as other people's are."""
+
+import torch
+
+import memplan
+from memplan import TracedModel
+from memplan.device import DeviceType
+from memplan.models.base import Decoder
+from validate.systems.torch.modules import Transformer, token_loss
+
+
+def trace_of(model: Decoder, device: DeviceType) -> TracedModel:
+    """The trace of the model's module in four precisions, called with tokens of its whole context."""
+    module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
+    tokens = torch.randint(model.vocab_size, (2, model.max_seq_len))
+    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
+    return memplan.trace(
+        module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions, device=device
+    )
