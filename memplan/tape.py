@@ -356,6 +356,8 @@ class Tape:
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
+        self.kinds: frozenset[str] = frozenset()
+        """The kinds of the stage's blocks."""
         self.shared: dict[str, Tensor] = {}
         """Tensors made by the embedding that all blocks are called with; recomputed blocks keep them."""
 
@@ -800,6 +802,14 @@ class SplitBackward:
         """Whether a gradient for `target` reaches weights only."""
         return isinstance(target, Parameter) or target in self._beside
 
+    def _weights_below(self, node: Node) -> Iterator[Parameter]:
+        """The weights that a node's gradient reaches through nodes that lead to weights only."""
+        for target in node.inputs:
+            if isinstance(target, Parameter):
+                yield target
+            elif target in self._beside:
+                yield from self._weights_below(target)
+
     def input(self, down_to: int) -> None:
         """Run the newest nodes until `down_to` are left; skip those that lead to weights only."""
         tape = self.tape
@@ -834,26 +844,38 @@ class SplitBackward:
 
     def end_input(self) -> None:
         """End the first part: free the graph above the newest weight, with what it has saved."""
+        self._keep_below([node for _, node, _ in self._waiting])
+        self.tape.release_retained()
+
+    def _keep_below(self, ahead: list[Node]) -> None:
+        """Free the graph but for these nodes and all that gradients of theirs would reach."""
         kept: set[Node] = set()
-        ahead = [node for _, node, _ in self._waiting]
         while ahead:
             node = ahead.pop()
             kept.add(node)
             ahead += [target for target in node.inputs if isinstance(target, Node) and target not in kept]
         for node in self._graph:
-            node.released = node not in kept
-        self._graph.clear()
-        self.tape.release_retained()
+            if node not in kept:
+                node.released = True
+                self._unused.pop(node, None)
+        self._graph = [node for node in self._graph if node in kept]
 
     def weights(self, up_to: int) -> None:
-        """Compute the gradients of the weights of the first `up_to` nodes.
+        """Compute the gradients of the weights of the first `up_to` nodes, in the module's order.
 
         A node and its gradient live until the next node runs, the weights' gradients until the next ones are
-        made.
+        made; what is left of the graph is what the nodes to come can reach.
         """
-        while self._waiting and self._waiting[0][0] < up_to:
-            _, node, grad = self._waiting.popleft()
+        order = {parameter: i for i, parameter in enumerate(self.tape.parameters.values())}
+        ahead = [turn for turn in self._waiting if turn[0] < up_to]
+        for _ in ahead:
+            self._waiting.popleft()
+        ahead.sort(key=lambda turn: min([order[p] for p in self._weights_below(turn[1])]))
+        ahead.reverse()
+        while ahead:
+            _, node, grad = ahead.pop()
             self._taken = (node, grad)
+            self._keep_below([node, *[left for _, left, _ in (*ahead, *self._waiting)]])
             self._made = self._weights_of(node, grad)
 
     def _weights_of(self, node: Node, grad: Tensor) -> list[Tensor]:
@@ -888,6 +910,7 @@ class SplitBackward:
             region.nodes.clear()
         self._regions.clear()
         self._unused.clear()
+        self._graph.clear()
         self._beside.clear()
 
 

@@ -61,8 +61,8 @@ EXPECTED = {
     "a100-wild": (18, (18, 4, 1), (0, 0.0014, 0.07)),
     "b200-wild": (21, (21, 6, 1), (0, 0.0018, 0.062)),
     "h200-wild": (55, (55, 22, 2), (0, 0.0016, 0.032)),  # other people's modules at true size
-    "a100-families": (114, (114, 101, 96), (0, 0.00014, 0.067)),  # transformers' decoders
-    "h100-families": (114, (114, 101, 96), (0, 0.00016, 0.084)),
+    "a100-families": (114, (114, 101, 96), (0, 0.00014, 0.071)),  # transformers' decoders
+    "h100-families": (114, (114, 101, 96), (0, 0.00016, 0.028)),
     "a100-frontier": (87, (87, 87, 87), EXACT),
     "h100-frontier": (89, (89, 89, 89), EXACT),
     "b200-frontier": (89, (89, 89, 89), EXACT),

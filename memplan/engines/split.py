@@ -16,8 +16,10 @@ from memplan.engines.trace import (
     Marks,
     Segment,
     Trace,
+    Without,
     buffer_in,
     entry_of,
+    kinds_of,
     run_block,
 )
 from memplan.models import Model
@@ -68,8 +70,9 @@ def split_traced(
     own = [parameter for block in trace.blocks.values() for parameter in block.parameters]
     tape.parameters.update({parameter.name: parameter for parameter in (*own, *trace.head_parameters)})
     cut = Marks(tape)
+    tape.kinds = kinds_of(kind for kind, _ in runs)
     x = entry_of(model, tape, first=False)
-    names.leave_out(cut.segment())
+    names.give_arguments(cut.segment(), x, trace.embed)
     ends, times = [1], [n for _, n in _traced_blocks(runs)]
     for kind, n in _traced_blocks(runs):
         x, block = run_block(model, tape, x, kind), trace.blocks[kind]
@@ -81,19 +84,24 @@ def split_traced(
     grad: Tensor | None = None
     held_loss: Tensor | None = None
     if last:
-        logits = model.head(x)
+        held = logits = model.head(x)
         del x
+        n_head = len(tape.nodes)
+        if model.computes_loss:
+            held = end = model.loss(logits)
         names.give(cut.segment(), trace.head)
         tape.leave_autocast()
-        n_head = len(tape.nodes)
-        end = scaled_loss(share_of_loss(model.loss(logits)))
-        held = Tensor(tape, logits.shape, logits.dtype, logits.storage)
+        if not model.computes_loss:
+            end = model.loss(logits)
+        held = held.detach()
+        del logits
+        end = scaled_loss(share_of_loss(end))
         names.give(cut.segment(), trace.loss)
         grad = gradient_of_loss(tape)
         split = SplitBackward(tape)
         tape.start_backward(end, grad)
         held_loss = Tensor(tape, end.shape, end.dtype, end.storage)
-        del end, logits
+        del end
         split.input(down_to=n_head)
         of_loss = cut.segment()
         split.input(down_to=ends[-1])
@@ -102,6 +110,7 @@ def split_traced(
         split = SplitBackward(tape)
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
         del x
+        tape.let_go()
         cut.segment()
     of_blocks: list[tuple[Segment, int]] = []
     input_grad = None
@@ -162,9 +171,12 @@ class _Names:
         self.by_signature: dict[tuple[_Signature, int], Buffer] = {}
         self.made: Counter[_Signature] = Counter()
 
-    def leave_out(self, segment: Segment) -> None:
-        """Leave out a buffer that belongs to the schedule."""
-        self.known.update((buffer, None) for e in segment.events if (buffer := buffer_in(e)) is not None)
+    def give_arguments(self, segment: Segment, received: Tensor, traced_as: Segment) -> None:
+        """Map what all blocks are called with, but leave out the received tensor, which is the schedule's."""
+        if received.storage is not None:
+            self.known[received.storage.buffer] = None
+            segment = Without(received.storage.buffer)(segment)
+        self.give(segment, traced_as)
 
     def give(self, segment: Segment, traced_as: Segment, repeats: int = 1) -> None:
         """Map each allocation of a forward pass to the allocation at the same position in the trace."""

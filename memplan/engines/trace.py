@@ -1,6 +1,6 @@
 """The trace of one micro-batch through one pipeline stage, from the model's forward pass."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -130,6 +130,11 @@ class Trace:
         )
 
 
+def kinds_of(blocks: Iterable[BlockKind]) -> frozenset[str]:
+    """The kinds of blocks, however they are recomputed."""
+    return frozenset([block.kind for block in blocks])
+
+
 class Marks:
     """Cuts a tape's record into segments."""
 
@@ -165,7 +170,10 @@ def traced(
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
     each = [
-        _traced(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits) for kind in kinds
+        _TracedStage(
+            model, context, first=first, last=last, kind=kind, kinds=kinds, keep_logits=keep_logits
+        ).traced()
+        for kind in kinds
     ]
     return joined(each, kinds)
 
@@ -231,20 +239,6 @@ def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
     )
 
 
-def _traced(
-    model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
-) -> Trace:
-    stage = _TracedStage(model, context, first=first, last=last, kind=kind, keep_logits=keep_logits)
-    stage.forward()
-    if last:
-        stage.loss()
-    else:
-        stage.send()
-    stage.backward()
-    stage.release()
-    return stage.trace()
-
-
 class _TracedStage:
     """A stage of one block while a micro-batch passes through it: the tensors it holds, the segments so far.
 
@@ -253,7 +247,15 @@ class _TracedStage:
     """
 
     def __init__(
-        self, model: Model, context: OpContext, *, first: bool, last: bool, kind: BlockKind, keep_logits: bool
+        self,
+        model: Model,
+        context: OpContext,
+        *,
+        first: bool,
+        last: bool,
+        kind: BlockKind,
+        kinds: Iterable[BlockKind],
+        keep_logits: bool,
     ) -> None:
         self.model, self.kind = model, kind
         self.first, self.last, self.keep_logits = first, last, keep_logits
@@ -262,11 +264,23 @@ class _TracedStage:
         self.segments: dict[str, Segment] = {}
         self.parameters: dict[str, tuple[Parameter, ...]] = {"head": ()}
         self.n_loss_backward = self.n_before_head = self.n_head = 0
+        self.tape.kinds = kinds_of(kinds)
         self.held = {"x": entry_of(model, self.tape, first=first)}
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
         self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
+
+    def traced(self) -> Trace:
+        """The trace of a micro-batch's passes."""
+        self.forward()
+        if self.last:
+            self.loss()
+        else:
+            self.send()
+        self.backward()
+        self.release()
+        return self.trace()
 
     def _end(self, name: str) -> None:
         """Cut the tape's record: the events since the last cut are the segment of this name."""
@@ -275,7 +289,8 @@ class _TracedStage:
     def _end_forward(self, name: str) -> int:
         """End the forward pass of a part, and autocast; the number of nodes so far."""
         self._end(name)
-        self.parameters[name] = self.cut.parameters()
+        found = self.cut.parameters()
+        self.parameters[name] = tuple(sorted(found, key=lambda one: self.model.place_in_module(one.name)))
         n_nodes = len(self.tape.nodes)
         self.tape.leave_autocast()
         self._end(f"{name}_casts")

@@ -52,6 +52,10 @@ class Model(ABC):
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
     computes_loss: ClassVar[bool] = False
     """Whether the module computes its loss in its own forward pass, and so under its autocast."""
+    blocks_return_views: ClassVar[bool] = False
+    """Whether a block's output is a view, which PyTorch does not detach in place."""
+    module_order: ClassVar[tuple[str, ...]] = ("",)
+    """How names of a block's parameters begin, in the module's order where that is not the calls' order."""
 
     name: str
     d_model: int
@@ -72,6 +76,11 @@ class Model(ABC):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of blocks, each once."""
         return tuple(dict.fromkeys([kind for kind, _ in self.layers]))
+
+    def place_in_module(self, parameter: str) -> int:
+        """The place of a parameter in its block's module; parameters of one place are in order of use."""
+        name = parameter.partition(".*.")[2]
+        return next(i for i, begins in enumerate(self.module_order) if name.startswith(begins))
 
     @property
     def n_blocks(self) -> int:

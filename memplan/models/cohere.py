@@ -32,8 +32,8 @@ class Cohere(HuggingFaceDecoder):
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         y = self.norm(x, "input_layernorm")
-        attended = self.attention(y, kind)
-        return x + attended + self.feed_forward(y)
+        attended, fed = self.attention(y, kind), self.feed_forward(y)
+        return x + attended + fed
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         tape, dtype = q.tape, q.dtype

@@ -18,6 +18,8 @@ class Gemma2(GemmaDecoder):
 
     Every second block looks back no further than a window, by a mask of the same size.
 
+    Neglects: a pipeline stage of a single recomputed block keeps only its own mask.
+
     Source: transformers.models.gemma2.modeling_gemma2 (5.23).
     """
 

@@ -10,7 +10,6 @@ from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
 from memplan.models.huggingface import SLIDING, WindowedDecoder, decoder_sizes
 from memplan.ops import halves_rotation, heads
-from memplan.record import Axis
 from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import Tensor
 
@@ -23,14 +22,14 @@ FULL: Final = "full"
 class Gemma3(GemmaDecoder):
     """`Gemma3ForCausalLM`. One of `pattern` blocks has no window; each kind has its own tables of angles.
 
-    It takes the kinds of its first blocks for whichever it has, so that stages cut from it are other models.
+    It takes the kinds of its first blocks for whichever it has, so that a pipeline stage must be given the
+    kinds of its own (`config.layer_types`).
 
     Source: transformers.models.gemma3.modeling_gemma3 (5.23).
     """
 
     family: ClassVar[str] = "gemma3"
     code: ClassVar[str] = "transformers 5.23, Gemma3ForCausalLM"
-    axes: ClassVar[tuple[Axis, ...]] = ()
 
     pattern: int = 6
 
@@ -51,7 +50,7 @@ class Gemma3(GemmaDecoder):
 
     def rotation(self, tokens: Tensor) -> None:
         WindowedDecoder.rotation(self, tokens)
-        if len(self.kinds) > 1:
+        if len(tokens.tape.kinds) > 1:
             tables = halves_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
             tokens.tape.shared.update(zip(("other cosines", "other sines"), tables, strict=True))
 

@@ -27,6 +27,7 @@ class GptNeox(HuggingFaceDecoder):
     token_table: ClassVar[str] = "gpt_neox.embed_in"
     last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
     attention_output: ClassVar[str] = "attention.dense"
+    module_order: ClassVar[tuple[str, ...]] = "input_layernorm", "post_attention_layernorm", ""
 
     partial_rotary: float = 0.25
     parallel: bool = True

@@ -70,6 +70,10 @@ class HuggingFaceDecoder(HuggingFaceModel):
     blocks and the head.
     """
 
+    module_order: ClassVar[tuple[str, ...]] = (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn",
+        "mlp", "",
+    )  # fmt: skip
     last_norm: ClassVar[str] = "model.norm"
     """The name of the norm after the last block."""
 
@@ -171,7 +175,11 @@ class WindowedDecoder(HuggingFaceDecoder):
     def rotation(self, tokens: Tensor) -> None:
         seq = tokens.shape[1]
         if 0 < self.window <= seq and not {BLOCKS, SLIDING}.isdisjoint(self.kinds):
-            tokens.tape.shared["mask"] = tokens.tape.new("mask of the window", (1, 1, seq, seq), BOOL)
+            mask = tokens.tape.new("mask of the window", (1, 1, seq, seq), BOOL)
+            if tokens.tape.kinds.isdisjoint({BLOCKS, SLIDING}):
+                tokens.tape.hold(mask)
+            else:
+                tokens.tape.shared["mask"] = mask
         HuggingFaceDecoder.rotation(self, tokens)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:

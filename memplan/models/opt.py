@@ -17,7 +17,6 @@ from memplan.ops import (
     times_number,
 )
 from memplan.ops import heads as heads_of
-from memplan.record import Axis
 from memplan.shapes import FP32, INT64, Buffer
 from memplan.tape import Tensor
 
@@ -30,14 +29,19 @@ OFFSET: Final = 2
 class Opt(HuggingFaceDecoder):
     """`OPTForCausalLM` with norms before its layers, as all but the one of 350 million parameters are.
 
+    Pipeline stages after the first call its blocks alone, which need no positions.
+
     Source: transformers.models.opt.modeling_opt (5.23).
     """
 
     family: ClassVar[str] = "opt"
     code: ClassVar[str] = "transformers 5.23, OPTForCausalLM"
-    axes: ClassVar[tuple[Axis, ...]] = ()
     token_table: ClassVar[str] = "model.decoder.embed_tokens"
     last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
+    blocks_return_views: ClassVar[bool] = True
+    module_order: ClassVar[tuple[str, ...]] = (
+        "self_attn.k_proj", "self_attn.v_proj", "self_attn.", "self_attn_layer_norm", "fc", "",
+    )  # fmt: skip
 
     def has_bias(self, name: str) -> bool:
         return True
@@ -63,6 +67,9 @@ class Opt(HuggingFaceDecoder):
         del ids
         tape.hold(mask, x, positions)
         return x + positions
+
+    def receive(self, tokens: Tensor) -> None:
+        return
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         attended = self.attention(self.norm(x, "self_attn_layer_norm"), kind)

@@ -165,6 +165,7 @@ class _Schedule:
     """The limits on each stage's recomputed blocks: [blocks]."""
 
 
+@lru_cache(maxsize=4096)
 def _stages(key: _Schedule) -> tuple[Plan, list[tuple[Layers, ...]]]:
     """A plan with the pipeline, and the blocks of each of its stages."""
     plan = unchecked(
@@ -174,7 +175,8 @@ def _stages(key: _Schedule) -> tuple[Plan, list[tuple[Layers, ...]]]:
         schedule=key.schedule,
         layers_per_stage=key.layers,
     )
-    blocks = (stage_layers(key.model.n_blocks, plan, i) for i in range(plan.n_stages))
+    n_blocks = key.model.n_blocks
+    blocks = (stage_layers(n_blocks, plan, i) for i in range(plan.n_stages))
     return plan, [key.model.layers_in(some) for some in blocks]
 
 

@@ -1,6 +1,7 @@
 """A priority queue of plans that holds a limited number of them, in arrays."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import inf
 from typing import Any, Final, NamedTuple, final
 
@@ -94,10 +95,10 @@ class Pool:
             return
         grids, places, columns = self._joined()
         simpler = np.empty((len(SIMPLER), len(places)), np.int64)
-        for i in np.unique(grids).tolist():
-            own = np.flatnonzero(grids == i)
-            plans = self._grids[i].at(places[own])
-            simpler[:, own] = [plans.columns[name] for name in SIMPLER]
+        starts = np.flatnonzero(np.diff(grids, prepend=-1)).tolist()
+        for start, stop in pairwise([*starts, len(grids)]):
+            plans = self._grids[grids[start]].at(places[start:stop])
+            simpler[:, start:stop] = [plans.columns[name] for name in SIMPLER]
         for i in np.lexsort((*simpler[::-1], *columns[::-1])).tolist():
             alone = self._grids[grids[i]].at(places[i : i + 1])
             yield Entry((*columns[:, i].tolist(), *simpler[:, i].tolist()), alone)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
@@ -14,7 +14,7 @@ from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.models import Model
 from memplan.plan import MESH_AXES, RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
-from memplan.search.plans import CELL, NO_LIMIT, STRUCTURE, Column, Grid, number_of
+from memplan.search.plans import CELL, NO_LIMIT, Column, Grid, number_of
 from memplan.search.rules import RUNS, Choices, Rules
 
 MOST_CELLS: Final = 2**17
@@ -256,6 +256,7 @@ class _PipelineGrids:
         self.zeros = space.of("zero", (0, 1, 2, 3))
         self.blocks = {name: space.of(name, usual) for name, usual in BLOCKS.items()}
         self.structures = (len(self.schedules), len(self.zeros), *map(len, self.blocks.values()))
+        self.numbers = [_numbered(values) for values in self._choices()]
         self.tps = list(dict.fromkeys(mesh.tp for mesh in meshes))
         self.several = list(dict.fromkeys(map(_several, meshes)))
         self.meshes = list(map(self._placed, meshes))
@@ -282,13 +283,22 @@ class _PipelineGrids:
         tp, several = self.tps.index(mesh.tp), self.several.index(_several(mesh))
         return _Placed(mesh, tp, several, 0 if undivided else each, micro_batches)
 
-    def _axes(self) -> list[Choices]:
+    def _choices(self) -> list[Choices]:
+        """The axes of a place: the schedule, the ZeRO stage, `BLOCKS`."""
         return [
+            [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
             [{"zero": zero} for zero in self.zeros],
             *([{name: value} for value in values] for name, values in self.blocks.items()),
+        ]
+
+    def _axes(self) -> list[Choices]:
+        """The axes of the rules."""
+        schedules, *others = self._choices()
+        return [
+            *others,
             [{"tp": tp} for tp in self.tps],
             [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.several],
-            [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
+            schedules,
         ]
 
     def _there(self) -> NDArray[np.bool_]:
@@ -380,13 +390,12 @@ class _PipelineGrids:
         rule: Column,
         blocks: slice = slice(None),
     ) -> Ruled:
-        (schedule, virtual_stages), zero = self.schedules[place[0]], self.zeros[place[1]]
-        values = {"pp": self.pp, "schedule": schedule, "virtual_stages": virtual_stages, "zero": zero}
-        values |= {name: self.blocks[name][i] for name, i in zip(BLOCKS, place[2:], strict=True)}
-        recomputed = self.recomputed[virtual_stages] if values["recompute"] != "none" else NONE
+        numbers = [numbers[i] for numbers, i in zip(self.numbers, place, strict=True)]
+        recomputes = self.blocks["recompute"][place[-1]] != "none"
+        recomputed = self.recomputed[self.schedules[place[0]][1]] if recomputes else NONE
         grid = Grid(
             base=self.space.base,
-            structure={name: number_of(name, values[name]) for name in STRUCTURE},
+            structure=dict(chain([("pp", self.pp)], *numbers)),
             cells=cells,
             recompute_blocks=recomputed[blocks],
         )
@@ -406,6 +415,11 @@ def _batches(pipelines: "Sequence[_PipelineGrids]", kind: GridKind, most: int) -
             batch, n_cells = [], 0
     if batch:
         yield batch
+
+
+def _numbered(values: Choices) -> list[list[tuple[str, int]]]:
+    """Fields with the numbers that mean their values in a column."""
+    return [[(name, number_of(name, value)) for name, value in each.items()] for each in values]
 
 
 def _numbers(recompute_blocks: Sequence[int | None]) -> Column:

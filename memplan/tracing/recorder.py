@@ -232,6 +232,11 @@ class Recorder(ShapesMode):
             self.kinds[storage] = "grads"
             self.events.append(Event("grad", self.segment, storage, name))
 
+    def made(self, tensor: Tensor, function: str) -> None:
+        """Note a tensor that a function has made without the dispatcher."""
+        self._locate()
+        self._seen(tensor, function)
+
     # --- What the dispatcher is asked for ---
 
     def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -277,7 +282,7 @@ class Recorder(ShapesMode):
     def _allocated(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Record the results of an operation."""
         for tensor in results:
-            self.seen(tensor, func)
+            self._seen(tensor, func)
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
@@ -326,7 +331,7 @@ class Recorder(ShapesMode):
                 if unit < self.segment.unit:
                     self.segment = Segment("backward", unit)
 
-    def seen(self, tensor: Tensor, func: Any) -> None:
+    def _seen(self, tensor: Tensor, func: Any) -> None:
         """Record a tensor's storage if it is new."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._alive:

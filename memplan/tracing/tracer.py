@@ -26,6 +26,7 @@ from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
 from memplan.models.traced import (
     RECOMPUTES,
     UNITS,
+    Ends,
     Recording,
     TracedModel,
     TracedTensor,
@@ -228,6 +229,8 @@ class _Tracer:
         """Whether something else than in the last run happens under these units of FSDP2, if they can be."""
         if self._last is not None:
             point, variant, parts = self._last
+            if units == "block+ends" and not isinstance(parts.ends, Ends):
+                return False
             with suppress(MemplanError, Unlike):
                 run = partial(self._run, point, variant._replace(units=units))
                 return self._of_first_blocks(run) != parts
@@ -561,7 +564,7 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     def random_state_seen() -> Tensor:
         state = random_state()
         if recorder.device.type == "cpu":
-            recorder.seen(state, "get_rng_state")
+            recorder.made(state, "get_rng_state")
         return state
 
     def listed(tensor: FakeTensor) -> Any:

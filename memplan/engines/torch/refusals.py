@@ -125,11 +125,12 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
     """Raise where a schedule with split backward passes fails or loses gradients."""
     if not plan.splits_backward:
         return
-    if model.computes_loss:
-        raise MissingRule(
-            f"schedule={plan.schedule!r} splits each backward pass, which has no rule for {model.code}, "
-            "whose stages make tensors that all blocks share; use schedule='interleaved-1f1b' or '1f1b'.",
-            kind="zero-bubble, zbv or dualpipe-v of modules that are not memplan's own",
+    if model.blocks_return_views and plan.n_stages > 2:
+        raise PlanRefused(
+            f"schedule={plan.schedule!r} splits the backward passes of {plan.n_stages} stages, which fails "
+            f"between the first and the last as {model.name}'s blocks return views (Can't detach views "
+            "in-place); use two stages, or schedule='interleaved-1f1b'.",
+            kind="zero-bubble, zbv or dualpipe-v of blocks that return views, which fails in PyTorch",
         )
     if plan.recompute == "selective":
         raise PlanRefused(

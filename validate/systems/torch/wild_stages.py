@@ -25,7 +25,7 @@ WIDTH: Final = 64
 VOCABULARY: Final = 1000
 """The width of the tensor between blocks, and the size of the vocabulary."""
 
-EMBEDDING: Final = ("emb_dropout", "wpe", "drop")
+EMBEDDING: Final = ("emb_dropout", "wpe", "drop", "embed_positions")
 """Names of modules before the blocks, besides the token embedding."""
 
 LAST_NORMS: Final = ("norm", "final_layer_norm", "ln_f")
@@ -62,8 +62,11 @@ def wild_stage(module: nn.Module, path: str, plan: Plan, stage: int) -> WildStag
     """A stage of a module whose blocks are in the list at `path`; the module itself is cut."""
     first, last = stage == 0, stage == plan.n_stages - 1
     blocks = list(module.get_submodule(path).children())
-    own = [blocks[i] for i in stage_layers(len(blocks), plan, stage)]
-    module.set_submodule(path, nn.ModuleList(own))
+    layers = stage_layers(len(blocks), plan, stage)
+    module.set_submodule(path, nn.ModuleList([blocks[i] for i in layers]))
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds is not None:
+        cast(Any, module).config.layer_types = [kinds[i] for i in layers]
     if hasattr(module, "base_model"):
         return WildStage(module, _of_transformers(cast(Any, module), first=first, last=last), plan)
     if not first:
@@ -75,7 +78,7 @@ def wild_stage(module: nn.Module, path: str, plan: Plan, stage: int) -> WildStag
 
 def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
     """The forward function of a stage of a transformers decoder, whose other embedding or head is removed."""
-    base = module.base_model
+    base = getattr(module.base_model, "decoder", module.base_model)
     if not first:
         base.set_input_embeddings(nn.Identity())
         for name in EMBEDDING:
@@ -92,15 +95,16 @@ def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[[Tenso
             return cast(Tensor, module(**called, labels=labels).loss)
         return cast(Tensor, base(**called).last_hidden_state)
 
-    def of_gpt2(x: Tensor, labels: Tensor | None) -> Tensor:
-        for block in base.h:
-            x = block(x, None, None, None, use_cache=False)
+    def run_blocks(x: Tensor, labels: Tensor | None) -> Tensor:
+        for block in base.h if hasattr(base, "h") else base.layers:
+            x = block(x, use_cache=False)
         if not last:
             return x
-        logits = module.lm_head(base.ln_f(x))
+        logits = module.lm_head(next(getattr(base, name) for name in LAST_NORMS if hasattr(base, name))(x))
         return cast(Tensor, module.loss_function(logits, labels, vocab_size=module.config.vocab_size))
 
-    return of_gpt2 if hasattr(base, "wpe") and not first else run
+    adds_positions = hasattr(base, "wpe") or hasattr(base, "embed_positions")
+    return run_blocks if adds_positions and not first else run
 
 
 def wild_pipeline(
