@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from marshal import dumps, loads
+from operator import itemgetter
 from typing import Any, Final
 
 from memplan.allocator import (
@@ -488,27 +489,30 @@ class _Replay:
         """All that the rest of a step depends on, the same for equal states."""
         for buffer in (*self.held, *self.not_yet, *self.handed_over):
             numbers.setdefault(buffer, len(numbers))
-        held = [(numbers[buffer], list(found.items())) for buffer, found in self.held.items()]
+        held = [(numbers[buffer], found) for buffer, found in self.held.items()]
         counted = [
             sorted((numbers[buffer], n) for buffer, n in counts.items() if n)
             for counts in (self.not_yet, self.handed_over)
         ]
         halfway = [(stage, list(found)) for stage, found in sorted(self.halfway.items())]
         others = sorted(self.passes.items()), sorted(self.loops.items()), len(self.beside), len(self.states)
-        return dumps((self.allocator.saved(), sorted(held), *counted, halfway, *others), WITHOUT_REFERENCES)
+        held.sort(key=itemgetter(0))
+        return dumps((self.allocator.saved(), held, *counted, halfway, *others), WITHOUT_REFERENCES)
 
     def _restore(self, saved: bytes, buffers: Sequence[Buffer]) -> None:
         allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states = loads(saved)
         self.allocator.restore(allocator)
-        self.held = {buffers[i]: dict(found) for i, found in held}
+        self.held = {buffers[i]: found for i, found in held}
         for buffer in self.held:
             self._request(buffer)
         self.not_yet = Counter({buffers[i]: n for i, n in not_yet})
         self.handed_over = Counter({buffers[i]: n for i, n in handed_over})
         self.halfway = {stage: deque(found) for stage, found in halfway}
         self.passes, self.loops = Counter(dict(passes)), dict(loops)
-        self.states, self.beside = self.states if n_states else (), {}
-        self.compiled.clear()
+        self.states = self.states if n_states else ()
+        if self.beside:
+            self.beside = {}
+            self.compiled.clear()
 
     def second(self) -> None:
         """Replay what happens between the first step and the second."""

@@ -58,9 +58,9 @@ EXPECTED = {
     "a100-allocator": (158, (158, 158, 158), EXACT),
     "b200-allocator": (158, (158, 158, 158), EXACT),
     "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
-    "a100-wild": (14, (14, 14, 14), EXACT),
-    "b200-wild": (17, (17, 17, 17), EXACT),
-    "h200-wild": (63, (63, 59, 61), (0, 0.0006, 0.01)),  # other people's modules; a ViT's convolution
+    "a100-wild": (18, (18, 14, 14), (0, 0.0014, 0.07)),
+    "b200-wild": (21, (21, 17, 17), (0, 0.0018, 0.062)),
+    "h200-wild": (67, (67, 59, 61), (0, 0.0016, 0.032)),  # other people's modules; cuDNN's workspaces
     "a100-families": (114, (114, 111, 114), (0, 0.00003, 0)),  # transformers' decoders
     "h100-families": (114, (114, 112, 114), (0, 0.00001, 0)),
     "a100-frontier": (87, (87, 87, 87), EXACT),

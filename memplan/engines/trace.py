@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from memplan.errors import MissingRule
 from memplan.models import Model
@@ -14,25 +14,32 @@ from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, St
 from memplan.shapes import INT64, Buffer, Parameter
 from memplan.tape import OpContext, Tape, Tensor
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The events of one part of the model in the forward or the backward pass."""
 
     events: tuple[Event, ...] = ()
-    _stretches: dict[tuple[Any, ...], Stretch] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stretch(self, name: str) -> Stretch:
         """The events as a named stretch."""
         return self.made_once((name,), lambda: events(name, self.events))
 
-    def made_once(self, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
-        """A stretch that depends on the segment and the key only, made once and shared."""
-        if key not in self._stretches:
-            self._stretches[key] = make()
-        return self._stretches[key]
+    @property
+    def accumulated(self) -> tuple[AccumulateGrad, ...]:
+        """The marks of gradients."""
+        return self.made_once(
+            (AccumulateGrad,), lambda: tuple([e for e in self.events if isinstance(e, AccumulateGrad)])
+        )
+
+    def made_once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What depends on the segment and the key only, made once and shared."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(T, self._made[key])
 
 
 EMPTY = Segment()
@@ -512,4 +519,4 @@ def buffer_in(event: Event) -> Buffer | None:
 
 def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
     """The buffer of each parameter's gradient after these backward segments."""
-    return {e.parameter: e.buffer for s in segments for e in s.events if isinstance(e, AccumulateGrad)}
+    return {e.parameter: e.buffer for s in segments for e in s.accumulated}

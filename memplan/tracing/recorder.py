@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
-from memplan.tracing.calls import kernel_called
+from memplan.tracing.calls import OF_CUDNN, kernel_called
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.scratch import Scratch, scratch_of
@@ -128,6 +128,8 @@ class Recorder(ShapesMode):
         """Of each unit outside the blocks, the paths of its modules that have not returned yet."""
         self.kinds: dict[int, Kind] = {}
         """The kind of each storage that is no temporary."""
+        self.neglected: dict[str, None] = {}
+        """Operations whose workspaces are not recorded."""
         self.recomputing = False
         self._next_unit: int | None = None
         self._first_node = 0
@@ -264,6 +266,8 @@ class Recorder(ShapesMode):
             out = self.result(func, types, args, on_cuda(kwargs) if on_gpu else kwargs)
             results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
             kernel = kernel_called(func, args, results) if on_gpu else None
+            if on_gpu and func in OF_CUDNN:
+                self.neglected[OF_CUDNN[func]] = None
             if kernel is None:
                 scratch = scratch_of(func, args, kwargs, results, self.device)
             else:

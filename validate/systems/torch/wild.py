@@ -426,6 +426,9 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         "ViTForImageClassification", "ViTConfig",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
     ),
+    "resnet-50": Wild(
+        module=_resnet(50, 1000), inputs=partial(_images, size=224), package="torchvision", gpu_batch=256,
+    ),
 }  # fmt: skip
 """Published models, with the sizes of their own config.json, that are traced on a GPU that is not there."""
 
@@ -448,7 +451,7 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
     ),
     "hf-vit-probe": Wild(module=_probe(_vit, "vit"), inputs=_labelled_images, package="transformers"),
     "resnet-18": Wild(module=_resnet(18), inputs=_images, package="torchvision"),
-    "resnet-50": Wild(module=_resnet(50), inputs=_images, package="torchvision"),
+    "resnet-50-small": Wild(module=_resnet(50), inputs=_images, package="torchvision"),
     "lstm": Wild(module=Recurrent, inputs=_next_tokens, seq_len=32),
     "u-net": Wild(module=UNet, inputs=_images),
     "two-towers": Wild(module=TwoTowers, inputs=_pairs),
