@@ -356,6 +356,8 @@ class Tape:
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
+        self.until_let_go: list[Event] = []
+        """Frees that belong where the forward function over all blocks drops its local variables."""
         self.kinds: frozenset[str] = frozenset()
         """The kinds of the stage's blocks."""
         self.shared: dict[str, Tensor] = {}
@@ -394,6 +396,8 @@ class Tape:
     def let_go(self) -> None:
         """Drop the held tensors and the blocks' arguments."""
         self._held.clear()
+        self.events += self.until_let_go
+        self.until_let_go.clear()
         self.shared.clear()
 
     def workspace(self) -> Workspace:

@@ -275,6 +275,7 @@ class _TracedStage:
         self.held = {"x": entry_of(model, self.tape, first=first)}
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
+        self.holds_entry = False
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
         self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
@@ -309,12 +310,15 @@ class _TracedStage:
         self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
         self.boundary = _buffer(self.held["x"])
         self.n_block = self._end_forward("block")
+        freed = {e.buffer for e in self.segments["block"].events if isinstance(e, Free)}
+        if self.first and self.model.holds_embedding and self.entry in freed:
+            self.holds_entry = True
+            self.tape.until_let_go.append(Free(self.entry))
 
     def loss(self) -> None:
         """Run the last stage's head and loss, and their backward pass."""
         tape = self.tape
-        logits = self.model.head(self.held["x"])
-        del self.held["x"]
+        logits = self.model.head(self.held.pop("x"))
         self.n_head, n_nodes = len(tape.events) - self.cut.n_events, len(tape.nodes)
         if self.model.computes_loss:
             end = self.model.loss(logits)
@@ -406,7 +410,7 @@ class _TracedStage:
                 self.kind: Block(
                     forward=same(Without(*self.in_flight)(block)),
                     backward=same(Without(*self.shared)(backward)),
-                    entry=same(inside(block)),
+                    entry=same(Without(entry)(block) if self.holds_entry else inside(block)),
                     entry_backward=same(inside(backward)),
                     entry_casts=found["block_casts"],
                     casts=found["block_casts"],
