@@ -171,13 +171,10 @@ def batch_text(plan: Plan) -> str:
     passes = f"{n} micro-batch{'es' * (n > 1)} of {plan.micro_batch}"
     each = f" for each of {replicas} replicas" if replicas > 1 else ""
     again = " (gradient accumulation)" if n > 1 and plan.pp == 1 else ""
-    length = f" x {plan.seq_len}" if plan.seq_len > 1 else ""
-    return f"{plan.global_batch}{length} {_counted(plan)}; {passes}{each}{again}"
-
-
-def _counted(plan: Plan) -> str:
-    """What a batch is made of: inputs without a sequence are not tokens."""
-    return "tokens" if plan.seq_len > 1 else "samples"
+    whole = f"{plan.global_batch} x {plan.seq_len} tokens"
+    if plan.seq_len == 1:
+        whole = f"{plan.global_batch} sample{'s' * (plan.global_batch > 1)}"
+    return f"{whole}; {passes}{each}{again}"
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -295,7 +292,8 @@ def _time(estimate: Estimate) -> str:
         return wrapped(f"No step time: {'; '.join(estimate.time_missing)}.")
     unit, name = time_unit(time.total_s)
     rate, each = estimate.tokens_per_s or 0.0, estimate.tokens_per_s_per_gpu or 0.0
-    total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} {_counted(estimate.plan)}/s, "
+    counted = "tokens" if estimate.plan.seq_len > 1 else "samples"
+    total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} {counted}/s, "
     total += f"{_rate(each)} per GPU, MFU {estimate.mfu or 0.0:.1%}"
     parts = [
         f"{part.removesuffix('_s')} {scaled(s, unit, 2)}" for part, s in time.parts.items() if s >= unit / 200
