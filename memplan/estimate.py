@@ -520,6 +520,7 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
             "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
             "learns from it is another question."
         )
+    yield from model.notes()
     yield from ENGINES.named(plan.engine).notes(model, plan)
 
 

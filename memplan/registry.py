@@ -51,7 +51,7 @@ class Registry(Generic[T]):
             InvalidValue: another package's entry point is no such value.
         """
         found = self.own.get(name)
-        return found if isinstance(found, self.kind) else loaded(self, name)
+        return loaded(self, name) if found is None or isinstance(found, str) else found
 
     def checked_name(self, name: object) -> str:
         """The name itself if it is known; its value is not imported.

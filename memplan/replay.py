@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from marshal import dumps, loads
+from operator import itemgetter
 from typing import Any, Final
 
 from memplan.allocator import (
@@ -57,6 +58,8 @@ class AllocatorProgram:
         states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
         oldest_first: buffers of which the oldest block is freed first.
+        handed_on: buffers that are the input and the output of equal blocks, which free the one when they
+            have allocated the other.
         handed_over: for a receive buffer that a pass frees, the buffer that replaces it under its name.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
@@ -72,6 +75,7 @@ class AllocatorProgram:
     update_name: str = ""
     beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
     oldest_first: frozenset[Buffer] = frozenset()
+    handed_on: frozenset[Buffer] = frozenset()
     handed_over: Mapping[Buffer, Buffer] = field(default_factory=dict)
     takes_oldest: bool = False
     streams: Mapping[Buffer, str] = field(default_factory=dict)
@@ -354,7 +358,7 @@ _Operation = tuple[Pool, int, int, Buffer | None]
 """A pool; the bytes of an allocation, or less than 0 those of a free; an index; the buffer.
 
 A block that is allocated and freed within one stretch is known by the index of its allocation, and the buffer
-is None.
+is None. Of another free the index is that among the blocks of the buffer: -1 is the newest.
 """
 
 
@@ -485,27 +489,30 @@ class _Replay:
         """All that the rest of a step depends on, the same for equal states."""
         for buffer in (*self.held, *self.not_yet, *self.handed_over):
             numbers.setdefault(buffer, len(numbers))
-        held = [(numbers[buffer], list(found.items())) for buffer, found in self.held.items()]
+        held = [(numbers[buffer], found) for buffer, found in self.held.items()]
         counted = [
             sorted((numbers[buffer], n) for buffer, n in counts.items() if n)
             for counts in (self.not_yet, self.handed_over)
         ]
         halfway = [(stage, list(found)) for stage, found in sorted(self.halfway.items())]
         others = sorted(self.passes.items()), sorted(self.loops.items()), len(self.beside), len(self.states)
-        return dumps((self.allocator.saved(), sorted(held), *counted, halfway, *others), WITHOUT_REFERENCES)
+        held.sort(key=itemgetter(0))
+        return dumps((self.allocator.saved(), held, *counted, halfway, *others), WITHOUT_REFERENCES)
 
     def _restore(self, saved: bytes, buffers: Sequence[Buffer]) -> None:
         allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states = loads(saved)
         self.allocator.restore(allocator)
-        self.held = {buffers[i]: dict(found) for i, found in held}
+        self.held = {buffers[i]: found for i, found in held}
         for buffer in self.held:
             self._request(buffer)
         self.not_yet = Counter({buffers[i]: n for i, n in not_yet})
         self.handed_over = Counter({buffers[i]: n for i, n in handed_over})
         self.halfway = {stage: deque(found) for stage, found in halfway}
         self.passes, self.loops = Counter(dict(passes)), dict(loops)
-        self.states, self.beside = self.states if n_states else (), {}
-        self.compiled.clear()
+        self.states = self.states if n_states else ()
+        if self.beside:
+            self.beside = {}
+            self.compiled.clear()
 
     def second(self) -> None:
         """Replay what happens between the first step and the second."""
@@ -596,6 +603,7 @@ class _Replay:
         """The operations of a stretch's events; a free of one of its own allocations has that one's index."""
         found: list[_Operation] = []
         own: dict[Buffer, list[int]] = {}
+        program = self.program
         for event in changes(events):
             buffer = event.buffer
             if not buffer.n_bytes:
@@ -604,12 +612,14 @@ class _Replay:
             if isinstance(event, Alloc):
                 own.setdefault(buffer, []).append(len(found))
                 found.append((pool, n_bytes, 0, buffer))
-            elif own.get(buffer) and buffer not in self.program.oldest_first and buffer not in self.beside:
+            elif not own.get(buffer) or buffer in program.oldest_first or buffer in self.beside:
+                found.append((pool, -n_bytes, -1, buffer))
+            elif buffer in program.handed_on:
+                found.append((pool, -n_bytes, -2, buffer))
+            else:
                 place = own[buffer].pop()
                 found[place] = pool, n_bytes, place, None
                 found.append((pool, -n_bytes, place, None))
-            else:
-                found.append((pool, -n_bytes, 0, buffer))
         return found
 
     def _request(self, buffer: Buffer) -> tuple[Pool, int]:
@@ -632,7 +642,7 @@ class _Replay:
             elif n_bytes > 0:
                 self._hold(buffer, allocate(pool, n_bytes))
             else:
-                self._free(buffer)
+                self._free(buffer, place)
                 if buffer in self.program.handed_over:
                     self._hand_over(buffer)
 
@@ -658,7 +668,7 @@ class _Replay:
                 self._allocate(group[1])
             self.compiled.clear()
 
-    def _free(self, buffer: Buffer) -> None:
+    def _free(self, buffer: Buffer, newest: int = -1) -> None:
         """Free a block of a buffer: the newest of the current micro-batch, or of the last that has one.
 
         The second part of a split backward pass goes through the module from the first block to the last: it
@@ -668,7 +678,7 @@ class _Replay:
         if buffer not in self.held and self.not_yet[buffer]:
             self.not_yet[buffer] -= 1
             return
-        held, current, newest = self.held[buffer], self.current, -1
+        held, current = self.held[buffer], self.current
         if buffer in self.program.oldest_first:
             current, newest = next(iter(held)), 0
         elif current not in held:

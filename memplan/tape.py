@@ -360,6 +360,8 @@ class Tape:
         """The node of the tensor that a pipeline stage has received."""
         self.reuses_received_cast = False
         """Whether several products have read one copy of it."""
+        self.until_let_go: list[Event] = []
+        """Frees that belong where the forward function over all blocks drops its local variables."""
         self.kinds: frozenset[str] = frozenset()
         """The kinds of the stage's blocks."""
         self.shared: dict[str, Tensor] = {}
@@ -402,6 +404,8 @@ class Tape:
     def let_go(self) -> None:
         """Drop the held tensors and the blocks' arguments."""
         self._held.clear()
+        self.events += self.until_let_go
+        self.until_let_go.clear()
         self.shared.clear()
 
     def workspace(self) -> Workspace:

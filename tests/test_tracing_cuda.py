@@ -87,17 +87,45 @@ def test_kernels_are_read_from_a_file_by_name(pair, tmp_path):
         model_from_trace(tmp_path / "strange.json")
 
 
-@pytest.mark.parametrize(
-    "module, inputs, words",
-    [
-        (UNet(), torch.zeros(2, 3, 32, 32), "a convolution on CUDA"),
-        (Recurrent(), torch.zeros(2, 16, dtype=torch.int64), "lstm on CUDA"),
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.zeros(2, 4), "batch_norm on CUDA"),
-    ],
-)
-def test_operations_of_cudnn_are_refused(module, inputs, words):
-    with pytest.raises(MissingRule, match=f"{words} takes memory that only cuDNN knows"):
-        memplan.trace(module, inputs, loss=lambda output: output.sum(), device="cuda")
+def of_the_sum(module: nn.Module, inputs: torch.Tensor, **options: Any) -> memplan.TracedModel:
+    return memplan.trace(module, inputs, loss=lambda output: output.sum(), device="cuda", **options)
+
+
+def test_a_recurrent_network_is_refused():
+    with pytest.raises(MissingRule, match="lstm on CUDA keeps memory that only cuDNN knows"):
+        of_the_sum(Recurrent(), torch.zeros(2, 16, dtype=torch.int64))
+
+
+def test_workspaces_of_convolutions_are_said_to_be_left_out(tmp_path):
+    traced = of_the_sum(UNet(), torch.zeros(2, 3, 32, 32), precisions=["bf16-mixed"])
+    traced.save(tmp_path / "u-net.json")
+    told = memplan.estimate(model_from_trace(tmp_path / "u-net.json"), seq_len=1, precision="bf16-mixed")
+    assert "the workspaces of UNet's convolutions are not counted" in " ".join(told.notes)
+    linear = of_the_sum(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), precisions=["fp32"])
+    assert not memplan.estimate(linear, seq_len=1, precision="fp32").notes
+
+
+def test_batch_norm_of_images_in_float32_is_cudnn_s_and_under_autocast_is_pytorch_s():
+    norm = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+    neglected = {
+        precision: of_the_sum(norm, torch.zeros(2, 8, 16, 16), precisions=[precision]).neglects
+        for precision in ("fp32", "bf16-mixed")
+    }
+    assert neglected == {
+        "fp32": ("convolutions", "batch norm in float32"),
+        "bf16-mixed": ("convolutions",),
+    }
+
+
+def test_batch_norm_of_narrow_weights_is_refused_as_pytorch_refuses_it():
+    norm = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+    images = torch.zeros(2, 8, 16, 16)
+    with pytest.raises(MissingRule, match="refused by PyTorch; use fp32, or bf16-mixed without FSDP2"):
+        of_the_sum(norm, images, precisions=["bf16"])
+    traced, plan = of_the_sum(norm, images), cast(Any, {"seq_len": 1, "dp": 2, "precision": "bf16-mixed"})
+    assert memplan.estimate(traced, cluster="2xh100-sxm", **plan).fits
+    with pytest.raises(MissingRule, match=r"if PyTorch runs it so \(on CUDA no batch norm"):
+        memplan.estimate(traced, cluster="2xh100-sxm", zero=3, **plan)
 
 
 def test_a_module_is_traced_for_the_clusters_gpus():

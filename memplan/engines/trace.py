@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from memplan.errors import MissingRule
 from memplan.models import Model
@@ -14,25 +14,32 @@ from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, St
 from memplan.shapes import INT64, Buffer, Parameter
 from memplan.tape import OpContext, Tape, Tensor
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The events of one part of the model in the forward or the backward pass."""
 
     events: tuple[Event, ...] = ()
-    _stretches: dict[tuple[Any, ...], Stretch] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stretch(self, name: str) -> Stretch:
         """The events as a named stretch."""
         return self.made_once((name,), lambda: events(name, self.events))
 
-    def made_once(self, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
-        """A stretch that depends on the segment and the key only, made once and shared."""
-        if key not in self._stretches:
-            self._stretches[key] = make()
-        return self._stretches[key]
+    @property
+    def accumulated(self) -> tuple[AccumulateGrad, ...]:
+        """The marks of gradients."""
+        return self.made_once(
+            (AccumulateGrad,), lambda: tuple([e for e in self.events if isinstance(e, AccumulateGrad)])
+        )
+
+    def made_once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What depends on the segment and the key only, made once and shared."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(T, self._made[key])
 
 
 EMPTY = Segment()
@@ -275,6 +282,7 @@ class _TracedStage:
         self.held = {"x": entry_of(model, self.tape, first=first)}
         self.input_grad: Tensor | None = None
         self.entry = _buffer(self.held["x"])
+        self.holds_entry = False
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
         self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
@@ -309,12 +317,15 @@ class _TracedStage:
         self.held["x"] = run_block(self.model, self.tape, self.held["x"], self.kind)
         self.boundary = _buffer(self.held["x"])
         self.n_block = self._end_forward("block")
+        freed = {e.buffer for e in self.segments["block"].events if isinstance(e, Free)}
+        if self.first and self.model.holds_embedding and self.entry in freed:
+            self.holds_entry = True
+            self.tape.until_let_go.append(Free(self.entry))
 
     def loss(self) -> None:
         """Run the last stage's head and loss, and their backward pass."""
         tape = self.tape
-        logits = self.model.head(self.held["x"])
-        del self.held["x"]
+        logits = self.model.head(self.held.pop("x"))
         self.n_head, n_nodes = len(tape.events) - self.cut.n_events, len(tape.nodes)
         if self.model.computes_loss:
             end = self.model.loss(logits)
@@ -406,7 +417,7 @@ class _TracedStage:
                 self.kind: Block(
                     forward=same(Without(*self.in_flight)(block)),
                     backward=same(Without(*self.shared)(backward)),
-                    entry=same(inside(block)),
+                    entry=same(Without(entry)(block) if self.holds_entry else inside(block)),
                     entry_backward=same(inside(backward)),
                     entry_casts=found["block_casts"],
                     casts=found["block_casts"],
@@ -514,4 +525,4 @@ def buffer_in(event: Event) -> Buffer | None:
 
 def gradients(*segments: Segment) -> dict[Parameter, Buffer]:
     """The buffer of each parameter's gradient after these backward segments."""
-    return {e.parameter: e.buffer for s in segments for e in s.events if isinstance(e, AccumulateGrad)}
+    return {e.parameter: e.buffer for s in segments for e in s.accumulated}

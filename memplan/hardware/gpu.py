@@ -146,7 +146,12 @@ def gpu(name: str) -> Gpu:
     table = gpu_table()
     if not isinstance(name, str) or name not in table:
         raise unknown_name("GPU", name, table)
-    entry = table[name]
+    return _gpu(name)
+
+
+@cache
+def _gpu(name: str) -> Gpu:
+    entry = gpu_table()[name]
     return Gpu(
         name=name,
         title=entry["title"],

@@ -1,7 +1,7 @@
 """The interface of a model to engines, and the decoder-only transformer that most families are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, ClassVar, Final, NamedTuple
@@ -52,6 +52,8 @@ class Model(ABC):
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
     computes_loss: ClassVar[bool] = False
     """Whether the module computes its loss in its own forward pass, and so under its autocast."""
+    holds_embedding: ClassVar[bool] = False
+    """Whether a variable of the forward pass refers to the first block's input until `Tape.let_go`."""
     blocks_return_views: ClassVar[bool] = False
     """Whether a block's output is a view, which PyTorch does not detach in place."""
     module_order: ClassVar[tuple[str, ...]] = ("",)
@@ -110,6 +112,10 @@ class Model(ABC):
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         """The module's buffers, such as rotary angles: each pipeline stage has its own."""
         return ()
+
+    def notes(self) -> Iterator[str]:
+        """Sentences about the model that no figure says."""
+        yield from ()
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
         """The input tensors for `samples` sequences; only the first pipeline stage gets the first of them."""

@@ -30,19 +30,20 @@ class GemmaDecoder(WindowedDecoder):
     def activation(self, x: Tensor) -> Tensor:
         return gelu(x)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        x, narrow = WindowedDecoder.embed(self, tokens), tokens.tape.context.weight_dtype
-        if narrow == FP32:
-            return times_number(x)
-        return times_number(x, tokens.tape.new("embed_scale", (), narrow))
+    def embedded(self, tokens: Tensor) -> Tensor:
+        tape, x = tokens.tape, WindowedDecoder.embedded(self, tokens)
+        scale = () if x.dtype == FP32 else (tape.new("embed_scale", (), x.dtype),)
+        return times_number(x, *scale)
 
     def normed_twice(self, x: Tensor, kind: str) -> Tensor:
         """A block whose layers have norms before and after them, as Gemma 2 and 3 have them."""
         y = self.attention(self.norm(x, "input_layernorm"), kind)
-        x = x + self.norm(y, "post_attention_layernorm")
+        y = self.norm(y, "post_attention_layernorm")
+        x = x + y
         del y
         y = self.feed_forward(self.norm(x, "pre_feedforward_layernorm"))
-        return x + self.norm(y, "post_feedforward_layernorm")
+        y = self.norm(y, "post_feedforward_layernorm")
+        return x + y
 
 
 @final

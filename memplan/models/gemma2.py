@@ -6,7 +6,7 @@ from typing import ClassVar, Final, final
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import causal_mask, decoder_sizes, window_mask
 from memplan.ops import capped_attention, soft_capped
 from memplan.tape import Tensor
 
@@ -29,11 +29,15 @@ class Gemma2(GemmaDecoder):
     caps_scores: bool = True
     caps_logits: bool = True
 
-    def rotation(self, tokens: Tensor) -> None:
+    def masks(self, tokens: Tensor) -> None:
         tape, (batch, seq) = tokens.tape, tokens.shape
-        for name in ("full mask", "sliding mask"):
-            tape.shared[name] = tape.new(name, (batch, 1, seq, seq), tape.context.weight_dtype)
-        GemmaDecoder.rotation(self, tokens)
+        for name, mask in (("full mask", causal_mask), ("sliding mask", window_mask)):
+            GemmaDecoder.masks(self, tokens)
+            with tape.workspace() as allowed:
+                allowed.keep(mask(tokens))
+                for value in ("0", "least value"):
+                    allowed.new(value, (), tape.context.weight_dtype)
+                tape.shared[name] = tape.new(name, (batch, 1, seq, seq), tape.context.weight_dtype)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         return self.normed_twice(x, kind)
@@ -42,8 +46,8 @@ class Gemma2(GemmaDecoder):
         return capped_attention(q, k, v, q.tape.shared["full mask"], capped=self.caps_scores)
 
     def head(self, x: Tensor) -> Tensor:
-        logits = HuggingFaceDecoder.head(self, x)
-        return soft_capped(logits) if self.caps_logits else logits
+        x = self.norm(x, self.last_norm)
+        return soft_capped(self.logits(x)) if self.caps_logits else self.logits(x)
 
 
 def _read(config: Config, name: str) -> Gemma2:

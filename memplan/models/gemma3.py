@@ -1,5 +1,6 @@
 """Gemma 3 (text): Gemma 2 with norms of queries and keys, and two kinds of blocks: most have a window."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Final, final
@@ -8,8 +9,8 @@ from memplan.models.base import Layers
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
-from memplan.models.huggingface import SLIDING, WindowedDecoder, decoder_sizes
-from memplan.ops import halves_rotation, heads
+from memplan.models.huggingface import SLIDING, HuggingFaceDecoder, WindowedDecoder, decoder_sizes
+from memplan.ops import heads
 from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import Tensor
 
@@ -48,22 +49,28 @@ class Gemma3(GemmaDecoder):
             *[buffer_of(f"{kind} {one.name}", one.shape, FP32) for kind in self.kinds for one in tables],
         )
 
+    def masks(self, tokens: Tensor) -> None:
+        HuggingFaceDecoder.masks(self, tokens)
+        GemmaDecoder.masks(self, tokens)
+
     def rotation(self, tokens: Tensor) -> None:
         WindowedDecoder.rotation(self, tokens)
         if len(tokens.tape.kinds) > 1:
-            tables = halves_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+            tables = self.tables(tokens)
             tokens.tape.shared.update(zip(("other cosines", "other sines"), tables, strict=True))
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         return self.normed_twice(x, kind)
 
     def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
-        batch, seq, _ = x.shape
-        x = heads(self.projected(x, f"self_attn.{name}", n * self.d_head), self.d_head)
-        if name == "v_proj":
-            return x
-        each = self.norm(x.view(batch, seq * n, self.d_head), f"self_attn.{name[0]}_norm")
-        return each.view(batch, seq, n, self.d_head)
+        x = self.projected(x, f"self_attn.{name}", n * self.d_head)
+        return heads(x, self.d_head, by_head=name != "v_proj")
+
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
+        q, k, v = GemmaDecoder.queries_keys_values(self, x)
+        q = self.head_norm(q, "self_attn.q_norm")
+        k = self.head_norm(k, "self_attn.k_norm")
+        return q, k, v
 
     def rotation_tables(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple([table for name, table in x.tape.shared.items() if name.endswith(("cosines", "sines"))])

@@ -7,7 +7,7 @@ from typing import ClassVar, Final, final
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
-from memplan.ops import feature_parts, gelu, heads, layer_norm, rope_of_part
+from memplan.ops import feature_parts, gelu, heads, layer_norm, rope_of_parts
 from memplan.tape import Tensor
 
 
@@ -46,17 +46,18 @@ class GptNeox(HuggingFaceDecoder):
     def block(self, x: Tensor, kind: str) -> Tensor:
         attended = self.attention(self.norm(x, "input_layernorm"), kind)
         if self.parallel:
-            return self.feed_forward(self.norm(x, "post_attention_layernorm")) + attended + x
+            fed = self.feed_forward(self.norm(x, "post_attention_layernorm"))
+            return fed + attended + x
         attended = attended + x
-        return self.feed_forward(self.norm(attended, "post_attention_layernorm")) + attended
+        fed = self.feed_forward(self.norm(attended, "post_attention_layernorm"))
+        return fed + attended
 
     def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
         qkv = self.projected(x, "attention.query_key_value", 3 * self.d_model)
         return feature_parts(heads(qkv, 3 * self.d_head), 3)
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        tables = self.rotation_tables(q)
-        return rope_of_part(q, *tables), rope_of_part(k, *tables)
+        return rope_of_parts(q, k, *self.rotation_tables(q), in_turn=False)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         y = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))

@@ -22,14 +22,14 @@ from memplan.ops import (
     merged_heads,
     position_ids,
     repeated_heads,
-    rms_norm_by_parts,
+    rms_norm_with_locals,
     rope_by_halves,
     shifted_cross_entropy,
     silu,
 )
 from memplan.record import Axis
-from memplan.shapes import BOOL, FP32, Buffer, DType, buffer_of
-from memplan.tape import Tensor
+from memplan.shapes import BOOL, FP32, INT64, Buffer, buffer_of
+from memplan.tape import Tensor, Workspace
 
 SLIDING: Final = "sliding"
 """The kind of the blocks with a window, in a model that has others too."""
@@ -66,10 +66,10 @@ class HuggingFaceModel(Decoder, ABC):
 class HuggingFaceDecoder(HuggingFaceModel):
     """A decoder of transformers with rotary positions; it is Llama except where a family overrides it.
 
-    Neglects: means of a norm, 4 bytes a token; masks of a byte per token; the embedding's output between the
-    blocks and the head.
+    Neglects: scalars.
     """
 
+    holds_embedding: ClassVar[bool] = True
     module_order: ClassVar[tuple[str, ...]] = (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn",
         "mlp", "",
@@ -95,20 +95,35 @@ class HuggingFaceDecoder(HuggingFaceModel):
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """A norm of the family."""
-        return rms_norm_by_parts(x, name)
+        return rms_norm_with_locals(x, name)
 
     def projected(self, x: Tensor, name: str, n_out: int) -> Tensor:
         """A projection of the block."""
         return linear(x, name, n_out, bias=self.has_bias(name), split="columns")
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = embedding(tokens, self.token_table, self.vocab_size, self.d_model)
+        x = self.embedded(tokens)
         self.rotation(tokens)
         return x
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The embeddings of tokens."""
+        return embedding(tokens, self.token_table, self.vocab_size, self.d_model)
+
     def rotation(self, tokens: Tensor) -> None:
-        """Make the arguments of all blocks: position ids, and the tables of rotary angles."""
-        keep_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
+        """Make the arguments of all blocks: position ids, masks, and the tables of rotary angles."""
+        shared = tokens.tape.shared
+        shared["positions"] = offset_positions(tokens)
+        self.masks(tokens)
+        shared["cosines"], shared["sines"] = self.tables(tokens)
+
+    def masks(self, tokens: Tensor) -> None:
+        """Make the masks of attention; where a kernel's own does, none is made."""
+        look_for_packed_sequences(tokens)
+
+    def tables(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles."""
+        return halves_rotation(tokens, self.rotary_dim, tokens.tape.context.weight_dtype)
 
     def receive(self, tokens: Tensor) -> None:
         self.rotation(tokens)
@@ -145,6 +160,11 @@ class HuggingFaceDecoder(HuggingFaceModel):
         """Queries, keys or values of `n` heads, (batch, seq, heads, d_head)."""
         return heads(self.projected(x, f"self_attn.{name}", n * self.d_head), self.d_head)
 
+    def head_norm(self, x: Tensor, name: str) -> Tensor:
+        """A norm of each head."""
+        batch, seq, n, d_head = x.shape
+        return self.norm(x.view(batch, seq * n, d_head), name).view(batch, seq, n, d_head)
+
     def activation(self, x: Tensor) -> Tensor:
         """The activation of the feed-forward layer."""
         return silu(x)
@@ -157,7 +177,8 @@ class HuggingFaceDecoder(HuggingFaceModel):
         return self.projected(gated, "mlp.down_proj", self.d_model)
 
     def head(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x, self.last_norm))
+        x = self.norm(x, self.last_norm)
+        return self.logits(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,15 +193,15 @@ class WindowedDecoder(HuggingFaceDecoder):
 
     window: int = 0
 
-    def rotation(self, tokens: Tensor) -> None:
+    def masks(self, tokens: Tensor) -> None:
+        HuggingFaceDecoder.masks(self, tokens)
         seq = tokens.shape[1]
         if 0 < self.window <= seq and not {BLOCKS, SLIDING}.isdisjoint(self.kinds):
-            mask = tokens.tape.new("mask of the window", (1, 1, seq, seq), BOOL)
+            mask = window_mask(tokens)
             if tokens.tape.kinds.isdisjoint({BLOCKS, SLIDING}):
                 tokens.tape.hold(mask)
             else:
                 tokens.tape.shared["mask"] = mask
-        HuggingFaceDecoder.rotation(self, tokens)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
         mask = q.tape.shared.get("mask") if kind in (BLOCKS, SLIDING) else None
@@ -191,11 +212,72 @@ class WindowedDecoder(HuggingFaceDecoder):
         return attention(q.tape.cast(q, v.dtype), q.tape.cast(k, v.dtype), v, mask=mask)
 
 
-def keep_rotation(tokens: Tensor, rotary_dim: int, dtype: DType) -> None:
-    """Make the position ids and the tables of rotary angles, which all blocks are called with."""
-    shared = tokens.tape.shared
-    shared["positions"] = position_ids(tokens)
-    shared["cosines"], shared["sines"] = halves_rotation(tokens, rotary_dim, dtype)
+def offset_positions(tokens: Tensor) -> Tensor:
+    """The ids 0 to seq - 1, to which the number of cached tokens is added."""
+    with tokens.tape.workspace() as first:
+        first.new("position ids without an offset", tokens.shape[1:], INT64)
+        return position_ids(tokens)
+
+
+def look_for_packed_sequences(tokens: Tensor) -> None:
+    """Allocate and free what it takes to see that the positions are those of one sequence in each row.
+
+    Source: transformers.masking_utils, find_packed_sequence_indices.
+    """
+    tape, shape = tokens.tape, tokens.shape
+    batch, seq = shape
+    with tape.workspace() as kept:
+        kept.new("positions before the first", (batch, 1), INT64)
+        with tape.workspace() as joined:
+            joined.new("positions with the one before", (batch, seq + 1), INT64)
+            kept.new("differences of positions", shape, INT64)
+        with tape.workspace() as summed:
+            summed.new("starts of sequences", shape, BOOL)
+            kept.new("sequences before each token", shape, INT64)
+            summed.new("starts as int64", shape, INT64)
+        kept.new("rows of one sequence", (batch,), BOOL)
+        kept.new("all rows of one sequence", (), BOOL)
+
+
+def causal_mask(tokens: Tensor) -> Tensor:
+    """The mask (1, 1, seq, seq) of keys that are not after their query.
+
+    Source: transformers.masking_utils, sdpa_mask, causal_mask_function.
+    """
+    tape, seq = tokens.tape, tokens.shape[1]
+    with tape.workspace() as ranges:
+        _ranges(tokens, ranges)
+        return tape.new("causal mask", (1, 1, seq, seq), BOOL)
+
+
+def window_mask(tokens: Tensor) -> Tensor:
+    """The mask (1, 1, seq, seq) of a window: of keys not before it, and not after their query.
+
+    Source: transformers.masking_utils, sdpa_mask, and_masks, sliding_window_overlay.
+    """
+    tape, seq = tokens.tape, tokens.shape[1]
+    shape = 1, 1, seq, seq
+    with tape.workspace() as ranges, tape.workspace() as parts:
+        _ranges(tokens, ranges)
+        with tape.workspace() as window:
+            window.new("true", (), BOOL)
+            with tape.workspace() as starts:
+                starts.new("first keys of windows", (seq,), INT64)
+                window.new("keys not before the window", shape, BOOL)
+            parts.new("keys not before the window, and true", shape, BOOL)
+        parts.new("keys not after the query", shape, BOOL)
+        return tape.new("mask of the window", shape, BOOL)
+
+
+def _ranges(tokens: Tensor, into: Workspace) -> None:
+    """The indices of samples, of one head, and of queries and keys, that a mask is a function of."""
+    tape, (batch, seq) = tokens.tape, tokens.shape
+    into.new("samples", (batch,), INT64)
+    into.new("head", (1,), INT64)
+    for name in ("queries", "keys"):
+        with tape.workspace() as first:
+            first.new(f"{name} without an offset", (seq,), INT64)
+            into.new(name, (seq,), INT64)
 
 
 def decoder_sizes(

@@ -5,7 +5,7 @@ from typing import ClassVar, Final, final
 
 from memplan.checks import checked_choice
 from memplan.models.decoders import GptDecoder
-from memplan.models.huggingface import HuggingFaceModel
+from memplan.models.huggingface import HuggingFaceModel, look_for_packed_sequences, offset_positions
 from memplan.ops import (
     add_positions,
     attention,
@@ -19,7 +19,6 @@ from memplan.ops import (
     layer_norm,
     learned_positions,
     merged_heads,
-    position_ids,
 )
 from memplan.tape import Tensor
 
@@ -50,10 +49,12 @@ class HuggingFaceGpt(HuggingFaceModel, GptDecoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded = embedding(tokens, self.token_table, self.vocab_size, self.d_model)
-        ids = position_ids(tokens).view(1, tokens.shape[1])
+        ids = offset_positions(tokens).view(1, tokens.shape[1])
         positions = learned_positions(ids, "transformer.wpe", self.max_seq_len, self.d_model)
         tokens.tape.hold(embedded, positions)
-        return dropout(add_positions(embedded, positions), self.dropout)
+        x = add_positions(embedded, positions)
+        look_for_packed_sequences(tokens)
+        return dropout(x, self.dropout)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         attended = self._attention(layer_norm(x, "ln_1"))

@@ -1,12 +1,13 @@
 """OLMo 2: norms after attention and the feed-forward layer, and of all queries and keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes, keep_rotation
-from memplan.ops import heads, rms_norm_in_fp32
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.ops import halves_rotation, heads, rms_norm_in_fp32
 from memplan.shapes import FP32
 from memplan.tape import Tensor
 
@@ -27,8 +28,8 @@ class Olmo2(HuggingFaceDecoder):
     def has_bias(self, name: str) -> bool:
         return self.attention_bias and name.startswith("self_attn.")
 
-    def rotation(self, tokens: Tensor) -> None:
-        keep_rotation(tokens, self.rotary_dim, FP32)
+    def tables(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return halves_rotation(tokens, self.rotary_dim, FP32)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return rms_norm_in_fp32(x, name)
@@ -37,9 +38,17 @@ class Olmo2(HuggingFaceDecoder):
         x = x + self.norm(self.attention(x, kind), "post_attention_layernorm")
         return x + self.norm(self.feed_forward(x), "post_feedforward_layernorm")
 
-    def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
-        x = self.projected(x, f"self_attn.{name}", n * self.d_head)
-        return heads(x if name == "v_proj" else self.norm(x, f"self_attn.{name[0]}_norm"), self.d_head)
+    def queries_keys_values(self, x: Tensor) -> Sequence[Tensor]:
+        q = self.norm(self.projected(x, "self_attn.q_proj", self.n_heads * self.d_head), "self_attn.q_norm")
+        n_kv = self.n_kv_heads * self.d_head
+        k = self.norm(self.projected(x, "self_attn.k_proj", n_kv), "self_attn.k_norm")
+        v = self.projected(x, "self_attn.v_proj", n_kv)
+        return heads(q, self.d_head), heads(k, self.d_head), heads(v, self.d_head)
+
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tape, dtype = q.tape, q.dtype
+        turned_q, turned_k = HuggingFaceDecoder.rotated(self, q, k)
+        return tape.cast(turned_q, dtype), tape.cast(turned_k, dtype)
 
 
 def _read(config: Config, name: str) -> Olmo2:

@@ -38,6 +38,7 @@ class Opt(HuggingFaceDecoder):
     code: ClassVar[str] = "transformers 5.23, OPTForCausalLM"
     token_table: ClassVar[str] = "model.decoder.embed_tokens"
     last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
+    holds_embedding: ClassVar[bool] = False
     blocks_return_views: ClassVar[bool] = True
     module_order: ClassVar[tuple[str, ...]] = (
         "self_attn.k_proj", "self_attn.v_proj", "self_attn.", "self_attn_layer_norm", "fc", "",
@@ -60,7 +61,12 @@ class Opt(HuggingFaceDecoder):
         tape = tokens.tape
         x = embedding(tokens, self.token_table, self.vocab_size, self.d_model)
         mask = tape.new("mask of positions", tokens.shape, FP32)
-        tape.shared["positions"] = tape.new("position ids", tokens.shape, INT64)
+        with tape.workspace() as counted:
+            counted.new("tokens up to each", tokens.shape, FP32)
+            with tape.workspace() as masked:
+                masked.new("masked tokens up to each", tokens.shape, FP32)
+                counted.new("position ids as float32", tokens.shape, FP32)
+            tape.shared["positions"] = tape.new("position ids", tokens.shape, INT64)
         ids = tape.new("position ids and offset", tokens.shape, INT64)
         n_rows = self.max_seq_len + OFFSET
         positions = learned_positions(ids, "model.decoder.embed_positions", n_rows, self.d_model)
@@ -72,12 +78,14 @@ class Opt(HuggingFaceDecoder):
         return
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        attended = self.attention(self.norm(x, "self_attn_layer_norm"), kind)
-        x = x + dropout(attended, self.dropout)
-        del attended
+        y = self.attention(self.norm(x, "self_attn_layer_norm"), kind)
+        y = dropout(y, self.dropout)
+        x = x + y
+        del y
         y = relu(self.projected(self.norm(x, "final_layer_norm"), "fc1", self.d_ff))
         y = self.projected(y, "fc2", self.d_model)
-        return x + dropout(y, self.dropout)
+        y = dropout(y, self.dropout)
+        return x + y
 
     def attention(self, x: Tensor, kind: str) -> Tensor:
         q = heads_of(times_number(self.projected(x, "self_attn.q_proj", self.d_model)), self.d_head)

@@ -7,7 +7,7 @@ from typing import ClassVar, Final, final
 from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import WindowedDecoder, decoder_sizes
-from memplan.ops import feature_parts, feature_slices, heads, rope_of_part, silu
+from memplan.ops import feature_parts, feature_slices, heads, rope_of_parts, silu
 from memplan.tape import Tensor
 
 
@@ -34,8 +34,7 @@ class Phi3(WindowedDecoder):
         return [heads(part, self.d_head) for part in feature_slices(qkv, n_q, n_kv, n_kv)]
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        tables = self.rotation_tables(q)
-        return rope_of_part(q, *tables), rope_of_part(k, *tables)
+        return rope_of_parts(q, k, *self.rotation_tables(q), in_turn=True)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         gate, up = feature_parts(self.projected(x, "mlp.gate_up_proj", 2 * self.d_ff), 2)

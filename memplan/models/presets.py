@@ -10,7 +10,7 @@ from memplan.errors import UnknownName, unknown_name
 from memplan.files import toml_table
 from memplan.models.base import Model
 from memplan.models.families import FAMILIES
-from memplan.models.traced import TracedModel, model_from_trace
+from memplan.models.traced import model_from_trace
 
 
 @cache
@@ -37,7 +37,13 @@ def preset(name: str) -> Model:
     Raises:
         UnknownName: a name that is not in the table, with the nearest one; an entry of an unknown family.
     """
-    return model_of_entry(name, _entry(name))
+    entry = _entry(name)
+    return _own(name) if name in preset_table() else model_of_entry(name, entry)
+
+
+@cache
+def _own(name: str) -> Model:
+    return model_of_entry(name, preset_table()[name])
 
 
 def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
@@ -47,7 +53,7 @@ def model_of_entry(name: str, entry: Mapping[str, Any]) -> Model:
         UnknownName: an unknown family, with the nearest one.
     """
     if "trace" in entry:
-        return _traced(name)
+        return model_from_trace(cast(str, preset_trace(name)))
     sizes = {key: value for key, value in entry.items() if key not in ("family", "source", "retrieved")}
     try:
         family = FAMILIES.named(entry["family"])
@@ -60,11 +66,6 @@ def preset_trace(name: str) -> str | None:
     """The file of a preset that was traced; None for a name that is no such preset."""
     entry = preset_table().get(name, {})
     return os.path.join(os.path.dirname(__file__), "traces", entry["trace"]) if "trace" in entry else None
-
-
-@cache
-def _traced(name: str) -> TracedModel:
-    return model_from_trace(cast(str, preset_trace(name)))
 
 
 def preset_source(name: str) -> str:

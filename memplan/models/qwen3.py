@@ -27,12 +27,10 @@ class Qwen3(HuggingFaceDecoder):
         return self.attention_bias and name.startswith("self_attn.")
 
     def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
-        batch, seq, _ = x.shape
         x = self.projected(x, f"self_attn.{name}", n * self.d_head)
-        if name != "v_proj":
-            each = self.norm(x.view(batch, seq * n, self.d_head), f"self_attn.{name[0]}_norm")
-            x = each.view(batch, seq, n * self.d_head)
-        return heads(x, self.d_head)
+        if name == "v_proj":
+            return heads(x, self.d_head)
+        return self.head_norm(heads(x, self.d_head, by_head=True), f"self_attn.{name[0]}_norm")
 
 
 def _read(config: Config, name: str) -> Qwen3:

@@ -6,7 +6,7 @@ and every field is checked when it is read.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
 
@@ -216,6 +216,7 @@ class TracedModel(Model):
         made_with: the releases it was traced with.
         has_sequence: whether sizes follow `seq_len`; if not, it is 1.
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
+        neglects: the operations whose workspaces are not in the trace.
     """
 
     family: ClassVar[str] = "traced"
@@ -236,6 +237,7 @@ class TracedModel(Model):
     made_with: str
     has_sequence: bool
     limits: tuple[int, int] | None = None
+    neglects: tuple[str, ...] = ()
     digest: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -252,6 +254,15 @@ class TracedModel(Model):
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
+
+    def notes(self) -> Iterator[str]:
+        if self.neglects:
+            yield (
+                f"the workspaces of {self.name}'s {' and '.join(self.neglects)} are not counted: cuDNN "
+                "chooses its engines by GPU and release, and what they need is often as large as the layer's "
+                "input and output. They matter to the peak where such a layer runs at it, and to what is "
+                "reserved."
+            )
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
         return tuple([one.buffer(samples, seq_len) for one in self.inputs_of_step])
@@ -311,8 +322,9 @@ class TracedModel(Model):
                 return self.recordings[variant]
         others = sorted({_variant_text(variant) for variant in self.recordings})
         raise MissingRule(
-            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(others)}; trace "
-            "it again so.",
+            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(others)}; use "
+            "these, or trace it again so, if PyTorch runs it so (on CUDA no batch norm with weights in "
+            "bfloat16).",
             kind="a traced model in a way in which it was not traced",
         )
 
@@ -381,6 +393,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "max_seq_len": model.max_seq_len,
         "has_sequence": model.has_sequence,
         "limits": model.limits,
+        **({"neglects": model.neglects} if model.neglects else {}),
         "tied": model.tied,
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
         "frozen": model.frozen,
@@ -523,6 +536,7 @@ def _model(data: Any) -> TracedModel:
         max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
         has_sequence=of("has_sequence", bool),
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
+        neglects=_texts(of("neglects", list | None) or [], "neglects"),
         tied=of("tied", bool),
         recordings=recordings,
         **tensors,
@@ -550,6 +564,10 @@ def _items(value: Any, what: str, *kinds: Any) -> list[Any]:
     if not right or not all(isinstance(one, kind) for one, kind in zip(value, kinds, strict=True)):
         raise _wrong(f"{what} {shown_value(value)} is not allowed in a trace")
     return list(value)
+
+
+def _texts(values: list[Any], what: str) -> tuple[str, ...]:
+    return tuple(_items(values, what, *[str] * len(values)))
 
 
 def _count(values: list[Any], i: int) -> int:

@@ -45,7 +45,7 @@ from memplan.ops.heads import (
     repeated_heads,
     rope,
     rope_by_halves,
-    rope_of_part,
+    rope_of_parts,
     rotation,
 )
 from memplan.ops.linear import Split, conv1d, linear
@@ -64,6 +64,7 @@ from memplan.ops.norm import (
     rms_norm_around_one,
     rms_norm_by_parts,
     rms_norm_in_fp32,
+    rms_norm_with_locals,
 )
 from memplan.ops.tensor_axis import gather_sequence
 
@@ -98,9 +99,10 @@ __all__ = [
     "rms_norm_around_one",
     "rms_norm_by_parts",
     "rms_norm_in_fp32",
+    "rms_norm_with_locals",
     "rope",
     "rope_by_halves",
-    "rope_of_part",
+    "rope_of_parts",
     "rotation",
     "scaled_loss",
     "share_of_loss",

@@ -37,7 +37,7 @@ def gelu_new(x: Tensor) -> Tensor:
     Source: transformers.activations, NewGELUActivation; aten/src/ATen/autocast_mode.h (`AT_FORALL_FP32`).
     """
     half = times_number(x)
-    return _times(half, plus_number(_tanh(times_number(x + times_number(_cubed(x))))))
+    return _times(half, plus_number(tanh(times_number(x + times_number(_cubed(x))))))
 
 
 def times_number(x: Tensor, *number: Tensor) -> Tensor:
@@ -57,11 +57,13 @@ def plus_number(x: Tensor) -> Tensor:
 
 
 def soft_capped(x: Tensor) -> Tensor:
-    """c tanh(x / c): three operations, of which the tanh is saved.
+    """c tanh(x / c): three operations, of which the tanh is saved; each replaces the one before.
 
     Source: transformers.models.gemma2.modeling_gemma2, Gemma2ForCausalLM.forward.
     """
-    return times_number(_tanh(times_number(x)))
+    x = times_number(x)
+    x = tanh(x)
+    return times_number(x)
 
 
 def _cubed(x: Tensor) -> Tensor:
@@ -88,7 +90,11 @@ def power_backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.tape.new("grad", grad.shape, grad.dtype),)
 
 
-def _tanh(x: Tensor) -> Tensor:
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent; saves the result.
+
+    Source: tools/autograd/derivatives.yaml (`tanh`).
+    """
     return _of_result(x, "tanh")
 
 

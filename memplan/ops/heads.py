@@ -8,19 +8,27 @@ from collections.abc import Sequence
 
 from memplan.ops.dims import dims, divided
 from memplan.shapes import COMPLEX64, FP32, Buffer, DType, Shape, buffer_of, check_equal
-from memplan.tape import Grads, Saved, Tensor, Workspace
+from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
 
 DIMS = ("batch", "seq", "heads", "d_head")
 
 
-def heads(x: Tensor, d_head: int) -> Tensor:
+def heads(x: Tensor, d_head: int, *, by_head: bool = False) -> Tensor:
     """A view of (batch, seq, heads x d_head) as (batch, seq, heads, d_head); its gradient is made contiguous.
+
+    `by_head`: the gradient is laid out by head though its rule does not say so, as behind a norm of heads.
 
     Source: torch:Tensor.unflatten.
     """
     batch, seq, width = dims(x, "heads", "batch", "seq", "heads x d_head")
     y = x.view(batch, seq, divided(width, d_head, "heads x d_head", by="d_head"), d_head)
-    y.node = x.tape.node((x.node,), (), lambda grad, saved: (_token_major(grad),))
+    by_head = by_head and min(y.shape[1:3]) > 1
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad.head_major = grad.head_major or by_head
+        return (_token_major(grad),)
+
+    y.node = x.tape.node((x.node,), (), backward)
     return y
 
 
@@ -62,7 +70,10 @@ def split(x: Tensor, parts: Sequence[Shape], grad_name: str = "grad") -> list[Te
 def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
     """Views of x of these widths along its features; backward makes a whole gradient of each, with zeros.
 
-    Source: torch/csrc/autograd/FunctionsManual.cpp (`slice_backward_wrapper`).
+    A slice of the full width is x itself.
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`slice_backward_wrapper`), ATen/TensorIndexing.h
+    (`applySlice`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
     check_equal("slices of the features", sum(widths), shape[-1])
@@ -73,8 +84,7 @@ def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
         whole.head_major = by_head
         return (whole,)
 
-    nodes = [tape.node((x.node,), (), backward) for _ in widths]
-    views = zip(widths, nodes, strict=True)
+    views = [(n, x.node if n == shape[-1] else tape.node((x.node,), (), backward)) for n in widths]
     return [Tensor(tape, (*shape[:-1], n), dtype, x.storage, node, is_view=True) for n, node in views]
 
 
@@ -140,13 +150,30 @@ def rope(x: Tensor) -> Tensor:
 
 
 def halves_rotation(tokens: Tensor, d_head: int, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions, (1, seq, d_head).
+    """Cosines and sines of rotary positions, (1, seq, d_head), computed in float32.
 
-    Neglects: the angles that they are made from, which are gone before the first block.
     Source: transformers.models.llama.modeling_llama, LlamaRotaryEmbedding.forward.
     """
-    tape, shape = tokens.tape, (1, tokens.shape[1], d_head)
-    return tape.new("cosines", shape, dtype), tape.new("sines", shape, dtype)
+    tape, (_, seq) = tokens.tape, tokens.shape
+    shape = 1, seq, d_head
+    with tape.workspace() as angles:
+        with tape.workspace() as positions:
+            positions.new("position ids as float32", (1, seq, 1), FP32)
+            angles.new("angles", (1, seq, d_head // 2), FP32)
+        angles.new("angles of both halves", shape, FP32)
+        tables = [_table(tape, name, shape) for name in ("cosines", "sines")]
+        if dtype == FP32:
+            cosines, sines = tables
+        else:
+            cosines, sines = (tape.new(name, shape, dtype) for name in ("cosines", "sines"))
+    return cosines, sines
+
+
+def _table(tape: Tape, name: str, shape: Shape) -> Tensor:
+    """Cosines or sines in float32, times the scale of attention."""
+    with tape.workspace() as unscaled:
+        unscaled.new(f"{name}, not scaled", shape, FP32)
+        return tape.new(name, shape, FP32)
 
 
 def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor, *others: Tensor) -> Tensor:
@@ -156,47 +183,77 @@ def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor, *others: Tensor) -
 
     Source: transformers.models.llama.modeling_llama, apply_rotary_pos_emb.
     """
-    tape, shape, dtype = x.tape, x.shape, x.dtype
-    wide = dtype if dtype == FP32 else cosines.dtype
-    half = (*shape[:3], divided(shape[3], 2, "d_head", by="halves"))
-    copies = dtype != wide and tape.context.device.casts_in_copies
+    straight = _times_table(x, "times cosines", cosines, *others)
+    turned = _times_table(_halves_in_turn(x), "times sines", sines)
+    node = x.tape.node((straight.node, turned.node), (), lambda grad, saved: (grad, grad))
+    return x.tape.new("rotated", x.shape, turned.dtype, node)
 
-    def times_table(into: Workspace, name: str) -> None:
-        with tape.workspace() as copied:
-            if copies:
-                copied.new(f"copy as {wide.name}", shape, wide)
-            into.new(name, shape, wide)
+
+def _times_table(x: Tensor, name: str, *tables: Tensor) -> Tensor:
+    """x times the first of some tables, all of which are saved, in the wider type."""
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    wide = dtype if dtype == FP32 else tables[0].dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        with grad.tape.workspace() as rotated, grad.tape.workspace() as halves:
-            _in_type_of(grad, dtype, halves)
+        return (Expanded(grad.tape.new("grad times table", shape, wide), shape, dtype),)
+
+    node = tape.node((x.node,), tables, backward)
+    with tape.workspace() as copied:
+        if dtype != wide and tape.context.device.casts_in_copies:
+            copied.new(f"copy as {wide.name}", shape, wide)
+        return tape.new(name, shape, wide, node)
+
+
+def _halves_in_turn(x: Tensor) -> Tensor:
+    """(-x2, x1), whose gradient is laid out by head.
+
+    Source: transformers.models.llama.modeling_llama, rotate_half;
+    torch/csrc/autograd/FunctionsManual.cpp (`slice_backward_wrapper`).
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    half = (*shape[:3], divided(shape[3], 2, "d_head", by="halves"))
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        with grad.tape.workspace() as added:
             with grad.tape.workspace() as negated:
                 negated.new("negated half", half, dtype)
                 grad_x = grad.tape.new("grad", shape, dtype)
-            rotated.new("grad of a half", shape, dtype)
-        with grad.tape.workspace() as turned:
-            _in_type_of(grad, dtype, turned)
+                grad_x.head_major = min(shape[1:3]) > 1
+            added.new("grad of a half", shape, dtype)
         return (grad_x,)
 
-    node = tape.node((x.node,), (cosines, sines, *others), backward)
-    with tape.workspace() as products:
-        times_table(products, "times cosines")
-        with tape.workspace() as rotated:
-            with tape.workspace() as negated:
-                negated.new("negated half", half, dtype)
-                rotated.new("halves in turn", shape, dtype)
-            times_table(products, "times sines")
-        return tape.new("rotated", shape, wide, node)
+    node = tape.node((x.node,), (), backward)
+    with tape.workspace() as negated:
+        negated.new("negated half", half, dtype)
+        return tape.new("halves in turn", shape, dtype, node)
 
 
-def rope_of_part(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x with the first part of each head rotated, as wide as the tables; the rest is copied beside it.
+def rope_of_parts(
+    q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, *, in_turn: bool
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys with the first part of each head rotated; the rest is copied beside it.
 
-    Source: transformers.models.phi3.modeling_phi3, apply_rotary_pos_emb.
+    `in_turn`: queries are joined before keys are rotated. The results are as wide as the tables.
+
+    Source: transformers.models.phi3.modeling_phi3, apply_rotary_pos_emb (in turn);
+    transformers.models.gpt_neox.modeling_gpt_neox, apply_rotary_pos_emb.
     """
-    tape, shape = x.tape, x.shape
-    turned, rest = feature_slices(x, cosines.shape[-1], shape[-1] - cosines.shape[-1])
-    turned = rope_by_halves(turned, cosines, sines)
+    rotary_dim = cosines.shape[-1]
+    (q_rot, q_pass), (k_rot, k_pass) = (
+        feature_slices(x, rotary_dim, x.shape[-1] - rotary_dim) for x in (q, k)
+    )
+    if in_turn:
+        joined_q = _joined(rope_by_halves(q_rot, cosines, sines), q_pass)
+        return joined_q, _joined(rope_by_halves(k_rot, cosines, sines), k_pass)
+    turned_q, turned_k = rope_by_halves(q_rot, cosines, sines), rope_by_halves(k_rot, cosines, sines)
+    joined_q = _joined(turned_q, q_pass)
+    del turned_q
+    return joined_q, _joined(turned_k, k_pass)
+
+
+def _joined(turned: Tensor, rest: Tensor) -> Tensor:
+    """Both parts of all heads beside each other, one head after the other."""
+    tape, shape = turned.tape, (*turned.shape[:-1], turned.shape[-1] + rest.shape[-1])
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad.view(*shape), grad.view(*shape)
@@ -204,16 +261,6 @@ def rope_of_part(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     joined = tape.new("rotated", shape, turned.dtype, tape.node((turned.node, rest.node), (), backward))
     joined.head_major = min(shape[1:3]) > 1
     return joined
-
-
-def _in_type_of(grad: Tensor, dtype: DType, into: Workspace) -> None:
-    """The product of a gradient and a table, cast to another type if it differs."""
-    if dtype == grad.dtype:
-        into.new("grad times table", grad.shape, dtype)
-        return
-    with grad.tape.workspace() as wide:
-        wide.new("grad times table", grad.shape, grad.dtype)
-        into.new(f"grad as {dtype.name}", grad.shape, dtype)
 
 
 def head_major(x: Tensor) -> Tensor:

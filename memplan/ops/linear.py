@@ -77,7 +77,11 @@ def _product(
 
 
 def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType) -> tuple[Saved, Node]:
-    """x and the weight in the product's type, and the product's node."""
+    """x and the weight in the product's type, and the product's node.
+
+    With a bias, x is flattened before the weight is transposed, so that the gradients of bias and weight are
+    accumulated before x's is added to others.
+    """
     tape, x_shape, w_shape = x.tape, x.shape, weight.shape
     n_rows, n_out = n_elements(x_shape[:-1]), n_elements(w_shape) // x_shape[-1]
     b = None if bias is None else tape.weight(bias, dtype)
@@ -93,14 +97,14 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
         return grad_x, grad_w
 
     def addmm_backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad_x = grad.tape.grad_of(2, x_shape, dtype, is_view=True)
         grad.tape.product(grad_x)
-        grad_w = grad.tape.grad_of(2, w_shape, dtype, is_view=True)
+        grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
         grad.tape.product(grad_w)
         rows = grad.view(n_rows, n_out)
-        grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(1) else None
-        return grad_x, grad_b, grad_w
+        grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(0) else None
+        return grad_b, grad_w, grad_x
 
     if b is None:
         return (used, w), tape.node((used.node, w.node), (used, w), mm_backward)
-    return (used, w), tape.node((used.node, b.node, w.node), (used, w), addmm_backward)
+    return (used, w), tape.node((b.node, w.node, used.node), (used, w), addmm_backward)

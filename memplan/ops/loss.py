@@ -30,7 +30,9 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
 
 def shifted_cross_entropy(logits: Tensor) -> Tensor:
-    """`cross_entropy` of the next token as in transformers: targets are padded and shifted into a copy.
+    """`cross_entropy` of the next token as in transformers: targets are padded and shifted.
+
+    Of several sequences the shifted targets are a copy.
 
     Source: transformers.loss.loss_utils, ForCausalLMLoss.
     """
@@ -38,8 +40,11 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
     batch, seq, _ = dims(logits, "shifted_cross_entropy", "batch", "seq", "vocabulary")
     wide = tape.cast(logits, FP32)
     with tape.workspace() as padded:
-        padded.new("padded targets", (batch, seq + 1), INT64)
-        return _cross_entropy(wide, tape.new("shifted targets", (batch, seq), INT64))
+        targets = tape.new("padded targets", (batch, seq + 1), INT64)
+        if batch > 1:
+            padded.keep(targets)
+            targets = tape.new("shifted targets", (batch, seq), INT64)
+        return _cross_entropy(wide, targets)
 
 
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:

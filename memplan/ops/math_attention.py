@@ -1,6 +1,6 @@
 """Attention as separate products in float32, with the scores in memory."""
 
-from memplan.ops.elementwise import like, same_backward, soft_capped, times_number
+from memplan.ops.elementwise import like, same_backward, tanh, times_number
 from memplan.ops.heads import head_major, repeated_heads
 from memplan.record import ComputeKind
 from memplan.shapes import BOOL, FP32, DType, Shape
@@ -146,14 +146,22 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, capped: b
         k, v = repeated_heads(k, n_heads, head_major=True), repeated_heads(v, n_heads, head_major=True)
     scores = times_number(_products_of_heads(tape.cast(q, product), tape.cast(k, product)))
     if capped:
-        scores = soft_capped(scores)
-    scores = tape.cast(_masked(scores, mask), FP32)
-    probabilities = tape.new("probabilities", scores.shape, FP32)
-    probabilities.node = tape.node((scores.node,), (probabilities.detach(),), _softmax_backward)
+        scores = times_number(scores)
+        scores = tanh(scores)
+        scores = times_number(scores)
+    scores = _masked(scores, mask)
+    probabilities = tape.cast(_probabilities(scores), dtype)
     del scores
-    probabilities = tape.cast(probabilities, dtype)
     y = _weighted_values(tape.cast(probabilities, product), tape.cast(v, product))
     return _in_order(y)
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """The softmax of scores in float32."""
+    tape, scores = scores.tape, scores.tape.cast(scores, FP32)
+    probabilities = tape.new("probabilities", scores.shape, FP32)
+    probabilities.node = tape.node((scores.node,), (probabilities.detach(),), _softmax_backward)
+    return probabilities
 
 
 def _in_order(y: Tensor) -> Tensor:

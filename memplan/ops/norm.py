@@ -57,25 +57,36 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
 
 
 def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
-    """RMSNorm as Meta's and Hugging Face's Llama write it: operation by operation, on any device.
+    """RMSNorm as Meta's Llama writes it: operation by operation, on any device.
 
     It computes in float32 up to the weight, which is applied in x's type. Besides what the composite saves,
     it saves the normed x in that type.
 
-    Source: torchtitan/models/norms.py (`RMSNorm.forward`), transformers' `LlamaRMSNorm.forward`.
+    Source: torchtitan/models/norms.py (`RMSNorm.forward`).
     """
-    weight = _weight(x, name)
-    narrow = _normed(divided_sequence(x))
-    return _scaled(narrow, x.tape.weight(weight), name)
+    weight, tape = _weight(x, name), x.tape
+    narrow = tape.cast(_normed(tape.cast(divided_sequence(x), FP32)), x.dtype)
+    return _scaled(narrow, tape.weight(weight), name)
+
+
+def rms_norm_with_locals(x: Tensor, name: str) -> Tensor:
+    """`rms_norm_by_parts` as transformers writes it: variance and normed x are local variables.
+
+    Source: transformers.models.llama.modeling_llama, LlamaRMSNorm.forward.
+    """
+    weight, tape = _weight(x, name), x.tape
+    normed, _variance = _normed_with_locals(x)
+    return _scaled(tape.weight(weight), tape.cast(normed, x.dtype), name)
 
 
 def rms_norm_in_fp32(x: Tensor, name: str) -> Tensor:
-    """`rms_norm_by_parts` with the weight applied in float32, as in OLMo 2.
+    """`rms_norm_with_locals` with the weight applied in float32, as in OLMo 2.
 
     Source: transformers.models.olmo2.modeling_olmo2, Olmo2RMSNorm.forward.
     """
-    weight, normed = _weight(x, name), _normed_in_fp32(x.tape.cast(x, FP32))
-    return x.tape.cast(_mul_by_weight(normed, x.tape.weight(weight), name), x.dtype)
+    weight, tape = _weight(x, name), x.tape
+    normed, _variance = _normed_with_locals(x)
+    return tape.cast(_mul_by_weight(normed, tape.weight(weight), name, terms_first=False), x.dtype)
 
 
 def layer_norm_by_parts(x: Tensor, name: str) -> Tensor:
@@ -86,11 +97,9 @@ def layer_norm_by_parts(x: Tensor, name: str) -> Tensor:
     weight, wide = _weight(x, name), x.tape.cast(x, FP32)
     mean = _mean(wide)
     variance = _mean(power(_centred(wide, mean), "squares"))
-    centred = _centred(wide, mean)
-    del wide
-    normed = _mul_per_token(centred, _rsqrt(variance))
-    del centred
-    return x.tape.cast(_mul_by_weight(normed, x.tape.cast(x.tape.weight(weight), FP32), name), x.dtype)
+    wide = _mul_per_token(_centred(wide, mean), _rsqrt(plus_number(variance)))
+    weight32 = x.tape.cast(x.tape.weight(weight), FP32)
+    return x.tape.cast(_mul_by_weight(wide, weight32, name, terms_first=False), x.dtype)
 
 
 def _centred(x: Tensor, mean: Tensor) -> Tensor:
@@ -108,10 +117,10 @@ def rms_norm_around_one(x: Tensor, name: str) -> Tensor:
 
     Source: transformers.models.gemma.modeling_gemma, GemmaRMSNorm.forward.
     """
-    weight, normed = _weight(x, name), _normed_in_fp32(x.tape.cast(x, FP32))
-    return x.tape.cast(
-        _mul_by_weight(normed, plus_number(x.tape.cast(x.tape.weight(weight), FP32)), name), x.dtype
-    )
+    weight, tape = _weight(x, name), x.tape
+    normed = _normed(tape.cast(x, FP32))
+    normed = _mul_by_weight(normed, plus_number(tape.cast(tape.weight(weight), FP32)), name)
+    return tape.cast(normed, x.dtype)
 
 
 def _weight(x: Tensor, name: str) -> Parameter:
@@ -127,15 +136,19 @@ def _composite_rms_norm(x: Tensor, w: Tensor, name: str) -> tuple[Tensor, Tensor
 
 
 def _normed(x: Tensor) -> Tensor:
-    """x / rms, computed in float32, in x's type."""
-    return x.tape.cast(_normed_in_fp32(x.tape.cast(x, FP32)), x.dtype)
+    """x / rms in float32, in a single expression of Python."""
+    return _mul_per_token(x, _rsqrt(plus_number(_mean(power(x, "squares")))))
 
 
-def _normed_in_fp32(x: Tensor) -> Tensor:
-    return _mul_per_token(x, _reciprocal_rms(x))
+def _normed_with_locals(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / rms in float32, and the mean of the squares, which lives as long."""
+    wide = x.tape.cast(divided_sequence(x), FP32)
+    variance = _mean(power(wide, "squares"))
+    return _mul_per_token(wide, _rsqrt(plus_number(variance))), variance
 
 
 def _reciprocal_rms(x: Tensor) -> Tensor:
+    """1/rms as ATen's composite computes it, whose temporaries live until it is there."""
     squares = power(x, "squares")
     mean = _mean(squares)
     return _rsqrt(mean)
@@ -161,24 +174,32 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
     tape, shape, r_shape = x.tape, x.shape, r.shape
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.tape.new("grad", shape, FP32)
-        return grad_x, Expanded(grad.tape.new("terms of grad", shape, FP32), r_shape, FP32)
+        terms = grad.tape.new("terms of grad", shape, FP32)
+        return grad.tape.new("grad", shape, FP32), Expanded(terms, r_shape, FP32)
 
     return tape.new("normed", shape, FP32, tape.node((x.node, r.node), (x, r), backward))
 
 
-def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
-    """x (batch, seq, d) in float32 times w (d), which CPU's kernels first copy to float32; saves both."""
+def _mul_by_weight(x: Tensor, w: Tensor, name: str, *, terms_first: bool = True) -> Tensor:
+    """x (batch, seq, d) in float32 times w (d), which CPU's kernels first copy to float32; saves both.
+
+    `terms_first`: the terms of w's gradient are computed before x's, as of a second factor.
+    """
     tape, shape, w_dtype = x.tape, x.shape, w.dtype
     grad_dtype = FP32 if tape.context.keeps_wide_grads else w_dtype
     copies = w_dtype != FP32 and tape.context.device.casts_in_copies
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        terms = grad.tape.grad_of(1, shape, FP32)
+    def grad_of_x(grad: Tensor) -> Tensor | None:
         with grad.tape.workspace() as copied:
             if copies and grad.tape.wants(0):
                 copied.new("weight as float32", shape[-1:], FP32)
-            grad_x = grad.tape.grad_of(0, shape, FP32)
+            return grad.tape.grad_of(0, shape, FP32)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = None if terms_first else grad_of_x(grad)
+        terms = grad.tape.grad_of(1, shape, FP32)
+        if terms_first:
+            grad_x = grad_of_x(grad)
         return grad_x, None if terms is None else Expanded(terms, shape[-1:], grad_dtype)
 
     node = tape.node((x.node, w.node), (x, w), backward)
@@ -188,19 +209,21 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str) -> Tensor:
         return tape.new(name, shape, FP32, node)
 
 
-def _scaled(x: Tensor, w: Tensor, name: str) -> Tensor:
-    """x (batch, seq, d) times w (d) in the type of `w`, which may be wider; saves both."""
-    tape, shape, narrow, wide = x.tape, x.shape, x.dtype, w.dtype
+def _scaled(left: Tensor, right: Tensor, name: str) -> Tensor:
+    """A product of (batch, seq, d) and weights (d), in either order, in the wider type; saves both."""
+    tape, factors = left.tape, (left, right)
+    shape = max(factors, key=lambda factor: len(factor.shape)).shape
+    wide = max(factors, key=lambda factor: factor.dtype.itemsize).dtype
+    (left_shape, left_dtype), (right_shape, right_dtype) = ((x.shape, x.dtype) for x in factors)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.tape.grad_of(0, shape, wide)
-        terms = grad.tape.grad_of(1, shape, wide)
+        grad_right, grad_left = (grad.tape.grad_of(i, shape, wide) for i in (1, 0))
         return (
-            None if grad_x is None else Expanded(grad_x, shape, narrow),
-            None if terms is None else Expanded(terms, shape[-1:], wide),
+            None if grad_left is None else Expanded(grad_left, left_shape, left_dtype),
+            None if grad_right is None else Expanded(grad_right, right_shape, right_dtype),
         )
 
-    return tape.new(name, shape, wide, tape.node((x.node, w.node), (x, w), backward))
+    return tape.new(name, shape, wide, tape.node((left.node, right.node), factors, backward))
 
 
 def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from memplan.tracing.cuda import of_cudnn
 from memplan.tracing.shapes import ATEN, dtype_name
 
 
@@ -30,26 +29,17 @@ class Places(NamedTuple):
 def kernel_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
     """The kernel that runs an operation; None if it takes no more memory than its results.
 
-    Neglects: kernels that have no rule, as those that sort.
-
-    Raises:
-        MissingRule: it is one of cuDNN's.
+    Neglects: kernels that have no rule, as those that sort; the workspaces of `OF_CUDNN`.
     """
     rule = CALLS.get(func)
     return None if rule is None else rule(args, results)
 
 
-def _convolution(args: Sequence[Any], results: Sequence[Tensor]) -> None:
-    """No kernel of more memory for patches that do not overlap.
-
-    Neglects: cuDNN's workspace in their backward, which is a step's last operation.
-
-    Raises:
-        MissingRule: for any other convolution.
-    """
-    weight, stride, padding = args[1], args[3], args[4]
-    if list(weight.shape[2:]) != [*stride] or any(padding):
-        raise of_cudnn("a convolution")
+OF_CUDNN: Final[Mapping[Any, str]] = {
+    ATEN.convolution.default: "convolutions",
+    ATEN.cudnn_batch_norm.default: "batch norm in float32",
+}
+"""Operations of cuDNN's, whose workspaces depend on the engines that it chooses."""
 
 
 def _sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
@@ -121,7 +111,6 @@ def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[in
 
 
 CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | None]]] = {
-    ATEN.convolution.default: _convolution,
     ATEN.sum.default: _sum,
     ATEN.sum.dim_IntList: _sum,
     ATEN.mean.default: _sum,

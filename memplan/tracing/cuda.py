@@ -31,8 +31,8 @@ META: Final = torch.device("meta")
 RELEASE: Final = cast(Release, tuple([int(part) for part in torch.__version__.split(".")[:2]]))
 """PyTorch's, whose choices these are."""
 
-OF_CUDNN: Final = ("batch_norm", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
-"""Operations whose memory only cuDNN knows, beside convolutions."""
+RECURRENT: Final = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+"""Operations that keep memory for their backward which only cuDNN knows."""
 
 OF_ONE_KERNEL: Final = ("_fused_rms_norm", "mish_backward", "silu_backward")
 """Operations of one kernel on CUDA, which a build without CUDA divides into others."""
@@ -102,17 +102,16 @@ class CudaTensors(FakeTensorMode):
 # --- Choices ---
 
 
-def of_cudnn(name: str) -> MissingRule:
-    """The error for an operation that cuDNN runs."""
-    return MissingRule(
-        f"{name} on CUDA takes memory that only cuDNN knows; trace the module on a GPU (executed=True).",
-        kind="an operation of cuDNN in a trace for CUDA",
-    )
+class NotRun(MissingRule):
+    """PyTorch itself refuses to run this on CUDA."""
 
 
 def _refused(name: str) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> Any:
-        raise of_cudnn(name)
+        raise MissingRule(
+            f"{name} on CUDA keeps memory that only cuDNN knows; trace the module on a GPU (executed=True).",
+            kind="an operation of cuDNN in a trace for CUDA",
+        )
 
     return refused
 
@@ -159,6 +158,47 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     Source: aten/src/ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
     """
     return cast(Tensor, ATEN.native_dropout(x, p, True)[0]) if train and 0 < p < 1 else x
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Batch norm by cuDNN or by PyTorch's own kernel.
+
+    Raises:
+        NotRun: running averages of another type than narrow weights.
+
+    Source: aten/src/ATen/native/Normalization.cpp (`_select_batch_norm_backend`),
+    aten/src/ATen/native/cuda/Normalization.cu (`batch_norm_cuda_out`).
+    """
+    tracked = running_mean is not None and running_var is not None
+    by_cudnn = (
+        cudnn_enabled
+        and weight is not None
+        and bias is not None
+        and torch.bfloat16 not in (x.dtype, weight.dtype)
+        and (x.dtype != torch.half or weight.dtype == torch.float)
+        and (tracked or training)
+        and x.dim() >= 3
+        and x.shape[0] <= (880_801 if training else 65_535)
+        and x.numel() < 2**31 - 1
+    )
+    averaged = torch.float if running_mean is None else running_mean.dtype
+    if weight is not None and weight.dtype not in (averaged, torch.float):
+        raise NotRun(
+            f"batch norm on CUDA with weights of {weight.dtype} and running averages of "
+            f"{averaged} is refused by PyTorch; use fp32, or bf16-mixed without FSDP2."
+        )
+    kernel = ATEN.cudnn_batch_norm if by_cudnn else ATEN.native_batch_norm
+    return cast(Tensor, kernel(x, weight, bias, running_mean, running_var, training, momentum, eps)[0])
 
 
 def _rms_norm(
@@ -226,9 +266,10 @@ def _attention(
 CHOICES: Final[Mapping[str, Callable[..., Any]]] = {
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
+    "batch_norm": _batch_norm,
     "rms_norm": _rms_norm,
     "to.device": _moved_to,
     "to.dtype_layout": _moved,
-    **{name: _refused(name.partition(".")[0]) for name in OF_CUDNN},
+    **{name: _refused(name.partition(".")[0]) for name in RECURRENT},
 }
 """Operations that C++ code divides into others by the device."""

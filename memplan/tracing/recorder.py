@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
-from memplan.tracing.calls import kernel_called
+from memplan.tracing.calls import OF_CUDNN, kernel_called
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.scratch import Scratch, scratch_of
@@ -31,6 +31,12 @@ GIVEN, WEIGHT = -1, -2
 
 CASTS: Final = torch.ops.aten._to_copy.default
 """Copies a tensor to another type."""
+
+MASK_FIRST: Final = torch.ops.aten.native_dropout.default
+"""CUDA's dropout, which allocates the mask, its second result, before the first.
+
+Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`).
+"""
 
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
@@ -122,6 +128,8 @@ class Recorder(ShapesMode):
         """Of each unit outside the blocks, the paths of its modules that have not returned yet."""
         self.kinds: dict[int, Kind] = {}
         """The kind of each storage that is no temporary."""
+        self.neglected: dict[str, None] = {}
+        """Operations whose workspaces are not recorded."""
         self.recomputing = False
         self._next_unit: int | None = None
         self._first_node = 0
@@ -258,12 +266,14 @@ class Recorder(ShapesMode):
             out = self.result(func, types, args, on_cuda(kwargs) if on_gpu else kwargs)
             results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
             kernel = kernel_called(func, args, results) if on_gpu else None
+            if on_gpu and func in OF_CUDNN:
+                self.neglected[OF_CUDNN[func]] = None
             if kernel is None:
                 scratch = scratch_of(func, args, results, self.device)
             else:
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
-        self._allocated(func, args, results)
+        self._allocated(func, args, results[::-1] if func is MASK_FIRST else results)
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._workspace(scratch)

@@ -33,7 +33,7 @@ from memplan.models.traced import (
     Variant,
     modules_with,
 )
-from memplan.tracing.cuda import CUDA, CudaTensors, without_a_gpu
+from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
 from memplan.tracing.shapes import Shapes, dtype_name
@@ -112,7 +112,7 @@ def trace(
             capability 8.0 on; what their kernels allocate for themselves follows from rules, when the GPU is
             known.
         executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
-            GPU and for the example's sizes, and for cuDNN's kernels too, which have no rules.
+            GPU and for the example's sizes, and with cuDNN's workspaces, for which there are no rules.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
@@ -192,6 +192,8 @@ class _Tracer:
         self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
         before, _, after = self.parameters()
         self.ends = {"embed": before, "head": after} if path else {}
+        self.neglected: dict[str, None] = {}
+        """Operations whose workspaces are not recorded, in any run."""
         self._few: bool | None = None
         self._last: tuple[Point, Variant, Parts] | None = None
 
@@ -285,6 +287,7 @@ class _Tracer:
                         "give a module and an example that train, and code that reads no values of floats."
                     ) from error
                 self._check_gradients(parameters)
+        self.neglected |= recorder.neglected
         return parts_of(recorder, self.prefixes)
 
     def _step(
@@ -627,7 +630,12 @@ def _recordings(
         return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, length)
     alone: dict[Variant, Recording] = {}
     for variant in _variants(tracer, runs):
-        parts = tracer.run((batch, length), variant)
+        try:
+            parts = tracer.run((batch, length), variant)
+        except _Fails:
+            if not (alone and tracer.executes):
+                raise
+            continue  # what PyTorch refuses with weights of another type, as batch norm on CUDA does
         alone[variant._replace(alone=batch == 1)] = recording_of([parts], [(batch, length)])
     return alone, (batch, length)
 
@@ -647,13 +655,18 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Vari
 def _for_any_batch(
     tracer: _Tracer, runs: Sequence[tuple[str, str]], lengths: Sequence[int]
 ) -> dict[Variant, Recording]:
-    """Each variant for any batch, and for any length if there are several."""
+    """Each variant that PyTorch runs, for any batch, and for any length if there are several."""
     found: dict[Variant, Recording] = {}
     several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
     example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
     for variant in _variants(tracer, runs):
         points = [*several, *([] if found else example)]
-        found[variant] = _agreed(tracer, variant, points)
+        try:
+            found[variant] = _agreed(tracer, variant, points)
+        except NotRun:
+            if not found:
+                raise
+            continue
         try:
             found[variant._replace(alone=True)] = _agreed(tracer, variant, alone[: len(points)])
         except _Fails:  # normalisation over a batch refuses a single sample
@@ -722,6 +735,7 @@ def _model(
         made_with=_made_with(example.module, tracer.device, executed=tracer.executes),
         has_sequence=example.has_sequence,
         limits=limits,
+        neglects=tuple(tracer.neglected),
     )
 
 
@@ -747,6 +761,8 @@ def _made_with(module: nn.Module, device: torch.device, *, executed: bool) -> st
     """The releases of torch and of the module's own package, and the GPU."""
     package = type(module).__module__.partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", None)
-    own = f", {package} {version}" if package != "torch" and isinstance(version, str) else ""
+    own = (
+        f", {package} {version.partition('+')[0]}" if package != "torch" and isinstance(version, str) else ""
+    )
     gpu = f", {torch.cuda.get_device_name(device)}" if executed else ""
     return f"torch {torch.__version__.partition('+')[0]}{own}{gpu}"

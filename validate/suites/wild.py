@@ -124,14 +124,18 @@ def wild() -> tuple[Case, ...]:
             plan = plan_of(**options, seq_len=one.seq_len)
             if plan.recompute != "none" and not model.n_layers:
                 continue
-            narrow = plan.formats.gather if plan.fsdp else plan.formats.stored
-            if narrow != FP32 and one.package == "torchvision":
+            if _narrow(plan) and one.package == "torchvision":
                 continue
             if plan.fsdp and model.integer_dtypes:
                 continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             found.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))
     return tuple(found)
+
+
+def _narrow(plan: Plan) -> bool:
+    """Whether modules run with weights of a narrow type, which batch norm's running averages do not have."""
+    return (plan.formats.gather if plan.fsdp else plan.formats.stored) != FP32
 
 
 GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
@@ -145,6 +149,9 @@ GPU_PLANS: Final[tuple[dict[str, Any], ...]] = (
 
 AUTOCAST: Final[dict[str, Any]] = {"precision": "bf16-mixed", "dp": 8}
 """DDP with weights in float32, for models of at most `MOST_PARAMETERS`."""
+
+WITH_BATCH_NORM: Final[tuple[dict[str, Any], ...]] = ({"precision": "fp32"}, {"precision": "bf16-mixed"})
+"""One GPU, for models that do not run with weights in bfloat16."""
 
 MOST_PARAMETERS: Final = 4 * 10**9
 """Of which weights, gradients and AdamW's states in float32 take 64 GB."""
@@ -172,8 +179,13 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
             continue
         model = shipped_trace(name)
         small = (AUTOCAST,) if model.n_parameters <= MOST_PARAMETERS else ()
-        for options in (*GPU_PLANS, *small):
+        normed = WITH_BATCH_NORM if one.package == "torchvision" else ()
+        for options in (*GPU_PLANS, *small, *normed):
+            if "recompute" in options and not model.n_layers:
+                continue
             plan = _at_true_size(one, **options)
+            if _narrow(plan) and one.package == "torchvision":
+                continue
             case = Case(
                 name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",
                 model=model,

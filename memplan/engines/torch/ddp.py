@@ -90,9 +90,7 @@ def ready_order(trace: Trace, runs: BlockRuns) -> tuple[list[Parameter], list[Pa
 
 def ready(segment: Segment) -> list[Parameter]:
     """The parameters whose gradients are ready within a backward segment."""
-    return [
-        e.parameter for e in segment.events if isinstance(e, AccumulateGrad) and not e.parameter.is_dtensor
-    ]
+    return [e.parameter for e in segment.accumulated if not e.parameter.is_dtensor]
 
 
 def buckets(stage: Stage) -> list[list[Parameter]]:

@@ -54,6 +54,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         takes_oldest=stages.options.torch_version == "2.12",
         kept=left_behind(stages) + kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first(stages, [*own, *first])),
+        handed_on=frozenset([one.trace.boundary for one in (*own, *first)]),
         handed_over=dict(_handed_over(stages)),
         streams=dict([*_streams(own), *_streams(first)]),
     )

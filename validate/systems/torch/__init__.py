@@ -72,14 +72,14 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             "leave it out, or install that release."
         )
     mesh = device_mesh(plan, device)
+    cut_before_made = case.tensors == "real" and not case.computes
+    made_on = torch.device("meta") if cut_before_made else device
     if isinstance(model, TracedModel) or case.is_of_others:
-        modules = wild_modules(model, plan, at, mesh, device, seed=case.seed)
+        modules = wild_modules(model, plan, at, mesh, device, seed=case.seed, made_on=made_on)
         update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
         frozen = [w for one in modules.values() for w in one.parameters() if not w.requires_grad]
         run = wild_passes(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed)
         return TorchTraining(run, update, axis_of_group(mesh), frozen)
-    cut_before_made = case.tensors == "real" and not case.computes
-    made_on = torch.device("meta") if cut_before_made else device
     seed = case.seed if case.computes else None
     modules = {
         stage: parallel_module(

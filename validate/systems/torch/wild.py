@@ -29,6 +29,7 @@ from memplan.errors import PlanRefused
 from memplan.models import Decoder
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
+from validate.standin import materialised
 from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
 from validate.systems.torch.passes import Passes
@@ -425,6 +426,9 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         "ViTForImageClassification", "ViTConfig",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
     ),
+    "resnet-50": Wild(
+        module=_resnet(50, 1000), inputs=partial(_images, size=224), package="torchvision", gpu_batch=256,
+    ),
 }  # fmt: skip
 """Published models, with the sizes of their own config.json, that are traced on a GPU that is not there."""
 
@@ -447,7 +451,7 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
     ),
     "hf-vit-probe": Wild(module=_probe(_vit, "vit"), inputs=_labelled_images, package="transformers"),
     "resnet-18": Wild(module=_resnet(18), inputs=_images, package="torchvision"),
-    "resnet-50": Wild(module=_resnet(50), inputs=_images, package="torchvision"),
+    "resnet-50-small": Wild(module=_resnet(50), inputs=_images, package="torchvision"),
     "lstm": Wild(module=Recurrent, inputs=_next_tokens, seq_len=32),
     "u-net": Wild(module=UNet, inputs=_images),
     "two-towers": Wild(module=TwoTowers, inputs=_pairs),
@@ -535,14 +539,21 @@ def wild_modules(
     device: torch.device,
     *,
     seed: int,
+    made_on: torch.device,
 ) -> dict[int, nn.Module]:
-    """The modules of a rank's stages (without a pipeline a single one), wrapped as the plan says."""
+    """The modules of a rank's stages (without a pipeline a single one), wrapped as the plan says.
+
+    Made on `meta`, a module gets its weights on the device when it has been cast and divided.
+    """
     wild = wild_of(model)
     found: dict[int, nn.Module] = {}
     for stage in plan.stages_of(at.pp):
         torch.manual_seed(seed)
-        with nullcontext() if wild.gpu_batch is None else device:
-            module = wild.module().to(device)
+        on_host = wild.gpu_batch is None and made_on.type != "meta"
+        with nullcontext() if on_host else made_on:
+            module = wild.module()
+        if on_host:
+            module.to(device)
         module.train()
         if plan.precision == "bf16":
             for parameter in module.parameters():
@@ -559,7 +570,8 @@ def wild_modules(
             _checkpoint_only(own[: plan.recompute_blocks], module)
         if plan.fsdp and mesh is not None:
             shard_weights(module, _units(module, own, plan), plan, mesh)
-        elif plan.ddp and mesh is not None:
+        materialised(module, device)
+        if plan.ddp and mesh is not None:
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
