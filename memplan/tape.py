@@ -347,7 +347,7 @@ class Tape:
         self.phase: Phase = "forward"
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
-        self._casts: dict[Parameter, Tensor] = {}
+        self._casts: dict[Parameter | Node, Tensor] = {}
         self._uses: dict[Parameter, int] = {}
         self._region: Region | None = None
         self._replaying: Region | None = None
@@ -356,6 +356,10 @@ class Tape:
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
         self._held: list[Tensor] = []
+        self.received: Node | None = None
+        """The node of the tensor that a pipeline stage has received."""
+        self.reuses_received_cast = False
+        """Whether several products have read one copy of it."""
         self.until_let_go: list[Event] = []
         """Frees that belong where the forward function over all blocks drops its local variables."""
         self.kinds: frozenset[str] = frozenset()
@@ -380,18 +384,22 @@ class Tape:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
         self._held += tensors
 
-    def cast_arguments(self) -> None:
+    @contextmanager
+    def cast_arguments(self) -> Iterator[None]:
         """Cast a block's float32 arguments to the type of the weights, if the wrapper does.
 
         Source: torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward.
         """
+        given = self.shared
         if self.context.cast_units:
-            wide = {name: x for name, x in self.shared.items() if x.dtype == FP32}
-            self.hold(*wide.values())
             dtype = self.context.weight_dtype
-            self.shared |= {
-                name: self.new(f"{name} as {dtype.name}", x.shape, dtype) for name, x in wide.items()
+            self.shared = given | {
+                name: self.new(f"{name} as {dtype.name}", x.shape, dtype)
+                for name, x in given.items()
+                if x.dtype == FP32
             }
+        yield
+        self.shared = given
 
     def let_go(self) -> None:
         """Drop the held tensors and the blocks' arguments."""
@@ -513,8 +521,21 @@ class Tape:
             self._casts[parameter] = self.cast(own, dtype)
         return self._casts[parameter]
 
+    def operand(self, x: Tensor, dtype: DType) -> Tensor:
+        """`x` in the type of a product; autocast keeps the copy of a received tensor, which is a leaf.
+
+        Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`: `arg.is_leaf()`).
+        """
+        if x.dtype == dtype or x.node is not self.received or not isinstance(x.node, Node):
+            return self.cast(x, dtype)
+        if x.node in self._casts:
+            self.reuses_received_cast = True
+        else:
+            self._casts[x.node] = self.cast(x, dtype)
+        return self._casts[x.node]
+
     def leave_autocast(self) -> None:
-        """Drop the copies of weights that autocast has kept."""
+        """Drop the copies of weights, and of a received tensor, that autocast has kept."""
         self._casts.clear()
 
     def cast(self, x: Tensor, dtype: DType) -> Tensor:

@@ -69,15 +69,9 @@ def split_traced(
     names = _Names(trace, tape.products["backward"])
     own = [parameter for block in trace.blocks.values() for parameter in block.parameters]
     tape.parameters.update({parameter.name: parameter for parameter in (*own, *trace.head_parameters)})
-    cut, tape.kinds = Marks(tape), kinds_of(kind for kind, _ in runs)
-    x = entry_of(model, tape, first=False)
-    names.give_arguments(cut.segment(), x, trace.embed)
-    ends, times = [1], [n for _, n in _traced_blocks(runs)]
-    for kind, n in _traced_blocks(runs):
-        x, block = run_block(model, tape, x, kind), trace.blocks[kind]
-        names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
-        tape.leave_autocast()
-        ends.append(len(tape.nodes))
+    cut = Marks(tape)
+    x, ends = _forward(trace, model, names, cut, runs)
+    times = [n for _, n in _traced_blocks(runs)]
     held = Tensor(tape, x.shape, x.dtype, x.storage)
     of_loss = of_head = EMPTY
     grad: Tensor | None = None
@@ -122,6 +116,23 @@ def split_traced(
     del held, held_loss, input_grad
     products = frozenset(names.called(tape.products["backward"]))
     return SplitTrace(loss=loss, head=head, blocks=tuple(blocks), end=end_input, products=products, **second)
+
+
+def _forward(
+    trace: Trace, model: Model, names: "_Names", cut: Marks, runs: BlockRuns
+) -> tuple[Tensor, list[int]]:
+    """The last traced block's output, and the numbers of nodes before and after each block."""
+    tape = cut.tape
+    tape.kinds = kinds_of(kind for kind, _ in runs)
+    x = entry_of(model, tape, first=False)
+    names.give_arguments(cut.segment(), x, trace.embed)
+    ends = [1]
+    for kind, n in _traced_blocks(runs):
+        x, block = run_block(model, tape, x, kind), trace.blocks[kind]
+        names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
+        tape.leave_autocast()
+        ends.append(len(tape.nodes))
+    return x, ends
 
 
 def _first_part(

@@ -176,13 +176,20 @@ def traced(
 
     `keep_logits`: the caller holds the logits until the stage's `release`, as pipeline schedules do.
     """
-    each = [
-        _TracedStage(
+
+    def of_kind(kind: BlockKind, *, first: bool) -> Trace:
+        stage = _TracedStage(
             model, context, first=first, last=last, kind=kind, kinds=kinds, keep_logits=keep_logits
-        ).traced()
-        for kind in kinds
-    ]
-    return joined(each, kinds)
+        )
+        trace = stage.traced()
+        if not stage.tape.reuses_received_cast:
+            return trace
+        (entry,), others = trace.blocks.values(), of_kind(kind, first=True)
+        other = _as_in(trace, others, entry)
+        block = replace(entry, forward=other.forward, backward=other.backward, casts=other.casts)
+        return replace(trace, blocks={kind: block})
+
+    return joined([of_kind(kind, first=first) for kind in kinds], kinds)
 
 
 def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
@@ -452,8 +459,7 @@ def _check_handed_on(incoming: Buffer | None, boundary_grad: Buffer, backward: S
 def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
     """A block of the model, recomputed or not."""
     name, recompute = kind
-    with tape.named(f"{name}.*"):
-        tape.cast_arguments()
+    with tape.named(f"{name}.*"), tape.cast_arguments():
         if recompute == "none":
             return model.block(x, name)
         return tape.recomputed(lambda y: model.block(y, name), x, selective=recompute == "selective")
@@ -467,7 +473,7 @@ def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
         return model.embed(tokens)
     model.receive(tokens)
     seq_len = context.seq_len // context.tp if context.sequence_parallel else context.seq_len
-    node = tape.node((None,), (), lambda grad, saved: (None,))
+    tape.received = node = tape.node((None,), (), lambda grad, saved: (None,))
     shape = (context.micro_batch, seq_len, model.d_model)
     return tape.new("received", shape, context.weight_dtype, node)
 

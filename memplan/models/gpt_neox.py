@@ -60,8 +60,8 @@ class GptNeox(HuggingFaceDecoder):
         return rope_of_parts(q, k, *self.rotation_tables(q), in_turn=False)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        x = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))
-        return self.projected(x, "mlp.dense_4h_to_h", self.d_model)
+        y = gelu(self.projected(x, "mlp.dense_h_to_4h", self.d_ff))
+        return self.projected(y, "mlp.dense_4h_to_h", self.d_model)  # x is alive until the module returns
 
 
 def _read(config: Config, name: str) -> GptNeox:

@@ -8,7 +8,6 @@ from memplan.models.config import Config
 from memplan.models.families import Family, Reader
 from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
 from memplan.ops import halves_rotation, heads, rms_norm_in_fp32
-from memplan.record import Axis
 from memplan.shapes import FP32
 from memplan.tape import Tensor
 
@@ -18,14 +17,11 @@ from memplan.tape import Tensor
 class Olmo2(HuggingFaceDecoder):
     """`Olmo2ForCausalLM`.
 
-    In pipelines autocast copies what a stage receives once, not for each projection, which has no rule.
-
     Source: transformers.models.olmo2.modeling_olmo2 (5.23).
     """
 
     family: ClassVar[str] = "olmo2"
     code: ClassVar[str] = "transformers 5.23, Olmo2ForCausalLM"
-    axes: ClassVar[tuple[Axis, ...]] = ()
 
     attention_bias: bool = False
 

@@ -87,7 +87,7 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
     b = None if bias is None else tape.weight(bias, dtype)
     w = tape.weight(weight, dtype)
     x.in_flight = ()
-    used = tape.cast(x, dtype)
+    used = tape.operand(x, dtype)
 
     def mm_backward(grad: Tensor, saved: Saved) -> Grads:
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)

@@ -97,16 +97,14 @@ WINDOW_PLANS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def families() -> tuple[Case, ...]:
-    """Every family under every plan, but in pipelines only those that have rules for them."""
+    """Every family under every plan."""
     cases = []
     for name, quirks in QUIRKS.items():
         sizes = {**SIZES, **quirks}
         cases += [_case(name, sizes, {**options, "seq_len": 64}) for options in PLANS]
-        cls = OF_TRANSFORMERS[f"huggingface-{name}"]
-        if "pp" in cls.axes:
-            untied = {**sizes, "tied_head": False}
-            plans = PIPELINES if name in NOT_IN_FOUR else [*PIPELINES, FOUR_STAGES]
-            cases += [_case(name, untied, {**options, "seq_len": 64}) for options in plans]
+        untied = {**sizes, "tied_head": False}
+        plans = PIPELINES if name in NOT_IN_FOUR else [*PIPELINES, FOUR_STAGES]
+        cases += [_case(name, untied, {**options, "seq_len": 64}) for options in plans]
     return tuple(cases)
 
 
