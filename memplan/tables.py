@@ -164,12 +164,17 @@ def batch_text(plan: Plan) -> str:
 
     >>> batch_text(Plan(dp=2, micro_batch=2, global_batch=24, seq_len=8))
     '24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas (gradient accumulation)'
+    >>> batch_text(Plan(micro_batch=256, global_batch=256, seq_len=1))
+    '256 samples; 1 micro-batch of 256'
     """
     n, replicas = plan.n_micro_batches, plan.n_replicas
     passes = f"{n} micro-batch{'es' * (n > 1)} of {plan.micro_batch}"
     each = f" for each of {replicas} replicas" if replicas > 1 else ""
     again = " (gradient accumulation)" if n > 1 and plan.pp == 1 else ""
-    return f"{plan.global_batch} x {plan.seq_len} tokens; {passes}{each}{again}"
+    whole = f"{plan.global_batch} x {plan.seq_len} tokens"
+    if plan.seq_len == 1:
+        whole = f"{plan.global_batch} sample{'s' * (plan.global_batch > 1)}"
+    return f"{whole}; {passes}{each}{again}"
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -287,8 +292,9 @@ def _time(estimate: Estimate) -> str:
         return wrapped(f"No step time: {'; '.join(estimate.time_missing)}.")
     unit, name = time_unit(time.total_s)
     rate, each = estimate.tokens_per_s or 0.0, estimate.tokens_per_s_per_gpu or 0.0
-    total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} tokens/s, {_rate(each)} per GPU, "
-    total += f"MFU {estimate.mfu or 0.0:.1%}"
+    counted = "tokens" if estimate.plan.seq_len > 1 else "samples"
+    total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} {counted}/s, "
+    total += f"{_rate(each)} per GPU, MFU {estimate.mfu or 0.0:.1%}"
     parts = [
         f"{part.removesuffix('_s')} {scaled(s, unit, 2)}" for part, s in time.parts.items() if s >= unit / 200
     ]

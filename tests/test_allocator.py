@@ -251,6 +251,20 @@ def test_the_optimizer_state_comes_with_the_first_update():
     assert replayed(there).reserved_bytes == 160 * MiB
 
 
+def test_a_block_frees_its_input_when_it_has_made_its_output():
+    """Both are one buffer. What is freed lies at the start of the segment, and is too little for the head."""
+    handed, held_by_code, of_head = buffer(4), buffer(4), buffer(9)
+    step = chain(
+        "step",
+        events("embedding", allocs(handed, held_by_code)),
+        events("block", [Alloc(handed), Free(handed)]),
+        events("head", [Free(held_by_code), Alloc(of_head), Free(of_head), Free(handed)]),
+    )
+    program = AllocatorProgram(setup=(), step=step, handed_on=frozenset([handed]))
+    assert replayed(program).reserved_bytes == 40 * MiB
+    assert replayed(dataclasses.replace(program, handed_on=frozenset())).reserved_bytes == 20 * MiB
+
+
 SMALL = dataclasses.replace(runnable("llama-3-8b"), n_layers=12, d_model=1024, d_ff=3584, d_head=32)
 
 PLANS = [

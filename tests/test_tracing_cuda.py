@@ -11,6 +11,9 @@ import memplan
 from memplan import Gpt, Llama, MissingRule
 from memplan.models.traced import model_from_trace
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
+from memplan.tracing.cuda import CUDA
+from memplan.tracing.scratch import scratch_of
+from memplan.tracing.shapes import ATEN
 from tests.traced import trace_of
 from validate.systems.torch.wild import Encoder, Recurrent, UNet
 
@@ -126,6 +129,49 @@ def test_batch_norm_of_narrow_weights_is_refused_as_pytorch_refuses_it():
     assert memplan.estimate(traced, cluster="2xh100-sxm", **plan).fits
     with pytest.raises(MissingRule, match=r"if PyTorch runs it so \(on CUDA no batch norm"):
         memplan.estimate(traced, cluster="2xh100-sxm", zero=3, **plan)
+
+
+class Sorting(nn.Module):
+    """A linear layer whose outputs are ordered by a function."""
+
+    def __init__(self, ordered):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.ordered = ordered
+
+    def forward(self, x):
+        return self.ordered(self.linear(x))
+
+
+def peak_of(ordered):
+    sums: dict[str, Any] = {"loss": lambda output: output.float().sum(), "device": "cuda"}
+    traced = memplan.trace(Sorting(ordered), torch.zeros(2, 8), precisions=["fp32"], **sums)
+    return memplan.estimate(traced, cluster="1xh100-sxm", precision="fp32", micro_batch=2).peak.total_bytes
+
+
+def test_short_rows_are_sorted_with_their_places():
+    """8 bytes for each element of a row, as PyTorch's allocator says without a GPU."""
+    x = torch.zeros(2, 8)
+    for ordered in (torch.sort, torch.topk):
+        more = {} if ordered is torch.sort else {"k": 2}
+        assert peak_of(lambda y, ordered=ordered, more=more: ordered(y, **more).values) > 0
+    scratch = [scratch_of(ATEN.sort.default, (x, dim), {}, (), CUDA) for dim in (0, 1)]
+    assert scratch == [(("places in a row", n, torch.int64),) for n in (2, 8)]
+    assert scratch_of(ATEN.sort.stable, (x,), {"dim": 0}, (), CUDA) == scratch[0]
+    assert scratch_of(ATEN.topk.default, (x, 2), {}, (), CUDA) == ()
+
+
+@pytest.mark.parametrize(
+    "ordered, words",
+    [
+        (lambda y: torch.sort(y.expand(1000, 2, 8).flatten(), stable=True).values, "a sort of rows of 16000"),
+        (lambda y: torch.topk(y.flatten().repeat(100), 2).values, "topk of rows of 1600"),
+        (lambda y: y[torch.randperm(2, device=y.device)], "randperm"),
+    ],
+)
+def test_sorts_of_cub_are_refused(ordered, words):
+    with pytest.raises(MissingRule, match=f"{words} on CUDA takes memory that only CUB knows"):
+        peak_of(ordered)
 
 
 def test_a_module_is_traced_for_the_clusters_gpus():

@@ -5,7 +5,7 @@ unlike a whole backward pass, the parts cannot be composed from the trace of a s
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -69,9 +69,15 @@ def split_traced(
     names = _Names(trace, tape.products["backward"])
     own = [parameter for block in trace.blocks.values() for parameter in block.parameters]
     tape.parameters.update({parameter.name: parameter for parameter in (*own, *trace.head_parameters)})
-    cut = Marks(tape)
-    x, ends = _forward(trace, model, names, cut, runs)
-    times = [n for _, n in _traced_blocks(runs)]
+    cut, tape.kinds = Marks(tape), kinds_of(kind for kind, _ in runs)
+    x = entry_of(model, tape, first=False)
+    names.give_arguments(cut.segment(), x, trace.embed)
+    ends, times = [1], [n for _, n in _traced_blocks(runs)]
+    for kind, n in _traced_blocks(runs):
+        x, block = run_block(model, tape, x, kind), trace.blocks[kind]
+        names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
+        tape.leave_autocast()
+        ends.append(len(tape.nodes))
     held = Tensor(tape, x.shape, x.dtype, x.storage)
     of_loss = of_head = EMPTY
     grad: Tensor | None = None
@@ -105,13 +111,7 @@ def split_traced(
         del x
         tape.let_go()
         cut.segment()
-    of_blocks: list[tuple[Segment, int]] = []
-    input_grad = None
-    for i in reversed(range(len(times))):
-        split.input(down_to=ends[i])
-        if i == 0:
-            input_grad = tape.nodes.pop().grad
-        of_blocks.append((cut.segment(), times[i]))
+    of_blocks, input_grad = _first_part(split, cut, list(zip(ends[:-1], times, strict=True)))
     grad = None
     names.call(input_grad, trace.boundary_grad)
     loss, head = names(of_loss), names(of_head)
@@ -124,21 +124,21 @@ def split_traced(
     return SplitTrace(loss=loss, head=head, blocks=tuple(blocks), end=end_input, products=products, **second)
 
 
-def _forward(
-    trace: Trace, model: Model, names: "_Names", cut: Marks, runs: BlockRuns
-) -> tuple[Tensor, list[int]]:
-    """The last traced block's output, and the numbers of nodes before and after each block."""
-    tape = cut.tape
-    tape.kinds = kinds_of(kind for kind, _ in runs)
-    x = entry_of(model, tape, first=False)
-    names.give_arguments(cut.segment(), x, trace.embed)
-    ends = [1]
-    for kind, n in _traced_blocks(runs):
-        x, block = run_block(model, tape, x, kind), trace.blocks[kind]
-        names.give(cut.segment(), block.entry if len(ends) == 1 else block.forward, repeats=n)
-        tape.leave_autocast()
-        ends.append(len(tape.nodes))
-    return x, ends
+def _first_part(
+    split: SplitBackward, cut: Marks, blocks: Sequence[tuple[int, int]]
+) -> tuple[list[tuple[Segment, int]], Tensor | None]:
+    """The first part of the blocks' backward passes, and the gradient of the stage's input.
+
+    `blocks`: each traced block's first node and repetitions.
+    """
+    found: list[tuple[Segment, int]] = []
+    input_grad = None
+    for i, (start, n) in reversed(list(enumerate(blocks))):
+        split.input(down_to=start)
+        if i == 0:
+            input_grad = split.tape.nodes.pop().grad
+        found.append((cut.segment(), n))
+    return found, input_grad
 
 
 def _second_part(

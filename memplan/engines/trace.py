@@ -494,7 +494,9 @@ class Without:
         self.buffers = buffers
 
     def __call__(self, segment: Segment) -> Segment:
-        return Segment(tuple(e for e in segment.events if buffer_in(e) not in self.buffers))
+        if not self.buffers:
+            return segment
+        return Segment(tuple([e for e in segment.events if buffer_in(e) not in self.buffers]))
 
 
 class _Renamed:
@@ -513,7 +515,7 @@ class _Renamed:
         if isinstance(event, AccumulateGrad):
             buffer, parameter = event
             return AccumulateGrad(self.buffers.get(buffer, buffer), self.parameters.get(parameter, parameter))
-        if isinstance(event, (Alloc, Free, AddToIncoming)) and event.buffer in self.buffers:
+        if isinstance(event, tuple) and event.buffer in self.buffers:
             return type(event)(self.buffers[event.buffer])
         return event
 

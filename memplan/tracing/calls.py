@@ -29,7 +29,7 @@ class Places(NamedTuple):
 def kernel_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
     """The kernel that runs an operation; None if it takes no more memory than its results.
 
-    Neglects: kernels that have no rule, as those that sort; the workspaces of `OF_CUDNN`.
+    Neglects: kernels that have no rule; the workspaces of `OF_CUDNN`.
     """
     rule = CALLS.get(func)
     return None if rule is None else rule(args, results)

@@ -269,7 +269,7 @@ class Recorder(ShapesMode):
             if on_gpu and func in OF_CUDNN:
                 self.neglected[OF_CUDNN[func]] = None
             if kernel is None:
-                scratch = scratch_of(func, args, results, self.device)
+                scratch = scratch_of(func, args, kwargs, results, self.device)
             else:
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))

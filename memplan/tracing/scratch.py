@@ -1,11 +1,12 @@
 """Memory that kernels take beside their results, and free when they are done, on any device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from memplan.errors import MissingRule
 from memplan.tracing.shapes import ATEN
 
 Scratch = tuple[str, int, torch.dtype]
@@ -20,16 +21,37 @@ SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
 CONVOLUTION: Final = ATEN.convolution.default
 CONVOLUTION_BACKWARD: Final = ATEN.convolution_backward.default
 
+SORTS: Final = (ATEN.sort.default, ATEN.sort.stable)
+LONGEST_SORTED: Final = 4096
+"""Longer rows are sorted by CUB, in memory of its own.
+
+Source: aten/src/ATen/native/cuda/Sort.cpp (`should_use_small_sort`).
+"""
+
+TOP: Final = ATEN.topk.default
+SHORTEST_DIVIDED: Final = 400
+"""From here on the largest of a row may be found by several blocks, with memory of their own.
+
+Source: aten/src/ATen/native/cuda/TensorTopK.cu (`should_use_multiblock`).
+"""
+
+OF_CUB: Final = (ATEN._unique2, ATEN.unique_dim, ATEN.unique_consecutive, ATEN.randperm)
+"""Operations that always sort or scan by CUB."""
+
 IMAGE_DIMS: Final = 4
 """Sample, channel, row, column."""
 
 
 def scratch_of(
-    func: Any, args: Sequence[Any], results: Sequence[Tensor], device: torch.device
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor], device: torch.device
 ) -> tuple[Scratch, ...]:
-    """The scratch of an operation that follows from its tensors' sizes; of others see `kernel_called`."""
-    rules = _on_cpu if device.type == "cpu" else _on_cuda
-    found = (*_anywhere(func, args, results), *rules(func, args, results))
+    """The scratch of an operation that follows from its tensors' sizes; of others see `kernel_called`.
+
+    Raises:
+        MissingRule: on CUDA, for rows that CUB sorts.
+    """
+    own = _on_cpu(func, args, results) if device.type == "cpu" else _on_cuda(func, args, kwargs)
+    found = (*_anywhere(func, args, results), *own)
     return tuple([scratch for scratch in found if scratch[1] > 0])
 
 
@@ -50,13 +72,38 @@ def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iter
         yield "ids in order", args[1].numel(), args[1].dtype
 
 
-def _on_cuda(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
-    """The product that a softmax's backward sums.
+def _on_cuda(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Scratch]:
+    """The product that a softmax's backward sums; the places of a row's elements that are sorted with them.
 
-    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`).
+    Raises:
+        MissingRule: for rows that CUB sorts.
+
+    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`),
+    aten/src/ATen/native/cuda/Sort.cpp (`fillSliceWithIndex`).
     """
     if func is ATEN._softmax_backward_data.default:
         yield "grad times probabilities", args[1].numel(), args[1].dtype
+    if func in SORTS:
+        n = _row(args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))
+        if n > LONGEST_SORTED:
+            raise _of_cub(f"a sort of rows of {n}")
+        yield "places in a row", n, torch.int64
+    if func is TOP and (n := _row(args[0], args[2] if len(args) > 2 else -1)) >= SHORTEST_DIVIDED:
+        raise _of_cub(f"topk of rows of {n}")
+    if func._overloadpacket in OF_CUB:
+        raise _of_cub(func._overloadpacket.__name__)
+
+
+def _row(tensor: Tensor, dim: int) -> int:
+    """Elements along a dim; 1 for a scalar."""
+    return tensor.shape[dim] if tensor.dim() else 1
+
+
+def _of_cub(what: str) -> MissingRule:
+    return MissingRule(
+        f"{what} on CUDA takes memory that only CUB knows; trace the module on a GPU (executed=True).",
+        kind="a sort by CUB in a trace for CUDA",
+    )
 
 
 def _on_cpu(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
