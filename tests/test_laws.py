@@ -260,7 +260,7 @@ def test_a_step_leaves_its_gradients_and_nothing_else(case):
         grads_bytes = rank.states.grads_bytes
     else:
         stage = case.of()
-        counted = stage.counted_parameters()
+        counted = stage.counted_parameters
         grads_bytes = stage.weight_dtype.itemsize * sum(
             n * padded_shard_elements(parameter, plan.dp) for parameter, n in counted
         )
@@ -449,7 +449,7 @@ def test_twice_the_data_ranks_never_hold_more_states(case):
 def test_fsdp_shards_cover_the_whole(case):
     shards = [case.on(dp).states for dp in range(case.plan.dp)]
     stage = case.of()
-    whole_bytes = stage.weight_dtype.itemsize * sum(n * p.n_elements for p, n in stage.counted_parameters())
+    whole_bytes = stage.weight_dtype.itemsize * sum(n * p.n_elements for p, n in stage.counted_parameters)
     assert sum(states.weights_bytes for states in shards) == whole_bytes
     assert sum(states.grads_bytes for states in shards) == whole_bytes
 
@@ -467,7 +467,7 @@ def test_zero_1_divides_the_optimizer_state_and_nothing_else(case):
 @given(cases(tp=st.sampled_from([2, 4])))
 def test_tensor_ranks_divide_some_weights_and_repeat_the_others(case):
     divided, whole = (
-        stage.counted_parameters() for stage in (case.of(), case.of(tp=1, sequence_parallel=False))
+        stage.counted_parameters for stage in (case.of(), case.of(tp=1, sequence_parallel=False))
     )
     for (part, n_part), (parameter, n) in zip(divided, whole, strict=True):
         times = case.plan.tp if part.is_divided else 1
@@ -795,7 +795,7 @@ def test_clipping_sends_norms_and_sums_partial_gradients_once_more(case):
     assert clipped.peak_bytes >= as_is.peak_bytes
     norms = [c for c in clipped.collectives if c.what == "norms of gradients"]
     assert bool(norms) == (case.plan.fsdp or case.plan.tp > 1 or case.plan.pp > 1)
-    n_parameters = sum(n for _, n in case.of().counted_parameters())
+    n_parameters = sum(n for _, n in case.of().counted_parameters)
     assert all(c.payload_bytes <= 4 * n_parameters * c.calls for c in norms)
 
 

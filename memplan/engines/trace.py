@@ -37,9 +37,10 @@ class Segment:
 
     def made_once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What depends on the segment and the key only, made once and shared."""
-        if key not in self._made:
-            self._made[key] = make()
-        return cast(T, self._made[key])
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make()
+        return cast(T, found)
 
 
 EMPTY = Segment()
@@ -129,11 +130,16 @@ class Trace:
 
     def sending(self, forward: Segment) -> Segment:
         """The forward pass of a block whose output is sent to another stage."""
-        return Segment(
-            tuple(
-                Alloc(self.sent) if isinstance(e, Alloc) and e.buffer is self.boundary else e
-                for e in forward.events
-            )
+        return forward.made_once(
+            (self.boundary, self.sent),
+            lambda: Segment(
+                tuple(
+                    [
+                        Alloc(self.sent) if isinstance(e, Alloc) and e.buffer is self.boundary else e
+                        for e in forward.events
+                    ]
+                )
+            ),
         )
 
 

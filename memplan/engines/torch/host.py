@@ -49,7 +49,7 @@ def host_of(stages: RankStages) -> HostRecord | None:
 def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
     """The rest of each page-locked block: blocks are powers of two."""
     itemsize = stages.weight_dtype.itemsize
-    for parameter, n in stages.counted_parameters():
+    for parameter, n in stages.counted_parameters:
         held = [("", padded_shard_elements(parameter, stages.plan.dp))]
         if parameter.requires_grad:
             held.append((".grad", stages.weight_elements(parameter)))

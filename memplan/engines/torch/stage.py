@@ -299,6 +299,7 @@ class RankStages:
         """The optimizer's parameters: the ones that require gradients, in the module's order."""
         return trained(self.parameters())
 
+    @cached_property
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
@@ -308,7 +309,7 @@ class RankStages:
 
     def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank that requires a gradient, and how many times it occurs."""
-        return [(parameter, n) for parameter, n in self.counted_parameters() if parameter.requires_grad]
+        return [(parameter, n) for parameter, n in self.counted_parameters if parameter.requires_grad]
 
     def on_fullest_rank(self) -> "RankStages":
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
@@ -352,10 +353,11 @@ class RankStages:
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
-        held = (
-            self.inputs + self.mesh + self.barrier + self.workspaces + self.hook_workspaces + self.loss_scale
-        )
-        return held if self.offloads else self.states - self.step_counts + held
+        held: Alive = Counter() if self.offloads else self.states - self.step_counts
+        for more in (self.inputs, self.mesh, self.barrier, self.workspaces, self.hook_workspaces):
+            held.update(more)
+        held.update(self.loss_scale)
+        return held
 
     @property
     def counts_steps(self) -> bool:
@@ -389,24 +391,25 @@ class RankStages:
         alive: Alive = Counter()
         dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
         owned = Counter(self.owned) if self.owned is not None else None
-        for parameter, n in self.counted_parameters():
+        sharded, in_buckets = self.plan.fsdp, self.plan.ddp
+        of_bucket: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
+        for parameter, n in self.counted_parameters:
             elements = self.weight_elements(parameter)
             shape = parameter.shape
-            if self.plan.fsdp:
+            if sharded:
                 shape = (elements * shape[0] // parameter.n_elements, *shape[1:])
             alive[buffer_of(parameter.name, shape, self.stored_dtype(parameter), "weights")] += n
-            if self.plan.fsdp:
+            if sharded:
                 padding = padded_shard_elements(parameter, self.plan.dp) - elements
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
             if not parameter.requires_grad:
                 continue
-            if self.plan.ddp:
-                kind: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
-                alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, kind)] += n
+            if in_buckets:
+                alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
-                like = parameter.grad_shape if names == ("momentum",) and not self.plan.fsdp else shape
+                like = parameter.grad_shape if names == ("momentum",) and not sharded else shape
                 for name in names:
                     alive[buffer_of(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
                 if len(names) == 2:
@@ -516,7 +519,8 @@ class RankStages:
     def grads(self) -> Alive:
         """The gradients that the optimizer sees."""
         found: Alive = Counter()
+        dtype, sharded = self.plan.formats.accumulate, self.plan.fsdp
         for parameter, n in self.counted_trained_parameters():
-            shape: Shape = (self.weight_elements(parameter),) if self.plan.fsdp else parameter.grad_shape
-            found[buffer_of(f"{parameter.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n
+            shape: Shape = (self.weight_elements(parameter),) if sharded else parameter.grad_shape
+            found[buffer_of(f"{parameter.name}.grad", shape, dtype, "grads")] += n
         return found
