@@ -30,7 +30,7 @@ class Segment:
 
     @property
     def accumulated(self) -> tuple[AccumulateGrad, ...]:
-        """The marks of gradients."""
+        """The events that mark a parameter's gradient as accumulated."""
         return self.made_once(
             (AccumulateGrad,), lambda: tuple([e for e in self.events if isinstance(e, AccumulateGrad)])
         )

@@ -354,9 +354,9 @@ class RankStages:
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
         held: Alive = Counter() if self.offloads else self.states - self.step_counts
-        for more in (self.inputs, self.mesh, self.barrier, self.workspaces, self.hook_workspaces):
+        kept = self.workspaces, self.hook_workspaces, self.loss_scale
+        for more in (self.inputs, self.mesh, self.barrier, *kept):
             held.update(more)
-        held.update(self.loss_scale)
         return held
 
     @property
