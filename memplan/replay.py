@@ -58,8 +58,8 @@ class AllocatorProgram:
         states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
         oldest_first: buffers of which the oldest block is freed first.
-        handed_on: buffers that are the input and the output of equal blocks, which free the one when they
-            have allocated the other.
+        handed_on: buffers that stand for the input and the output of equal blocks: a block frees its input
+            after it has allocated its output.
         handed_over: for a receive buffer that a pass frees, the buffer that replaces it under its name.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
@@ -668,8 +668,8 @@ class _Replay:
                 self._allocate(group[1])
             self.compiled.clear()
 
-    def _free(self, buffer: Buffer, newest: int = -1) -> None:
-        """Free a block of a buffer: the newest of the current micro-batch, or of the last that has one.
+    def _free(self, buffer: Buffer, i: int = -1) -> None:
+        """Free the i-th block of a buffer: of the current micro-batch, or of the last that has one.
 
         The second part of a split backward pass goes through the module from the first block to the last: it
         frees the oldest tensors of the forward pass, and the newest of the first part, which went the other
@@ -680,14 +680,14 @@ class _Replay:
             return
         held, current = self.held[buffer], self.current
         if buffer in self.program.oldest_first:
-            current, newest = next(iter(held)), 0
+            current, i = next(iter(held)), 0
         elif current not in held:
             stage, n, split = current
             earlier = [made for part in range(split - 1, -1, -1) if (made := (stage, n, part)) in held]
             current = earlier[0] if earlier else next(reversed(held))
-            newest = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
+            i = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
         pool, n_bytes = self.requests[buffer]
-        self.allocator.release(pool, self._taken(buffer, current, newest), n_bytes)
+        self.allocator.release(pool, self._taken(buffer, current, i), n_bytes)
 
     def _hand_over(self, buffer: Buffer) -> None:
         """Replace a freed receive buffer by the tensor that another stage of the rank has made for it."""

@@ -873,7 +873,7 @@ class SplitBackward:
         self.tape.release_retained()
 
     def _keep_below(self, ahead: list[Node]) -> None:
-        """Free the graph but for these nodes and all that gradients of theirs would reach."""
+        """Free all nodes of the graph except these and the ones that their gradients would reach."""
         kept: set[Node] = set()
         while ahead:
             node = ahead.pop()

@@ -192,6 +192,14 @@ def test_every_nvidia_gpu_of_the_table_says_its_capability():
         assert known.multiprocessors > 100
 
 
+def last_line_on_an_h100(script: str) -> str:
+    """What a script prints last, run on the stand-in for a GPU."""
+    here = dict(os.environ) | environment_for(gpu("h100-sxm"))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
+    return done.stdout.splitlines()[-1]
+
+
 COMPILED = """
 import torch
 module = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU()).cuda()
@@ -205,10 +213,7 @@ print(tuple(y.shape), x.grad is not None)
 @pytest.mark.slow
 @pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
 def test_a_compiled_module_runs_forward_and_backward():
-    here = dict(os.environ) | environment_for(gpu("h100-sxm"))
-    command = [sys.executable, "-c", COMPILED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
-    assert done.stdout.splitlines()[-1] == "(4, 256) True"
+    assert last_line_on_an_h100(COMPILED) == "(4, 256) True"
 
 
 CONVOLVED = """
@@ -225,7 +230,4 @@ print(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() >= x.num
 @pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
 def test_the_real_cudnn_says_what_workspace_a_convolution_needs():
     """At least a copy of the input with its channels last, which is how tensor cores take it."""
-    here = dict(os.environ) | environment_for(gpu("h100-sxm"))
-    command = [sys.executable, "-c", CONVOLVED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
-    assert done.stdout.splitlines()[-1] == "True"
+    assert last_line_on_an_h100(CONVOLVED) == "True"

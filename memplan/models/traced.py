@@ -31,7 +31,7 @@ LARGEST_TRACE_BYTES: Final = 64 * 1024**2
 """A trace is some hundred KiB; a larger file is taken for a mistake."""
 
 MOST_RESULTS: Final = 4
-"""Results of one kernel."""
+"""The most results that a kernel returns."""
 
 DTYPES: Final[Mapping[str, DType]] = {
     dtype.name: dtype

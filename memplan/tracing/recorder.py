@@ -316,7 +316,7 @@ class Recorder(ShapesMode):
             self.events.append(event)
 
     def _workspace(self, scratch: Sequence[Scratch]) -> None:
-        """Record an operation's own scratch: all of it allocated, then freed."""
+        """Record the temporary buffers of an operation: all are allocated, then all are freed."""
         first = len(self.storages)
         for name, n, dtype in scratch:
             self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
