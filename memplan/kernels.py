@@ -170,17 +170,25 @@ def sort_scratch(device: Device, torch_release: Release, n_ids: int, n_rows: int
     cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`),
     cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
     """
-    sorted_at_once = 4608 if device.at_least(9) else 3840 if device.at_least(8) else 2816
     compared_at_once = 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
     n_passes = ceil((n_rows.bit_length() or 1) / 8) if torch_release >= (2, 13) else 8
-    between_passes = 2 * _aligned(8 * n_ids) if n_passes > 1 else 0
-    sort = between_passes + _aligned(2048 * n_passes) + _aligned(1024 * ceil(n_ids / sorted_at_once))
     n_different = min(n_ids, n_rows)
     return SortScratch(
-        ALIGNED_BYTES - 1 + sort + ALIGNED_BYTES,
+        radix_sort_bytes(device, n_ids, n_passes),
         _tile_states(n_ids, compared_at_once),
         scan_bytes(n_different),
     )
+
+
+def radix_sort_bytes(device: Device, n_elements: int, n_passes: int = 8) -> int:
+    """Bytes that CUB allocates to sort integers of 64 bits with their places, 8 bits in each pass.
+
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`), as CUDA 13.0 tunes it.
+    """
+    sorted_at_once = 4608 if device.at_least(9) else 3840 if device.at_least(8) else 2816
+    between_passes = 2 * _aligned(8 * n_elements) if n_passes > 1 else 0
+    tiles = _aligned(1024 * ceil(n_elements / sorted_at_once))
+    return ALIGNED_BYTES - 1 + between_passes + _aligned(2048 * n_passes) + tiles + ALIGNED_BYTES
 
 
 def scan_bytes(n_elements: int) -> int:
@@ -197,6 +205,37 @@ def _tile_states(n_elements: int, tile: int) -> int:
 
 def _aligned(n_bytes: int) -> int:
     return ceil(n_bytes / ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+class GroupedProductScratch(NamedTuple):
+    """The scratch of a product for each group of rows: the groups' sizes and addresses, and a workspace."""
+
+    arguments_bytes: int
+    workspace_bytes: int
+
+
+def grouped_product_scratch(
+    device: Device, n_groups: int, rows: int, columns: int
+) -> GroupedProductScratch | None:
+    """The scratch of products in bfloat16 by one kernel; None where each group's product is computed alone.
+
+    `rows` and `columns` are of one group's product, the rows on average. On a B200 two multiprocessors share
+    a tile of a product that is larger than 128 in both.
+
+    >>> from memplan.device import H100
+    >>> grouped_product_scratch(H100, 8, 512, 14336)
+    GroupedProductScratch(arguments_bytes=480, workspace_bytes=67584)
+
+    Source: aten/src/ATen/native/cuda/GroupMM.cu (`bf16bf16_grouped_gemm_impl_sm90_sm100`,
+    `dispatch_bf16_grouped_kernel_on_tile_size`); bytes for each multiprocessor as CUTLASS asks for them.
+    """
+    if not device.at_least(9) or device.at_least(11):
+        return None
+    of_multiprocessor = 512
+    if device.at_least(10):
+        of_multiprocessor = 5888 if min(rows, columns) > 128 else 5376
+    arguments = 24 * (n_groups + n_groups % 2) + 36 * n_groups
+    return GroupedProductScratch(arguments, of_multiprocessor * device.multiprocessors)
 
 
 LT_WORKSPACE_BYTES: Final = 2**20

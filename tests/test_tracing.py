@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import memplan
-from memplan import Gpt, InvalidValue, Llama, MissingRule, TracedModel, UnknownName
+from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedModel, UnknownName
 from memplan.models.traced import model_from_trace
 from memplan.record import unrolled
 from tests.traced import trace_of
@@ -308,7 +308,6 @@ with warnings.catch_warnings():
         (nn.ReLU(), {}, InvalidValue, "no parameters"),
         ("gpt2", {}, InvalidValue, r"no torch\.nn\.Module"),
         (OnValues(), {}, MissingRule, r"OnValues cannot be traced: aten\.\S+ needs values"),
-        (Unused(), {}, MissingRule, r"2 parameters get no gradient \(idle"),
         (Complex(), {}, InvalidValue, r"parameter w is of torch\.complex64; use real floats"),
         (Twice().requires_grad_(False), {}, InvalidValue, "all parameters of Twice are frozen"),
         (nn.Linear(8, 8), {}, InvalidValue, "no loss"),
@@ -323,6 +322,45 @@ def test_what_cannot_be_traced_says_why(module, options, error, words):
     inputs = options.pop("example_inputs", torch.ones(4, 8)) if options else torch.ones(4, 8)
     with pytest.raises(error, match=words):
         memplan.trace(module, inputs, **options)
+
+
+def test_parameters_that_get_no_gradient_have_weights_alone_and_stop_ddp(tmp_path):
+    """As in PyTorch: their `grad` stays None, so that no optimizer has states of them; DDP waits for them."""
+    memplan.trace(Unused(), torch.ones(4, 8), precisions=["fp32"]).save(tmp_path / "unused.json")
+    traced = model_from_trace(tmp_path / "unused.json")
+    assert traced.unused == ("idle.bias", "idle.weight")
+    plan: dict[str, Any] = {"seq_len": 1, "precision": "fp32"}
+    alone = memplan.estimate(traced, **plan).worst.states
+    assert (alone.weights_bytes, alone.grads_bytes, alone.optimizer_bytes) == (78 * 4, 72 * 4, 2 * 72 * 4 + 8)
+    assert memplan.estimate(traced, dp=2, zero=3, **plan).worst.states.grads_bytes == 36 * 4
+    with pytest.raises(PlanRefused, match=r"2 parameters .* get no gradient \(idle\.bias.*use FSDP2"):
+        memplan.estimate(traced, dp=2, **plan)
+
+
+class Experts(nn.Module):
+    """Rows go to two of four experts, each one matrix, as `transformers.integrations.moe` computes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.Parameter(torch.zeros(4, 16, 24))
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        shares, chosen = self.router(rows).softmax(-1).topk(2)
+        expert, order = torch.sort(chosen.flatten())
+        n_rows = torch.histc(expert.float() if x.device.type == "cpu" else expert.int(), 4, 0, 3)
+        up_to = n_rows.cumsum(0, dtype=torch.int32)
+        y = torch._grouped_mm(rows[order // 2].to(self.experts.dtype), self.experts, offs=up_to)
+        return (y * shares.flatten()[order, None]).sum()
+
+
+def test_experts_multiply_the_rows_that_are_sent_to_them_whichever_they_are():
+    tokens = torch.zeros(2, 12, 16)
+    traced = memplan.trace(Experts(), tokens, precisions=["fp32"])
+    computed = memplan.estimate(traced, micro_batch=5, seq_len=1, precision="fp32").total_model_flops
+    of_router, of_experts = 2 * 16 * 4, 2 * 2 * 16 * 24
+    assert computed == 3 * 5 * 12 * (of_router + of_experts)
 
 
 def test_floats_that_follow_from_positions_are_known():

@@ -9,8 +9,14 @@ from torch import nn
 
 import memplan
 from memplan import Gpt, Llama, MissingRule
+from memplan.device import A100, H100, Device
 from memplan.models.traced import model_from_trace
+from memplan.ops.kernel_calls import kernel_events
+from memplan.record import Alloc
+from memplan.shapes import BF16, FP32, INT64, Buffer, DType
+from memplan.tape import OpContext
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
+from memplan.tracing.calls import Called, kernel_called
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.scratch import scratch_of
 from memplan.tracing.shapes import ATEN
@@ -155,16 +161,57 @@ def test_short_rows_are_sorted_with_their_places():
     for ordered in (torch.sort, torch.topk):
         more = {} if ordered is torch.sort else {"k": 2}
         assert peak_of(lambda y, ordered=ordered, more=more: ordered(y, **more).values) > 0
-    scratch = [scratch_of(ATEN.sort.default, (x, dim), {}, (), CUDA) for dim in (0, 1)]
-    assert scratch == [(("places in a row", n, torch.int64),) for n in (2, 8)]
-    assert scratch_of(ATEN.sort.stable, (x,), {"dim": 0}, (), CUDA) == scratch[0]
-    assert scratch_of(ATEN.topk.default, (x, 2), {}, (), CUDA) == ()
+    called = [kernel_called(ATEN.sort.default, (x, dim), {}, ()) for dim in (0, 1)]
+    assert called == [Called("sort", sizes, "float32", 2) for sizes in ((8, 2), (2, 8))]
+    assert kernel_called(ATEN.sort.stable, (x,), {"dim": 0}, ()) == called[0]
+    assert kernel_called(ATEN.sort.default, (torch.tensor(1.0),), {}, ()) == Called(
+        "sort", (1, 1), "float32", 2
+    )
+    assert scratch_of(ATEN.topk.default, (x, 2), (), CUDA) == ()
+
+
+def scratch_bytes(
+    name: str, sizes: tuple[int, ...], dtype: DType, device: Device, n_results: int
+) -> list[int]:
+    """What a kernel allocates beside its results, as PyTorch's allocator says without a GPU."""
+    context = OpContext(device=device, torch_release=(2, 13))
+    results = [Buffer("", (), dtype, 0, "temporaries") for _ in range(n_results)]
+    events = kernel_events(name, sizes, dtype, results, context)
+    return [e.buffer.n_bytes for e in events if isinstance(e, Alloc) and e.buffer not in results]
+
+
+@pytest.mark.parametrize(
+    "device, n_ids, n_bytes",
+    [(H100, 4096, 0), (H100, 8192, 150_015), (H100, 65_536, 1_080_831), (A100, 65_536, 1_083_903)],
+)
+def test_the_experts_that_rows_go_to_are_sorted_by_cub_if_they_are_many(device, n_ids, n_bytes):
+    assert scratch_bytes("sort", (1, n_ids), INT64, device, 2) == [8 * n_ids, *([n_bytes] if n_bytes else [])]
+
+
+B200 = Device("cuda", (10, 0), 148)
+
+
+@pytest.mark.parametrize(
+    "device, sizes, dtype, scratch",
+    [
+        (H100, (8, 4096, 512, 1), BF16, [480, 67_584]),
+        (H100, (7, 4096, 512, 1), BF16, [444, 67_584]),
+        (H100, (8, 4096, 512, 1), FP32, []),
+        (A100, (8, 4096, 512, 1), BF16, []),
+        (B200, (8, 1031, 512, 1), BF16, [480, 795_648]),
+        (B200, (8, 1032, 512, 1), BF16, [480, 871_424]),
+        (B200, (8, 128, 512, 0), BF16, [480, 795_648]),
+    ],
+)
+def test_the_products_of_experts_have_arguments_and_a_workspace(device, sizes, dtype, scratch):
+    assert scratch_bytes("grouped_product", sizes, dtype, device, 1) == scratch
 
 
 @pytest.mark.parametrize(
     "ordered, words",
     [
-        (lambda y: torch.sort(y.expand(1000, 2, 8).flatten(), stable=True).values, "a sort of rows of 16000"),
+        (lambda y: torch.sort(y.repeat(1000, 1).flatten()).values, "a sort of 1 rows of 16000 float32"),
+        (lambda y: torch.sort(y.repeat(1, 1000), dim=1).values, "a sort of 2 rows of 8000 float32"),
         (lambda y: torch.topk(y.flatten().repeat(100), 2).values, "topk of rows of 1600"),
         (lambda y: y[torch.randperm(2, device=y.device)], "randperm"),
     ],

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memplan.hardware import gpu
 from memplan.replay import Replayed
 from validate.cases import Case
 from validate.predict import estimated_rank
@@ -41,7 +42,8 @@ def allocator_errors(records: Iterable[Record]) -> Iterator[AllocatorErrors]:
 
 def _errors(case: Case, rank: Mapping[str, Any]) -> AllocatorErrors:
     estimated = estimated_rank(case, rank["rank"])
-    replay = estimated.replay(case.alloc_conf, allowed_bytes=case.limit_bytes)
+    limit_bytes = case.limit_bytes or (gpu(case.gpu).usable_bytes if case.gpu else None)
+    replay = estimated.replay(case.alloc_conf, allowed_bytes=limit_bytes)
     if replay is None:
         raise ValueError(f"{case.name}: a rank on CPU has no caching allocator")
     measured = rank["allocator"][-1]

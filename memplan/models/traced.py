@@ -217,6 +217,7 @@ class TracedModel(Model):
         has_sequence: whether sizes follow `seq_len`; if not, it is 1.
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
         neglects: the operations whose workspaces are not in the trace.
+        unused: the parameters that require a gradient and get none; they take what frozen ones take.
     """
 
     family: ClassVar[str] = "traced"
@@ -238,6 +239,7 @@ class TracedModel(Model):
     has_sequence: bool
     limits: tuple[int, int] | None = None
     neglects: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     digest: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -275,7 +277,7 @@ class TracedModel(Model):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The names of the parameters that are not trained."""
+        """The names of the parameters that are not trained: frozen, or unused."""
         return tuple([one.name for one, _ in self.parameters if not one.requires_grad])
 
     @property
@@ -394,6 +396,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "has_sequence": model.has_sequence,
         "limits": model.limits,
         **({"neglects": model.neglects} if model.neglects else {}),
+        **({"unused": model.unused} if model.unused else {}),
         "tied": model.tied,
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
         "frozen": model.frozen,
@@ -537,6 +540,7 @@ def _model(data: Any) -> TracedModel:
         has_sequence=of("has_sequence", bool),
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
+        unused=_texts(of("unused", list | None) or [], "unused"),
         tied=of("tied", bool),
         recordings=recordings,
         **tensors,

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from memplan.errors import InvalidValue, MissingRule
-from memplan.kernels import scan_bytes
+from memplan.kernels import grouped_product_scratch, radix_sort_bytes, scan_bytes
 from memplan.ops.attention import attention_kernel
 from memplan.ops.embedding import table_gradient
 from memplan.ops.fused_attention import cudnn_attention, efficient_attention, flash_attention_cuda
 from memplan.ops.norm import sum_partial_rows
 from memplan.record import Alloc, Event, Free
-from memplan.shapes import INT64, UINT8, Buffer, DType
+from memplan.shapes import BF16, INT64, UINT8, Buffer, DType
 from memplan.tape import Node, OpContext, Saved, Tape, Tensor
 
 Results = Sequence[Tensor | None]
@@ -94,6 +94,57 @@ def _norm_gradients(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     of_weights: list[Tensor | None] = [tape.new("grad", (width,), dtype) for _ in range(n_weights)]
     sum_partial_rows(of_weights, n_tokens)
     return *of_inputs, *of_weights
+
+
+LONGEST_SORTED: Final = 4096
+"""Longer rows are sorted by CUB.
+
+Source: aten/src/ATen/native/cuda/Sort.cpp (`should_use_small_sort`).
+"""
+
+
+def _sort(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """The sorted elements and their places; sizes: rows, elements of each.
+
+    Raises:
+        MissingRule: for several long rows, or long rows of another type than int64.
+
+    Source: aten/src/ATen/native/cuda/Sort.cpp (`sort_cuda_kernel`, `sortKeyValueInplace`),
+    aten/src/ATen/native/cuda/SortStable.cu (`launch_stable_sort_kernel`).
+    """
+    n_rows, n_elements = sizes
+    by_cub = n_elements > LONGEST_SORTED
+    if by_cub and (n_rows > 1 or dtype != INT64):
+        raise MissingRule(
+            f"a sort of {n_rows} rows of {n_elements} {dtype.name} on CUDA takes memory that only CUB knows; "
+            f"use rows of at most {LONGEST_SORTED}, or trace the module on a GPU (executed=True)."
+        )
+    elements = tape.new("sorted", (n_rows, n_elements), dtype)
+    places = tape.new("places", (n_rows, n_elements), INT64)
+    with tape.workspace() as scratch:
+        scratch.new("places in a row", (n_elements,), INT64)
+        if by_cub:
+            n_bytes = radix_sort_bytes(tape.context.device, n_elements)
+            scratch.new("CUB: sort", (n_bytes,), UINT8)
+    return elements, places
+
+
+def _grouped_product(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Products of groups of rows.
+
+    Sizes: groups, the result's rows and columns, whether the rows are divided over the groups (or each group
+    has a product of its own).
+    """
+    n_groups, rows, columns, divided = sizes
+    y = tape.new("product", (1 if divided else n_groups, rows, columns), dtype)
+    with tape.workspace() as scratch:
+        of_group = rows // n_groups if divided else rows
+        device = tape.context.device
+        needed = grouped_product_scratch(device, n_groups, of_group, columns) if dtype == BF16 else None
+        if needed is not None:
+            scratch.new("groups", (needed.arguments_bytes,), UINT8)
+            scratch.new("CUTLASS: workspace", (needed.workspace_bytes,), UINT8)
+    return (y,)
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
@@ -193,6 +244,8 @@ class Kernel(NamedTuple):
 KERNELS: Final[Mapping[str, Kernel]] = {
     "sum": Kernel(3, _sum),
     "cumulative_sum": Kernel(2, _cumulative_sum),
+    "sort": Kernel(2, _sort),
+    "grouped_product": Kernel(4, _grouped_product),
     "table_gradient": Kernel(4, _table_gradient),
     "norm_gradients": Kernel(4, _norm_gradients),
     "flash_attention": Kernel(8, partial(_attention, _flash)),

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from memplan.errors import MissingRule
 from memplan.tracing.shapes import ATEN, dtype_name
 
 
@@ -26,14 +27,20 @@ class Places(NamedTuple):
     mask: int | None = None
 
 
-def kernel_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
+def kernel_called(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]
+) -> Called | None:
     """The kernel that runs an operation; None if it takes no more memory than its results.
 
     Neglects: kernels that have no rule; the workspaces of `OF_CUDNN`.
     """
+    if func in SORTS:
+        return _sort(args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))
     rule = CALLS.get(func)
     return None if rule is None else rule(args, results)
 
+
+SORTS: Final = (ATEN.sort.default, ATEN.sort.stable)
 
 OF_CUDNN: Final[Mapping[Any, str]] = {
     ATEN.convolution.default: "convolutions",
@@ -110,6 +117,26 @@ def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[in
     return batch, n_queries, k.shape[2], n_heads, k.shape[1], d_head, int(drops), int(masked)
 
 
+def _sort(given: Tensor, dim: int) -> Called | None:
+    """A sort of each row along a dim, with its elements' places."""
+    n = given.shape[dim] if given.dim() else 1
+    return Called("sort", (given.numel() // n, n), dtype_name(given.dtype), 2) if n else None
+
+
+def _grouped_product(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    """A matrix for each group of rows, or a product for each group.
+
+    Raises:
+        MissingRule: columns in groups.
+    """
+    (a, b, *of_groups), (out,) = args[:3], results
+    if a.dim() > b.dim():
+        raise MissingRule("a product with groups of columns has no rule for CUDA; use groups of rows.")
+    groups = (of_groups[0] if of_groups and of_groups[0] is not None else b).shape[0]
+    sizes = groups, *out.shape[-2:], int(a.dim() < b.dim())
+    return Called("grouped_product", sizes, dtype_name(out.dtype), 1)
+
+
 CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | None]]] = {
     ATEN.sum.default: _sum,
     ATEN.sum.dim_IntList: _sum,
@@ -119,6 +146,7 @@ CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | N
     ATEN.embedding_dense_backward.default: _table_gradient,
     ATEN.native_layer_norm_backward.default: _norm_gradients,
     ATEN._fused_rms_norm_backward.default: _norm_gradients,
+    ATEN._grouped_mm.default: _grouped_product,
     ATEN._scaled_dot_product_efficient_attention.default: partial(
         _attention, "efficient_attention", Places(5, 3)
     ),

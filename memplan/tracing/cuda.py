@@ -46,6 +46,7 @@ def without_a_gpu() -> Iterator[None]:
         patch.object(FakeTensor, "is_cuda", property(_is_on_cuda), create=True),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: H100.capability),
         patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False),
         patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),

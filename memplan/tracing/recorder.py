@@ -5,6 +5,7 @@ so that Python code sees values where it looks at them. Autograd is PyTorch's ow
 something refers to it.
 """
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from memplan.tracing.calls import OF_CUDNN, kernel_called
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
 from memplan.tracing.scratch import Scratch, scratch_of
-from memplan.tracing.shapes import Shapes, dtype_name, tensors
+from memplan.tracing.shapes import ATEN, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
@@ -37,6 +38,20 @@ MASK_FIRST: Final = torch.ops.aten.native_dropout.default
 
 Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`).
 """
+
+
+def _grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Two for each element of the rows and of each output column; every row belongs to one group.
+
+    >>> _grouped_product_flops(torch.empty(10, 16), torch.empty(4, 16, 8))
+    2560
+    """
+    n_products = len(a) if a.dim() == b.dim() == 3 else 1
+    return 2 * n_products * math.prod(a.shape[-2:]) * b.shape[-1]
+
+
+FLOPS: Final = {**flop_registry, ATEN._grouped_mm: _grouped_product_flops}
+"""For each operation that multiplies matrices, the function that counts its floating point operations."""
 
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
@@ -265,11 +280,11 @@ class Recorder(ShapesMode):
                 known_value(args[0])
             out = self.result(func, types, args, on_cuda(kwargs) if on_gpu else kwargs)
             results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
-            kernel = kernel_called(func, args, results) if on_gpu else None
+            kernel = kernel_called(func, args, kwargs, results) if on_gpu else None
             if on_gpu and func in OF_CUDNN:
                 self.neglected[OF_CUDNN[func]] = None
             if kernel is None:
-                scratch = scratch_of(func, args, kwargs, results, self.device)
+                scratch = scratch_of(func, args, results, self.device)
             else:
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
@@ -277,7 +292,7 @@ class Recorder(ShapesMode):
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._workspace(scratch)
-        counted = flop_registry.get(func._overloadpacket)
+        counted = FLOPS.get(func._overloadpacket)
         if counted is not None:
             phase = "recompute" if self.recomputing else self.segment.phase
             flops = counted(*_of_equal_heads(func, args), **kwargs, out_val=out)

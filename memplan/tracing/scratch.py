@@ -1,6 +1,6 @@
 """Memory that kernels take beside their results, and free when they are done, on any device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,13 +21,6 @@ SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
 CONVOLUTION: Final = ATEN.convolution.default
 CONVOLUTION_BACKWARD: Final = ATEN.convolution_backward.default
 
-SORTS: Final = (ATEN.sort.default, ATEN.sort.stable)
-LONGEST_SORTED: Final = 4096
-"""Longer rows are sorted by CUB, in memory of its own.
-
-Source: aten/src/ATen/native/cuda/Sort.cpp (`should_use_small_sort`).
-"""
-
 TOP: Final = ATEN.topk.default
 SHORTEST_DIVIDED: Final = 400
 """From here on the largest of a row may be found by several blocks, with memory of their own.
@@ -43,14 +36,14 @@ IMAGE_DIMS: Final = 4
 
 
 def scratch_of(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor], device: torch.device
+    func: Any, args: Sequence[Any], results: Sequence[Tensor], device: torch.device
 ) -> tuple[Scratch, ...]:
     """The scratch of an operation that follows from its tensors' sizes; of others see `kernel_called`.
 
     Raises:
-        MissingRule: on CUDA, for rows that CUB sorts.
+        MissingRule: on CUDA, for an operation that sorts or scans by CUB.
     """
-    own = _on_cpu(func, args, results) if device.type == "cpu" else _on_cuda(func, args, kwargs)
+    own = _on_cpu(func, args, results) if device.type == "cpu" else _on_cuda(func, args)
     found = (*_anywhere(func, args, results), *own)
     return tuple([scratch for scratch in found if scratch[1] > 0])
 
@@ -72,22 +65,16 @@ def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iter
         yield "ids in order", args[1].numel(), args[1].dtype
 
 
-def _on_cuda(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Scratch]:
-    """The product that a softmax's backward sums; the places of a row's elements that are sorted with them.
+def _on_cuda(func: Any, args: Sequence[Any]) -> Iterator[Scratch]:
+    """The product that a softmax's backward sums.
 
     Raises:
-        MissingRule: for rows that CUB sorts.
+        MissingRule: for an operation that sorts or scans by CUB.
 
-    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`),
-    aten/src/ATen/native/cuda/Sort.cpp (`fillSliceWithIndex`).
+    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`).
     """
     if func is ATEN._softmax_backward_data.default:
         yield "grad times probabilities", args[1].numel(), args[1].dtype
-    if func in SORTS:
-        n = _row(args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))
-        if n > LONGEST_SORTED:
-            raise _of_cub(f"a sort of rows of {n}")
-        yield "places in a row", n, torch.int64
     if func is TOP and (n := _row(args[0], args[2] if len(args) > 2 else -1)) >= SHORTEST_DIVIDED:
         raise _of_cub(f"topk of rows of {n}")
     if func._overloadpacket in OF_CUB:

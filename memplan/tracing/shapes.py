@@ -23,6 +23,7 @@ NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
 """Namespaces whose operations take and return only tensors and plain values."""
 
 LAYER_NORM: Final = ATEN.native_layer_norm.default
+GROUPED_PRODUCT: Final = ATEN._grouped_mm.default
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,17 +108,27 @@ class Shapes:
     def _dispatched(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """PyTorch's own answer, but for a layer norm on CPU with weights of another type than its input's.
+        """PyTorch's own answer, but for two operations whose kernels do otherwise than its rule says.
 
-        The kernel's mean and deviation have the weights' type, PyTorch's rule says the input's.
+        The mean and the deviation of a layer norm on CPU have the weights' type, not the input's. Products of
+        groups of rows take other types than bfloat16 too.
 
-        Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`: `param_scalar_type`).
+        Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`: `param_scalar_type`),
+        aten/src/ATen/native/GroupedMMUtils.h (`create_grouped_gemm_output_tensor`).
         """
+        if func is GROUPED_PRODUCT:
+            return self._grouped_product(*args)
         out: Any = self.mode.dispatch(func, types, args, kwargs)
         if func is not LAYER_NORM or args[0].device.type != "cpu" or args[2] is None:
             return out
         with self.mode:
             return out[0], *[statistic.to(args[2].dtype) for statistic in out[1:]]
+
+    def _grouped_product(self, a: Tensor, b: Tensor, of_groups: Tensor | None = None, *_: Any) -> Tensor:
+        """The products of rows with each group's matrix, or a matrix for each group of rows."""
+        groups = b.shape[:1] if of_groups is None else of_groups.shape
+        with self.mode:
+            return a.new_empty((*(groups if a.dim() == b.dim() else ()), a.shape[-2], b.shape[-1]))
 
     def _made(self, part: _Result, given: Sequence[Tensor]) -> Tensor:
         if part.argument is not None and part.is_argument:

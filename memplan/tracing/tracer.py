@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
+from math import gcd
 from typing import Any, Final, cast, get_args
 from unittest.mock import patch
 
@@ -194,6 +195,8 @@ class _Tracer:
         self.ends = {"embed": before, "head": after} if path else {}
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded, in any run."""
+        self.unused: frozenset[str] | None = None
+        """The parameters that require a gradient and get none, in every run; None before the first."""
         self._few: bool | None = None
         self._last: tuple[Point, Variant, Parts] | None = None
 
@@ -286,7 +289,7 @@ class _Tracer:
                         f"{_where(recorder)} fails as it is traced ({type(error).__name__}: {_why(error)}); "
                         "give a module and an example that train, and code that reads no values of floats."
                     ) from error
-                self._check_gradients(parameters)
+                self._note_unused(parameters)
         self.neglected |= recorder.neglected
         return parts_of(recorder, self.prefixes)
 
@@ -393,14 +396,18 @@ class _Tracer:
 
         return block
 
-    def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        unused = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
-        if unused:
+    def _note_unused(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        has_grad = {(self.common(n), p.grad is not None) for n, p in parameters.items() if p.requires_grad}
+        unused = frozenset([name for name, used in has_grad if not used])
+        if some := sorted(name for name in unused if (name, True) in has_grad):
+            raise Unlike(f"{some[0]} gets a gradient in some of them only")
+        if self.unused not in (None, unused):
             raise MissingRule(
-                f"{len(unused)} parameters get no gradient ({', '.join(unused[:3])}), on which DDP fails; "
-                "freeze them (requires_grad_(False)), or use them in the loss.",
-                kind="a module with parameters that get no gradient",
+                f"{min(self.unused ^ unused)} gets a gradient in some runs only; freeze it "
+                "(requires_grad_(False)), or use it in every loss.",
+                kind="a module with parameters that sometimes get a gradient",
             )
+        self.unused = unused
 
 
 def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Callable[..., Any]:
@@ -687,15 +694,16 @@ def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recor
 
 
 def _lengths(example: Example) -> tuple[int, ...]:
-    """The lengths that are traced."""
+    """The lengths that are traced: no dims of weights, so that sizes tell them apart."""
     length = example.point[1]
     if not example.has_sequence:
         return (1, 1, 1)
-    if length >= max(LENGTHS):
-        return LENGTHS
     if length < LEAST_LENGTH:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
-    return (length * 3 // 4, length, length // 2)
+    usual = LENGTHS if length >= max(LENGTHS) else (length * 3 // 4, length, length // 2)
+    dims = {n for parameter in example.module.parameters() for n in parameter.shape}
+    found = [next((m for m in range(n, 0, -gcd(n, 8)) if m not in dims), n) for n in usual]
+    return tuple(found) if len({*found}) == len(usual) else usual
 
 
 def _model(
@@ -707,8 +715,14 @@ def _model(
 ) -> TracedModel:
     example = tracer.example
     named = {id(p): n for n, p in example.module.named_parameters()}
+    unused = tracer.unused or frozenset()
     before, block, after = [
-        tuple([TracedTensor(n, _fixed(p), _stored(p), p.requires_grad) for n, p in own.items()])
+        tuple(
+            [
+                TracedTensor(n, _fixed(p), _stored(p), p.requires_grad and n not in unused)
+                for n, p in own.items()
+            ]
+        )
         for own in tracer.parameters()
     ]
     config = getattr(example.module, "config", None)
@@ -736,6 +750,7 @@ def _model(
         has_sequence=example.has_sequence,
         limits=limits,
         neglects=tuple(tracer.neglected),
+        unused=tuple(sorted(unused)),
     )
 
 

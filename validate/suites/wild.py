@@ -85,8 +85,8 @@ FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
 """For modules that are frozen in part, beside the others."""
 
 PIPELINED: Final = (
-    "hf-llama", "hf-mistral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox", "hf-gpt2-untied", "encoder",
-    "hf-llama-lora", "hf-llama-qlora",
+    "hf-llama", "hf-mistral", "hf-mixtral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox",
+    "hf-gpt2-untied", "encoder", "hf-llama-lora", "hf-llama-qlora",
 )  # fmt: skip
 """Modules that are cut into stages: their embedding and head are not tied."""
 
@@ -126,7 +126,7 @@ def wild() -> tuple[Case, ...]:
                 continue
             if _narrow(plan) and one.package == "torchvision":
                 continue
-            if plan.fsdp and model.integer_dtypes:
+            if (plan.fsdp and model.integer_dtypes) or (plan.ddp and model.unused):
                 continue
             case = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
             found.append(Case(name=case, model=model, plan=plan, timeout_s=240.0))

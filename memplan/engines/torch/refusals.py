@@ -102,6 +102,18 @@ def _check_ends(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_unused(model: Model, plan: Plan) -> None:
+    if plan.ddp and isinstance(model, TracedModel) and model.unused:
+        first = ", ".join(model.unused[:3])
+        raise PlanRefused(
+            f"{len(model.unused)} parameters of {model.name} get no gradient ({first}), on which "
+            "DistributedDataParallel fails in the second step ('Expected to have finished reduction "
+            "in the prior iteration'); freeze them (requires_grad_(False)), use them in the loss, or use "
+            "FSDP2 (zero=2 or 3).",
+            kind="DDP of a module with parameters that get no gradient",
+        )
+
+
 def _check_stages(model: Model, plan: Plan) -> None:
     if plan.pp == 1:
         return
@@ -339,6 +351,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     check_sequence,
     check_layers,
     _check_ends,
+    _check_unused,
     _check_stages,
     _check_micro_batches,
     _check_split_backward,

@@ -160,6 +160,7 @@ def clip(
 
     Source: torchtitan/distributed/utils.py (`clip_grad_norm_`).
     """
+    parameters = [weight for weight in parameters if weight.grad is not None]
     norms = [_norm(grads, foreach) for grads in by_mesh(map(gradient, parameters))]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if pipeline is not None:

@@ -104,6 +104,17 @@ LANGUAGE: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", GROUPED),
     "cohere": ("CohereForCausalLM", "CohereConfig", GROUPED),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", WIDTHS),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**GROUPED, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -168,13 +179,19 @@ def _tokens(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
     return {"input_ids": ids, "labels": ids}
 
 
-def _vit() -> nn.Module:
-    transformers = import_module("transformers")
-    sizes = {name: WIDTHS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    settings = transformers.ViTConfig(
-        **sizes, num_hidden_layers=4, image_size=IMAGE, patch_size=8, num_labels=N_CLASSES
-    )
-    return cast(nn.Module, transformers.ViTForImageClassification(settings))
+OF_IMAGES: Final = {
+    **{name: WIDTHS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
+    "num_hidden_layers": 4,
+    "image_size": IMAGE,
+    "patch_size": 8,
+}
+
+_vit = _language("ViTForImageClassification", "ViTConfig", OF_IMAGES, num_labels=N_CLASSES)
+
+_clip = _language(
+    "CLIPForImageClassification", "CLIPConfig", {"vision_config": OF_IMAGES}, num_labels=N_CLASSES
+)
+"""CLIP's images, whose last norm gets no gradient."""
 
 
 def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator, size: int = IMAGE) -> Inputs:
@@ -382,6 +399,15 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         "Qwen3", 1, 4096, width=4096, ff=12_288, layers=36, heads=32, vocabulary=151_936,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
     ),
+    "qwen3-30b-a3b": _llama_like(
+        "Qwen3Moe", 1, 4096, width=2048, ff=6144, layers=48, heads=32, vocabulary=151_936,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=40_960,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+    ),
+    "mixtral-8x7b": _llama_like(
+        "Mixtral", 1, 4096, width=4096, ff=14_336, layers=32, heads=32, vocabulary=32_000,
+        num_key_value_heads=8, sliding_window=None, max_position_embeddings=32_768,
+    ),
     "mistral-7b": _llama_like(
         "Mistral", 1, 4096, width=4096, ff=14_336, layers=32, heads=32, vocabulary=32_768,
         num_key_value_heads=8, sliding_window=None, max_position_embeddings=32_768,
@@ -440,6 +466,7 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
         for name, how in LANGUAGE.items()
     },
     "hf-vit": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
+    "hf-clip": Wild(module=_clip, inputs=_labelled_images, package="transformers"),
     "hf-llama-lora": Wild(
         module=_lora("llama", quantized=False), inputs=_tokens, seq_len=64, package="transformers"
     ),
