@@ -58,9 +58,9 @@ EXPECTED = {
     "a100-allocator": (158, (158, 158, 158), EXACT),
     "b200-allocator": (158, (158, 158, 158), EXACT),
     "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
-    "a100-wild": (18, (18, 14, 14), (0, 0.0014, 0.07)),
-    "b200-wild": (21, (21, 17, 17), (0, 0.0018, 0.062)),
-    "h200-wild": (67, (67, 59, 61), (0, 0.0016, 0.032)),  # other people's modules; cuDNN's workspaces
+    "a100-wild": (18, (18, 16, 16), (0, 0.0001, 0.0006)),
+    "b200-wild": (21, (21, 21, 21), EXACT),
+    "h200-wild": (67, (67, 64, 65), (0, 0.00054, 0.0099)),  # other people's modules; the rest runs autocast
     "a100-families": (114, (114, 111, 114), (0, 0.00003, 0)),  # transformers' decoders
     "h100-families": (114, (114, 112, 114), (0, 0.00001, 0)),
     "a100-frontier": (87, (87, 87, 87), EXACT),

@@ -1,6 +1,7 @@
 """Modules traced for CUDA where there is no GPU: equal to what memplan knows of its own ones, on any GPU."""
 
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 import memplan
 from memplan import Gpt, Llama, MissingRule
 from memplan.models.traced import model_from_trace
+from memplan.models.workspaces import Asked, runs_of
+from memplan.record import unrolled
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.scratch import scratch_of
@@ -106,6 +109,58 @@ def test_workspaces_of_convolutions_are_said_to_be_left_out(tmp_path):
     assert "the workspaces of UNet's convolutions are not counted" in " ".join(told.notes)
     linear = of_the_sum(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), precisions=["fp32"])
     assert not memplan.estimate(linear, seq_len=1, precision="fp32").notes
+
+
+def test_what_cudnn_was_asked_is_allocated_where_it_was_asked(tmp_path):
+    """With a micro-batch of 4 a convolution takes 2 MiB, and its weight's gradient 4 MiB."""
+    traced = of_the_sum(nn.Conv2d(3, 8, 3), torch.zeros(2, 3, 32, 32), precisions=["fp32"])
+    parts = [events for recording in traced.recordings.values() for events in recording.parts.values()]
+    calls = dict.fromkeys(one for events in parts for one in events if one.kind == "workspace")
+    assert [one.kernel for one in calls] == ["output", "weight"]
+    runs = {one: runs_of({2: i * 2**20, 4: i * 2**21}) for i, one in enumerate(calls, 1)}
+    asked = Asked(library="cuDNN 9.20.0", batches=(2, 4), runs={"h200": runs})
+    replace(traced, asked=asked).save(tmp_path / "asked.json")
+    model = model_from_trace(tmp_path / "asked.json")
+    assert model.asked == asked
+    told = {
+        (gpu, micro_batch): memplan.estimate(
+            model, cluster=f"1x{gpu}", micro_batch=micro_batch, seq_len=1, precision="fp32"
+        )
+        for gpu, micro_batch in (("h200", 4), ("h200", 3), ("b200", 4))
+    }
+    taken = {
+        where: [e.buffer.n_bytes for _, e in unrolled(one.worst.record.step) if "cuDNN" in e.buffer.name]
+        for where, one in told.items()
+    }
+    assert taken == {("h200", 4): [2**21, 2**21, 2**22, 2**22], ("h200", 3): [], ("b200", 4): []}
+    notes = [" ".join(one.notes) for one in told.values()]
+    assert "those that cuDNN 9.20.0 states for h200, asked without a GPU" in notes[0]
+    assert "not counted" not in notes[0]
+    assert "known with a micro-batch of 2 or 4" in notes[1]
+    assert "known on h200" in notes[2]
+
+
+def test_a_gradient_in_another_layout_is_copied_before_a_convolutions_backward_pass():
+    """The gradient of patches that become tokens; the bias's is summed from it as it is, after the copy."""
+
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches = nn.Conv2d(3, 64, 4, stride=4)
+
+        def forward(self, images):
+            return self.patches(images).flatten(2).transpose(1, 2).contiguous()
+
+    traced = of_the_sum(Patches(), torch.zeros(2, 3, 32, 32), precisions=["fp32"])
+    recording = next(iter(traced.recordings.values()))
+    (copy,) = [i for i, buffer in enumerate(recording.buffers) if "in order" in buffer.name]
+    backward = [one for one in recording.parts["embed_backward"] if one.kind != "compute"]
+    at = [one.kind for one in backward].index("workspace")
+    assert [(one.kind, one.buffer) for one in (backward[at - 2], backward[at + 1])] == [
+        ("alloc", copy),
+        ("free", copy),
+    ]
+    assert backward[at + 2].kernel == "sum"
 
 
 def test_batch_norm_of_images_in_float32_is_cudnn_s_and_under_autocast_is_pytorch_s():

@@ -21,9 +21,10 @@ from memplan.models.traced import (
     shape_at,
     size_at,
 )
+from memplan.models.workspaces import Asked
 from memplan.ops.kernel_calls import kernel_events
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, ComputeKind, Event, Free, frees
-from memplan.shapes import FP32, Buffer, DType, Parameter
+from memplan.shapes import FP32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import OpContext
 
 
@@ -82,19 +83,18 @@ def _recorded(
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
 
-    part, starts = {}, {}
+    part, starts, (first, last) = {}, {}, ends or (True, True)
     for name, events in recording.parts.items():
-        expanded = list(_events(events, buffers, named, context))
+        asked = model.asked if first or name != "embed" else Asked()  # a later stage has no weights there
+        expanded = list(_events(events, buffers, named, asked, context))
         starts[name] = [0, *accumulate(map(len, expanded))]
         part[name] = Segment(tuple(chain.from_iterable(expanded)))
     whole = part
-    boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
-    sent, (first, last) = boundary, ends or (True, True)
+    sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
     if ends is not None:
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
         part = _of_stage(part, model, recording, buffers, sent, context, first=first, last=last)
-    loss = part["loss_backward"]
-    head, after_head = part["head"], part["loss"]
+    loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
     if context.autocast is not None and ends is None:
         head, after_head = _within_autocast(head, after_head, context)
     return Trace(
@@ -373,7 +373,11 @@ def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
 
 
 def _events(
-    traced: Sequence[TracedEvent], buffers: list[Buffer], named: dict[str, Parameter], context: OpContext
+    traced: Sequence[TracedEvent],
+    buffers: list[Buffer],
+    named: dict[str, Parameter],
+    asked: Asked,
+    context: OpContext,
 ) -> Iterator[Sequence[Event]]:
     """The events of each traced one at a micro-batch and a length; a kernel's as they are on the device.
 
@@ -387,6 +391,10 @@ def _events(
             sizes = shape_at(one.shape, batch, seq_len)
             yield kernel_events(one.kernel, sizes, DTYPES[one.dtype], results, context)
             yield from [()] * one.n_results
+        elif one.kind == "workspace":
+            n_bytes = asked.n_bytes(one, context.device.name, batch)
+            workspace = buffer_of("cuDNN's workspace", (n_bytes,), UINT8)
+            yield (Alloc(workspace), Free(workspace)) if n_bytes else ()
         else:
             yield (_event(one, buffers, named, batch, seq_len),)
 
