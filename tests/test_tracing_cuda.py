@@ -10,7 +10,7 @@ from torch import nn
 
 import memplan
 from memplan import Gpt, Llama, MissingRule
-from memplan.models.traced import model_from_trace
+from memplan.models.traced import model_from_trace, size_at
 from memplan.models.workspaces import Asked, runs_of
 from memplan.record import unrolled
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
@@ -97,9 +97,39 @@ def of_the_sum(module: nn.Module, inputs: torch.Tensor, **options: Any) -> mempl
     return memplan.trace(module, inputs, loss=lambda output: output.sum(), device="cuda", **options)
 
 
-def test_a_recurrent_network_is_refused():
-    with pytest.raises(MissingRule, match="lstm on CUDA keeps memory that only cuDNN knows"):
+def test_a_recurrent_network_is_refused_and_the_way_out_is_its_cells():
+    with pytest.raises(MissingRule, match=r"lstm on CUDA keeps memory that only cuDNN knows.*nn\.LSTMCell"):
         of_the_sum(Recurrent(), torch.zeros(2, 16, dtype=torch.int64))
+
+
+class Steps(nn.Module):
+    """A recurrent network, a step at a time."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = None
+        for at in range(x.shape[1]):
+            state = self.cell(x[:, at], state)
+        return state[0]
+
+
+def test_an_lstm_s_cell_is_one_kernel_and_its_gates_are_allocated_first():
+    traced = of_the_sum(Steps(nn.LSTMCell(8, 4)), torch.zeros(2, 3, 8), precisions=["fp32"])
+    recording = next(iter(traced.recordings.values()))
+    cells = [
+        recording.buffers[event.buffer].shape[1]
+        for event in recording.parts["embed"]
+        if event.kind == "alloc" and "_thnn_fused_lstm_cell" in recording.buffers[event.buffer].name
+    ]
+    assert [size_at(width, 2, 1) for width in cells] == 3 * [16, 4, 4]
+
+
+def test_a_gru_s_cell_is_refused_as_pytorch_has_no_rule_of_its_shapes():
+    with pytest.raises(MissingRule, match=r"use torch\.nn\.LSTMCell"):
+        of_the_sum(Steps(nn.GRUCell(8, 4)), torch.zeros(2, 3, 8))
 
 
 def test_workspaces_of_convolutions_are_said_to_be_left_out(tmp_path):

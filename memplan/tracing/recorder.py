@@ -32,10 +32,11 @@ GIVEN, WEIGHT = -1, -2
 CASTS: Final = torch.ops.aten._to_copy.default
 """Copies a tensor to another type."""
 
-MASK_FIRST: Final = torch.ops.aten.native_dropout.default
-"""CUDA's dropout, which allocates the mask, its second result, before the first.
+LAST_FIRST: Final = (torch.ops.aten.native_dropout.default, torch.ops.aten._thnn_fused_lstm_cell.default)
+"""CUDA's dropout, which allocates the mask, its second result, before the first; an LSTM's cell likewise.
 
-Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`).
+Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`), aten/src/ATen/native/cuda/RNN.cu
+(`_thnn_fused_lstm_cell_cuda`).
 """
 
 SOLE_OWNER: Final = (4, 2)
@@ -275,7 +276,7 @@ class Recorder(ShapesMode):
                 self.events.append(Event("kernel", self.segment, -1, kernel))
         if func in (CONVOLUTION, CONVOLUTION_BACKWARD) and on_gpu and not self.executes:
             self._convolved(func, args, results)
-        self._allocated(func, args, results[::-1] if func is MASK_FIRST else results)
+        self._allocated(func, args, results[::-1] if func in LAST_FIRST else results)
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._workspace(scratch)
