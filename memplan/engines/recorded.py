@@ -361,7 +361,7 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
                     alive.append(buffer)
                 case Free(buffer) if buffer in alive:
                     alive.remove(buffer)
-                case Compute() if alive:
+                case Compute(kind=kind) if alive and kind is not ComputeKind.CONVOLUTION:
                     found.add(alive[-1])
     return frozenset(found)
 
@@ -381,9 +381,10 @@ def _events(
 ) -> Iterator[Sequence[Event]]:
     """The events of each traced one at a micro-batch and a length; a kernel's as they are on the device.
 
-    The results of a kernel are among its own events.
+    The results of a kernel are among its own events. A computation after a workspace is a convolution's.
     """
     batch, seq_len = context.micro_batch, context.seq_len
+    computes = ComputeKind.UNKNOWN
     ahead = iter(traced)
     for one in ahead:
         if one.kind == "kernel":
@@ -395,14 +396,16 @@ def _events(
             n_bytes = asked.n_bytes(one, context.device.name, batch)
             workspace = buffer_of("cuDNN's workspace", (n_bytes,), UINT8)
             yield (Alloc(workspace), Free(workspace)) if n_bytes else ()
+            computes = ComputeKind.CONVOLUTION
+        elif one.kind == "compute":
+            yield (_computed(one, computes, batch, seq_len),)
+            computes = ComputeKind.UNKNOWN
         else:
-            yield (_event(one, buffers, named, batch, seq_len),)
+            yield (_event(one, buffers, named),)
 
 
-def _event(
-    traced: TracedEvent, buffers: list[Buffer], named: dict[str, Parameter], batch: int, seq_len: int
-) -> Event:
-    """A recorded event at a micro-batch and a sequence length."""
+def _event(traced: TracedEvent, buffers: list[Buffer], named: dict[str, Parameter]) -> Event:
+    """What happens to a buffer."""
     match traced.kind:
         case "alloc":
             return Alloc(buffers[traced.buffer])
@@ -410,10 +413,13 @@ def _event(
             return Free(buffers[traced.buffer])
         case "add":
             return AddToIncoming(buffers[traced.buffer])
-        case "grad":
-            return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
+    return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
+
+
+def _computed(traced: TracedEvent, kind: ComputeKind, batch: int, seq_len: int) -> Compute:
+    """A recorded computation at a micro-batch and a sequence length."""
     return Compute(
-        kind=ComputeKind.UNKNOWN,
+        kind=kind,
         phase=traced.phase,
         flops=size_at(traced.flops, batch, seq_len),
         shape=shape_at(traced.shape, batch, seq_len),
