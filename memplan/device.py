@@ -10,13 +10,15 @@ class Device(NamedTuple):
 
     `type` is torch's ("cuda" for AMD's GPUs too), `capability` is CUDA's compute capability and
     `multiprocessors` their number; both are left out for CPUs and AMD's GPUs. `runs_kernels`: tensors have
-    data, so that kernels run and allocate buffers of their own.
+    data, so that kernels run and allocate buffers of their own. `name`: the GPU's in memplan's table, by
+    which a trace keeps what cuDNN was asked about it.
     """
 
     type: DeviceType
     capability: tuple[int, int] | None = None
     multiprocessors: int = 0
     runs_kernels: bool = True
+    name: str = ""
 
     @property
     def on_cpu(self) -> bool:
@@ -52,6 +54,6 @@ CPU: Final = Device("cpu")
 CPU_OF_SHAPES: Final = Device("cpu", runs_kernels=False)
 """PyTorch's code for CPUs, run on tensors without data."""
 
-A100: Final = Device("cuda", (8, 0), 108)
-H100: Final = Device("cuda", (9, 0), 132)
+A100: Final = Device("cuda", (8, 0), 108, name="a100-80-sxm")
+H100: Final = Device("cuda", (9, 0), 132, name="h100-sxm")
 """The device of an estimate without a cluster."""

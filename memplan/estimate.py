@@ -375,7 +375,7 @@ class Estimate:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about the plan that no figure says."""
-        return tuple(notes_of(self.model, self.plan))
+        return tuple(notes_of(self.model, self.plan, self.cluster))
 
     @property
     def time_missing(self) -> tuple[str, ...]:
@@ -512,7 +512,7 @@ class Estimate:
         return html_text(str(self))
 
 
-def notes_of(model: Model, plan: Plan) -> Iterator[str]:
+def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     """Sentences about a plan that no figure says."""
     if plan.seq_len > model.max_seq_len:
         yield (
@@ -520,7 +520,7 @@ def notes_of(model: Model, plan: Plan) -> Iterator[str]:
             "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
             "learns from it is another question."
         )
-    yield from model.notes()
+    yield from model.notes(device_of(cluster), plan.micro_batch)
     yield from ENGINES.named(plan.engine).notes(model, plan)
 
 

@@ -96,6 +96,8 @@ class ComputeKind(Enum):
     """Matrix products of a batch; operands (batch, m, k) and (batch, k, n)."""
     ATTENTION = "scaled_dot_product_attention"
     """Attention by one kernel; operands q, k, v (batch, seq, heads, d_head): k, v may have fewer heads."""
+    CONVOLUTION = "convolution"
+    """A convolution in a traced module, which is no product of cuBLAS; operands are not known, only FLOPs."""
     UNKNOWN = "unknown"
     """Operands are not known, only FLOPs: an operation of a traced module, or a closed form."""
 

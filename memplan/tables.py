@@ -4,14 +4,13 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from memplan.engines.options import not_usual
-from memplan.estimate import Estimate, StageEstimate, notes_of
+from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Cluster
-from memplan.models import Model
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
@@ -118,14 +117,14 @@ def estimate_text(estimate: Estimate) -> str:
     Every line has at most `WIDTH` characters; every number of bytes has its unit.
     """
     parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
-    parts += [_collectives(estimate), _time(estimate), *notes_text(estimate.model, estimate.plan)]
+    parts += [_collectives(estimate), _time(estimate), *notes_text(estimate.notes)]
     parts.append(estimate.engine.assumes or CONFIRMED[estimate.confirmed])
     return "\n\n".join(part for part in parts if part)
 
 
-def notes_text(model: Model, plan: Plan) -> list[str]:
+def notes_text(notes: Iterable[str]) -> list[str]:
     """The notes on a plan, each in lines of its own."""
-    return [wrapped(f"Note: {note}") for note in notes_of(model, plan)]
+    return [wrapped(f"Note: {note}") for note in notes]
 
 
 def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -14,8 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import memplan
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
+from validate import workspaces
 from validate.__main__ import main
 from validate.gpus import known_as
 from validate.nogpu import build, environment_for, parts_told
@@ -231,3 +233,21 @@ print(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() >= x.num
 def test_the_real_cudnn_says_what_workspace_a_convolution_needs():
     """At least a copy of the input with its channels last, which is how tensor cores take it."""
     assert last_line_on_an_h100(CONVOLVED) == "True"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+def test_cudnn_answers_about_the_convolutions_of_a_trace(monkeypatch):
+    """Copies of all three tensors with their channels last, and a few partial sums of a weight's gradient."""
+    monkeypatch.setattr(workspaces, "BATCHES", (1, 32))
+    monkeypatch.setattr(workspaces, "GPUS", ("h100-sxm",))
+    layer, images = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.zeros(2, 64, 56, 56)
+    traced = memplan.trace(
+        layer, images, loss=lambda output: output.sum(), device="cuda", precisions=["bf16"]
+    )
+    asked = workspaces.asked_of_cudnn(traced).asked
+    assert asked.knows("h100-sxm", 32)
+    n_weights = 64 * 64 * 3 * 3
+    copies = 2 * (2 * 32 * 64 * 56 * 56 + n_weights)
+    for call in asked.runs["h100-sxm"]:
+        assert copies <= asked.n_bytes(call, "h100-sxm", 32) < copies + 4 * (4 * n_weights)

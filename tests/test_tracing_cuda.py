@@ -1,6 +1,7 @@
 """Modules traced for CUDA where there is no GPU: equal to what memplan knows of its own ones, on any GPU."""
 
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,9 +11,10 @@ from torch import nn
 import memplan
 from memplan import Gpt, Llama, MissingRule
 from memplan.device import A100, H100, Device
-from memplan.models.traced import model_from_trace
+from memplan.models.traced import model_from_trace, size_at
+from memplan.models.workspaces import Asked, runs_of
 from memplan.ops.kernel_calls import kernel_events
-from memplan.record import Alloc
+from memplan.record import Alloc, unrolled
 from memplan.shapes import BF16, FP32, INT64, Buffer, DType
 from memplan.tape import OpContext
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
@@ -100,9 +102,39 @@ def of_the_sum(module: nn.Module, inputs: torch.Tensor, **options: Any) -> mempl
     return memplan.trace(module, inputs, loss=lambda output: output.sum(), device="cuda", **options)
 
 
-def test_a_recurrent_network_is_refused():
-    with pytest.raises(MissingRule, match="lstm on CUDA keeps memory that only cuDNN knows"):
+def test_a_recurrent_network_is_refused_and_the_way_out_is_its_cells():
+    with pytest.raises(MissingRule, match=r"lstm on CUDA keeps memory that only cuDNN knows.*nn\.LSTMCell"):
         of_the_sum(Recurrent(), torch.zeros(2, 16, dtype=torch.int64))
+
+
+class Steps(nn.Module):
+    """A recurrent network, a step at a time."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = None
+        for at in range(x.shape[1]):
+            state = self.cell(x[:, at], state)
+        return state[0]
+
+
+def test_an_lstm_s_cell_is_one_kernel_and_its_gates_are_allocated_first():
+    traced = of_the_sum(Steps(nn.LSTMCell(8, 4)), torch.zeros(2, 3, 8), precisions=["fp32"])
+    recording = next(iter(traced.recordings.values()))
+    cells = [
+        recording.buffers[event.buffer].shape[1]
+        for event in recording.parts["embed"]
+        if event.kind == "alloc" and "_thnn_fused_lstm_cell" in recording.buffers[event.buffer].name
+    ]
+    assert [size_at(width, 2, 1) for width in cells] == 3 * [16, 4, 4]
+
+
+def test_a_gru_s_cell_is_refused_as_pytorch_has_no_rule_of_its_shapes():
+    with pytest.raises(MissingRule, match=r"use torch\.nn\.LSTMCell"):
+        of_the_sum(Steps(nn.GRUCell(8, 4)), torch.zeros(2, 3, 8))
 
 
 def test_workspaces_of_convolutions_are_said_to_be_left_out(tmp_path):
@@ -112,6 +144,58 @@ def test_workspaces_of_convolutions_are_said_to_be_left_out(tmp_path):
     assert "the workspaces of UNet's convolutions are not counted" in " ".join(told.notes)
     linear = of_the_sum(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), precisions=["fp32"])
     assert not memplan.estimate(linear, seq_len=1, precision="fp32").notes
+
+
+def test_what_cudnn_was_asked_is_allocated_where_it_was_asked(tmp_path):
+    """With a micro-batch of 4 a convolution takes 2 MiB, and its weight's gradient 4 MiB."""
+    traced = of_the_sum(nn.Conv2d(3, 8, 3), torch.zeros(2, 3, 32, 32), precisions=["fp32"])
+    parts = [events for recording in traced.recordings.values() for events in recording.parts.values()]
+    calls = dict.fromkeys(one for events in parts for one in events if one.kind == "workspace")
+    assert [one.kernel for one in calls] == ["output", "weight"]
+    runs = {one: runs_of({2: i * 2**20, 4: i * 2**21}) for i, one in enumerate(calls, 1)}
+    asked = Asked(library="cuDNN 9.20.0", batches=(2, 4), runs={"h200": runs})
+    replace(traced, asked=asked).save(tmp_path / "asked.json")
+    model = model_from_trace(tmp_path / "asked.json")
+    assert model.asked == asked
+    told = {
+        (gpu, micro_batch): memplan.estimate(
+            model, cluster=f"1x{gpu}", micro_batch=micro_batch, seq_len=1, precision="fp32"
+        )
+        for gpu, micro_batch in (("h200", 4), ("h200", 3), ("b200", 4))
+    }
+    taken = {
+        where: [e.buffer.n_bytes for _, e in unrolled(one.worst.record.step) if "cuDNN" in e.buffer.name]
+        for where, one in told.items()
+    }
+    assert taken == {("h200", 4): [2**21, 2**21, 2**22, 2**22], ("h200", 3): [], ("b200", 4): []}
+    notes = [" ".join(one.notes) for one in told.values()]
+    assert "those that cuDNN 9.20.0 states for h200, asked without a GPU" in notes[0]
+    assert "not counted" not in notes[0]
+    assert "known with a micro-batch of 2 or 4" in notes[1]
+    assert "known on h200" in notes[2]
+
+
+def test_a_gradient_in_another_layout_is_copied_before_a_convolutions_backward_pass():
+    """The gradient of patches that become tokens; the bias's is summed from it as it is, after the copy."""
+
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches = nn.Conv2d(3, 64, 4, stride=4)
+
+        def forward(self, images):
+            return self.patches(images).flatten(2).transpose(1, 2).contiguous()
+
+    traced = of_the_sum(Patches(), torch.zeros(2, 3, 32, 32), precisions=["fp32"])
+    recording = next(iter(traced.recordings.values()))
+    (copy,) = [i for i, buffer in enumerate(recording.buffers) if "in order" in buffer.name]
+    backward = [one for one in recording.parts["embed_backward"] if one.kind != "compute"]
+    at = [one.kind for one in backward].index("workspace")
+    assert [(one.kind, one.buffer) for one in (backward[at - 2], backward[at + 1])] == [
+        ("alloc", copy),
+        ("free", copy),
+    ]
+    assert backward[at + 2].kernel == "sum"
 
 
 def test_batch_norm_of_images_in_float32_is_cudnn_s_and_under_autocast_is_pytorch_s():

@@ -21,9 +21,10 @@ from memplan.models.traced import (
     shape_at,
     size_at,
 )
+from memplan.models.workspaces import Asked
 from memplan.ops.kernel_calls import kernel_events
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, ComputeKind, Event, Free, frees
-from memplan.shapes import FP32, Buffer, DType, Parameter
+from memplan.shapes import FP32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import OpContext
 
 
@@ -82,19 +83,18 @@ def _recorded(
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
 
-    part, starts = {}, {}
+    part, starts, (first, last) = {}, {}, ends or (True, True)
     for name, events in recording.parts.items():
-        expanded = list(_events(events, buffers, named, context))
+        asked = model.asked if first or name != "embed" else Asked()  # a later stage has no weights there
+        expanded = list(_events(events, buffers, named, asked, context))
         starts[name] = [0, *accumulate(map(len, expanded))]
         part[name] = Segment(tuple(chain.from_iterable(expanded)))
     whole = part
-    boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
-    sent, (first, last) = boundary, ends or (True, True)
+    sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
     if ends is not None:
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
         part = _of_stage(part, model, recording, buffers, sent, context, first=first, last=last)
-    loss = part["loss_backward"]
-    head, after_head = part["head"], part["loss"]
+    loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
     if context.autocast is not None and ends is None:
         head, after_head = _within_autocast(head, after_head, context)
     return Trace(
@@ -361,7 +361,7 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
                     alive.append(buffer)
                 case Free(buffer) if buffer in alive:
                     alive.remove(buffer)
-                case Compute() if alive:
+                case Compute(kind=kind) if alive and kind is not ComputeKind.CONVOLUTION:
                     found.add(alive[-1])
     return frozenset(found)
 
@@ -373,13 +373,18 @@ def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
 
 
 def _events(
-    traced: Sequence[TracedEvent], buffers: list[Buffer], named: dict[str, Parameter], context: OpContext
+    traced: Sequence[TracedEvent],
+    buffers: list[Buffer],
+    named: dict[str, Parameter],
+    asked: Asked,
+    context: OpContext,
 ) -> Iterator[Sequence[Event]]:
     """The events of each traced one at a micro-batch and a length; a kernel's as they are on the device.
 
-    The results of a kernel are among its own events.
+    The results of a kernel are among its own events. A computation after a workspace is a convolution's.
     """
     batch, seq_len = context.micro_batch, context.seq_len
+    computes = ComputeKind.UNKNOWN
     ahead = iter(traced)
     for one in ahead:
         if one.kind == "kernel":
@@ -387,14 +392,20 @@ def _events(
             sizes = shape_at(one.shape, batch, seq_len)
             yield kernel_events(one.kernel, sizes, DTYPES[one.dtype], results, context)
             yield from [()] * one.n_results
+        elif one.kind == "workspace":
+            n_bytes = asked.n_bytes(one, context.device.name, batch)
+            workspace = buffer_of("cuDNN's workspace", (n_bytes,), UINT8)
+            yield (Alloc(workspace), Free(workspace)) if n_bytes else ()
+            computes = ComputeKind.CONVOLUTION
+        elif one.kind == "compute":
+            yield (_computed(one, computes, batch, seq_len),)
+            computes = ComputeKind.UNKNOWN
         else:
-            yield (_event(one, buffers, named, batch, seq_len),)
+            yield (_event(one, buffers, named),)
 
 
-def _event(
-    traced: TracedEvent, buffers: list[Buffer], named: dict[str, Parameter], batch: int, seq_len: int
-) -> Event:
-    """A recorded event at a micro-batch and a sequence length."""
+def _event(traced: TracedEvent, buffers: list[Buffer], named: dict[str, Parameter]) -> Event:
+    """What happens to a buffer."""
     match traced.kind:
         case "alloc":
             return Alloc(buffers[traced.buffer])
@@ -402,10 +413,13 @@ def _event(
             return Free(buffers[traced.buffer])
         case "add":
             return AddToIncoming(buffers[traced.buffer])
-        case "grad":
-            return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
+    return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
+
+
+def _computed(traced: TracedEvent, kind: ComputeKind, batch: int, seq_len: int) -> Compute:
+    """A recorded computation at a micro-batch and a sequence length."""
     return Compute(
-        kind=ComputeKind.UNKNOWN,
+        kind=kind,
         phase=traced.phase,
         flops=size_at(traced.flops, batch, seq_len),
         shape=shape_at(traced.shape, batch, seq_len),

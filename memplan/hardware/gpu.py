@@ -89,9 +89,11 @@ class Gpu:
         """The device that its kernels run on.
 
         >>> gpu("a100-80-sxm").device
-        Device(type='cuda', capability=(8, 0), multiprocessors=108, runs_kernels=True)
+        Device(type='cuda', capability=(8, 0), multiprocessors=108, runs_kernels=True, name='a100-80-sxm')
         """
-        return CPU if self.kind == "cpu" else Device("cuda", self.capability, self.multiprocessors)
+        if self.kind == "cpu":
+            return CPU
+        return Device("cuda", self.capability, self.multiprocessors, name=self.name)
 
 
 def _check_name(what: str, name: object) -> None:

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any, ClassVar, Final, NamedTuple
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
+from memplan.device import Device
 from memplan.errors import InvalidValue, divisors_text, shown_value
 from memplan.ops import cross_entropy
 from memplan.record import Axis
@@ -113,8 +114,8 @@ class Model(ABC):
         """The module's buffers, such as rotary angles: each pipeline stage has its own."""
         return ()
 
-    def notes(self) -> Iterator[str]:
-        """Sentences about the model that no figure says."""
+    def notes(self, device: Device, micro_batch: int) -> Iterator[str]:
+        """Sentences about the model, trained on such a device, that no figure says."""
         yield from ()
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:

@@ -8,14 +8,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
 
 from memplan import shapes
-from memplan.checks import LARGEST, checked_choice, checked_count
-from memplan.device import DeviceType
+from memplan.checks import LARGEST, LARGEST_BYTES, checked_choice, checked_count
+from memplan.device import Device, DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, of_file
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
+from memplan.models.workspaces import Asked, Run
 from memplan.ops.kernel_calls import KERNELS
 from memplan.record import Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
@@ -44,6 +46,12 @@ DTYPES: Final[Mapping[str, DType]] = {
     )
 }
 """The element types that a traced tensor may have."""
+
+CONVOLUTIONS: Final = "convolutions"
+"""The operations of a trace that cuDNN can be asked about without a GPU."""
+
+CONVOLVED: Final = ("output", "input", "weight")
+"""What a convolution's workspace is for: its output, or the gradient of one of these."""
 
 RECOMPUTES: Final = ("none", "full")
 """The kinds of recomputation that are traced."""
@@ -98,10 +106,14 @@ class TracedEvent(NamedTuple):
 
     Or another gradient is added in place to this one, which came from the next block. Or the computation of a
     product of these FLOPs and this shape. Or a kernel of CUDA (`memplan.ops.kernel_calls`) is called with
-    these sizes, `shape`; the next `n_results` buffers that come are its results.
+    these sizes, `shape`; the next `n_results` buffers that come are its results. Or a convolution takes its
+    workspace for the "output", or for the gradient of "input" or "weight", which `kernel` names; its `shape`
+    are the dims of input and weight, then stride, padding, dilation and output padding along each dim of an
+    image, the number of groups, and whether it is transposed, and the channels of input and of weight are
+    last.
     """
 
-    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel"]
+    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
@@ -216,7 +228,8 @@ class TracedModel(Model):
         made_with: the releases it was traced with.
         has_sequence: whether sizes follow `seq_len`; if not, it is 1.
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
-        neglects: the operations whose workspaces are not in the trace.
+        neglects: the operations whose workspaces are not in the trace, but for what is `asked`.
+        asked: the workspaces of convolutions as cuDNN was asked, for some GPUs and micro-batches.
         unused: the parameters that require a gradient and get none; they take what frozen ones take.
     """
 
@@ -240,6 +253,7 @@ class TracedModel(Model):
     limits: tuple[int, int] | None = None
     neglects: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    asked: Asked = field(default=Asked(), repr=False)
     digest: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -257,14 +271,24 @@ class TracedModel(Model):
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
 
-    def notes(self) -> Iterator[str]:
-        if self.neglects:
+    def notes(self, device: Device, micro_batch: int) -> Iterator[str]:
+        known = self.asked.knows(device.name, micro_batch)
+        if known:
             yield (
-                f"the workspaces of {self.name}'s {' and '.join(self.neglects)} are not counted: cuDNN "
+                f"the workspaces of {self.name}'s convolutions are those that {self.asked.library} states "
+                f"for {device.name}, asked without a GPU."
+            )
+        neglected = [one for one in self.neglects if not (known and one == CONVOLUTIONS)]
+        if neglected:
+            yield (
+                f"the workspaces of {self.name}'s {' and '.join(neglected)} are not counted: cuDNN "
                 "chooses its engines by GPU and release, and what they need is often as large as the layer's "
                 "input and output. They matter to the peak where such a layer runs at it, and to what is "
                 "reserved."
             )
+        if CONVOLUTIONS in neglected and self.asked.runs:
+            where = self.asked.nearest_text(device.name, micro_batch)
+            yield f"the workspaces of {self.name}'s convolutions are known {where}."
 
     def inputs(self, samples: int, seq_len: int) -> tuple[Buffer, ...]:
         return tuple([one.buffer(samples, seq_len) for one in self.inputs_of_step])
@@ -385,6 +409,7 @@ def _variant_text(variant: Variant) -> str:
 def _plain(model: TracedModel) -> dict[str, Any]:
     """Plain values, as they are written."""
     table: dict[str, int] = {}
+    convolutions: dict[TracedEvent, int] = {}
     return {
         "format": FORMAT,
         "name": model.name,
@@ -401,11 +426,25 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
         "frozen": model.frozen,
         "recordings": [
-            {"run": _plain_variant(variant), **_plain_recording(recording, table)}
+            {"run": _plain_variant(variant), **_plain_recording(recording, table, convolutions)}
             for variant, recording in model.recordings.items()
         ],
         "buffers": list(map(json.loads, table)),
+        **(_plain_convolutions(model.asked, convolutions) if convolutions else {}),
     }
+
+
+def _plain_convolutions(asked: Asked, convolutions: Iterable[TracedEvent]) -> dict[str, Any]:
+    """The convolutions, which events name by their index, and what cuDNN was asked about each."""
+    runs = {gpu: [[*map(_plain_run, of[one])] for one in convolutions] for gpu, of in asked.runs.items()}
+    return {
+        "convolutions": [[one.kernel, _plain_shape(one.shape), one.dtype] for one in convolutions],
+        "asked": {"library": asked.library, "batches": asked.batches, "runs": runs} if runs else None,
+    }
+
+
+def _plain_run(run: Run) -> list[int]:
+    return [*run] if run.per_sample else [*run[:-1]]
 
 
 TENSORS: Final = (
@@ -434,12 +473,17 @@ def _plain_tensor(tensor: TracedTensor) -> list[Any]:
     return [tensor.name, _plain_shape(tensor.shape), tensor.dtype]
 
 
-def _plain_recording(recording: Recording, table: dict[str, int]) -> dict[str, Any]:
-    """A recording as plain values; its buffers are indices into the growing `table` of all."""
+def _plain_recording(
+    recording: Recording, table: dict[str, int], convolutions: dict[TracedEvent, int]
+) -> dict[str, Any]:
+    """A recording as plain values; its buffers and convolutions are indices into growing tables of all."""
     rows = [json.dumps(_plain_buffer(one)) for one in recording.buffers]
     return {
         "buffers": [table.setdefault(row, len(table)) for row in rows],
-        "parts": {part: list(map(_plain_event, events)) for part, events in recording.parts.items()},
+        "parts": {
+            part: [_plain_event(event, convolutions) for event in events]
+            for part, events in recording.parts.items()
+        },
         "boundary": [recording.boundary, recording.boundary_grad, recording.entry_requires_grad],
         "cut": recording.cut,
         "ends": recording.ends,
@@ -451,7 +495,7 @@ def _plain_buffer(one: TracedBuffer) -> list[Any]:
     return [one.name, shape, one.dtype.name, n_bytes, one.kind]
 
 
-def _plain_event(event: TracedEvent) -> Any:
+def _plain_event(event: TracedEvent, convolutions: dict[TracedEvent, int]) -> Any:
     """A buffer that comes is its number, one that goes is -1 less its number, one that is added to a list."""
     match event.kind:
         case "alloc":
@@ -464,6 +508,8 @@ def _plain_event(event: TracedEvent) -> Any:
             return [event.buffer, event.parameter]
         case "kernel":
             return [event.kernel, event.n_results, _plain_shape(event.shape), event.dtype]
+        case "workspace":
+            return [event.kind, convolutions.setdefault(event, len(convolutions))]
     return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
 
 
@@ -524,10 +570,12 @@ def _model(data: Any) -> TracedModel:
     if device not in get_args(DeviceType):
         raise InvalidValue(f"device={shown_value(device)} is not allowed; use one of {get_args(DeviceType)}.")
     table = [_buffer(one) for one in of("buffers", list)]
+    convolutions = [_convolution(one) for one in of("convolutions", list | None) or []]
+    asked = of("asked", dict | None)
     recordings = {}
     for one in of("recordings", list):
         within = _Reader(one)
-        recordings[_variant(within("run", list))] = _recording(within, table, names)
+        recordings[_variant(within("run", list))] = _recording(within, table, convolutions, names)
     if not recordings:
         raise _wrong("recordings is empty")
     return TracedModel(
@@ -541,6 +589,7 @@ def _model(data: Any) -> TracedModel:
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
         unused=_texts(of("unused", list | None) or [], "unused"),
+        asked=Asked() if asked is None else _asked(_Reader(asked), convolutions),
         tied=of("tied", bool),
         recordings=recordings,
         **tensors,
@@ -619,7 +668,42 @@ def _variant(value: list[Any]) -> Variant:
     return Variant(weights, autocast, recompute, alone, checked_choice("units", units, UNITS))
 
 
-def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str]) -> Recording:
+def _convolution(value: Any) -> TracedEvent:
+    part, sizes, dtype = _items(value, "convolution", str, list, str)
+    checked_choice("part", part, CONVOLVED)
+    return TracedEvent("workspace", kernel=part, shape=_shape(sizes), dtype=_dtype(dtype).name)
+
+
+def _asked(within: _Reader, convolutions: list[TracedEvent]) -> Asked:
+    batches = [checked_count("batch", one) for one in within("batches", list)]
+    _check_ascends(batches, "batches")
+    runs = {}
+    for gpu, tables in within("runs", dict).items():
+        each = [_runs(table) for table in _items(tables, "runs", *[list] * len(convolutions))]
+        if any(table[-1].last != batches[-1] for table in each):
+            raise _wrong(f"runs of {shown_value(gpu)} end before the last micro-batch")
+        runs[gpu] = dict(zip(convolutions, each, strict=True))
+    return Asked(library=within("library", str), batches=tuple(batches), runs=runs)
+
+
+def _runs(table: list[Any]) -> tuple[Run, ...]:
+    for run in table:
+        whole = isinstance(run, list) and 2 <= len(run) <= 3 and all(type(n) is int for n in run)
+        if not whole or max(map(abs, run)) > LARGEST_BYTES:
+            raise _wrong(f"run {shown_value(run)} is not allowed in a trace")
+    _check_ascends([run[0] for run in table], "runs")
+    return tuple([Run(*run) for run in table])
+
+
+def _check_ascends(values: list[int], what: str) -> None:
+    """Raise unless there are values, and each is larger than the one before."""
+    if not values or any(one >= other for one, other in pairwise(values)):
+        raise _wrong(f"{what} {shown_value(values)} do not ascend")
+
+
+def _recording(
+    within: _Reader, table: list[TracedBuffer], convolutions: list[TracedEvent], parameters: set[str]
+) -> Recording:
     buffers = [table[_place(one, len(table))] for one in within("buffers", list)]
     parts = _Reader(within("parts", dict))
     *boundary, entry_requires_grad = _items(within("boundary", list), "boundary", int, int, bool)
@@ -627,7 +711,10 @@ def _recording(within: _Reader, table: list[TracedBuffer], parameters: set[str])
         checked_count("boundary", i, least=-1, most=len(buffers) - 1)
     return Recording(
         tuple(buffers),
-        {part: tuple([_event(e, len(buffers), parameters) for e in parts(part, list)]) for part in PARTS},
+        {
+            part: tuple([_event(e, len(buffers), convolutions, parameters) for e in parts(part, list)])
+            for part in PARTS
+        },
         boundary[0],
         boundary[1],
         entry_requires_grad,
@@ -672,13 +759,15 @@ def _buffer(value: Any) -> TracedBuffer:
     return TracedBuffer(name, _shape(shape), _dtype(dtype), _size(n_bytes), kind)
 
 
-def _event(value: Any, n_buffers: int, parameters: set[str]) -> TracedEvent:
+def _event(value: Any, n_buffers: int, convolutions: list[TracedEvent], parameters: set[str]) -> TracedEvent:
     if isinstance(value, int):
         return TracedEvent(
             "free" if value < 0 else "alloc", _place(-1 - value if value < 0 else value, n_buffers)
         )
     if isinstance(value, list) and len(value) == 1:
         return TracedEvent("add", _place(value[0], n_buffers))
+    if isinstance(value, list) and value[:1] == ["workspace"]:
+        return convolutions[_place(value[-1], len(convolutions))]
     if isinstance(value, list) and len(value) == 2:
         buffer, parameter = value
         if not isinstance(parameter, str) or parameter not in parameters:

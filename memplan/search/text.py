@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any, Final
 
 from memplan.engines.options import plan_dict
+from memplan.estimate import notes_of
 from memplan.search.advise import Advice
 from memplan.search.command import command_text, estimate_command
 from memplan.search.search import Found
@@ -54,7 +55,8 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
         parts.append(wrapped(f"Plan 1: {shown[0]['why']}."))
     if found.refused_by:
         parts.append(_refusals(found.refused_by))
-    parts += dict.fromkeys(text for job in found.jobs for text in notes_text(found.model, job))
+    notes = (note for job in found.jobs for note in notes_of(found.model, job, found.cluster))
+    parts += dict.fromkeys(notes_text(notes))
     if any(row["step_s"] is not None for row in rows):
         parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(shown) else ROUGH)
     if commands := "\n".join(_commands(shown)):

@@ -3,11 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, compress
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from memplan.errors import MissingRule
+from memplan.models.traced import CONVOLUTIONS, CONVOLVED
+from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, IMAGE_DIMS, Scratch
 from memplan.tracing.shapes import ATEN, dtype_name
 
 
@@ -18,6 +22,51 @@ class Called(NamedTuple):
     sizes: tuple[int, ...]
     dtype: str
     n_results: int
+
+
+def convolution_called(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[Called, ...]:
+    """What computes each result of a convolution or of its backward pass: cuDNN, and a sum for a bias.
+
+    Calls of cuDNN have no `n_results`, and the sizes that `memplan.models.traced.TracedEvent` lists.
+
+    Source: aten/src/ATen/native/Convolution.cpp (`convolution_backward`).
+    """
+    if func is CONVOLUTION:
+        image, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
+        parts: tuple[str, ...] = CONVOLVED[:1]
+    else:
+        grad, image, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
+        parts = tuple(compress(CONVOLVED[1:], mask))
+    n = image.dim() - 2
+    around = [one * n if len(one) == 1 else one for one in (stride, padding, dilation, output_padding)]
+    flags = groups, int(transposed), int(_channels_last(image)), int(_channels_last(weight))
+    sizes = *image.shape, *weight.shape, *chain(*around), *flags
+    called = [Called(part, sizes, dtype_name(image.dtype), 0) for part in parts]
+    if len(results) > len(parts):
+        dims = [dim for dim in range(grad.dim()) if dim != 1]
+        called += filter(None, [_sum((grad, dims), results[-1:])])
+    return tuple(called)
+
+
+def grad_in_order(func: Any, args: Sequence[Any]) -> tuple[Scratch, ...]:
+    """The copy of the output's gradient for a convolution's backward pass, if it is laid out in another way.
+
+    Source: aten/src/ATen/native/cudnn/ConvShared.cpp (`cudnn_convolution_backward`).
+    """
+    if func is not CONVOLUTION_BACKWARD or not any(args[-1][:2]):
+        return ()
+    grad, image, weight = args[:3]
+    last = _channels_last(image) or _channels_last(weight)
+    if grad.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format):
+        return ()
+    return (("grad in order", grad.numel(), grad.dtype),)
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    """Whether an image's channels have the smallest stride."""
+    if tensor.dim() != IMAGE_DIMS or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class Places(NamedTuple):
@@ -32,7 +81,7 @@ def kernel_called(
 ) -> Called | None:
     """The kernel that runs an operation; None if it takes no more memory than its results.
 
-    Neglects: kernels that have no rule; the workspaces of `OF_CUDNN`.
+    Neglects: kernels that have no rule; the workspaces of `OF_CUDNN`, see `convolution_called`.
     """
     if func in SORTS:
         return _sort(args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))
@@ -43,7 +92,7 @@ def kernel_called(
 SORTS: Final = (ATEN.sort.default, ATEN.sort.stable)
 
 OF_CUDNN: Final[Mapping[Any, str]] = {
-    ATEN.convolution.default: "convolutions",
+    CONVOLUTION: CONVOLUTIONS,
     ATEN.cudnn_batch_norm.default: "batch norm in float32",
 }
 """Operations of cuDNN's, whose workspaces depend on the engines that it chooses."""

@@ -31,7 +31,9 @@ META: Final = torch.device("meta")
 RELEASE: Final = cast(Release, tuple([int(part) for part in torch.__version__.split(".")[:2]]))
 """PyTorch's, whose choices these are."""
 
-RECURRENT: Final = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+RECURRENT: Final = tuple(
+    [f"{name}.{form}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
+)
 """Operations that keep memory for their backward which only cuDNN knows."""
 
 OF_ONE_KERNEL: Final = ("_fused_rms_norm", "mish_backward", "silu_backward")
@@ -110,7 +112,8 @@ class NotRun(MissingRule):
 def _refused(name: str) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> Any:
         raise MissingRule(
-            f"{name} on CUDA keeps memory that only cuDNN knows; trace the module on a GPU (executed=True).",
+            f"{name} on CUDA keeps memory that only cuDNN knows; trace the module on a GPU (executed=True), "
+            "or step through the sequence with torch.nn.LSTMCell or RNNCell, which cuDNN has no part in.",
             kind="an operation of cuDNN in a trace for CUDA",
         )
 
@@ -159,6 +162,31 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     Source: aten/src/ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
     """
     return cast(Tensor, ATEN.native_dropout(x, p, True)[0]) if train and 0 < p < 1 else x
+
+
+def _lstm_cell(
+    x: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A step of an LSTM: two products, and one kernel for all gates.
+
+    Source: aten/src/ATen/native/RNN.cpp (`LSTMCell::operator()`).
+    """
+    hidden, cell = hx
+    gates = ATEN.matmul(x, w_ih.t()), ATEN.matmul(hidden, w_hh.t())
+    y, cell, _ = ATEN._thnn_fused_lstm_cell(*gates, cell, b_ih, b_hh)
+    return y, cell
+
+
+def _gru_cell(*_: Any) -> Tensor:
+    raise MissingRule(
+        "gru_cell on CUDA is one kernel, and PyTorch has no rule of its shapes; use torch.nn.LSTMCell.",
+        kind="an operation without a rule of shapes in a trace for CUDA",
+    )
 
 
 def _batch_norm(
@@ -268,6 +296,8 @@ CHOICES: Final[Mapping[str, Callable[..., Any]]] = {
     "scaled_dot_product_attention": _attention,
     "dropout": _dropout,
     "batch_norm": _batch_norm,
+    "lstm_cell": _lstm_cell,
+    "gru_cell": _gru_cell,
     "rms_norm": _rms_norm,
     "to.device": _moved_to,
     "to.dtype_layout": _moved,

@@ -17,10 +17,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
-from memplan.tracing.calls import OF_CUDNN, kernel_called
+from memplan.tracing.calls import OF_CUDNN, convolution_called, grad_in_order, kernel_called
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode, on_a_device
-from memplan.tracing.scratch import Scratch, scratch_of
+from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, scratch_of
 from memplan.tracing.shapes import ATEN, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
@@ -33,10 +33,11 @@ GIVEN, WEIGHT = -1, -2
 CASTS: Final = torch.ops.aten._to_copy.default
 """Copies a tensor to another type."""
 
-MASK_FIRST: Final = torch.ops.aten.native_dropout.default
-"""CUDA's dropout, which allocates the mask, its second result, before the first.
+LAST_FIRST: Final = (torch.ops.aten.native_dropout.default, torch.ops.aten._thnn_fused_lstm_cell.default)
+"""CUDA's dropout, which allocates the mask, its second result, before the first; an LSTM's cell likewise.
 
-Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`).
+Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`), aten/src/ATen/native/cuda/RNN.cu
+(`_thnn_fused_lstm_cell_cuda`).
 """
 
 
@@ -288,7 +289,9 @@ class Recorder(ShapesMode):
             else:
                 results = results[: kernel.n_results]
                 self.events.append(Event("kernel", self.segment, -1, kernel))
-        self._allocated(func, args, results[::-1] if func is MASK_FIRST else results)
+        if func in (CONVOLUTION, CONVOLUTION_BACKWARD) and on_gpu and not self.executes:
+            self._convolved(func, args, results)
+        self._allocated(func, args, results[::-1] if func in LAST_FIRST else results)
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._workspace(scratch)
@@ -299,6 +302,19 @@ class Recorder(ShapesMode):
             done = Computed(phase, flops, tuple(results[0].shape), dtype_name(results[0].dtype))
             self.events.append(Event("compute", self.segment, -1, done))
         return out
+
+    def _convolved(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Record the results of a convolution, each with what computes it."""
+        copies = self._taken(grad_in_order(func, args))
+        for tensor, call in zip(results, convolution_called(func, args, results), strict=True):
+            if call.n_results:
+                self._given_back(copies)
+                copies = range(0)
+                self.events.append(Event("kernel", self.segment, -1, call))
+            self._seen(tensor, func)
+            if not call.n_results:
+                self.events.append(Event("workspace", self.segment, -1, call))
+        self._given_back(copies)
 
     def _allocated(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Record the results of an operation."""
@@ -332,12 +348,20 @@ class Recorder(ShapesMode):
 
     def _workspace(self, scratch: Sequence[Scratch]) -> None:
         """Record the temporary buffers of an operation: all are allocated, then all are freed."""
+        self._given_back(self._taken(scratch))
+
+    def _taken(self, scratch: Sequence[Scratch]) -> range:
+        """Record that temporary buffers are allocated; their numbers."""
         first = len(self.storages)
         for name, n, dtype in scratch:
             self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
             self._made_in.append(self.segment.unit)
         numbers = range(first, len(self.storages))
         self.events += [Event("alloc", self.segment, number) for number in numbers]
+        return numbers
+
+    def _given_back(self, numbers: range) -> None:
+        """Record that temporary buffers are freed, the last one first."""
         self.events += [Event("free", self.segment, number) for number in reversed(numbers)]
 
     def _locate(self) -> None:

@@ -26,6 +26,9 @@ from memplan.models.traced import (
 from memplan.shapes import DType, Kind
 from memplan.tracing.recorder import Event, Recorder, Segment, Stored
 
+CALLS: Final = ("compute", "kernel", "workspace")
+"""The events of no storage."""
+
 
 class Unlike(Exception):
     """Blocks that should be equal are not."""
@@ -137,7 +140,7 @@ class _Classes:
     def _alike(self, one: Event, other: Event) -> bool:
         if one.kind != other.kind:
             return False
-        if one.kind in ("compute", "kernel"):
+        if one.kind in CALLS:
             return bool(one.detail == other.detail)
         if one.kind == "grad" and self.common(one.detail) != self.common(other.detail):
             return False
@@ -207,7 +210,7 @@ class _Classes:
             for event in events:
                 if event.kind == "mark":
                     places[part, event.detail] = len(found)
-                if event.storage < 0 and event.kind not in ("compute", "kernel"):
+                if event.storage < 0 and event.kind not in CALLS:
                     continue
                 if event.storage >= 0:
                     own = self.of(event.storage)
@@ -393,7 +396,7 @@ def _skeleton(event: Event) -> Any:
     match event.kind:
         case "grad":
             return event.kind, event.storage, event.detail
-        case "kernel":
+        case "kernel" | "workspace":
             return event.kind, event.detail.name, event.detail.dtype, event.detail.n_results
     return event.kind, event.storage
 
@@ -424,11 +427,13 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             return TracedEvent(one.kind, one.storage)
         case "grad":
             return TracedEvent("grad", one.storage, one.detail)
-        case "kernel":
+        case "kernel" | "workspace":
             name, _, dtype, n_results = one.detail
             all_sizes = zip(*[event.detail.sizes for event in events], strict=True)
             sizes = tuple([size_of(each, points) for each in all_sizes])
-            return TracedEvent("kernel", kernel=name, n_results=n_results, shape=sizes, dtype=dtype)
+            if one.kind == "workspace" and all(batch == 1 for batch, _ in points):
+                sizes = ((Term(sizes[0][0].factor, 1),), *sizes[1:])  # cuDNN's engine depends on nothing else
+            return TracedEvent(one.kind, kernel=name, n_results=n_results, shape=sizes, dtype=dtype)
     shape = tuple([size_of(dims, points) for dims in zip(*[e.detail.shape for e in events], strict=True)])
     flops = size_of([event.detail.flops for event in events], points)
     return TracedEvent("compute", phase=one.detail.phase, flops=flops, shape=shape, dtype=one.detail.dtype)
