@@ -16,11 +16,11 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
-from memplan.tracing.calls import OF_CUDNN, kernel_called
+from memplan.tracing.calls import OF_CUDNN, Called, kernel_called
 from memplan.tracing.cuda import on_cuda
-from memplan.tracing.mode import ShapesMode, on_a_device
+from memplan.tracing.mode import ShapesMode
 from memplan.tracing.scratch import Scratch, scratch_of
-from memplan.tracing.shapes import Shapes, dtype_name, tensors
+from memplan.tracing.shapes import Operation, Operator, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
@@ -76,6 +76,14 @@ class Computed(NamedTuple):
     flops: int
     shape: tuple[int, ...]
     dtype: str
+
+
+class Taken(NamedTuple):
+    """What an operation takes beside its results (by its kernel's rule, or as scratch), and its FLOPs."""
+
+    kernel: Called | None
+    scratch: tuple[Scratch, ...]
+    flops: int | None
 
 
 class _Watch(weakref.ref[UntypedStorage]):
@@ -245,68 +253,86 @@ class Recorder(ShapesMode):
 
     # --- What the dispatcher is asked for ---
 
-    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, operation: Operation) -> Any:
+        func, args = operation.func, operation.args
         self._locate()
         self.operation = func
         if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
-            self._values.result(SUMS, (args, kwargs), lambda: args[0])
+            self._values.result(operation, lambda: args[0])
             self._added(self.storage_of(args[0]))
             return args[0]
         if self.segment.phase == "forward":
-            self._reads(args, kwargs)
-        on_gpu = self.device.type == "cuda"
-        kernel = None
-        scratch: tuple[Scratch, ...] = ()
+            self._reads(operation.given)
         if self.executes:
-            out, scratch = executed(func, args, kwargs, self.device)
-            results = tuple([tensor for tensor in tensors(out) if tensor.device == self.device])
+            out, scratch = executed(func, args, operation.kwargs, self.device)
+            results = self._on_device(out)
+            taken = Taken(None, scratch, _flops(func, args, operation.kwargs, out))
         else:
             if func is READ:
                 known_value(args[0])
-            out = self.result(func, types, args, on_cuda(kwargs) if on_gpu else kwargs)
-            results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
-            kernel = kernel_called(func, args, results) if on_gpu else None
-            if on_gpu and func in OF_CUDNN:
-                self.neglected[OF_CUDNN[func]] = None
-            if kernel is None:
-                scratch = scratch_of(func, args, kwargs, results, self.device)
-            else:
-                results = results[: kernel.n_results]
-                self.events.append(Event("kernel", self.segment, -1, kernel))
-        self._allocated(func, args, results[::-1] if func is MASK_FIRST else results)
-        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
-            self.storages[made] = self.storages[made]._replace(by_kernel=True)
-        self._workspace(scratch)
-        counted = flop_registry.get(func._overloadpacket)
-        if counted is not None:
-            phase = "recompute" if self.recomputing else self.segment.phase
-            flops = counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
-            done = Computed(phase, flops, tuple(results[0].shape), dtype_name(results[0].dtype))
-            self.events.append(Event("compute", self.segment, -1, done))
+            if self.device.type == "cuda":
+                operation = _on_cuda(operation)
+            memo = self.shapes.memo(operation)
+            out = self.result(operation, memo)
+            results = self._on_device(out)
+            if memo.taken is None:
+                memo.taken = self._taken(operation, results, out)
+            taken = memo.taken
+        self._record(operation, results, taken)
         return out
 
-    def _allocated(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    def _on_device(self, out: Any) -> tuple[Tensor, ...]:
+        """The tensors of a result that are in the device's memory."""
+        return tuple([one for one in tensors(out) if one.device.type == self.device.type])
+
+    def _taken(self, operation: Operation, results: Sequence[Tensor], out: Any) -> Taken:
+        """What a simulated operation takes beside its results."""
+        func, args, kwargs = operation.func, operation.args, operation.kwargs
+        kernel = kernel_called(func, args, results) if self.device.type == "cuda" else None
+        scratch = () if kernel is not None else scratch_of(func, args, kwargs, results, self.device)
+        return Taken(kernel, scratch, _flops(func, args, kwargs, out))
+
+    def _record(self, operation: Operation, results: Sequence[Tensor], taken: Taken) -> None:
+        """Record the events of an operation."""
+        func, kernel = operation.func, taken.kernel
+        if not self.executes and self.device.type == "cuda" and func in OF_CUDNN:
+            self.neglected[OF_CUDNN[func]] = None
+        if kernel is not None:
+            results = results[: kernel.n_results]
+            self.events.append(Event("kernel", self.segment, -1, kernel))
+        self._allocated(operation, results[::-1] if func is MASK_FIRST else results)
+        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
+            self.storages[made] = self.storages[made]._replace(by_kernel=True)
+        if taken.scratch:
+            self._workspace(taken.scratch)
+        if taken.flops is not None:
+            phase = "recompute" if self.recomputing else self.segment.phase
+            first = results[0]
+            done = Computed(phase, taken.flops, tuple(first.shape), dtype_name(first.dtype))
+            self.events.append(Event("compute", self.segment, -1, done))
+
+    def _allocated(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of an operation."""
         for tensor in results:
-            self._seen(tensor, func)
+            self._seen(tensor, operation.operator)
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
         phase, unit = self.segment
-        casts = func is CASTS and self.autocasts and phase == "forward"
-        if casts and self.storage_of(args[0]) == self.inputs.get(unit):
+        casts = operation.func is CASTS and self.autocasts and phase == "forward"
+        if casts and self.storage_of(operation.args[0]) == self.inputs.get(unit):
             self.input_casts.setdefault(unit, []).append(self.storage_of(results[0]))
 
-    def _reads(self, *arguments: Any) -> None:
+    def _reads(self, given: Iterable[Tensor]) -> None:
         """Note operands of a forward pass that its unit has not computed itself."""
         unit, head = self.segment.unit, self.n_blocks + 1
-        read = {self.storage_of(tensor) for tensor in tensors(arguments)}
+        read = {self.storage_of(tensor) for tensor in given}
         self._from_weights = unit == 0 and not read.isdisjoint({WEIGHT, *self.embedded})
         for storage in read if unit else ():
             made = 0 if storage < 0 else self._made_in[storage]
             own = made == unit or min(made, unit) >= head
-            given = storage in (self.inputs.get(unit), self.outputs.get(unit - 1))
-            self.reads_across |= not (own or given or (made == 0 and storage not in self.embedded))
+            handed = storage in (self.inputs.get(unit), self.outputs.get(unit - 1))
+            self.reads_across |= not (own or handed or (made == 0 and storage not in self.embedded))
 
     def _added(self, storage: int) -> None:
         """Note the first time that a gradient is added in place to the gradient of the unit's output."""
@@ -337,16 +363,18 @@ class Recorder(ShapesMode):
                 if unit < self.segment.unit:
                     self.segment = Segment("backward", unit)
 
-    def _seen(self, tensor: Tensor, func: Any) -> None:
-        """Record a tensor's storage if it is new."""
+    def _seen(self, tensor: Tensor, function: Operator | str) -> None:
+        """Record a tensor's storage if it is new; of an operation's result with the module that runs."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._alive:
             return
-        scope = self.scopes[-1] if self.scopes else ""
-        if self.segment.phase == "backward" and not self.recomputing:
-            scope = "grad"
+        if isinstance(function, Operator):
+            scope = self.scopes[-1] if self.scopes else ""
+            if self.segment.phase == "backward" and not self.recomputing:
+                scope = "grad"
+            function = f"{scope}: {function.name}"
         made = Stored(
-            f"{scope}: {func._schema.name.removeprefix('aten::')}" if hasattr(func, "_schema") else str(func),
+            function,
             tuple(tensor.shape),
             dtype_name(tensor.dtype),
             tensor.dtype.itemsize,
@@ -382,6 +410,20 @@ def executed(
     requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]
     n_bytes = requested["peak"] - requested["current"]
     return out, (("memory of a kernel's own", n_bytes, torch.uint8),) if n_bytes > 0 else ()
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int | None:
+    """The FLOPs of a matrix product, a convolution or an attention; None of anything else."""
+    counted = flop_registry.get(func._overloadpacket)
+    return None if counted is None else counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
+
+
+def _on_cuda(operation: Operation) -> Operation:
+    """The operation with `device=cuda:0` where C++ code passed `meta`."""
+    kwargs = on_cuda(operation.kwargs)
+    if kwargs is operation.kwargs:
+        return operation
+    return Operation(operation.func, operation.types, operation.args, kwargs)
 
 
 def _of_equal_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:

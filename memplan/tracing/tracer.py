@@ -521,7 +521,8 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
     else:  # nothing is asked of the values of weights
         made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
     recorder.known(made, WEIGHT if is_parameter else GIVEN)
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+    with nullcontext() if recorder.executes else recorder:  # a parameter is a view of its tensor
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
 @contextmanager

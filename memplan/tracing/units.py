@@ -204,19 +204,18 @@ class _Classes:
         places: dict[tuple[str, str], int] = {}
         for part, events in parts.items():
             found: list[Event] = []
-            for event in events:
-                if event.kind == "mark":
-                    places[part, event.detail] = len(found)
-                if event.storage < 0 and event.kind not in ("compute", "kernel"):
+            segment = Segment(part, 0)
+            for kind, _, storage, detail in events:
+                if kind == "mark":
+                    places[part, detail] = len(found)
+                if storage < 0 and kind not in ("compute", "kernel"):
                     continue
-                if event.storage >= 0:
-                    own = self.of(event.storage)
+                if storage >= 0:
+                    own = self.of(storage)
                     if own not in numbers:
                         numbers[own] = next(n)
-                    event = event._replace(storage=numbers[own])
-                if event.kind == "grad":
-                    event = event._replace(detail=self.common(event.detail))
-                found.append(event._replace(segment=Segment(part, 0)))
+                    storage = numbers[own]
+                found.append(Event(kind, segment, storage, self.common(detail) if kind == "grad" else detail))
             made[part] = tuple(found)
 
         def number(storage: int) -> int:
