@@ -42,7 +42,7 @@ SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
 
-class Segment(NamedTuple):
+class Section(NamedTuple):
     """A part of a step: a unit's forward or backward pass. Unit 0 is all before the first block."""
 
     phase: str
@@ -53,7 +53,7 @@ class Event(NamedTuple):
     """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark."""
 
     kind: str
-    segment: Segment
+    section: Section
     storage: int
     detail: Any = None
 
@@ -109,10 +109,10 @@ class Recorder(ShapesMode):
         self.n_blocks = n_blocks
         self.events: list[Event] = []
         self.storages: list[Stored] = []
-        self.segment = Segment("inputs", 0)
+        self.section = Section("inputs", 0)
         self.scopes: list[str] = []
         self.operation: Any = ""
-        """The running operation, and the modules around it."""
+        """The running operation; `scopes` are the modules around it, the innermost last."""
         self.inputs: dict[int, int] = {}
         """Storage of the first tensor that each block is called with."""
         self.output_grads: dict[int, int] = {}
@@ -150,7 +150,7 @@ class Recorder(ShapesMode):
 
     # --- What the run tells ---
 
-    def known(self, tensor: Tensor, number: int = GIVEN) -> None:
+    def register(self, tensor: Tensor, number: int = GIVEN) -> None:
         """Register a tensor from before the step, an input or a weight: its events are not recorded."""
         self._watch(tensor.untyped_storage(), number)
 
@@ -159,7 +159,7 @@ class Recorder(ShapesMode):
         watch = self._alive.get(tensor.untyped_storage()._cdata)
         return GIVEN if watch is None else watch.number
 
-    def entered(self, unit: int, arguments: Any = ()) -> None:
+    def entered(self, unit: int, arguments: Any) -> None:
         """Note that a unit's forward pass begins."""
         self._first_node = torch.autograd._get_sequence_nr()
         self._begin(unit)
@@ -202,8 +202,8 @@ class Recorder(ShapesMode):
     def _mark(self, name: str) -> None:
         """Note a place among the events, if it is outside the blocks."""
         self._locate()
-        if not 0 < self.segment.unit <= self.n_blocks:
-            self.events.append(Event("mark", self.segment, -1, name))
+        if not 0 < self.section.unit <= self.n_blocks:
+            self.events.append(Event("mark", self.section, -1, name))
 
     def _entry_grad(self, grad: Tensor) -> None:
         self.entry_grad = self.storage_of(grad)
@@ -213,38 +213,38 @@ class Recorder(ShapesMode):
 
     def _begin(self, unit: int) -> None:
         self._next_unit = None
-        self.segment = Segment("forward", unit)
+        self.section = Section("forward", unit)
         self._starts.append(self._first_node)
         self._units.append(unit)
 
     def start_forward(self) -> None:
         """Note that the inputs have been cast to the weights' type, and the module is called."""
-        self.segment = Segment("forward", 0)
+        self.section = Section("forward", 0)
 
     def leaving_autocast(self) -> None:
         """Note that the forward pass has returned: autocast's copies of weights are freed."""
-        self.segment = Segment("casts", 0)
+        self.section = Section("casts", 0)
 
     def scaling_loss(self) -> None:
         """Note that autocast is over; a loss scaler, if there is one, multiplies the loss by its scale."""
-        self.segment = Segment("forward", self.n_blocks + 2)
+        self.section = Section("forward", self.n_blocks + 2)
 
     def start_backward(self) -> None:
         """Note that the backward pass begins: tensors that are alive are saved for it."""
         self.kinds |= {watch.number: "activations" for watch in self._alive.values() if watch.number >= 0}
         self._from_weights = False
-        self.segment = Segment("backward", self.n_blocks + 2)
+        self.section = Section("backward", self.n_blocks + 2)
 
     def end_backward(self) -> None:
         """Note that the backward pass has returned."""
-        self.segment = Segment("end", 0)
+        self.section = Section("end", 0)
 
     def grad_made(self, parameter: nn.Parameter, name: str) -> None:
         """Note that a parameter's gradient has been accumulated."""
         if parameter.grad is not None:
             storage = self.storage_of(parameter.grad)
             self.kinds[storage] = "grads"
-            self.events.append(Event("grad", self.segment, storage, name))
+            self.events.append(Event("grad", self.section, storage, name))
 
     def made(self, tensor: Tensor, function: str) -> None:
         """Note a tensor that a function has made without the dispatcher."""
@@ -257,11 +257,11 @@ class Recorder(ShapesMode):
         func, args = operation.func, operation.args
         self._locate()
         self.operation = func
-        if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
+        if func is SUMS and self.section.phase == "backward" and _is_summed_in_place(*args):
             self._values.result(operation, lambda: args[0])
             self._added(self.storage_of(args[0]))
             return args[0]
-        if self.segment.phase == "forward":
+        if self.section.phase == "forward":
             self._reads(operation.given)
         if self.executes:
             out, scratch = executed(func, args, operation.kwargs, self.device)
@@ -299,17 +299,17 @@ class Recorder(ShapesMode):
             self.neglected[OF_CUDNN[func]] = None
         if kernel is not None:
             results = results[: kernel.n_results]
-            self.events.append(Event("kernel", self.segment, -1, kernel))
+            self.events.append(Event("kernel", self.section, -1, kernel))
         self._allocated(operation, results[::-1] if func is MASK_FIRST else results)
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         if taken.scratch:
             self._workspace(taken.scratch)
         if taken.flops is not None:
-            phase = "recompute" if self.recomputing else self.segment.phase
+            phase = "recompute" if self.recomputing else self.section.phase
             first = results[0]
             done = Computed(phase, taken.flops, tuple(first.shape), dtype_name(first.dtype))
-            self.events.append(Event("compute", self.segment, -1, done))
+            self.events.append(Event("compute", self.section, -1, done))
 
     def _allocated(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of an operation."""
@@ -318,14 +318,14 @@ class Recorder(ShapesMode):
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
-        phase, unit = self.segment
+        phase, unit = self.section
         casts = operation.func is CASTS and self.autocasts and phase == "forward"
         if casts and self.storage_of(operation.args[0]) == self.inputs.get(unit):
             self.input_casts.setdefault(unit, []).append(self.storage_of(results[0]))
 
     def _reads(self, given: Iterable[Tensor]) -> None:
         """Note operands of a forward pass that its unit has not computed itself."""
-        unit, head = self.segment.unit, self.n_blocks + 1
+        unit, head = self.section.unit, self.n_blocks + 1
         read = {self.storage_of(tensor) for tensor in given}
         self._from_weights = unit == 0 and not read.isdisjoint({WEIGHT, *self.embedded})
         for storage in read if unit else ():
@@ -336,8 +336,8 @@ class Recorder(ShapesMode):
 
     def _added(self, storage: int) -> None:
         """Note the first time that a gradient is added in place to the gradient of the unit's output."""
-        event = Event("add", self.segment, storage)
-        if self.output_grads.get(self.segment.unit) == storage and event not in self._sums:
+        event = Event("add", self.section, storage)
+        if self.output_grads.get(self.section.unit) == storage and event not in self._sums:
             self._sums.add(event)
             self.events.append(event)
 
@@ -346,22 +346,22 @@ class Recorder(ShapesMode):
         first = len(self.storages)
         for name, n, dtype in scratch:
             self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
-            self._made_in.append(self.segment.unit)
+            self._made_in.append(self.section.unit)
         numbers = range(first, len(self.storages))
-        self.events += [Event("alloc", self.segment, number) for number in numbers]
-        self.events += [Event("free", self.segment, number) for number in reversed(numbers)]
+        self.events += [Event("alloc", self.section, number) for number in numbers]
+        self.events += [Event("free", self.section, number) for number in reversed(numbers)]
 
     def _locate(self) -> None:
-        """Find the step's segment: after a unit has returned, or at an autograd node that a unit has made."""
-        if self.segment.phase == "forward":
+        """Find the step's section: after a unit has returned, or at an autograd node that a unit has made."""
+        if self.section.phase == "forward":
             if self._next_unit is not None:
                 self._begin(self._next_unit)
-        elif self.segment.phase == "backward":
+        elif self.section.phase == "backward":
             node = torch._C._current_autograd_node()
             if node is not None and node.name() != "torch::autograd::AccumulateGrad":
                 unit = self._units[bisect_right(self._starts, node._sequence_nr()) - 1]
-                if unit < self.segment.unit:
-                    self.segment = Segment("backward", unit)
+                if unit < self.section.unit:
+                    self.section = Section("backward", unit)
 
     def _seen(self, tensor: Tensor, function: Operator | str) -> None:
         """Record a tensor's storage if it is new; of an operation's result with the module that runs."""
@@ -370,7 +370,7 @@ class Recorder(ShapesMode):
             return
         if isinstance(function, Operator):
             scope = self.scopes[-1] if self.scopes else ""
-            if self.segment.phase == "backward" and not self.recomputing:
+            if self.section.phase == "backward" and not self.recomputing:
                 scope = "grad"
             function = f"{scope}: {function.name}"
         made = Stored(
@@ -382,9 +382,9 @@ class Recorder(ShapesMode):
         )
         number = len(self.storages)
         self.storages.append(made)
-        self._made_in.append(self.segment.unit)
+        self._made_in.append(self.section.unit)
         self._watch(storage, number)
-        self.events.append(Event("alloc", self.segment, number))
+        self.events.append(Event("alloc", self.section, number))
 
     def _watch(self, storage: UntypedStorage, number: int) -> None:
         watch = _Watch(storage, self._gone)
@@ -395,10 +395,10 @@ class Recorder(ShapesMode):
         watch = cast(_Watch, reference)
         del self._alive[watch.address]
         if watch.number >= 0:
-            segment = self.segment
-            if segment.phase == "casts":
-                segment = Segment("casts", self._made_in[watch.number])
-            self.events.append(Event("free", segment, watch.number))
+            section = self.section
+            if section.phase == "casts":
+                section = Section("casts", self._made_in[watch.number])
+            self.events.append(Event("free", section, watch.number))
 
 
 def executed(
