@@ -305,19 +305,18 @@ def _with_loss(
     A loss that is scaled ends there.
     """
     loss = buffers[cut.loss]
-    found = {"end": Without(loss)(part["end"]), "release_loss": Segment(frees(loss))}
+    found = {name: part[name] for name in HEAD}
+    found |= {"end": Without(loss)(part["end"]), "release_loss": Segment(frees(loss))}
     if context.scales_loss:
         (unscaled,) = _made(Segment(part["loss"].events[:-1])) & _freed(found["end"])
         found["end"] = Without(unscaled)(found["end"])
-        part = {**part, "loss": Segment((*part["loss"].events, *frees(unscaled)))}
-        found["loss"] = part["loss"]
-    if cut.output < 0:
-        return found
-    output = buffers[cut.output]
-    for name in HEAD:
-        kept = [e for e in part[name].events if not _is_free(e, output)]
-        found[name] = Segment(tuple(kept))
-    return found | {"release": Segment(frees(output))}
+        found["loss"] = Segment((*part["loss"].events, *frees(unscaled)))
+    if cut.output >= 0:
+        output = buffers[cut.output]
+        for name in HEAD:
+            found[name] = Segment(tuple([e for e in found[name].events if not _is_free(e, output)]))
+        found["release"] = Segment(frees(output))
+    return found
 
 
 HEAD: Final = ("head", "loss", "loss_backward", "head_backward")
@@ -346,6 +345,8 @@ def _is_free(event: Event, buffer: Buffer) -> bool:
 
 
 FORWARD: Final = ("embed", "entry", "block", "head", "loss")
+"""The forward parts of a recording, which compute matrix products."""
+
 BACKWARD: Final = ("loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward")
 """The backward parts of a recording, which compute matrix products."""
 

@@ -107,14 +107,14 @@ def split_traced(
         cut.segment()
     of_blocks, input_grad = _first_part(split, cut, list(zip(ends[:-1], times, strict=True)))
     grad = None
-    names.call(input_grad, trace.boundary_grad)
+    names.give_tensor(input_grad, trace.boundary_grad)
     loss, head = names(of_loss), names(of_head)
     blocks = [(names(segment, repeats=n), n) for segment, n in of_blocks]
     split.end_input()
     end_input = names.by_repeats(cut.segment())
     second = _second_part(split, names, cut, list(zip(ends[1:], times, strict=True)))
     del held, held_loss, input_grad
-    products = frozenset(names.called(tape.products["backward"]))
+    products = frozenset(names.of(tape.products["backward"]))
     return SplitTrace(loss=loss, head=head, blocks=tuple(blocks), end=end_input, products=products, **second)
 
 
@@ -205,8 +205,8 @@ class _Names:
         self.known.update(zip(ours, theirs, strict=True))
         self.repeats.update(dict.fromkeys(ours, repeats))
 
-    def call(self, tensor: Tensor | None, buffer: Buffer) -> None:
-        """Rename the buffer of a single tensor."""
+    def give_tensor(self, tensor: Tensor | None, buffer: Buffer) -> None:
+        """Map the buffer of a single tensor."""
         if tensor is not None and tensor.storage is not None:
             self.known[tensor.storage.buffer] = buffer
 
@@ -220,7 +220,7 @@ class _Names:
                 self.repeats.setdefault(buffer, repeats)
         return Segment(tuple(self._events(segment)))
 
-    def called(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+    def of(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
         """The trace's buffers that these stand for; buffers that the schedule made are left out."""
         return (known for buffer in buffers if (known := self._known(buffer)) is not None)
 

@@ -187,7 +187,7 @@ def traced(
         stage = _TracedStage(
             model, context, first=first, last=last, kind=kind, kinds=kinds, keep_logits=keep_logits
         )
-        trace = stage.traced()
+        trace = stage.run()
         if not stage.tape.reuses_received_cast:
             return trace
         (entry,), others = trace.blocks.values(), of_kind(kind, first=True)
@@ -292,8 +292,8 @@ class _TracedStage:
         self.in_flight = tuple([_buffer(operand) for operand in self.held["x"].in_flight])
         self.shared = tuple([_buffer(tensor) for tensor in self.tape.shared.values()])
 
-    def traced(self) -> Trace:
-        """The trace of a micro-batch's passes."""
+    def run(self) -> Trace:
+        """Play a micro-batch's passes; their trace."""
         self.forward()
         if self.last:
             self.loss()
@@ -301,7 +301,7 @@ class _TracedStage:
             self.send()
         self.backward()
         self.release()
-        return self.trace()
+        return self._trace()
 
     def _end(self, name: str) -> None:
         """Cut the tape's record: the events since the last cut are the segment of this name."""
@@ -396,7 +396,7 @@ class _TracedStage:
         self.input_grad = None
         self._end("release_input_grad")
 
-    def trace(self) -> Trace:
+    def _trace(self) -> Trace:
         """The trace: all segments, with one buffer for the tensor that is passed from block to block."""
         entry, boundary, found = self.entry, self.boundary, self.segments
         if entry.n_bytes != boundary.n_bytes:

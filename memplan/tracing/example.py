@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,12 @@ Loss = Callable[..., Tensor]
 """From a module's output, and the targets if there are any, to a single number."""
 
 
-class Leaf:
+class Leaf(NamedTuple):
     """An input or a target: its value, its name, and whether its second dim is the sequence."""
 
-    __slots__ = ("has_sequence", "name", "value")
-
-    def __init__(self, value: Any, name: str, *, has_sequence: bool) -> None:
-        self.value = value
-        self.name = name
-        self.has_sequence = has_sequence
+    value: Any
+    name: str
+    has_sequence: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +87,7 @@ def checked_example(
     names = [str(key) if is_mapping else f"input {key}" for key in parts for _ in tree_flatten(parts[key])[0]]
     names += ["targets"] * (len(values) - len(names))
     leaves = [
-        Leaf(value, name, has_sequence=_has_sequence(value, name, place, sequence))
+        Leaf(value, name, _has_sequence(value, name, place, sequence))
         for place, (value, name) in enumerate(zip(values, names, strict=True))
     ]
     first = next((value for value in values if isinstance(value, Tensor)), None)

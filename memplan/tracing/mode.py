@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.tracing.shapes import Shapes, tensors
+from memplan.tracing.shapes import Memo, Operation, Shapes
 from memplan.tracing.values import KnownValues
 
 DEVICE: Final = torch.ops.prim.device.default
@@ -46,35 +46,19 @@ class ShapesMode(TorchDispatchMode, ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         named = {} if kwargs is None else kwargs
         if torch._C._get_dispatch_mode(SHAPES) is not None:
             return func(*args, **named)
         if types and tuple(types) not in ((FakeTensor,), (Tensor,)):
             return NotImplemented
-        if func is DEVICE:
-            return args[0].fake_device
-        return self.run(func, types, args, named)
+        return self.run(Operation(func, types, args, named))
 
     @abstractmethod
-    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, operation: Operation) -> Any:
         """The result of an operation on tensors without data; usually `result`."""
 
-    def result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def result(self, operation: Operation, memo: Memo) -> Any:
         """What the operation returns: tensors without data, with their values where they are known."""
-        return self._values.result(
-            func, (args, kwargs), lambda: self.shapes.result(func, types, args, kwargs)
-        )
-
-
-def on_a_device(results: Any) -> tuple[Tensor, ...]:
-    """The tensors of a result that take memory: those on `meta` do not.
-
-    PyTorch itself runs operations on `meta` tensors to learn shapes, as DTensor does.
-    """
-    return tuple(
-        [
-            tensor
-            for tensor in tensors(results)
-            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta"
-        ]
-    )
+        return self._values.result(operation, lambda: self.shapes.result(operation, memo))

@@ -17,11 +17,11 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
-from memplan.tracing.calls import OF_CUDNN, convolution_called, grad_in_order, kernel_called
+from memplan.tracing.calls import OF_CUDNN, Called, convolution_called, grad_in_order, kernel_called
 from memplan.tracing.cuda import on_cuda
-from memplan.tracing.mode import ShapesMode, on_a_device
+from memplan.tracing.mode import ShapesMode
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, scratch_of
-from memplan.tracing.shapes import ATEN, Shapes, dtype_name, tensors
+from memplan.tracing.shapes import ATEN, Operation, Operator, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
 SUMS: Final = torch.ops.aten.add.Tensor
@@ -58,7 +58,7 @@ SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
 
-class Segment(NamedTuple):
+class Section(NamedTuple):
     """A part of a step: a unit's forward or backward pass. Unit 0 is all before the first block."""
 
     phase: str
@@ -69,7 +69,7 @@ class Event(NamedTuple):
     """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark."""
 
     kind: str
-    segment: Segment
+    section: Section
     storage: int
     detail: Any = None
 
@@ -92,6 +92,14 @@ class Computed(NamedTuple):
     flops: int
     shape: tuple[int, ...]
     dtype: str
+
+
+class Taken(NamedTuple):
+    """What an operation takes beside its results (by its kernel's rule, or as scratch), and its FLOPs."""
+
+    kernel: Called | None
+    scratch: tuple[Scratch, ...]
+    flops: int | None
 
 
 class _Watch(weakref.ref[UntypedStorage]):
@@ -117,10 +125,10 @@ class Recorder(ShapesMode):
         self.n_blocks = n_blocks
         self.events: list[Event] = []
         self.storages: list[Stored] = []
-        self.segment = Segment("inputs", 0)
+        self.section = Section("inputs", 0)
         self.scopes: list[str] = []
         self.operation: Any = ""
-        """The running operation, and the modules around it."""
+        """The running operation; `scopes` are the modules around it, the innermost last."""
         self.inputs: dict[int, int] = {}
         """Storage of the first tensor that each block is called with."""
         self.output_grads: dict[int, int] = {}
@@ -158,7 +166,7 @@ class Recorder(ShapesMode):
 
     # --- What the run tells ---
 
-    def known(self, tensor: Tensor, number: int = GIVEN) -> None:
+    def register(self, tensor: Tensor, number: int = GIVEN) -> None:
         """Register a tensor from before the step, an input or a weight: its events are not recorded."""
         self._watch(tensor.untyped_storage(), number)
 
@@ -167,7 +175,7 @@ class Recorder(ShapesMode):
         watch = self._alive.get(tensor.untyped_storage()._cdata)
         return GIVEN if watch is None else watch.number
 
-    def entered(self, unit: int, arguments: Any = ()) -> None:
+    def entered(self, unit: int, arguments: Any) -> None:
         """Note that a unit's forward pass begins."""
         self._first_node = torch.autograd._get_sequence_nr()
         self._begin(unit)
@@ -210,8 +218,8 @@ class Recorder(ShapesMode):
     def _mark(self, name: str) -> None:
         """Note a place among the events, if it is outside the blocks."""
         self._locate()
-        if not 0 < self.segment.unit <= self.n_blocks:
-            self.events.append(Event("mark", self.segment, -1, name))
+        if not 0 < self.section.unit <= self.n_blocks:
+            self.events.append(Event("mark", self.section, -1, name))
 
     def _entry_grad(self, grad: Tensor) -> None:
         self.entry_grad = self.storage_of(grad)
@@ -221,38 +229,38 @@ class Recorder(ShapesMode):
 
     def _begin(self, unit: int) -> None:
         self._next_unit = None
-        self.segment = Segment("forward", unit)
+        self.section = Section("forward", unit)
         self._starts.append(self._first_node)
         self._units.append(unit)
 
     def start_forward(self) -> None:
         """Note that the inputs have been cast to the weights' type, and the module is called."""
-        self.segment = Segment("forward", 0)
+        self.section = Section("forward", 0)
 
     def leaving_autocast(self) -> None:
         """Note that the forward pass has returned: autocast's copies of weights are freed."""
-        self.segment = Segment("casts", 0)
+        self.section = Section("casts", 0)
 
     def scaling_loss(self) -> None:
         """Note that autocast is over; a loss scaler, if there is one, multiplies the loss by its scale."""
-        self.segment = Segment("forward", self.n_blocks + 2)
+        self.section = Section("forward", self.n_blocks + 2)
 
     def start_backward(self) -> None:
         """Note that the backward pass begins: tensors that are alive are saved for it."""
         self.kinds |= {watch.number: "activations" for watch in self._alive.values() if watch.number >= 0}
         self._from_weights = False
-        self.segment = Segment("backward", self.n_blocks + 2)
+        self.section = Section("backward", self.n_blocks + 2)
 
     def end_backward(self) -> None:
         """Note that the backward pass has returned."""
-        self.segment = Segment("end", 0)
+        self.section = Section("end", 0)
 
     def grad_made(self, parameter: nn.Parameter, name: str) -> None:
         """Note that a parameter's gradient has been accumulated."""
         if parameter.grad is not None:
             storage = self.storage_of(parameter.grad)
             self.kinds[storage] = "grads"
-            self.events.append(Event("grad", self.segment, storage, name))
+            self.events.append(Event("grad", self.section, storage, name))
 
     def made(self, tensor: Tensor, function: str) -> None:
         """Note a tensor that a function has made without the dispatcher."""
@@ -261,131 +269,153 @@ class Recorder(ShapesMode):
 
     # --- What the dispatcher is asked for ---
 
-    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, operation: Operation) -> Any:
+        func, args = operation.func, operation.args
         self._locate()
         self.operation = func
-        if func is SUMS and self.segment.phase == "backward" and _is_summed_in_place(*args):
-            self._values.result(SUMS, (args, kwargs), lambda: args[0])
+        if func is SUMS and self.section.phase == "backward" and _is_summed_in_place(*args):
+            self._values.result(operation, lambda: args[0])
             self._added(self.storage_of(args[0]))
             return args[0]
-        if self.segment.phase == "forward":
-            self._reads(args, kwargs)
-        on_gpu = self.device.type == "cuda"
-        kernel = None
-        scratch: tuple[Scratch, ...] = ()
+        if self.section.phase == "forward":
+            self._reads(operation.given)
         if self.executes:
-            out, scratch = executed(func, args, kwargs, self.device)
-            results = tuple([tensor for tensor in tensors(out) if tensor.device == self.device])
+            out, scratch = executed(func, args, operation.kwargs, self.device)
+            results = self._on_device(out)
+            taken = Taken(None, scratch, _flops(func, args, operation.kwargs, out))
         else:
             if func is READ:
                 known_value(args[0])
-            out = self.result(func, types, args, on_cuda(kwargs) if on_gpu else kwargs)
-            results = tuple([one for one in on_a_device(out) if one.device.type == self.device.type])
-            kernel = kernel_called(func, args, kwargs, results) if on_gpu else None
-            if on_gpu and func in OF_CUDNN:
-                self.neglected[OF_CUDNN[func]] = None
-            if kernel is None:
-                scratch = scratch_of(func, args, results, self.device)
-            else:
-                results = results[: kernel.n_results]
-                self.events.append(Event("kernel", self.segment, -1, kernel))
-        if func in (CONVOLUTION, CONVOLUTION_BACKWARD) and on_gpu and not self.executes:
-            self._convolved(func, args, results)
-        self._allocated(func, args, results[::-1] if func in LAST_FIRST else results)
-        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
-            self.storages[made] = self.storages[made]._replace(by_kernel=True)
-        self._workspace(scratch)
-        counted = FLOPS.get(func._overloadpacket)
-        if counted is not None:
-            phase = "recompute" if self.recomputing else self.segment.phase
-            flops = counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
-            done = Computed(phase, flops, tuple(results[0].shape), dtype_name(results[0].dtype))
-            self.events.append(Event("compute", self.segment, -1, done))
+            if self.device.type == "cuda":
+                operation = _on_cuda(operation)
+            memo = self.shapes.memo(operation)
+            out = self.result(operation, memo)
+            results = self._on_device(out)
+            if memo.taken is None:
+                memo.taken = self._taken(operation, results, out)
+            taken = memo.taken
+        self._record(operation, results, taken)
         return out
 
-    def _convolved(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    def _on_device(self, out: Any) -> tuple[Tensor, ...]:
+        """The tensors of a result that are in the device's memory."""
+        return tuple([one for one in tensors(out) if one.device.type == self.device.type])
+
+    def _taken(self, operation: Operation, results: Sequence[Tensor], out: Any) -> Taken:
+        """What a simulated operation takes beside its results."""
+        func, args, kwargs = operation.func, operation.args, operation.kwargs
+        kernel = kernel_called(func, args, kwargs, results) if self.device.type == "cuda" else None
+        scratch = () if kernel is not None else scratch_of(func, args, results, self.device)
+        return Taken(kernel, scratch, _flops(func, args, kwargs, out))
+
+    def _record(self, operation: Operation, results: Sequence[Tensor], taken: Taken) -> None:
+        """Record the events of an operation."""
+        func, kernel = operation.func, taken.kernel
+        simulates_cuda = not self.executes and self.device.type == "cuda"
+        if simulates_cuda and func in OF_CUDNN:
+            self.neglected[OF_CUDNN[func]] = None
+        if simulates_cuda and func in (CONVOLUTION, CONVOLUTION_BACKWARD):
+            self._convolved(operation, results)
+        if kernel is not None:
+            results = results[: kernel.n_results]
+            self.events.append(Event("kernel", self.section, -1, kernel))
+        self._allocated(operation, results[::-1] if func in LAST_FIRST else results)
+        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
+            self.storages[made] = self.storages[made]._replace(by_kernel=True)
+        if taken.scratch:
+            self._workspace(taken.scratch)
+        if taken.flops is not None:
+            phase = "recompute" if self.recomputing else self.section.phase
+            first = results[0]
+            done = Computed(phase, taken.flops, tuple(first.shape), dtype_name(first.dtype))
+            self.events.append(Event("compute", self.section, -1, done))
+
+    def _convolved(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of a convolution, each with what computes it."""
-        copies = self._taken(grad_in_order(func, args))
+        func, args = operation.func, operation.args
+        copies = self._scratch(grad_in_order(func, args))
         for tensor, call in zip(results, convolution_called(func, args, results), strict=True):
             if call.n_results:
-                self._given_back(copies)
+                self._freed_scratch(copies)
                 copies = range(0)
-                self.events.append(Event("kernel", self.segment, -1, call))
-            self._seen(tensor, func)
+                self.events.append(Event("kernel", self.section, -1, call))
+            self._seen(tensor, operation.operator)
             if not call.n_results:
-                self.events.append(Event("workspace", self.segment, -1, call))
-        self._given_back(copies)
+                self.events.append(Event("workspace", self.section, -1, call))
+        self._freed_scratch(copies)
 
-    def _allocated(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    def _allocated(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of an operation."""
         for tensor in results:
-            self._seen(tensor, func)
+            self._seen(tensor, operation.operator)
             if self._from_weights:
                 self.embedded.add(self.storage_of(tensor))
                 self.embedded.discard(WEIGHT)
-        phase, unit = self.segment
-        casts = func is CASTS and self.autocasts and phase == "forward"
-        if casts and self.storage_of(args[0]) == self.inputs.get(unit):
+        phase, unit = self.section
+        casts = operation.func is CASTS and self.autocasts and phase == "forward"
+        if casts and self.storage_of(operation.args[0]) == self.inputs.get(unit):
             self.input_casts.setdefault(unit, []).append(self.storage_of(results[0]))
 
-    def _reads(self, *arguments: Any) -> None:
+    def _reads(self, given: Iterable[Tensor]) -> None:
         """Note operands of a forward pass that its unit has not computed itself."""
-        unit, head = self.segment.unit, self.n_blocks + 1
-        read = {self.storage_of(tensor) for tensor in tensors(arguments)}
+        unit, head = self.section.unit, self.n_blocks + 1
+        read = {self.storage_of(tensor) for tensor in given}
         self._from_weights = unit == 0 and not read.isdisjoint({WEIGHT, *self.embedded})
         for storage in read if unit else ():
             made = 0 if storage < 0 else self._made_in[storage]
             own = made == unit or min(made, unit) >= head
-            given = storage in (self.inputs.get(unit), self.outputs.get(unit - 1))
-            self.reads_across |= not (own or given or (made == 0 and storage not in self.embedded))
+            handed = storage in (self.inputs.get(unit), self.outputs.get(unit - 1))
+            self.reads_across |= not (own or handed or (made == 0 and storage not in self.embedded))
 
     def _added(self, storage: int) -> None:
         """Note the first time that a gradient is added in place to the gradient of the unit's output."""
-        event = Event("add", self.segment, storage)
-        if self.output_grads.get(self.segment.unit) == storage and event not in self._sums:
+        event = Event("add", self.section, storage)
+        if self.output_grads.get(self.section.unit) == storage and event not in self._sums:
             self._sums.add(event)
             self.events.append(event)
 
     def _workspace(self, scratch: Sequence[Scratch]) -> None:
         """Record the temporary buffers of an operation: all are allocated, then all are freed."""
-        self._given_back(self._taken(scratch))
+        self._freed_scratch(self._scratch(scratch))
 
-    def _taken(self, scratch: Sequence[Scratch]) -> range:
+    def _scratch(self, scratch: Sequence[Scratch]) -> range:
         """Record that temporary buffers are allocated; their numbers."""
         first = len(self.storages)
         for name, n, dtype in scratch:
             self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
-            self._made_in.append(self.segment.unit)
+            self._made_in.append(self.section.unit)
         numbers = range(first, len(self.storages))
-        self.events += [Event("alloc", self.segment, number) for number in numbers]
+        self.events += [Event("alloc", self.section, number) for number in numbers]
         return numbers
 
-    def _given_back(self, numbers: range) -> None:
+    def _freed_scratch(self, numbers: range) -> None:
         """Record that temporary buffers are freed, the last one first."""
-        self.events += [Event("free", self.segment, number) for number in reversed(numbers)]
+        self.events += [Event("free", self.section, number) for number in reversed(numbers)]
 
     def _locate(self) -> None:
-        """Find the step's segment: after a unit has returned, or at an autograd node that a unit has made."""
-        if self.segment.phase == "forward":
+        """Find the step's section: after a unit has returned, or at an autograd node that a unit has made."""
+        if self.section.phase == "forward":
             if self._next_unit is not None:
                 self._begin(self._next_unit)
-        elif self.segment.phase == "backward":
+        elif self.section.phase == "backward":
             node = torch._C._current_autograd_node()
             if node is not None and node.name() != "torch::autograd::AccumulateGrad":
                 unit = self._units[bisect_right(self._starts, node._sequence_nr()) - 1]
-                if unit < self.segment.unit:
-                    self.segment = Segment("backward", unit)
+                if unit < self.section.unit:
+                    self.section = Section("backward", unit)
 
-    def _seen(self, tensor: Tensor, func: Any) -> None:
-        """Record a tensor's storage if it is new."""
+    def _seen(self, tensor: Tensor, function: Operator | str) -> None:
+        """Record a tensor's storage if it is new; of an operation's result with the module that runs."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._alive:
             return
-        scope = self.scopes[-1] if self.scopes else ""
-        if self.segment.phase == "backward" and not self.recomputing:
-            scope = "grad"
+        if isinstance(function, Operator):
+            scope = self.scopes[-1] if self.scopes else ""
+            if self.section.phase == "backward" and not self.recomputing:
+                scope = "grad"
+            function = f"{scope}: {function.name}"
         made = Stored(
-            f"{scope}: {func._schema.name.removeprefix('aten::')}" if hasattr(func, "_schema") else str(func),
+            function,
             tuple(tensor.shape),
             dtype_name(tensor.dtype),
             tensor.dtype.itemsize,
@@ -393,9 +423,9 @@ class Recorder(ShapesMode):
         )
         number = len(self.storages)
         self.storages.append(made)
-        self._made_in.append(self.segment.unit)
+        self._made_in.append(self.section.unit)
         self._watch(storage, number)
-        self.events.append(Event("alloc", self.segment, number))
+        self.events.append(Event("alloc", self.section, number))
 
     def _watch(self, storage: UntypedStorage, number: int) -> None:
         watch = _Watch(storage, self._gone)
@@ -406,10 +436,10 @@ class Recorder(ShapesMode):
         watch = cast(_Watch, reference)
         del self._alive[watch.address]
         if watch.number >= 0:
-            segment = self.segment
-            if segment.phase == "casts":
-                segment = Segment("casts", self._made_in[watch.number])
-            self.events.append(Event("free", segment, watch.number))
+            section = self.section
+            if section.phase == "casts":
+                section = Section("casts", self._made_in[watch.number])
+            self.events.append(Event("free", section, watch.number))
 
 
 def executed(
@@ -421,6 +451,20 @@ def executed(
     requested = torch._C._cuda_memoryStats(device.index)["requested_bytes"]["all"]
     n_bytes = requested["peak"] - requested["current"]
     return out, (("memory of a kernel's own", n_bytes, torch.uint8),) if n_bytes > 0 else ()
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int | None:
+    """The FLOPs of a matrix product, a convolution or an attention; None of anything else."""
+    counted = FLOPS.get(func._overloadpacket)
+    return None if counted is None else counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
+
+
+def _on_cuda(operation: Operation) -> Operation:
+    """The operation with `device=cuda:0` where C++ code passed `meta`."""
+    kwargs = on_cuda(operation.kwargs)
+    if kwargs is operation.kwargs:
+        return operation
+    return Operation(operation.func, operation.types, operation.args, kwargs)
 
 
 def _of_equal_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:

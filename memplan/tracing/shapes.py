@@ -1,9 +1,10 @@
 """Shapes of results, asked of PyTorch once for each operation and each layout of its arguments.
 
-`FakeTensorMode` remembers them too, but takes 100 microseconds to find out that it does. A step of a large
-model is some hundred thousand operations, few of them different.
+`FakeTensorMode` would remember them too, but takes 100 microseconds to find out that it does. A step of a
+large model is some hundred thousand operations, few of them different.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -26,6 +27,7 @@ LAYER_NORM: Final = ATEN.native_layer_norm.default
 GROUPED_PRODUCT: Final = ATEN._grouped_mm.default
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """A type's name without its package, as in `float32`."""
     return str(dtype).removeprefix("torch.")
@@ -35,34 +37,24 @@ def tensors(value: Any) -> tuple[Tensor, ...]:
     """The tensors of an argument or a result, in order."""
     if isinstance(value, Tensor):
         return (value,)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return tuple([tensor for part in value for tensor in tensors(part)])
-    return ()
+    found: list[Tensor] = []
+    if isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif isinstance(part, tuple | list | dict):
+                found += tensors(part)
+    return tuple(found)
 
 
-class Layout(NamedTuple):
-    """The properties of a tensor apart from its elements."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    conjugated: bool
+Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device, bool]
+"""The properties of a tensor apart from its elements: the last says whether it is conjugated."""
 
 
 def layout_of(tensor: FakeTensor) -> Layout:
     """A tensor's layout."""
-    return Layout(
-        tensor.shape,
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.fake_device,
-        tensor.is_conj(),
-    )
+    offset = int(tensor.storage_offset())
+    return tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.fake_device, tensor.is_conj()
 
 
 class _Result(NamedTuple):
@@ -80,34 +72,92 @@ class _Results(NamedTuple):
     container: type[tuple[Any, ...]] | type[list[Any]] | None
 
 
+class Memo:
+    """What is remembered of an operation on arguments of certain layouts.
+
+    `results`: their layouts; `taken`: the memory that it takes beside them, and what it computes.
+    """
+
+    __slots__ = ("results", "taken")
+
+    def __init__(self) -> None:
+        self.results: _Results | None = None
+        self.taken: Any = None
+
+
+class Operator:
+    """The properties of an operation that hold for all its arguments."""
+
+    __slots__ = ("any_shape", "any_values", "follows_from_layouts", "name", "writes")
+
+    def __init__(self, func: Any) -> None:
+        self.name: str = func._schema.name.removeprefix("aten::")
+        self.follows_from_layouts = (
+            func.namespace in NAMESPACES and UNLIKE.isdisjoint(func.tags) and "lift" not in self.name
+        )
+        """Whether equal layouts give equal results: not those of constants (`torch.tensor`), say."""
+        self.any_shape = torch.Tag.dynamic_output_shape in func.tags
+        """Whether the shape of what it returns depends on values."""
+        self.any_values = torch.Tag.nondeterministic_seeded in func.tags or "empty" in self.name
+        """Whether what it returns is random, or whatever was in the memory."""
+        self.writes = tuple(
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        """The places and names of the arguments that it writes to."""
+
+
+operator_of: Final = cache(Operator)
+
+
+class Operation:
+    """A call of an operation: `given` are the tensors among its arguments, in order."""
+
+    __slots__ = ("args", "func", "given", "key", "kwargs", "operator", "types")
+
+    def __init__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.func, self.types, self.args, self.kwargs = func, types, args, kwargs
+        self.operator = operator_of(func)
+        self.given: list[Tensor] = []
+        self.key = self.operator, _key(args, self.given), _key(kwargs, self.given) if kwargs else ()
+        """The operation and its arguments, of tensors their layouts."""
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """The tensors that it writes to."""
+        args, writes = self.args, self.operator.writes
+        return tensors([args[at] if at < len(args) else self.kwargs.get(name) for at, name in writes])
+
+
 class Shapes:
     """Runs operations on tensors without data."""
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
-        self._known: dict[Hashable, _Results | None] = {}
+        self.mode.cache_enabled = False  # what it would keep is kept here
+        self._memos: defaultdict[Hashable, Memo] = defaultdict(Memo)
         self._common: dict[torch.device, dict[str, Any]] = {}
 
-    def result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def memo(self, operation: Operation) -> Memo:
+        """What is remembered of the operation: nothing, if its results do not follow from layouts."""
+        return self._memos[operation.key] if operation.operator.follows_from_layouts else Memo()
+
+    def result(self, operation: Operation, memo: Memo) -> Any:
         """The result of the operation."""
-        if not _follows_from_layouts(func):
-            return self._dispatched(func, types, args, kwargs)
-        given: list[Tensor] = []
-        key = (func, _key(args, given), _key(kwargs, given))
-        known = self._known.get(key)
+        known = memo.results
         if known is not None:
-            made = [self._made(part, given) for part in known.parts]
+            made = [self._made(part, operation.given) for part in known.parts]
             if known.container is not None:
                 return known.container(made)
             return made[0] if made else None
-        out = self._dispatched(func, types, args, kwargs)
-        if key not in self._known:
-            self._known[key] = _described(out, given)
+        out = self._dispatched(operation)
+        memo.results = _described(out, operation.given)
         return out
 
-    def _dispatched(
-        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _dispatched(self, operation: Operation) -> Any:
         """PyTorch's own answer, but for two operations whose kernels do otherwise than its rule says.
 
         The mean and the deviation of a layer norm on CPU have the weights' type, not the input's. Products of
@@ -116,9 +166,10 @@ class Shapes:
         Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`: `param_scalar_type`),
         aten/src/ATen/native/GroupedMMUtils.h (`create_grouped_gemm_output_tensor`).
         """
+        func, args = operation.func, operation.args
         if func is GROUPED_PRODUCT:
             return self._grouped_product(*args)
-        out: Any = self.mode.dispatch(func, types, args, kwargs)
+        out: Any = self.mode.dispatch(func, operation.types, args, operation.kwargs)
         if func is not LAYER_NORM or args[0].device.type != "cpu" or args[2] is None:
             return out
         with self.mode:
@@ -157,24 +208,22 @@ class Shapes:
         return made
 
 
-@cache
-def _follows_from_layouts(func: Any) -> bool:
-    """Whether equal layouts give equal results: as most operations do, but for constants (`torch.tensor`)."""
-    return func.namespace in NAMESPACES and UNLIKE.isdisjoint(func.tags) and "lift" not in func._schema.name
-
-
-def _key(value: Any, given: list[Tensor]) -> Hashable:
-    """A value as far as a result's layout depends on it; its tensors are added to `given`."""
-    if isinstance(value, FakeTensor):
-        given.append(value)
-        return layout_of(value)
-    if isinstance(value, tuple | list):
-        return tuple([_key(part, given) for part in value])
-    if isinstance(value, dict):
-        return tuple([(name, _key(part, given)) for name, part in value.items()])
-    if isinstance(value, Tensor):
-        given.append(value)
-    return type(value), value
+def _key(values: Any, given: list[Tensor]) -> Hashable:
+    """Values as far as a result's layout depends on them; their tensors are added to `given`."""
+    if isinstance(values, dict):
+        return tuple(values), _key(values.values(), given)
+    key: list[Hashable] = []
+    for value in values:
+        if isinstance(value, FakeTensor):
+            given.append(value)
+            key.append(layout_of(value))
+        elif isinstance(value, tuple | list | dict):
+            key.append(_key(value, given))
+        else:
+            if isinstance(value, Tensor):
+                given.append(value)
+            key.append((type(value), value))
+    return tuple(key)
 
 
 def _described(out: Any, given: Sequence[Tensor]) -> _Results | None:

@@ -336,11 +336,8 @@ class _Tracer:
         return inputs, targets
 
     def _hooks(self, parameters: Mapping[str, nn.Parameter], recorder: Recorder) -> list[Any]:
-        def made(name: str) -> Callable[[Any], None]:
-            return lambda parameter: recorder.grad_made(parameter, name)
-
         return [
-            parameter.register_post_accumulate_grad_hook(made(name))
+            parameter.register_post_accumulate_grad_hook(partial(recorder.grad_made, name=name))
             for name, parameter in parameters.items()
             if parameter.requires_grad
         ]
@@ -377,7 +374,7 @@ class _Tracer:
         self, recorder: Recorder, forward: Callable[..., Any], unit: int, variant: Variant
     ) -> Callable[..., Any]:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            recorder.recomputing = recorder.segment.phase == "backward"
+            recorder.recomputing = recorder.section.phase == "backward"
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -513,7 +510,7 @@ def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | Non
 def _given(tensor: Tensor, recorder: Recorder) -> Tensor:
     """A tensor like this one, on tensors without data, that was there before the step."""
     made = _without_values(tensor, recorder)
-    recorder.known(made)
+    recorder.register(made)
     return made
 
 
@@ -527,8 +524,9 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
         made = torch.empty_like(tensor, dtype=dtype, device=recorder.device, requires_grad=False)
     else:  # nothing is asked of the values of weights
         made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
-    recorder.known(made, WEIGHT if is_parameter else GIVEN)
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+    recorder.register(made, WEIGHT if is_parameter else GIVEN)
+    with nullcontext() if recorder.executes else recorder:  # a parameter is a view of its tensor
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
 @contextmanager
@@ -536,16 +534,13 @@ def _without_data(
     module: nn.Module, recorder: Recorder, weights: torch.dtype
 ) -> Iterator[dict[str, nn.Parameter]]:
     """The module's parameters, of type `weights`, and its buffers have shapes only, and the module trains."""
-    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    tables: list[dict[str, Any]] = [t for one in module.modules() for t in (one._parameters, one._buffers)]
+    own = [(table, dict(table)) for table in tables]
     training = {one: one.training for one in module.modules()}
-    made: dict[int, Any] = {}
+    made: dict[int, Any] = {id(None): None}
     try:
-        tables = [table for one in module.modules() for table in (one._parameters, one._buffers)]
-        own += [(table, dict(table)) for table in tables]
         for table, before in own:
             for name, tensor in before.items():
-                if tensor is None:
-                    continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _like(tensor, recorder, weights)
                 table[name] = made[id(tensor)]

@@ -24,7 +24,7 @@ from memplan.models.traced import (
     size_at,
 )
 from memplan.shapes import DType, Kind
-from memplan.tracing.recorder import Event, Recorder, Segment, Stored
+from memplan.tracing.recorder import Event, Recorder, Section, Stored
 
 CALLS: Final = ("compute", "kernel", "workspace")
 """The events of no storage."""
@@ -38,7 +38,7 @@ class Unlike(Exception):
 class Parts:
     """A step in the parts of a recording, for one size of the input; events name storages by class.
 
-    The segment of an event is its part.
+    The section of an event is its part.
     """
 
     parts: Mapping[str, tuple[Event, ...]]
@@ -58,12 +58,12 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
         Unlike: the blocks are not equal.
     """
     n = recorder.n_blocks
-    by_segment: dict[Segment, list[Event]] = {}
+    by_section: dict[Section, list[Event]] = {}
     for event in recorder.events:
-        by_segment.setdefault(event.segment, []).append(event)
+        by_section.setdefault(event.section, []).append(event)
 
     def part(phase: str, unit: int) -> list[Event]:
-        return list(_ordered(by_segment.get(Segment(phase, unit), [])))
+        return list(_ordered(by_section.get(Section(phase, unit), [])))
 
     like = representative(n)
     same = _Classes(recorder, block_prefixes)
@@ -207,19 +207,18 @@ class _Classes:
         places: dict[tuple[str, str], int] = {}
         for part, events in parts.items():
             found: list[Event] = []
-            for event in events:
-                if event.kind == "mark":
-                    places[part, event.detail] = len(found)
-                if event.storage < 0 and event.kind not in CALLS:
+            section = Section(part, 0)
+            for kind, _, storage, detail in events:
+                if kind == "mark":
+                    places[part, detail] = len(found)
+                if storage < 0 and kind not in CALLS:
                     continue
-                if event.storage >= 0:
-                    own = self.of(event.storage)
+                if storage >= 0:
+                    own = self.of(storage)
                     if own not in numbers:
                         numbers[own] = next(n)
-                    event = event._replace(storage=numbers[own])
-                if event.kind == "grad":
-                    event = event._replace(detail=self.common(event.detail))
-                found.append(event._replace(segment=Segment(part, 0)))
+                    storage = numbers[own]
+                found.append(Event(kind, section, storage, self.common(detail) if kind == "grad" else detail))
             made[part] = tuple(found)
 
         def number(storage: int) -> int:
@@ -243,7 +242,7 @@ class _Classes:
         recorder, n = self.recorder, self.recorder.n_blocks
         entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
         received = 1 if recorder.entry_requires_grad else representative(n)
-        freed = {e.storage: _end_of(e.segment, n) for e in recorder.events if e.kind == "free"}
+        freed = {e.storage: _end_of(e.section, n) for e in recorder.events if e.kind == "free"}
         entry_freed, last_freed = freed.get(entry, ""), freed.get(last, "")
         only_first = recorder.embedded - {entry}
         kept = {self.of(i) for i in range(len(self.storages)) if i not in only_first}
@@ -270,23 +269,23 @@ class _Classes:
 
 def _ends(places: Mapping[tuple[str, str], int]) -> Ends | str:
     """Where the modules outside the blocks run, by the places of the marks in their parts."""
-    if not all((unit, mark) in places for unit in UNITS for mark in (unit, f"{unit}, returned")):
+    if not all((unit, mark) in places for unit in OUTER for mark in (unit, f"{unit}, returned")):
         return "what holds the parameters before and after the blocks is not called in this order"
-    embed, head = ((places[unit, unit], places[unit, f"{unit}, returned"]) for unit in UNITS)
-    backward = [places.get((f"{unit}_backward", f"{unit}_backward"), 0) for unit in UNITS]
+    embed, head = ((places[unit, unit], places[unit, f"{unit}, returned"]) for unit in OUTER)
+    backward = [places.get((f"{unit}_backward", f"{unit}_backward"), 0) for unit in OUTER]
     return Ends(embed, head, *backward)
 
 
-UNITS: Final = ("embed", "head")
-"""The units outside the blocks."""
+OUTER: Final = ("embed", "head")
+"""The units of FSDP2 outside the blocks."""
 
 
-def _end_of(segment: Segment, n_blocks: int) -> str:
-    """The recording's part for a segment of the embedding, the head, the first block or the end; else "".
+def _end_of(section: Section, n_blocks: int) -> str:
+    """The recording's part for a section of the embedding, the head, the first block or the end; else "".
 
     What the last block frees beyond the others is the head's.
     """
-    phase, unit = segment
+    phase, unit = section
     if (phase, unit) == ("forward", n_blocks) and n_blocks != representative(n_blocks):
         unit += 1
     if phase == "end":

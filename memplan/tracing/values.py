@@ -7,8 +7,7 @@ a value: a loss is no number.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from memplan.tracing.shapes import tensors
+from memplan.tracing.shapes import Operation, tensors
 
 MOST_ELEMENTS: Final = 1 << 24
 """A tensor of integers with more elements is not computed: a mask of all queries by all keys, say."""
@@ -34,9 +33,6 @@ OVERWRITTEN: Final = "overwritten"
 CHECKS_OVERFLOWS: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 """The operation that notes whether a gradient is not finite; gradients without values count as finite."""
 
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-"""An operation's arguments by place and by name."""
-
 
 class KnownValues:
     """Keeps each known value with the tensor that stands for it (`FakeTensor.real_tensor`)."""
@@ -44,25 +40,28 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
-    def result(self, func: Any, arguments: Arguments, without_data: Callable[[], Any]) -> Any:
+    def result(self, operation: Operation, without_data: Callable[[], Any]) -> Any:
         """The operation's result `without_data`, and its values where they follow from known ones.
 
         Raises:
             NotImplementedError: if what is to be done depends on a value that is not known.
         """
+        func, operator = operation.func, operation.operator
         if func is READ:
-            return _number(arguments[0][0])
-        if _has_any_shape(func) and all(map(_is_known, tensors(arguments))):
-            return tree_map(self._stand_in, _computed(func, arguments))
+            return _number(operation.args[0])
+        known = all(map(_is_known, operation.given))
+        if known and operator.any_shape:
+            return tree_map(self._stand_in, _computed(operation))
         out = without_data()
-        results, written, given = tensors(out), _written(func, arguments), tensors(arguments)
-        made = (*written, *results)
-        most = 1 if written or _has_any_values(func) else MOST_FLOATS
-        if made and all(_can_be_known(one, most) for one in made) and all(map(_is_known, given)):
-            for result, value in zip(results, tensors(_computed(func, arguments)), strict=True):
-                if isinstance(result, FakeTensor):
-                    result.real_tensor = value
-        elif written and func is not CHECKS_OVERFLOWS:
+        written = operation.written if operator.writes else ()
+        if known and (made := (*written, *tensors(out))):
+            most = 1 if written or operator.any_values else MOST_FLOATS
+            if all(_can_be_known(one, most) for one in made):
+                for result, value in zip(tensors(out), tensors(_computed(operation)), strict=True):
+                    if isinstance(result, FakeTensor):
+                        result.real_tensor = value
+                return out
+        if written and func is not CHECKS_OVERFLOWS:
             _forget(func, written)
         return out
 
@@ -105,44 +104,15 @@ def _forget(func: Any, written: Iterable[Tensor]) -> None:
             tensor.real_tensor = None
 
 
-def _computed(func: Any, arguments: Arguments) -> Any:
+def _computed(operation: Operation) -> Any:
     def value(argument: Any) -> Any:
         if isinstance(argument, torch.device) and argument.type == "cuda":
             return torch.device("cpu")
         return _value(argument) if isinstance(argument, Tensor) else argument
 
-    args, kwargs = tree_map(value, arguments)
+    args, kwargs = tree_map(value, (operation.args, operation.kwargs))
     with _disable_current_modes(), torch.no_grad():
-        return func(*args, **kwargs)
-
-
-@cache
-def _has_any_shape(func: Any) -> bool:
-    """Whether the shape of what it returns depends on values."""
-    return torch.Tag.dynamic_output_shape in func.tags
-
-
-@cache
-def _has_any_values(func: Any) -> bool:
-    """Whether what it returns is random, or whatever was in the memory."""
-    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name
-
-
-@cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """The places and names of the arguments that an operation writes to."""
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written(func: Any, arguments: Arguments) -> tuple[Tensor, ...]:
-    args, kwargs = arguments
-    if not (places := _writes(func)):
-        return ()
-    return tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+        return operation.func(*args, **kwargs)
 
 
 def _value(tensor: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Tensors without data: PyTorch's own code runs on them, and every storage it makes is seen."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 from unittest.mock import patch
@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.tracing.mode import ShapesMode, on_a_device
-from memplan.tracing.shapes import Shapes
+from memplan.tracing.mode import ShapesMode
+from memplan.tracing.shapes import Operation, Shapes, tensors
 from memplan.tracing.values import known_value
 from validate.fake.lifetimes import Lifetimes
 
@@ -40,7 +40,8 @@ class WithoutData(ShapesMode):
         self.keeps_books = False
         """Whether integers get real data, because PyTorch's C++ code reads them without the dispatcher."""
 
-    def run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, operation: Operation) -> Any:
+        func, types, args, kwargs = operation.func, operation.types, operation.args, operation.kwargs
         if self.keeps_books and not types and kwargs.get("dtype", torch.int) in (torch.int, torch.long):
             with _disable_current_modes():
                 return func(*args, **kwargs)
@@ -55,10 +56,24 @@ class WithoutData(ShapesMode):
         if func._schema.name == WAITS:
             return args[0]
         self._lifetimes.operation = func
-        out = self.result(func, types, args, kwargs)
+        out = self.result(operation, self.shapes.memo(operation))
         for tensor in on_a_device(out):
             self._lifetimes.seen(tensor)
         return out
+
+
+def on_a_device(results: Any) -> tuple[Tensor, ...]:
+    """The tensors of a result that take memory: those on `meta` do not.
+
+    PyTorch itself runs operations on `meta` tensors to learn shapes, as DTensor does.
+    """
+    return tuple(
+        [
+            tensor
+            for tensor in tensors(results)
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "meta"
+        ]
+    )
 
 
 @contextmanager
