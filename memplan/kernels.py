@@ -7,6 +7,7 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from memplan.device import Device
+from memplan.shapes import DType, Shape
 
 Release = tuple[int, int]
 """A release of PyTorch."""
@@ -137,6 +138,55 @@ def _gradient_tile(device: Device, itemsize: int, d_head: int) -> tuple[int, int
     if d_head <= 64 or (cramped and 96 < d_head <= 128):
         return 64, 64
     return 128, 128 if roomy and d_head <= 128 else 64
+
+
+class CudnnScratch(NamedTuple):
+    """Bytes of the workspace that cuDNN's attention allocates at once, in each pass."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
+def cudnn_scratch(
+    device: Device, torch_release: Release, q_shape: Shape, kv_shape: Shape, dtype: DType, *, dropout: bool
+) -> CudnnScratch:
+    """The workspaces of cuDNN's attention: arrays of the engine that it chooses, and its frontend's.
+
+    In backward the frontend keeps each row's dot product and, but for Blackwell's wide heads, a float32
+    accumulator for dq. Engines keep dk and dv for each head of grouped queries, for those wide heads three
+    float32 arrays; on Blackwell also a second accumulator for dq of short sequences, and in both passes a bit
+    for each score that dropout may drop.
+
+    >>> from memplan.device import H100
+    >>> from memplan.shapes import BF16
+    >>> cudnn_scratch(H100, (2, 13), (1, 512, 8, 64), (1, 512, 2, 64), BF16, dropout=False)
+    CudnnScratch(forward_bytes=256, backward_bytes=2113792)
+
+    Source: cudnn_frontend/node/scaled_dot_product_flash_attention.h (`SDPABackwardNode`); for engines, 23,612
+    plans that cuDNN 9.19 to 9.26 made ahead of time for an H100, an H200 and a B200 (`validate.nogpu`).
+    """
+    batch, n_queries, n_heads, d_head = q_shape
+    _, n_keys, n_kv_heads, _ = kv_shape
+    n_all_heads, blackwell = batch * n_heads, device.at_least(10)
+    wide = blackwell and d_head > 128
+    shortest = n_keys if torch_release >= (2, 15) else min(n_queries, n_keys)
+    frontend = 4 * n_all_heads * n_queries * (1 if wide else d_head + 1)
+    kept, made = [], []
+    if blackwell and dropout:
+        kept.append(n_all_heads * ceil(n_queries / 128) * ceil(n_keys / 128) * 128 * 128 // 8)
+    elif blackwell and shortest <= 128 and not wide:
+        made.append(4 * n_all_heads * ceil(n_queries / 8) * 8 * d_head)
+    if n_kv_heads != n_heads:
+        made += [n_all_heads * n_keys * d_head * (4 if wide else dtype.itemsize)] * (3 if wide else 2)
+    return CudnnScratch(_engine_bytes(device, kept), frontend + _engine_bytes(device, kept + made))
+
+
+def _engine_bytes(device: Device, arrays: list[int]) -> int:
+    """Bytes of an engine's arrays, each aligned to 128, and 256 more on Hopper; on Blackwell 128 if any."""
+    aligned = sum(ceil(n_bytes / 128) * 128 for n_bytes in arrays)
+    if device.at_least(10):
+        return aligned + 128 if aligned else 0
+    return aligned + 256
 
 
 def sums_by_id(device: Device, n_ids: int, n_parts: int, width: int) -> bool:

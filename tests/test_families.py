@@ -12,7 +12,7 @@ from memplan.engines.options import plan_dict, plan_of
 from memplan.errors import InvalidValue, MemplanError
 from memplan.estimate import rank_estimate
 from memplan.hardware import gpu
-from memplan.kernels import efficient_attention_bytes
+from memplan.kernels import cudnn_scratch, efficient_attention_bytes
 from memplan.models import Decoder, model_from_config, preset, preset_names, preset_source
 from memplan.models.config import Config
 from memplan.models.families import FAMILIES
@@ -173,6 +173,48 @@ def test_a_mask_is_taken_by_the_kernels_that_pytorch_chooses_for_masks(name, pre
         return
     with pytest.raises(MissingRule, match=r"seq_len=36 reaches beyond the window"):
         estimate(model, **plan)
+
+
+@pytest.mark.parametrize(
+    "name,release,d_head,kernel",
+    [
+        ("h100-sxm", (2, 13), 192, "cudnn"),
+        ("h100-sxm", (2, 14), 192, "flash"),
+        ("h100-sxm", (2, 14), 256, "cudnn"),
+        ("b200", (2, 13), 256, "flash"),
+        ("b200", (2, 14), 192, "flash"),
+        ("b200", (2, 14), 256, "cudnn"),
+    ],
+)
+def test_wide_heads_are_cudnn_s_where_the_release_of_pytorch_gives_them_to_it(name, release, d_head, kernel):
+    """As PyTorch's CUDA builds chose, without a GPU."""
+    device = gpu(name).device
+    assert attention_kernel(device, release, BF16, d_head, grouped=False, dropout=False) == kernel
+
+
+@pytest.mark.parametrize(
+    "name,release,queries,keys,dropout,forward_bytes,backward_bytes",
+    [
+        ("h100-sxm", (2, 13), (2, 128, 8, 64), (2, 128, 8, 64), False, 256, 532736),
+        ("h200", (2, 13), (2, 513, 8, 128), (2, 513, 2, 128), False, 256, 8438080),
+        ("h100-sxm", (2, 13), (3, 5, 6, 8), (3, 5, 1, 8), False, 256, 6568),
+        ("b200", (2, 13), (3, 5, 6, 8), (3, 5, 1, 8), False, 0, 11048),
+        ("b200", (2, 13), (2, 128, 8, 64), (2, 128, 8, 64), False, 0, 1056896),
+        ("b200", (2, 13), (2, 512, 8, 128), (2, 512, 8, 128), False, 0, 4227072),
+        ("b200", (2, 13), (2, 513, 8, 128), (2, 513, 2, 128), False, 0, 8437952),
+        ("b200", (2, 11), (2, 5, 8, 64), (2, 300, 8, 64), False, 0, 53696),
+        ("b200", (2, 15), (2, 5, 8, 64), (2, 300, 8, 64), False, 0, 20800),
+        ("b200", (2, 11), (2, 129, 8, 64), (2, 129, 2, 64), True, 131200, 1196224),
+        ("b200", (2, 15), (2, 129, 8, 256), (2, 129, 8, 256), False, 0, 8256),
+        ("b200", (2, 15), (2, 100, 8, 256), (2, 300, 2, 256), False, 0, 14752128),
+    ],
+)
+def test_cudnn_s_attention_needs_the_workspaces_that_its_plans_say(
+    name, release, queries, keys, dropout, forward_bytes, backward_bytes
+):
+    """(batch, length, heads, width): what PyTorch's CUDA builds asked their allocator for, without a GPU."""
+    found = cudnn_scratch(gpu(name).device, release, queries, keys, BF16, dropout=dropout)
+    assert found == (forward_bytes, backward_bytes)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ import torch
 from click.testing import CliRunner
 
 import memplan
+from memplan.device import H100
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
+from memplan.kernels import cudnn_scratch
+from memplan.shapes import BF16
 from validate import workspaces
 from validate.__main__ import main
 from validate.gpus import known_as
@@ -251,3 +254,25 @@ def test_cudnn_answers_about_the_convolutions_of_a_trace(monkeypatch):
     copies = 2 * (2 * 32 * 64 * 56 * 56 + n_weights)
     for call in asked.runs["h100-sxm"]:
         assert copies <= asked.n_bytes(call, "h100-sxm", 32) < copies + 4 * (4 * n_weights)
+
+
+ATTENDED = """
+import os, torch
+tensor = lambda n: torch.empty(2, n, 513, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+q, k, v = tensor(8), tensor(2), tensor(2)
+torch.cuda.memory._record_memory_history(context=None)
+y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+torch.autograd.grad(y, (q, k, v), torch.empty_like(y))
+trace = torch.cuda.memory._snapshot()["device_traces"][0]
+requested = [entry["size"] for entry in trace if entry["action"] == "alloc"]
+print(requested[4], requested[-1], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+def test_the_real_cudnn_says_what_workspaces_attention_needs():
+    shapes = (2, 513, 8, 128), (2, 513, 2, 128)
+    scratch = cudnn_scratch(H100, (2, 13), *shapes, BF16, dropout=False)
+    assert last_line_on_an_h100(ATTENDED) == f"{scratch.forward_bytes} {scratch.backward_bytes}"

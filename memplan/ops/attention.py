@@ -49,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, mask: Te
         case "flash":
             return flash_attention_cuda(q, k, v, dropout=drops)
         case "cudnn":
-            return cudnn_attention(q, k, v, *masks)
+            return cudnn_attention(q, k, v, *masks, dropout=drops)
         case "efficient":
             return efficient_attention(q, k, v, *masks)
 
@@ -113,8 +113,11 @@ def attention_kernel(
 ) -> AttentionKernel:
     """The implementation that PyTorch chooses for causal attention; `grouped`: query heads share a key.
 
-    cuDNN's drops probabilities in torch 2.11 only; the memory-efficient one takes grouped heads from 2.14 on,
+    cuDNN's drops probabilities in torch 2.11 only. It takes heads of up to 128, on Hopper of up to 256 before
+    torch 2.14; from then on wide ones of 256 only. The memory-efficient one takes grouped heads from 2.14 on,
     and heads of whole 16 bytes. Flash attention takes no mask on CUDA.
+
+    Neglects: that cuDNN's is not taken for a single key.
 
     >>> from memplan.device import A100, H100
     >>> [attention_kernel(on, (2, 13), BF16, 128, grouped=True, dropout=False) for on in (A100, H100)]
@@ -126,9 +129,9 @@ def attention_kernel(
     if device.on_cpu:
         return "math" if dropout else "flash"
     if dtype != FP32 and d_head <= 256 and (device.at_least(8) or device.capability is None):
-        most = 128 if device.at_least(10) else 256
-        may_drop = torch_release < (2, 12)
-        if device.at_least(9) and (may_drop or not dropout) and d_head <= most and d_head % 8 == 0:
+        most = 256 if torch_release < (2, 14) and not device.at_least(10) else 128
+        fits = d_head % 8 == 0 and (d_head <= most or (d_head == 256 and torch_release >= (2, 14)))
+        if device.at_least(9) and fits and (not dropout or torch_release < (2, 12)):
             return "cudnn"
         if not masked:
             return "flash"

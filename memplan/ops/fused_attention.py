@@ -5,7 +5,7 @@ The output is laid out like the queries, but for the memory-efficient kernel's (
 
 from collections.abc import Callable
 
-from memplan.kernels import efficient_attention_bytes, flash_splits
+from memplan.kernels import cudnn_scratch, efficient_attention_bytes, flash_splits
 from memplan.record import ComputeKind
 from memplan.shapes import FP32, INT64, UINT8, DType, Shape
 from memplan.tape import Backward, Grads, Saved, Tape, Tensor
@@ -110,32 +110,30 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
     return _attended(q, k, v, compute, backward)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor, dropout: bool) -> Tensor:
     """Saves q, k, v, a mask, the output, each row's log-sum-exp and the random state.
 
-    Backward's workspace is what cuDNN's frontend asks for: a float32 accumulator for dq and each row's dot.
-
-    Neglects: the workspace of the engine that cuDNN chooses. Planning ahead of time, cuDNN 9.20 says
-    256 bytes on an H100 and none on a B200; in backward, with grouped queries, also dk and dv for each head,
-    and on a B200, for up to 128 queries, another accumulator for dq.
-
-    Source: aten/src/ATen/native/cudnn/MHA.cpp (`run_cudnn_SDP_fprop`, `run_cudnn_SDP_bprop`),
-    cudnn_frontend/node/scaled_dot_product_flash_attention.h (`SDPABackwardNode`).
+    Source: aten/src/ATen/native/cudnn/MHA.cpp (`run_cudnn_SDP_fprop`, `run_cudnn_SDP_bprop`).
     """
-    tape, dtype = q.tape, q.dtype
-    batch, seq, n_heads, d_head = q.shape
+    tape, dtype, context = q.tape, q.dtype, q.tape.context
+    batch, seq, n_heads, _ = q.shape
     q_shape, kv_shape = q.shape, k.shape
+    scratch = cudnn_scratch(context.device, context.torch_release, q_shape, kv_shape, dtype, dropout=dropout)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
         with grad.tape.workspace() as temporary:
-            temporary.new("sums of dq and dots", (batch, n_heads, seq, d_head + 1), FP32)
+            temporary.new("cuDNN's workspace", (scratch.backward_bytes,), UINT8)
         return grads
 
     def compute() -> Saved:
         seed, offset = tape.new("random seed", (), INT64), tape.new("random offset", (), INT64)
         y = tape.new("attention", q_shape, dtype)
-        return y, tape.new("log-sum-exp", (batch, n_heads, seq), FP32), seed, offset
+        lse = tape.new("log-sum-exp", (batch, n_heads, seq), FP32)
+        with tape.workspace() as temporary:
+            if scratch.forward_bytes:
+                temporary.new("cuDNN's workspace", (scratch.forward_bytes,), UINT8)
+        return y, lse, seed, offset
 
     return _attended(q, k, v, compute, backward, *masks)
 

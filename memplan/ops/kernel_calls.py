@@ -188,7 +188,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor
     )
     match kernel:
         case "cudnn":
-            return cudnn_attention(q, k, v)
+            return cudnn_attention(q, k, v, dropout=drops)
         case "flash":
             return _flash(q, k, v, drops, masked)
         case "efficient":
