@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -335,6 +336,32 @@ def test_parameters_that_get_no_gradient_have_weights_alone_and_stop_ddp(tmp_pat
     assert memplan.estimate(traced, dp=2, zero=3, **plan).worst.states.grads_bytes == 36 * 4
     with pytest.raises(PlanRefused, match=r"2 parameters .* get no gradient \(idle\.bias.*use FSDP2"):
         memplan.estimate(traced, dp=2, **plan)
+
+
+class Promoting(Twice):
+    """A mask in float32 widens a product, which PyTorch then refuses to multiply with narrow values."""
+
+    def __init__(self, multiplied: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8))
+        self.multiplied = multiplied
+
+    def forward(self, x):
+        y = self.w(x)
+        return self.multiplied(y * self.mask, y.t()).sum()
+
+
+@pytest.mark.parametrize("multiplied", [torch.mm, lambda a, b: torch.bmm(a[None], b[None])])
+def test_weights_of_a_type_that_the_module_fails_with_are_left_out(multiplied):
+    module = Promoting(multiplied)
+    traced = memplan.trace(module, torch.ones(4, 8))
+    assert {variant.weights for variant in traced.recordings} == {"float32"}
+    assert memplan.estimate(traced, seq_len=1, precision="bf16-mixed").peak.total_bytes > 0
+    for plan in ({"precision": "bf16"}, {"precision": "bf16-mixed", "dp": 2, "zero": 3}):
+        with pytest.raises(MissingRule, match=r"was not traced with .* weights in bfloat16"):
+            memplan.estimate(traced, seq_len=1, **cast(Any, plan))
+    with pytest.raises(InvalidValue, match=r"fails as it is traced \(RuntimeError"):
+        memplan.trace(module, torch.ones(4, 8), precisions=["bf16"])
 
 
 class Experts(nn.Module):

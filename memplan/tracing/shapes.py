@@ -25,6 +25,7 @@ NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
 
 LAYER_NORM: Final = ATEN.native_layer_norm.default
 GROUPED_PRODUCT: Final = ATEN._grouped_mm.default
+PRODUCTS: Final = (ATEN.mm.default, ATEN.addmm.default)
 
 
 @cache
@@ -158,17 +159,24 @@ class Shapes:
         return out
 
     def _dispatched(self, operation: Operation) -> Any:
-        """PyTorch's own answer, but for two operations whose kernels do otherwise than its rule says.
+        """PyTorch's own answer, but for operations whose kernels do otherwise than its rule says.
 
         The mean and the deviation of a layer norm on CPU have the weights' type, not the input's. Products of
-        groups of rows take other types than bfloat16 too.
+        groups of rows take other types than bfloat16 too; products of matrices refuse operands of two types.
+
+        Raises:
+            RuntimeError: as PyTorch's kernels do.
 
         Source: aten/src/ATen/native/layer_norm.cpp (`layer_norm_cpu`: `param_scalar_type`),
-        aten/src/ATen/native/GroupedMMUtils.h (`create_grouped_gemm_output_tensor`).
+        aten/src/ATen/native/GroupedMMUtils.h (`create_grouped_gemm_output_tensor`),
+        aten/src/ATen/native/LinearAlgebra.cpp (`addmm_impl_cpu_`).
         """
         func, args = operation.func, operation.args
         if func is GROUPED_PRODUCT:
             return self._grouped_product(*args)
+        types = [one.dtype for one in operation.given]
+        if func in PRODUCTS and len({*types}) > 1:
+            raise RuntimeError(f"the operands of {func} must have the same dtype, but are {types}")
         out: Any = self.mode.dispatch(func, operation.types, args, operation.kwargs)
         if func is not LAYER_NORM or args[0].device.type != "cpu" or args[2] is None:
             return out

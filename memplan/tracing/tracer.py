@@ -635,9 +635,9 @@ def _recordings(
         try:
             parts = tracer.run((batch, length), variant)
         except _Fails:
-            if not (alone and tracer.executes):
+            if not _is_new(variant, alone):
                 raise
-            continue  # what PyTorch refuses with weights of another type, as batch norm on CUDA does
+            continue
         alone[variant._replace(alone=batch == 1)] = recording_of([parts], [(batch, length)])
     return alone, (batch, length)
 
@@ -665,8 +665,8 @@ def _for_any_batch(
         points = [*several, *([] if found else example)]
         try:
             found[variant] = _agreed(tracer, variant, points)
-        except NotRun:
-            if not found:
+        except (NotRun, _Fails):
+            if not _is_new(variant, found):
                 raise
             continue
         try:
@@ -674,6 +674,15 @@ def _for_any_batch(
         except _Fails:  # normalisation over a batch refuses a single sample
             continue
     return found
+
+
+def _is_new(variant: Variant, found: Iterable[Variant]) -> bool:
+    """Whether a variant that fails has weights of a type that none before had: PyTorch may refuse these.
+
+    It refuses products of masks in float32 with narrow values, say, and narrow weights of batch norm.
+    """
+    types = {one.weights for one in found}
+    return bool(types) and variant.weights not in types
 
 
 def _can_be_checked(point: Point) -> bool:
