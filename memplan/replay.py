@@ -59,7 +59,8 @@ class AllocatorProgram:
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
         oldest_first: buffers of which the oldest block is freed first.
         handed_on: buffers that stand for the input and the output of equal blocks: a block frees its input
-            after it has allocated its output.
+            after it has allocated its output, unless it has made its input itself (what is computed between
+            two blocks is the second one's).
         handed_over: for a receive buffer that a pass frees, the buffer that replaces it under its name.
         takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
         streams: the stream of each buffer that is not on the default stream.
@@ -696,10 +697,10 @@ class _Replay:
         self.held.setdefault(buffer, {}).setdefault(OUTSIDE, []).append(block)
 
     def _taken(self, buffer: Buffer, of: MicroBatch, i: int = -1) -> int:
-        """The i-th block of a buffer and micro-batch, which is no longer held."""
+        """The i-th block of a buffer and micro-batch, or the only one, which is no longer held."""
         held = self.held[buffer]
         blocks = held[of]
-        address = blocks.pop(i)
+        address = blocks.pop(max(i, -len(blocks)))
         if not blocks:
             del held[of]
             if not held:

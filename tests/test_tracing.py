@@ -338,6 +338,34 @@ def test_parameters_that_get_no_gradient_have_weights_alone_and_stop_ddp(tmp_pat
         memplan.estimate(traced, dp=2, **plan)
 
 
+class Between(nn.Module):
+    """Two equal layers with a layer between them, and a parameter that both use."""
+
+    def __init__(self, *, shares: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.between = nn.Parameter(torch.ones(8)) if shares else nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * self.between if isinstance(self.between, nn.Parameter) else self.between(layer(x))
+        return x.sum()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_blocks_make_the_gradients_of_their_own_parameters_only(shares):
+    """Else a block's gradients would be no unit's of FSDP2; DDP would not send what is not any block's."""
+    module = Between(shares=shares)
+    traced = memplan.trace(module, torch.ones(4, 8), precisions=["fp32"])
+    assert traced.n_layers == 0
+    plan: dict[str, Any] = {"seq_len": 1, "precision": "fp32", "dp": 2}
+    told = memplan.estimate(traced, device="cpu", **plan)
+    assert [c.payload_bytes for c in told.collectives] == [4 * traced.n_parameters]
+    assert memplan.estimate(traced, device="cpu", zero=3, **plan).worst.states.grads_bytes > 0
+    with pytest.raises(InvalidValue, match=r"block \d makes the gradient of between.*not its own"):
+        memplan.trace(module, torch.ones(4, 8), blocks="layers")
+
+
 class Promoting(Twice):
     """A mask in float32 widens a product, which PyTorch then refuses to multiply with narrow values."""
 

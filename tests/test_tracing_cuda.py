@@ -305,6 +305,37 @@ def test_sorts_of_cub_are_refused(ordered, words):
         peak_of(ordered)
 
 
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.w(x * 2)
+
+
+class Halved(nn.Module):
+    """Two equal blocks, and between them what the second is called with is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Doubling() for _ in range(2))
+
+    def forward(self, x):
+        first, second = self.blocks
+        x = first(x) / 2
+        return second(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_a_block_may_free_the_input_that_was_made_after_the_block_before(precision):
+    """As between the residual blocks in the middle of a diffusion model's U-Net."""
+    traced = of_the_sum(Halved(), torch.zeros(2, 8), blocks="blocks", precisions=[precision])
+    told = memplan.estimate(traced, cluster="1xh100-sxm", precision=precision, seq_len=1, micro_batch=64)
+    assert told.fits
+    assert told.worst.replayed.allocated_bytes >= told.peak.total_bytes
+
+
 def test_a_module_is_traced_for_the_clusters_gpus():
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     module, plan = Encoder(), cast(Any, {"seq_len": 16, "precision": "bf16-mixed", "zero": 3})

@@ -67,6 +67,8 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
 
     like = representative(n)
     same = _Classes(recorder, block_prefixes)
+    for unit in range(1, n + 1):
+        same.check_own_gradients(part("backward", unit), unit)
     tails: dict[str, list[Event]] = {}
     early: list[Event] = []
     for phase in ("forward", "backward", "casts") if n else ():
@@ -156,6 +158,15 @@ class _Classes:
             if name.startswith(f"{prefix}."):
                 return f"{prefix.rpartition('.')[0]}.*.{name[len(prefix) + 1 :]}"
         return name
+
+    def check_own_gradients(self, found: Iterable[Event], unit: int) -> None:
+        """Raise if a block's backward pass makes the gradient of a parameter that is not the block's.
+
+        It does for a parameter that blocks share, and for one of a module between two blocks.
+        """
+        for event in found:
+            if event.kind == "grad" and self.common(event.detail) == event.detail:
+                raise Unlike(f"block {unit - 1} makes the gradient of {event.detail}, which is not its own")
 
     def unify(self, found: Sequence[Event], like: Sequence[Event], what: str) -> None:
         """Make one buffer of the storages at each place of two equal blocks."""
