@@ -16,8 +16,11 @@ import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedModel, UnknownName
 from memplan.models.traced import model_from_trace
 from memplan.record import unrolled
+from memplan.tracing.tracer import _Tracer
 from tests.traced import trace_of
+from validate.cases import shipped_trace
 from validate.systems.torch.modules import Transformer, token_loss
+from validate.systems.torch.wild import WILD
 
 SIZES: Any = {
     "n_layers": 4,
@@ -364,6 +367,19 @@ def test_blocks_make_the_gradients_of_their_own_parameters_only(shares):
     assert memplan.estimate(traced, device="cpu", zero=3, **plan).worst.states.grads_bytes > 0
     with pytest.raises(InvalidValue, match=r"block \d makes the gradient of between.*not its own"):
         memplan.trace(module, torch.ones(4, 8), blocks="layers")
+
+
+def test_lengths_that_are_traced_are_no_dims_of_weights(monkeypatch):
+    """Else a mask of 64 by 64 tokens would be taken for hidden states of 64, as in hf-gemma2."""
+    points, run = set(), _Tracer.run
+    monkeypatch.setattr(
+        _Tracer, "run", lambda self, point, variant: points.add(point) or run(self, point, variant)
+    )
+    module = nn.Sequential(nn.Embedding(48, 64), nn.Linear(64, 32))
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    memplan.trace(module, tokens, loss=torch.sum, precisions=["fp32"])
+    assert {length for _, length in points - {(2, 64)}}.isdisjoint({32, 48, 64})
+    assert {name for name in WILD if shipped_trace(name).limits} == {"lstm"}
 
 
 class Promoting(Twice):
