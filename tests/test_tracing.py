@@ -371,10 +371,14 @@ def test_blocks_make_the_gradients_of_their_own_parameters_only(shares):
 
 def test_lengths_that_are_traced_are_no_dims_of_weights(monkeypatch):
     """Else a mask of 64 by 64 tokens would be taken for hidden states of 64, as in hf-gemma2."""
-    points, run = set(), _Tracer.run
-    monkeypatch.setattr(
-        _Tracer, "run", lambda self, point, variant: points.add(point) or run(self, point, variant)
-    )
+    points: set[tuple[int, int]] = set()
+    run = _Tracer.run
+
+    def noted(self, point, variant):
+        points.add(point)
+        return run(self, point, variant)
+
+    monkeypatch.setattr(_Tracer, "run", noted)
     module = nn.Sequential(nn.Embedding(48, 64), nn.Linear(64, 32))
     tokens = torch.zeros(2, 64, dtype=torch.long)
     memplan.trace(module, tokens, loss=torch.sum, precisions=["fp32"])
