@@ -15,7 +15,7 @@ from memplan.allocator import OutOfMemory
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
 from memplan.units import GiB
-from validate.allocated import FIGURES, allocator_errors, twins_summary
+from validate.allocated import FIGURES, allocator_errors, allowed_bytes, twins_summary
 from validate.cases import Case
 from validate.gpus import Gpus
 from validate.predict import estimated_rank, prediction
@@ -117,9 +117,8 @@ def test_models_at_true_size_that_ran_out_of_memory_do_not_fit(record):
 
 def runs(record: Record) -> bool:
     case = Case.from_dict(record.case)
-    allowed = case.limit_bytes or gpu(record.case["gpu"]).usable_bytes
     try:
-        estimated_rank(case, case.ranks[0]).replay(case.alloc_conf, allowed_bytes=allowed)
+        estimated_rank(case, case.ranks[0]).replay(case.alloc_conf, allowed_bytes=allowed_bytes(case))
     except OutOfMemory:
         return False
     return True

@@ -40,10 +40,14 @@ def allocator_errors(records: Iterable[Record]) -> Iterator[AllocatorErrors]:
                 yield _errors(case, rank)
 
 
+def allowed_bytes(case: Case) -> int | None:
+    """What a case's allocator may reserve: its own limit, else what its GPU has; None if neither is known."""
+    return case.limit_bytes or (gpu(case.gpu).usable_bytes if case.gpu else None)
+
+
 def _errors(case: Case, rank: Mapping[str, Any]) -> AllocatorErrors:
     estimated = estimated_rank(case, rank["rank"])
-    limit_bytes = case.limit_bytes or (gpu(case.gpu).usable_bytes if case.gpu else None)
-    replay = estimated.replay(case.alloc_conf, allowed_bytes=limit_bytes)
+    replay = estimated.replay(case.alloc_conf, allowed_bytes=allowed_bytes(case))
     if replay is None:
         raise ValueError(f"{case.name}: a rank on CPU has no caching allocator")
     measured = rank["allocator"][-1]
