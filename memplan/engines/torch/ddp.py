@@ -222,10 +222,6 @@ class DistributedDataParallel(StageModule[DdpState]):
         """What the hook keeps from step to step."""
         return Counter({buffer: n for bucket, n in self.buckets.items() for buffer in self.kept[bucket]})
 
-    @property
-    def has_grads(self) -> bool:
-        return self.state.has_grads
-
     def _made_grads(self) -> None:
         self.state = self.state._replace(has_grads=True)
 
@@ -261,7 +257,7 @@ class DistributedDataParallel(StageModule[DdpState]):
 
     def _backward(self) -> Stretch:
         last = self.state.require_backward_grad_sync
-        drops = self.has_grads + (last and self.into_views)
+        drops = self.state.has_grads + (last and self.into_views)
         filled = self._filled() if last else iter(())
         head = self.trace.head_backward
         played = chain(

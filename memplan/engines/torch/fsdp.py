@@ -24,7 +24,7 @@ class FsdpState(NamedTuple):
 
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
-        has_unsummed_grads: there are unsharded gradients in the type in which autograd made them.
+        has_grads: there are unsharded gradients in the type in which autograd made them.
         has_sums: there are unsharded gradients in the type in which a schedule's micro-batches are summed.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
@@ -33,7 +33,7 @@ class FsdpState(NamedTuple):
 
     weights: Weights
     unshard_issued: bool
-    has_unsummed_grads: bool
+    has_grads: bool
     has_sums: bool
     has_sharded_grads: bool
     recomputed_last: bool
@@ -56,7 +56,7 @@ class FSDPModule(StageModule[FsdpState]):
             FsdpState(
                 weights="sharded",
                 unshard_issued=False,
-                has_unsummed_grads=False,
+                has_grads=False,
                 has_sums=False,
                 has_sharded_grads=not stage.options.set_to_none,
                 recomputed_last=False,
@@ -75,10 +75,6 @@ class FSDPModule(StageModule[FsdpState]):
         }
         if stage.autograd_casts_grads and not self.pipelined:
             self.grads |= {p: self.wide[p] for p in self.grads if self._is_cast_at_once(p)}
-
-    @property
-    def has_grads(self) -> bool:
-        return self.state.has_unsummed_grads
 
     @property
     def sums_in_reduce_dtype(self) -> bool:
@@ -257,15 +253,15 @@ class FSDPModule(StageModule[FsdpState]):
         if not self.pipelined:
             self.state = state._replace(weights="sharded", has_sharded_grads=True)
         elif self.sums_in_reduce_dtype:
-            self.state = state._replace(weights="whole", has_unsummed_grads=False, has_sums=True)
+            self.state = state._replace(weights="whole", has_grads=False, has_sums=True)
         else:
-            self.state = state._replace(weights="whole", has_unsummed_grads=True)
+            self.state = state._replace(weights="whole", has_grads=True)
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones that are not summed yet."""
         if self.stage.autograd_casts_grads:
             return tuple(self._cast_by_autograd(segment.events))
-        return added_to_older(segment) if self.state.has_unsummed_grads else segment.events
+        return added_to_older(segment) if self.state.has_grads else segment.events
 
     def _added_parts(self, segment: Segment, n_first: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
         """A backward segment's first events and the others, as `_added`."""
@@ -308,10 +304,10 @@ class FSDPModule(StageModule[FsdpState]):
     def _backward_input(self) -> Stretch:
         """The first part of a split backward pass; each group's gradients are added to their sum after it."""
         split, units, comms = self.stage.split, self.units, CommContext()
-        late, has_unsummed = any(self.state.deferring[:1]), self.state.has_unsummed_grads
+        late, has_grads = any(self.state.deferring[:1]), self.state.has_grads
 
         def closed(group: ParamGroup | None) -> Iterator[CountedEvents]:
-            if has_unsummed:
+            if has_grads:
                 yield from self.post_backward(group, comms)
 
         head = ((split.head.events, 1), *closed(units.head))
@@ -321,11 +317,11 @@ class FSDPModule(StageModule[FsdpState]):
             turns += closed(group) if closes else ()
             parts.append(repeated(in_order("backward: inputs of the blocks", turns), times))
         end = [(segment.events, n) for segment, n in split.end]
-        sums = self._late() if has_unsummed and late else ()
+        sums = self._late() if has_grads and late else ()
         parts.append(in_order("backward: end", (*closed(units.root), *sums, *end)))
         state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
-        if has_unsummed and self.sums_in_reduce_dtype:
-            state = state._replace(has_unsummed_grads=False, has_sums=True)
+        if has_grads and self.sums_in_reduce_dtype:
+            state = state._replace(has_grads=False, has_sums=True)
         self.state = state
         return chain("backward", *parts)
 
@@ -351,7 +347,7 @@ class FSDPModule(StageModule[FsdpState]):
         self.state = self.state._replace(
             weights="whole",
             unshard_issued=False,
-            has_unsummed_grads=not self.stage.autograd_casts_grads,
+            has_grads=not self.stage.autograd_casts_grads,
             has_sums=has_sums,
             recomputed_last=self.defers,
         )
@@ -431,7 +427,7 @@ class FSDPModule(StageModule[FsdpState]):
         comms = CommContext()
         units = list(self.units)
         for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
-            added = list(self._accumulated(group)) if summed and self.state.has_unsummed_grads else []
+            added = list(self._accumulated(group)) if summed and self.state.has_grads else []
             for n in (1, times - 1):
                 reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)
                 parts.append(repeated(in_order(name, (*added, *reduced)), n))

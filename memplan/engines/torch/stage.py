@@ -57,11 +57,6 @@ class Stage:
         self.update_device = CPU if self.offloads else device
 
     @cached_property
-    def ends(self) -> tuple[Parameter, ...]:
-        """The parameters outside the blocks: FSDP2's root unit."""
-        return self.trace.embed_parameters + self.trace.head_parameters
-
-    @cached_property
     def op_context(self) -> OpContext:
         """What the operations see: FSDP2 hands them weights in the compute type, autocast copies them."""
         plan, units = self.plan, self.options.fsdp_units
@@ -229,26 +224,11 @@ class RankStages:
             if kind not in known:
                 known[kind] = Stage(model, plan, kind, device, backend)
             made.append(known[kind])
-        self._hold(tuple(made), rank)
-
-    def _hold(self, stages: tuple[Stage, ...], rank: Rank) -> None:
-        self.stages = stages
-        self.rank = rank
-        one = stages[0]
-        self.model, self.plan, self.device, self.backend = one.model, one.plan, one.device, one.backend
-        self.options = one.options
-        self.weight_dtype, self.offloads, self.update_device = (
-            one.weight_dtype,
-            one.offloads,
-            one.update_device,
-        )
-
-    @classmethod
-    def of(cls, *stages: Stage, rank: Rank) -> "RankStages":
-        """A rank that has these stages."""
-        made = cls.__new__(cls)
-        made._hold(stages, rank)
-        return made
+        one = made[0]
+        self.stages, self.rank = tuple(made), rank
+        self.model, self.plan, self.device, self.backend = model, plan, device, one.backend
+        self.options, self.weight_dtype = one.options, one.weight_dtype
+        self.offloads, self.update_device = one.offloads, one.update_device
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -286,11 +266,6 @@ class RankStages:
         """Whether the rank has the pipeline's last stage."""
         return any(stage.last for stage in self.stages)
 
-    @property
-    def ends(self) -> tuple[Parameter, ...]:
-        """The parameters outside the blocks."""
-        return tuple(parameter for stage in self.stages for parameter in stage.ends)
-
     def parameters(self) -> list[Parameter]:
         """Every parameter of the rank, stage by stage, in the module's order."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
@@ -321,11 +296,8 @@ class RankStages:
             sum([p.n_elements for p in owned]) * per_element + len(owned) * per_tensor
             for owned in self.partition
         ]
-        fullest = sizes.index(max(sizes))
-        if fullest == self.rank.dp:
-            return self
-        other = RankStages.of(*self.stages, rank=replace(self.rank, dp=fullest))
-        other.partition = self.partition
+        other = copy(self)
+        other.rank = replace(self.rank, dp=sizes.index(max(sizes)))
         return other
 
     @cached_property
@@ -343,7 +315,7 @@ class RankStages:
             shard_elements(parameter, self.plan.dp, self.rank.dp) if self.plan.fsdp else parameter.n_elements
         )
 
-    @cached_property
+    @property
     def owned(self) -> list[Parameter] | None:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
         if self.plan.zero != 1 or not self.plan.ddp:
