@@ -13,11 +13,11 @@ from memplan.engines.torch.ddp import (
     POWERSGD_LEAST_RATE,
     POWERSGD_RANK,
     bucket_of,
-    buckets,
     kept,
     low_rank,
     payloads,
     ready_order,
+    reducer_of,
     reduction,
 )
 from memplan.errors import PlanRefused
@@ -81,8 +81,8 @@ def test_beside_tensor_parallelism_the_divided_modules_gradients_come_last_from_
 
 def test_one_bucket_holds_them_all_and_small_ones_hold_one_each():
     everything = stage()
-    assert [len(bucket) for bucket in buckets(everything)] == [len(everything.parameters())]
-    assert {len(bucket) for bucket in buckets(stage(bucket_cap_bytes=1))} == {1}
+    assert [len(bucket) for bucket in reducer_of(everything).buckets] == [len(everything.parameters())]
+    assert {len(bucket) for bucket in reducer_of(stage(bucket_cap_bytes=1)).buckets} == {1}
 
 
 @given(n=st.integers(1, 300), m=st.integers(1, 300))

@@ -208,6 +208,7 @@ def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
     return replace(one, blocks=blocks)
 
 
+@lru_cache(maxsize=256)
 def without_blocks(trace: Trace) -> Trace:
     """The trace of a stage without blocks: the tensors between its ends and a block belong to the schedule.
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from memplan.engines.torch.ddp import DistributedDataParallel, buckets
+from memplan.engines.torch.ddp import DistributedDataParallel, reducer_of
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
@@ -186,7 +186,11 @@ def _later_buckets(stages: RankStages) -> list[Buffer]:
 
     Source: torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
     """
-    return _flat([bucket for stage in stages for bucket in buckets(stage)], stages) if stages.plan.ddp else []
+    return (
+        _flat([bucket for stage in stages for bucket in reducer_of(stage).buckets], stages)
+        if stages.plan.ddp
+        else []
+    )
 
 
 def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buffer]:
