@@ -13,7 +13,6 @@ from memplan.engines.torch.ddp import (
     POWERSGD_LEAST_RATE,
     POWERSGD_RANK,
     bucket_of,
-    kept,
     low_rank,
     payloads,
     ready_order,
@@ -128,7 +127,7 @@ def test_payloads_by_hand(hook, dtype, expected):
 def test_what_a_hook_allocates_beside_a_bucket(hook, dtype, most_bytes):
     bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)], hook)
     held, most = 0, 0
-    for event in changes(reduction(hook, bucket, dtype, kept(hook, bucket, dtype))):
+    for event in changes(reduction(hook, bucket, dtype)):
         held += event.sign * event.buffer.n_bytes
         most = max(most, held)
     assert (held, most) == (0, most_bytes)

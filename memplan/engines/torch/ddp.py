@@ -9,7 +9,7 @@ Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, islice, repeat
 from typing import Final, NamedTuple, final
 
@@ -121,6 +121,7 @@ def payloads(hook: str, bucket: Bucket, dtype: DType) -> tuple[int, ...]:
     return (bucket.n_elements * COMPRESSED.get(hook, dtype).itemsize,)
 
 
+@lru_cache(maxsize=1024)
 def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
     """The tensors that a hook keeps of a bucket from step to step: PowerSGD's error, P and Q."""
     if hook != "powersgd":
@@ -129,11 +130,12 @@ def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
     return tuple(buffer_of(f"PowerSGD's {name} of a DDP bucket", (n,), dtype) for name, n in sizes)
 
 
-def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = ()) -> tuple[Event, ...]:
+@lru_cache(maxsize=1024)
+def reduction(hook: str, bucket: Bucket, dtype: DType) -> tuple[Event, ...]:
     """The reduction of a bucket with the allocations of its hook; buckets are reduced one after the other.
 
     fp16 and bf16: a copy in that type, unless the gradients have it already. PowerSGD: a copy of the bucket,
-    the uncompressed gradients, and the new error, which replaces the one `held`.
+    the uncompressed gradients, and the new error, which replaces the one that is kept.
 
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
@@ -151,8 +153,9 @@ def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = 
         narrow = COMPRESSED[hook]
         copy = buffer_of(f"gradients as {narrow.name} (DDP bucket)", (bucket.n_elements,), narrow)
         return (*allocs(copy), *sent, *frees(copy))
-    if held:
-        error, before = held[0], buffer_of("gradients before PowerSGD", (bucket.n_elements,), dtype)
+    if hook == "powersgd":
+        error, _, _ = kept(hook, bucket, dtype)
+        before = buffer_of("gradients before PowerSGD", (bucket.n_elements,), dtype)
         uncompressed = buffer_of("gradients PowerSGD leaves alone", (bucket.uncompressed,), dtype)
         return (*allocs(before, uncompressed, error), *sent, *frees(error, before, uncompressed))
     return tuple(sent)
@@ -161,11 +164,11 @@ def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = 
 class Reducer:
     """A stage's buckets, and its backward passes, in which gradients fill them.
 
-    Equal stages of all plans share one (`reducer_of`), and so the tensors that a hook keeps.
+    Equal stages of all plans share one (`reducer_of`).
 
     Attributes:
         buckets: the parameters of each bucket, in the order they are reduced.
-        kept: the tensors that the hook keeps of a bucket from step to step.
+        sizes: of each bucket.
         fills: for each gradient in the order they are ready, the bucket that it is the last of.
         partial: the buffer of each partial gradient that is ready late, before it is summed.
 
@@ -181,7 +184,6 @@ class Reducer:
         self.has_late = bool(late)
         self.buckets = ddp_buckets([*made, *late], cap_bytes)
         self.sizes = [bucket_of(parameters, hook) for parameters in self.buckets]
-        self.kept = {size: kept(hook, size, dtype) for size in self.sizes}
         self.fills: list[Bucket | None] = []
         for parameters, size in zip(self.buckets, self.sizes, strict=True):
             self.fills += [*repeat(None, len(parameters) - 1), size]
@@ -250,16 +252,16 @@ class _Backward:
         own = self.reducer
         reduced: tuple[Event, ...] = ()
         if bucket is not None:
-            reduced = reduction(own.hook, bucket, own.dtype, own.kept[bucket])
+            reduced = reduction(own.hook, bucket, own.dtype)
         return (*frees(grad) * (self.drops - 1), *reduced, *frees(grad) * min(self.drops, 1))
 
     def _ready(self, segment: Segment, filled: Sequence[Bucket | None] | None = None) -> tuple[Event, ...]:
         """A backward segment's events; after each ready gradient its frees and its bucket's reduction."""
         fills = iter(self._filled(len(ready(segment))) if filled is None else filled)
-        partial, found = self.reducer.partial, []
+        found: list[Event] = []
         for event in segment.events:
-            if isinstance(event, Alloc | Free) and event.buffer in partial:
-                event = event._replace(buffer=partial[event.buffer])
+            if isinstance(event, Alloc | Free) and event.buffer in self.reducer.partial:
+                event = event._replace(buffer=self.reducer.partial[event.buffer])
             found.append(event)
             if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
                 found += self._dropped(event.buffer, next(fills, None))
@@ -287,11 +289,14 @@ class _Backward:
         outside = not self.reducer.last
         for segment, n in backward_order(self.reducer.blocks):
             for filled, times in self._filled_by_each(len(ready(segment)), n):
-                body = self._ready(segment, filled)
-                if outside:
-                    body = from_outside(body, self.trace.boundary_grad)
-                yield repeated(events("backward: block", body), times)
+                key = self.reducer.hook, self.drops, filled, outside
+                yield repeated(segment.made_once(key, partial(self._block, segment, filled, outside)), times)
                 outside = False
+
+    def _block(self, segment: Segment, filled: Sequence[Bucket | None], outside: bool) -> Stretch:
+        """A block's backward pass; `outside`: its gradient comes from another stage."""
+        body = self._ready(segment, filled)
+        return events("backward: block", from_outside(body, self.trace.boundary_grad) if outside else body)
 
     def _end(self) -> Iterator[Stretch]:
         """The embedding's backward pass, then the late gradients; the token table's comes last."""
@@ -348,8 +353,8 @@ class DistributedDataParallel(StageModule[DdpState]):
     @property
     def between_steps(self) -> Alive:
         """What the hook keeps from step to step."""
-        reducer = reducer_of(self.stage)
-        return Counter([buffer for size in reducer.sizes for buffer in reducer.kept[size]])
+        own = reducer_of(self.stage)
+        return Counter([buffer for size in own.sizes for buffer in kept(own.hook, size, own.dtype)])
 
     def _made_grads(self) -> None:
         self.state = self.state._replace(has_grads=True)
