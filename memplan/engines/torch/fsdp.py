@@ -3,7 +3,7 @@
 Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
@@ -403,9 +403,8 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         if comms.reduced:
-            for group, times in self.units:
-                finalized = group.finalize_backward(has_sharded_grads=self.state.has_sharded_grads)
-                yield from repeatedly(finalized, times)
+            has_sharded = self.state.has_sharded_grads
+            yield from self._of_units(lambda group: group.finalize_backward(has_sharded_grads=has_sharded))
         if comms.prefetched is not None:
             yield frees(comms.prefetched.flat), 1
         if comms.reduce_scatter is not None:
@@ -437,8 +436,8 @@ class FSDPModule(StageModule[FsdpState]):
 
     def unshard(self) -> Stretch:
         """Gathers all groups ahead of the stage's first pass."""
-        turns = (turn for group, n in self.units for turn in repeatedly(group.ahead(group.unshard()), n))
         self.state = self.state._replace(weights="whole", unshard_issued=True)
+        turns = self._of_units(lambda group: group.ahead(group.unshard()))
         return in_order("gathering of a stage's weights", turns)
 
     def wait_for_unshard(self) -> list[Stretch]:
@@ -446,24 +445,24 @@ class FSDPModule(StageModule[FsdpState]):
         if not self.state.unshard_issued:
             return []
         self.state = self.state._replace(unshard_issued=False)
-        turns = (
-            turn
-            for group, n in self.units
-            for turn in repeatedly(group.ahead(group.wait_for_unshard(group)), n)
-        )
+        turns = self._of_units(lambda group: group.ahead(group.wait_for_unshard(group)))
         return [in_order("gathering of a stage's weights", turns)]
 
     def reshard(self) -> Stretch:
         """Frees all unsharded weights."""
         weights = self.state.weights
         self.state = self.state._replace(weights="sharded")
-        turns = (
-            turn
-            for group, times in self.units
-            if weights == "whole" or (weights == "freed after forward" and not group.reshards)
-            for turn in repeatedly(group.reshard(), times)
-        )
-        return in_order("freeing of a stage's weights", turns)
+
+        def freed(group: ParamGroup) -> Iterable[CountedEvents]:
+            whole = weights == "whole" or (weights == "freed after forward" and not group.reshards)
+            return group.reshard() if whole else ()
+
+        return in_order("freeing of a stage's weights", self._of_units(freed))
+
+    def _of_units(self, play: Callable[[ParamGroup], Iterable[CountedEvents]]) -> Iterator[CountedEvents]:
+        """What happens to each of the stage's groups, one after the other."""
+        for group, times in self.units:
+            yield from repeatedly(play(group), times)
 
 
 def opened_when_called(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, Literal
 
-from memplan.orders import Action, Loop, Stages, loop_of
+from memplan.orders import LAST_PARTS, Action, Loop, Stages, loop_of
 from memplan.plan import Plan
 from memplan.schedules import SCHEDULES
 
@@ -125,5 +125,5 @@ def _with_last(loop: Loop, left: set[int], put: Callable[[Action], tuple[Action,
 def _has(part: Action | Loop, stages: set[int]) -> bool:
     """Whether a part has a backward pass of one of these stages; of split passes the second part counts."""
     if isinstance(part, Action):
-        return part.local in stages and part.kind in ("backward", "backward-weight")
+        return part.local in stages and part.kind in LAST_PARTS
     return any(_has(inner, stages) for inner in part.parts) and part.times > 0

@@ -184,7 +184,7 @@ class _Runtime:
         return [*left, *self._run(self.order), *self._end()]
 
     def _run(self, loop: Loop) -> list[Stretch]:
-        if loop.once:
+        if loop.times == 1:
             return self._once(loop)
         return repeat(loop.times, lambda: _one(self._once(loop)), self.modules)
 

@@ -22,9 +22,6 @@ from memplan.units import MiB
 BROADCAST_BYTES: Final = 250 * MiB
 """Bytes of weights in each broadcast when DDP is constructed (`broadcast_bucket_size`)."""
 
-GATHERS: Final = "all-gather copy-in"
-REDUCES: Final = "reduce-scatter"
-
 
 def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
     """The stage's module on a rank of the data axis."""
@@ -260,6 +257,6 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
         if isinstance(one, FSDPModule):
             for unit, _ in one.units:
                 for buffer in (unit.reduced, unit.passing, unit.reduce_output):
-                    yield buffer, f"{REDUCES} {local}"
+                    yield buffer, f"reduce-scatter {local}"
                 for buffer in unit.gathered:
-                    yield buffer, f"{GATHERS} {local}"
+                    yield buffer, f"all-gather copy-in {local}"

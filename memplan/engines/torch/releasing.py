@@ -12,7 +12,7 @@ Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBas
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.lowering import Step, steps
@@ -27,16 +27,13 @@ from memplan.engines.torch.module import (
     with_p2p,
 )
 from memplan.engines.torch.stage import RankStages
-from memplan.orders import ActionKind
+from memplan.orders import LAST_PARTS, ActionKind
 from memplan.record import Stretch, chain, repeated
 
 Module = StageModule[Any]
 
 Held = tuple[str, int, int]
 """A tensor of a stage and a micro-batch: ("input", "output", ...), the stage, the micro-batch."""
-
-LAST_PARTS: Final = ("backward", "backward-weight")
-"""The parts of a pass that end a micro-batch's backward pass."""
 
 
 def lets_outputs_go(module: Module) -> bool:

@@ -192,14 +192,6 @@ def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def mesh_bytes(world_size: int, device: Device) -> int:
-    """Bytes of `DeviceMesh`'s rank numbers, which are on the host: 0 on a GPU.
-
-    Source: `torch.distributed.device_mesh:init_device_mesh`.
-    """
-    return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
-
-
 class RankStages:
     """The pipeline stages of one rank, and what the rank holds between steps.
 
@@ -446,9 +438,13 @@ class RankStages:
 
     @property
     def mesh(self) -> Alive:
-        """The rank numbers of the `DeviceMesh`, if the step runs on the host."""
-        n_bytes = mesh_bytes(self.plan.world_size, self.device)
-        return Counter([buffer_of("ranks of the mesh", (n_bytes // 4,), INT32)] if n_bytes else ())
+        """The rank numbers of the `DeviceMesh`, which are on the host: counted if the step runs there.
+
+        Source: `torch.distributed.device_mesh:init_device_mesh`.
+        """
+        world_size = self.plan.world_size
+        counted = world_size > 1 and self.device.on_cpu
+        return Counter([buffer_of("ranks of the mesh", (world_size,), INT32)] if counted else ())
 
     @property
     def barrier(self) -> Alive:
