@@ -99,7 +99,7 @@ class StepTime:
         >>> StepTime(compute_s=3, recompute_s=1, tp_s=1, dp_s=0, pp_s=0, bubble_s=0.5, update_s=0.5).total_s
         6.0
         """
-        return float(added([getattr(self, part.name) for part in fields(self)]))
+        return float(added(self.parts.values()))
 
 
 class TimeModel(Protocol):

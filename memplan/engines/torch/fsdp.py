@@ -105,6 +105,9 @@ class FSDPModule(StageModule[FsdpState]):
         """How many of the stage's blocks, the first ones, are recomputed."""
         return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
+    def _comms(self) -> CommContext:
+        return CommContext(has_sharded_grads=self.state.has_sharded_grads)
+
     # --- What happens to one group ---
 
     def pre_forward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
@@ -160,7 +163,7 @@ class FSDPModule(StageModule[FsdpState]):
         if group is None:
             return
         if not self.pipelined:
-            yield from group.post_backward(self.grads, comms, has_sharded_grads=self.state.has_sharded_grads)
+            yield from group.post_backward(self.grads, comms)
         elif self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
             yield from self._accumulated(group)
 
@@ -171,7 +174,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _forward(self, release: Stretch | None) -> Stretch:
         """The forward pass: groups that are not unsharded are gathered as their modules are called."""
-        trace, units, comms = self.trace, self.units, CommContext()
+        trace, units, comms = self.trace, self.units, self._comms()
 
         def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
             opened = [*self.pre_forward(group, comms)]
@@ -215,7 +218,7 @@ class FSDPModule(StageModule[FsdpState]):
         It ends at the first module with trained parameters; a group gathered ahead of that is freed at the
         end.
         """
-        trace, units, comms = self.trace, self.units, CommContext()
+        trace, units, comms = self.trace, self.units, self._comms()
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = [*[group for group, *_ in rows], units.embed]
@@ -303,7 +306,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _backward_input(self) -> Stretch:
         """The first part of a split backward pass; each group's gradients are added to their sum after it."""
-        split, units, comms = self.stage.split, self.units, CommContext()
+        split, units, comms = self.stage.split, self.units, self._comms()
         late, has_grads = any(self.state.deferring[:1]), self.state.has_grads
 
         def closed(group: ParamGroup | None) -> Iterator[CountedEvents]:
@@ -385,7 +388,7 @@ class FSDPModule(StageModule[FsdpState]):
     def _freed(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
         """Frees a group that the backward pass did not use."""
         if group is not None and group.reshards:  # as it has after the forward pass
-            yield from group.reduce_grads(self.grads, comms, has_sharded_grads=False)
+            yield from group.reduce_grads(self.grads, comms)
         else:
             yield from self.post_backward(group, comms)
 
@@ -403,8 +406,7 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         if comms.reduced:
-            has_sharded = self.state.has_sharded_grads
-            yield from self._of_units(lambda group: group.finalize_backward(has_sharded_grads=has_sharded))
+            yield from self._of_units(lambda group: group.finalize_backward(comms))
         if comms.prefetched is not None:
             yield frees(comms.prefetched.flat), 1
         if comms.reduce_scatter is not None:
@@ -420,25 +422,25 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad`, torch 2.15's
         `FSDPState.finalize_backward`.
         """
-        summed, has_sharded_grads = self.state.has_sums, self.state.has_sharded_grads
+        summed = self.state.has_sums
         grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
-        comms = CommContext()
+        comms = self._comms()
         units = list(self.units)
         for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
             added = list(self._accumulated(group)) if summed and self.state.has_grads else []
             for n in (1, times - 1):
-                reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)
+                reduced = group.post_backward(grads, comms)
                 parts.append(repeated(in_order(name, (*added, *reduced)), n))
         parts.append(in_order(name, self.finalize_backward(comms)))
         self.state = self.state._replace(weights="sharded")
-        return parts
+        return [chain(name, *parts)]
 
-    def unshard(self) -> Stretch:
+    def unshard(self) -> list[Stretch]:
         """Gathers all groups ahead of the stage's first pass."""
         self.state = self.state._replace(weights="whole", unshard_issued=True)
         turns = self._of_units(lambda group: group.ahead(group.unshard()))
-        return in_order("gathering of a stage's weights", turns)
+        return [in_order("gathering of a stage's weights", turns)]
 
     def wait_for_unshard(self) -> list[Stretch]:
         """Copies all-gathers' outputs into the weights, group by group, before the stage's first pass."""
@@ -448,7 +450,7 @@ class FSDPModule(StageModule[FsdpState]):
         turns = self._of_units(lambda group: group.ahead(group.wait_for_unshard(group)))
         return [in_order("gathering of a stage's weights", turns)]
 
-    def reshard(self) -> Stretch:
+    def reshard(self) -> list[Stretch]:
         """Frees all unsharded weights."""
         weights = self.state.weights
         self.state = self.state._replace(weights="sharded")
@@ -457,7 +459,7 @@ class FSDPModule(StageModule[FsdpState]):
             whole = weights == "whole" or (weights == "freed after forward" and not group.reshards)
             return group.reshard() if whole else ()
 
-        return in_order("freeing of a stage's weights", self._of_units(freed))
+        return [in_order("freeing of a stage's weights", self._of_units(freed))]
 
     def _of_units(self, play: Callable[[ParamGroup], Iterable[CountedEvents]]) -> Iterator[CountedEvents]:
         """What happens to each of the stage's groups, one after the other."""

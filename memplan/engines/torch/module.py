@@ -123,12 +123,20 @@ class StageModule(ABC, Generic[State]):
         """Ends DDP's `no_sync`: the backward passes that follow reduce gradients."""
         return
 
+    def unshard(self) -> list[Stretch]:
+        """Gathers the weights that FSDP2 has sharded ahead of time."""
+        return []
+
     def wait_for_unshard(self) -> list[Stretch]:
         """Copies what FSDP2 has gathered ahead of time into the unsharded weights."""
         return []
 
     def reduce_grads(self) -> list[Stretch]:
         """The reductions that FSDP2 has put off until a schedule's last backward pass."""
+        return []
+
+    def reshard(self) -> list[Stretch]:
+        """Frees the weights that FSDP2 has gathered."""
         return []
 
     @abstractmethod

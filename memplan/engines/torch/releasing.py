@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.lowering import Step, steps
 from memplan.engines.torch.module import (
     StageModule,
@@ -167,14 +166,14 @@ class Runtime:
 
     def _act(self, step: Step) -> list[Stretch]:
         kind, index, i = step
-        module, fsdp = self.modules[index], self.stages.plan.fsdp
+        module = self.modules[index]
         match kind:
             case "unshard":
-                return [cast(FSDPModule, module).unshard()] if fsdp else []
+                return module.unshard()
             case "reshard":
-                return [cast(FSDPModule, module).reshard()] if fsdp else []
+                return module.reshard()
             case "reduce":
-                return [chain("gradient reduction", *module.reduce_grads())] if fsdp else []
+                return module.reduce_grads()
             case "wait-reduce":
                 return []
             case "receive-input":
