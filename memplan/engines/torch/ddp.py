@@ -324,8 +324,8 @@ class DdpState(NamedTuple):
     """Whether there are gradients, and whether the module's next backward and forward pass communicate."""
 
     has_grads: bool
-    require_backward_grad_sync: bool
     require_forward_param_sync: bool
+    require_backward_grad_sync: bool = False
 
 
 @final
@@ -339,15 +339,8 @@ class DistributedDataParallel(StageModule[DdpState]):
     """
 
     def __init__(self, stage: Stage) -> None:
-        plan = stage.plan
-        super().__init__(
-            stage,
-            DdpState(
-                has_grads=not stage.options.set_to_none,
-                require_backward_grad_sync=False,
-                require_forward_param_sync=plan.pp == 1,
-            ),
-        )
+        zeroed = not stage.options.set_to_none
+        super().__init__(stage, DdpState(has_grads=zeroed, require_forward_param_sync=stage.plan.pp == 1))
         self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
 
     @property

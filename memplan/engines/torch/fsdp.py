@@ -20,7 +20,7 @@ Weights = Literal["sharded", "freed after forward", "whole"]
 
 
 class FsdpState(NamedTuple):
-    """The state after some passes of a step.
+    """The state after some passes of a step; as it is before the first, by default.
 
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
@@ -31,13 +31,13 @@ class FsdpState(NamedTuple):
         deferring: for each micro-batch in flight, `recomputed_last` before its forward pass.
     """
 
-    weights: Weights
-    unshard_issued: bool
-    has_grads: bool
-    has_sums: bool
     has_sharded_grads: bool
-    recomputed_last: bool
-    deferring: tuple[bool, ...]
+    weights: Weights = "sharded"
+    unshard_issued: bool = False
+    has_grads: bool = False
+    has_sums: bool = False
+    recomputed_last: bool = False
+    deferring: tuple[bool, ...] = ()
 
 
 @final
@@ -51,18 +51,7 @@ class FSDPModule(StageModule[FsdpState]):
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        super().__init__(
-            stage,
-            FsdpState(
-                weights="sharded",
-                unshard_issued=False,
-                has_grads=False,
-                has_sums=False,
-                has_sharded_grads=not stage.options.set_to_none,
-                recomputed_last=False,
-                deferring=(),
-            ),
-        )
+        super().__init__(stage, FsdpState(has_sharded_grads=not stage.options.set_to_none))
         self.units = Units(stage, dp_rank)
         self.pipelined = stage.plan.pp > 1
         self.grads = stage.trace.gradients()

@@ -38,7 +38,6 @@ class ParamGroup:
         n, formats = stage.plan.dp, stage.plan.formats
         self.stage = stage
         self.dp_rank = dp_rank
-        self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
         trained_parts = [EqualParameters(tuple(trained(part.parameters)), part.n) for part in self.parts]
         self.trained = [part for part in trained_parts if part.parameters]
@@ -73,9 +72,7 @@ class ParamGroup:
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of a rank's padded shard of a parameter."""
-        if parameter not in self._shards:
-            self._shards[parameter] = padded_shard_elements(parameter, self.stage.plan.dp)
-        return self._shards[parameter]
+        return padded_shard_elements(parameter, self.stage.plan.dp)
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from."""

@@ -16,16 +16,9 @@ from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, with
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Layers, Model, TracedModel
-from memplan.plan import Plan, Rank, stage_layers
+from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
-
-MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
-                  "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
-"""What each optimizer keeps per weight, in the weight's type; Adam also counts steps in a float32 scalar.
-
-Adam's moments are like the weight, SGD's momentum is a clone of the first gradient.
-"""
 
 N_POOL_STREAMS: Final = 32
 """CUDA streams that PyTorch hands out in turn to what is called when a collective has ended.
@@ -178,14 +171,6 @@ class Stage:
         blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
         return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
 
-    def counted_parameters(self) -> list[tuple[Parameter, int]]:
-        """Every parameter of the stage and how many times it occurs."""
-        found = Counter(self.trace.embed_parameters)
-        for block, n in self.blocks:
-            found.update(dict.fromkeys(block.parameters, n))
-        found.update(self.trace.head_parameters)
-        return list(found.items())
-
 
 def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters that require gradients."""
@@ -271,7 +256,10 @@ class RankStages:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
         for stage in self.stages:
-            found.update(dict(stage.counted_parameters()))
+            found.update(stage.trace.embed_parameters)
+            for block, n in stage.blocks:
+                found.update(dict.fromkeys(block.parameters, n))
+            found.update(stage.trace.head_parameters)
         return list(found.items())
 
     def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
@@ -282,8 +270,8 @@ class RankStages:
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
         if self.owned is None:
             return self
-        names, itemsize = MOMENTS[self.plan.optimizer], self.weight_dtype.itemsize
-        per_element, per_tensor = len(names) * itemsize, FP32.itemsize * self.counts_steps
+        per_element = N_MOMENTS[self.plan.optimizer] * self.weight_dtype.itemsize
+        per_tensor = FP32.itemsize * self.counts_steps
         sizes = [
             sum([p.n_elements for p in owned]) * per_element + len(owned) * per_tensor
             for owned in self.partition
@@ -327,7 +315,7 @@ class RankStages:
     def counts_steps(self) -> bool:
         """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
         on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
-        return on_device and len(MOMENTS[self.plan.optimizer]) == 2
+        return on_device and N_MOMENTS[self.plan.optimizer] == 2
 
     @cached_property
     def step_counts(self) -> Alive:
@@ -351,7 +339,11 @@ class RankStages:
 
     @cached_property
     def states(self) -> Alive:
-        """Weights with what surrounds them, and optimizer state."""
+        """Weights with what surrounds them, and optimizer state.
+
+        Moments have the weight's type; Adam's are like the weight, SGD's momentum is a clone of the first
+        gradient. Adam also counts steps in a float32 scalar.
+        """
         alive: Alive = Counter()
         dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
         owned = Counter(self.owned) if self.owned is not None else None
