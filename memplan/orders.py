@@ -149,29 +149,3 @@ def under_way(order: Loop, n_stages: int, m: int) -> tuple[Stages, Stages | None
                 return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
             backward[action.local] += times
     return first or tuple(forward), None
-
-
-def in_flight(loop: Loop, local: int) -> int:
-    """The most micro-batches in flight on a stage.
-
-    A micro-batch is in flight from its forward pass to the last part of its backward pass.
-
-    >>> in_flight(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 5), Loop(listed("B0"), 3))), 0)
-    3
-    """
-    return _held(loop, local)[1]
-
-
-def _held(loop: Loop | Action, local: int) -> tuple[int, int]:
-    """What a loop adds to the micro-batches in flight, and the most that are in flight within it."""
-    if isinstance(loop, Action):
-        if loop.local == local and loop.kind == "forward":
-            return 1, 1
-        return -(loop.local == local and loop.kind in LAST_PARTS), 0
-    net = most = 0
-    for part in loop.parts:
-        added, held = _held(part, local)
-        most, net = max(most, net + held), net + added
-    if not loop.times:
-        return 0, 0
-    return net * loop.times, max(most, net * (loop.times - 1) + most)

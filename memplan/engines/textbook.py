@@ -17,10 +17,9 @@ from memplan.engines.refusals import check_divided, check_layers, check_position
 from memplan.errors import MissingRule
 from memplan.memory import Alive
 from memplan.models import Decoder, Model, parameter_count
-from memplan.orders import in_flight
+from memplan.orders import under_way
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import (
-    Alloc,
     Axis,
     Collective,
     CollectiveKind,
@@ -240,7 +239,8 @@ def stage_activations_bytes(model: Decoder, plan: Plan, pp_rank: int) -> float:
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2.3 and 4.3, which give the first stage.
     """
     order = plan.pipeline_schedule.order(plan.pp, pp_rank, 1, plan.n_micro_batches)
-    alive = in_flight(order, 0) if plan.pp > 1 else 1
+    (before_backward,), _ = under_way(order, 1, plan.n_micro_batches)
+    alive = before_backward if plan.pp > 1 else 1
     layers = len(stage_layers(model.n_layers, plan, pp_rank))
     recomputed = layers if plan.recompute_blocks is None else min(layers, plan.recompute_blocks)
     sizes = {"seq_len": plan.seq_len, "micro_batch": plan.micro_batch, "d_model": model.d_model}
@@ -316,12 +316,11 @@ def recomputed_flops(model: Decoder, plan: Plan, pp_rank: int) -> float:
     return forward_flops(model, plan) * recomputed / layers
 
 
-def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
+def step(model: Decoder, plan: Plan, pp_rank: int, grads: Buffer) -> Iterator[Event]:
     """The formulas' step: one instant at which everything is alive, the computation, and the collectives.
 
     Bytes are rounded to whole numbers.
     """
-    grads = _bytes("grads", _states(model, plan).grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
     yield from allocs(grads, activations)
     work: dict[Phase, float] = {
@@ -332,11 +331,6 @@ def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
         yield Compute(kind=ComputeKind.UNKNOWN, phase=phase, flops=round(flops), shape=(), dtype=BF16)
     yield from traffic(model, plan, pp_rank)
     yield from frees(grads, activations)
-
-
-def _states(model: Model, plan: Plan) -> TextbookStates:
-    psi, per_parameter = stage_parameters(model, plan), bytes_per_parameter(plan)
-    return states(psi, zero=plan.zero, dp=plan.dp, per_parameter=per_parameter)
 
 
 def _bytes(kind: Kind, n_bytes: float) -> Buffer:
@@ -420,15 +414,15 @@ class TextbookEngine(Engine):
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
     ) -> RankRecord:
         model = _decoder(model)
-        kept = _states(model, plan)
+        psi, per_parameter = stage_parameters(model, plan), bytes_per_parameter(plan)
+        kept = states(psi, zero=plan.zero, dp=plan.dp, per_parameter=per_parameter)
         weights, optimizer = _bytes("weights", kept.weights_bytes), _bytes("optimizer", kept.optimizer_bytes)
-        played = list(step(model, plan, rank.pp))
-        (grads,) = (e.buffer for e in played if isinstance(e, Alloc) and e.buffer.kind == "grads")
+        grads = _bytes("grads", kept.grads_bytes)
         return RankRecord(
             rank=rank,
             layers=(stage_layers(model.n_layers, plan, rank.pp),),
             rest=Alive({weights: 1, optimizer: 1}),
-            step=events("everything at once", played),
+            step=events("everything at once", step(model, plan, rank.pp, grads)),
             grads=Alive({grads: 1}),
         )
 
