@@ -94,12 +94,12 @@ class FSDPModule(StageModule[FsdpState]):
         """How many of the stage's blocks, the first ones, are recomputed."""
         return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
-    def _comms(self) -> CommContext:
-        return CommContext(has_sharded_grads=self.state.has_sharded_grads)
+    def _begin_pass(self) -> None:
+        self.comms = CommContext(has_sharded_grads=self.state.has_sharded_grads)
 
     # --- What happens to one group ---
 
-    def pre_forward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def pre_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group's weights, unless they are unsharded.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward`.
@@ -109,8 +109,8 @@ class FSDPModule(StageModule[FsdpState]):
         weights = self.state.weights
         if weights == "sharded" or (weights == "freed after forward" and group.reshards):
             yield from group.unshard()
-            yield from group.wait_for_unshard(comms.all_gather)
-            comms.all_gather = group
+            yield from group.wait_for_unshard(self.comms.all_gather)
+            self.comms.all_gather = group
 
     def post_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's unsharded weights, if it reshards.
@@ -120,31 +120,29 @@ class FSDPModule(StageModule[FsdpState]):
         if group is not None and group.reshards:
             yield from group.reshard()
 
-    def prefetch(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def prefetch(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group that was freed after its forward pass, unless its all-gather is under way.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch`.
         """
         freed = self.state.weights == "freed after forward"
-        if group is not None and group.reshards and freed and comms.prefetched is not group:
-            comms.prefetched = group
+        if group is not None and group.reshards and freed and self.comms.prefetched is not group:
+            self.comms.prefetched = group
             yield from group.unshard()
 
-    def pre_backward(
-        self, group: ParamGroup | None, following: ParamGroup | None, comms: CommContext
-    ) -> Iterator[CountedEvents]:
+    def pre_backward(self, group: ParamGroup | None, following: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group's weights if they were freed, and prefetches the group that is needed next.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_backward`.
         """
-        yield from self.prefetch(group, comms)
-        if group is not None and comms.prefetched is group:
-            comms.prefetched = None
+        yield from self.prefetch(group)
+        if group is not None and self.comms.prefetched is group:
+            self.comms.prefetched = None
             yield from group.wait_for_unshard(group)
         if group is not None:
-            yield from self.prefetch(following, comms)
+            yield from self.prefetch(following)
 
-    def post_backward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def post_backward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's weights and reduces its gradients; under a schedule gradients are only summed.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
@@ -152,7 +150,7 @@ class FSDPModule(StageModule[FsdpState]):
         if group is None:
             return
         if not self.pipelined:
-            yield from group.post_backward(self.grads, comms)
+            yield from group.post_backward(self.grads, self.comms)
         elif self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
             yield from self._accumulated(group)
 
@@ -163,24 +161,25 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _forward(self, release: Stretch | None) -> Stretch:
         """The forward pass: groups that are not unsharded are gathered as their modules are called."""
-        trace, units, comms = self.trace, self.units, self._comms()
+        self._begin_pass()
+        trace, units = self.trace, self.units
 
         def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
-            opened = [*self.pre_forward(group, comms)]
+            opened = [*self.pre_forward(group)]
             passed = [(segment.events, n) for segment, n in segments]
             return in_order(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
 
         def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
             if group is None:
                 return segment.stretch(name)
-            opened = [*self.pre_forward(group, comms)]
+            opened = [*self.pre_forward(group)]
             before, own, after = (
                 (segment.events[i:j], 1) for i, j in pairwise((0, *places, len(segment.events)))
             )
             return in_order(name, (before, *opened, own, *self.post_forward(group), after))
 
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
-        parts.append(in_order("forward: embedding", self.pre_forward(units.root, comms)))
+        parts.append(in_order("forward: embedding", self.pre_forward(units.root)))
         parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
             parts.append(repeated(called("forward: block", group, *segments), times))
@@ -188,7 +187,8 @@ class FSDPModule(StageModule[FsdpState]):
             parts.append(end("forward: head", units.head, trace.head, trace.ends.head))
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
-        parts.append(events("forward: end", frees(comms.all_gather.flat) if comms.all_gather else ()))
+        gathered = self.comms.all_gather
+        parts.append(events("forward: end", frees(gathered.flat) if gathered else ()))
         if release is not None:
             parts.append(release)
         if self.stage.last:
@@ -207,7 +207,8 @@ class FSDPModule(StageModule[FsdpState]):
         It ends at the first module with trained parameters; a group gathered ahead of that is freed at the
         end.
         """
-        trace, units, comms = self.trace, self.units, self._comms()
+        self._begin_pass()
+        trace, units = self.trace, self.units
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = [*[group for group, *_ in rows], units.embed]
@@ -215,26 +216,26 @@ class FSDPModule(StageModule[FsdpState]):
         n_before = trace.n_loss_backward if units.head is None else trace.ends.head_backward
         loss, head = self._added_parts(trace.head_backward, n_before)
         parts = [events("backward: loss", loss)]
-        turns = [*self.prefetch(units.head or order[0], comms)] if units.root is not None else []
-        turns += [*self.pre_backward(units.head, order[0], comms), (head, 1)]
-        turns += self.post_backward(units.head, comms)
+        turns = [*self.prefetch(units.head or order[0])] if units.root is not None else []
+        turns += [*self.pre_backward(units.head, order[0]), (head, 1)]
+        turns += self.post_backward(units.head)
         parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
-            turns = [*self.pre_backward(group, following, comms)]
+            turns = [*self.pre_backward(group, following)]
             for segment, n in segments:
                 body = self._added(segment)
                 turns.append((from_outside(body, trace.boundary_grad) if outer else body, n))
                 outer = False
-            turns += self.post_backward(group, comms) if closes else ()
+            turns += self.post_backward(group) if closes else ()
             parts.append(repeated(in_order("backward: block", turns), times))
         goes_on = trace.entry_requires_grad and trace.blocks_require_grad
         before, embed = self._added_parts(trace.embed_backward, trace.ends.embed_backward)
-        turns = [(before, 1), *(self.pre_backward(units.embed, None, comms) if goes_on else ()), (embed, 1)]
-        turns += self.post_backward(units.root, comms)
+        turns = [(before, 1), *(self.pre_backward(units.embed, None) if goes_on else ()), (embed, 1)]
+        turns += self.post_backward(units.root)
         turns += self._late() if late else ()
-        turns += self.post_backward(units.embed, comms) if goes_on else self._not_visited(comms)
-        turns += self.finalize_backward(comms)
+        turns += self.post_backward(units.embed) if goes_on else self._not_visited()
+        turns += self.finalize_backward()
         parts.append(in_order("backward: embedding", turns))
         self._passed_backward()
         return chain("backward", *parts, *self.returned())
@@ -295,12 +296,13 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _backward_input(self) -> Stretch:
         """The first part of a split backward pass; each group's gradients are added to their sum after it."""
-        split, units, comms = self.stage.split, self.units, self._comms()
+        self._begin_pass()
+        split, units = self.stage.split, self.units
         late, has_grads = any(self.state.deferring[:1]), self.state.has_grads
 
         def closed(group: ParamGroup | None) -> Iterator[CountedEvents]:
             if has_grads:
-                yield from self.post_backward(group, comms)
+                yield from self.post_backward(group)
 
         head = ((split.head.events, 1), *closed(units.head))
         parts = [events("backward: loss", split.loss.events), in_order("backward: input of the head", head)]
@@ -360,26 +362,26 @@ class FSDPModule(StageModule[FsdpState]):
         """Whether the first block's input requires a gradient, whose hook runs the group's post-backward."""
         return not self.stage.first or self.trace.entry_requires_grad
 
-    def _not_visited(self, comms: CommContext) -> Iterator[CountedEvents]:
+    def _not_visited(self) -> Iterator[CountedEvents]:
         """The post-backward of groups whose inputs have no gradient: after the root, in the module's order.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         rows = [(row.group, row.times) for row in self.units.rows]
-        yield from self._freed(self.units.embed, comms)
+        yield from self._freed(self.units.embed)
         if self.trace.blocks_require_grad:
-            yield from self.post_backward(rows[0][0], comms)
+            yield from self.post_backward(rows[0][0])
             return
         for group, times in rows:
             for n in (1, times - 1):
-                yield from repeatedly(self._freed(group, comms), n)
+                yield from repeatedly(self._freed(group), n)
 
-    def _freed(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def _freed(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group that the backward pass did not use."""
         if group is not None and group.reshards:  # as it has after the forward pass
-            yield from group.reduce_grads(self.grads, comms)
+            yield from group.reduce_grads(self.grads, self.comms)
         else:
-            yield from self.post_backward(group, comms)
+            yield from self.post_backward(group)
 
     def _late(self) -> Iterator[CountedEvents]:
         """The late sums of recomputed blocks' groups, after all others (see `defers`)."""
@@ -389,17 +391,17 @@ class FSDPModule(StageModule[FsdpState]):
                 yield from repeatedly(self._accumulated(group), min(times, left))
             left -= size * times
 
-    def finalize_backward(self, comms: CommContext) -> Iterator[CountedEvents]:
+    def finalize_backward(self) -> Iterator[CountedEvents]:
         """The end of a backward pass that reduces: frees what its collectives still hold.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
-        if comms.reduced:
-            yield from self._of_units(lambda group: group.finalize_backward(comms))
-        if comms.prefetched is not None:
-            yield frees(comms.prefetched.flat), 1
-        if comms.reduce_scatter is not None:
-            yield frees(comms.reduce_scatter.reduce_input), 1
+        if self.comms.reduced:
+            yield from self._of_units(lambda group: group.finalize_backward(self.comms))
+        if self.comms.prefetched is not None:
+            yield frees(self.comms.prefetched.flat), 1
+        if self.comms.reduce_scatter is not None:
+            yield frees(self.comms.reduce_scatter.reduce_input), 1
 
     # --- What a schedule does between passes ---
 
@@ -414,14 +416,14 @@ class FSDPModule(StageModule[FsdpState]):
         summed = self.state.has_sums
         grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
-        comms = self._comms()
+        self._begin_pass()
         units = list(self.units)
         for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
             added = list(self._accumulated(group)) if summed and self.state.has_grads else []
             for n in (1, times - 1):
-                reduced = group.post_backward(grads, comms)
+                reduced = group.post_backward(grads, self.comms)
                 parts.append(repeated(in_order(name, (*added, *reduced)), n))
-        parts.append(in_order(name, self.finalize_backward(comms)))
+        parts.append(in_order(name, self.finalize_backward()))
         self.state = self.state._replace(weights="sharded")
         return [chain(name, *parts)]
 
