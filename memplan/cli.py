@@ -133,16 +133,8 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _count(flag: str, text: str, *, default: int | None = None, required: bool = False) -> Callable[[F], F]:
-    return click.option(
-        flag,
-        type=count_or_text,
-        default=default,
-        required=required,
-        help=text,
-        metavar="N",
-        show_default=default is not None,
-    )
+def _count(flag: str, text: str, *, required: bool = False) -> Callable[[F], F]:
+    return click.option(flag, type=count_or_text, required=required, help=text, metavar="N")
 
 
 def _choice(flag: str, choices: tuple[str, ...], default: str | None, text: str) -> Callable[[F], F]:

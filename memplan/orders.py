@@ -27,6 +27,9 @@ ActionKind = Literal[
 DDP reduces in `last-backward`. `unshard`, `reshard` and `reduce` are FSDP2's, for all weights of a stage.
 """
 
+LAST_PARTS: Final = ("backward", "backward-weight")
+"""The parts of a pass that end a micro-batch's backward pass."""
+
 Stages = tuple[int, ...]
 """Indices of a rank's stages, or one number for each of them."""
 
@@ -44,11 +47,6 @@ class Loop(NamedTuple):
     parts: "tuple[Action | Loop, ...]"
     times: int = 1
 
-    @property
-    def once(self) -> bool:
-        """Whether it is repeated only once."""
-        return self.times == 1
-
 
 def loop_of(parts: "Iterable[Action | Loop]") -> Loop:
     """A loop of these parts in order; a part that is repeated once is replaced by its own parts.
@@ -59,7 +57,7 @@ def loop_of(parts: "Iterable[Action | Loop]") -> Loop:
     """
     found: list[Action | Loop] = []
     for part in parts:
-        if isinstance(part, Loop) and part.once:
+        if isinstance(part, Loop) and part.times == 1:
             found += part.parts
         else:
             found.append(part)
@@ -121,7 +119,7 @@ def counts(loop: Loop) -> dict[Action, int]:
         else:
             for action, n in counts(part).items():
                 found[action] = found.get(action, 0) + n
-    if loop.once:
+    if loop.times == 1:
         return found
     return {action: n * loop.times for action, n in found.items()}
 
@@ -151,29 +149,3 @@ def under_way(order: Loop, n_stages: int, m: int) -> tuple[Stages, Stages | None
                 return first, tuple(map(sub, forward, backward)) if max(backward) < m else None
             backward[action.local] += times
     return first or tuple(forward), None
-
-
-def in_flight(loop: Loop, local: int) -> int:
-    """The most micro-batches in flight on a stage.
-
-    A micro-batch is in flight from its forward pass to the last part of its backward pass.
-
-    >>> in_flight(Loop((Loop(listed("F0"), 3), Loop(listed("B0 F0"), 5), Loop(listed("B0"), 3))), 0)
-    3
-    """
-    return _held(loop, local)[1]
-
-
-def _held(loop: Loop | Action, local: int) -> tuple[int, int]:
-    """What a loop adds to the micro-batches in flight, and the most that are in flight within it."""
-    if isinstance(loop, Action):
-        if loop.local == local and loop.kind == "forward":
-            return 1, 1
-        return -(loop.local == local and loop.kind in ("backward", "backward-weight")), 0
-    net = most = 0
-    for part in loop.parts:
-        added, held = _held(part, local)
-        most, net = max(most, net + held), net + added
-    if not loop.times:
-        return 0, 0
-    return net * loop.times, max(most, net * (loop.times - 1) + most)

@@ -27,8 +27,15 @@ Recompute = Literal["none", "selective", "full"]
 
 
 OPTIMIZERS: Final[tuple[str, ...]] = get_args(Optimizer)
-N_MOMENTS: Final = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
-"""The tensors that each optimizer keeps per weight."""
+MOMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "sgd": (),
+    "sgd-momentum": ("momentum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
+"""The tensors that each optimizer keeps per weight, as PyTorch names them."""
+N_MOMENTS: Final = {optimizer: len(moments) for optimizer, moments in MOMENTS.items()}
+"""How many tensors each optimizer keeps per weight."""
 RECOMPUTES: Final[tuple[str, ...]] = get_args(Recompute)
 
 MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")

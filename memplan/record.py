@@ -21,7 +21,7 @@ computation and each collective occurs.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from memplan.shapes import Buffer, DType, Parameter, Shape, n_elements
 
@@ -50,6 +50,7 @@ class Alloc(NamedTuple):
 
     @property
     def sign(self) -> int:
+        """1: bytes are added."""
         return 1
 
 
@@ -60,6 +61,7 @@ class Free(NamedTuple):
 
     @property
     def sign(self) -> int:
+        """-1: bytes are taken away."""
         return -1
 
 
@@ -69,10 +71,6 @@ class AccumulateGrad(NamedTuple):
     buffer: Buffer
     parameter: Parameter
 
-    @property
-    def sign(self) -> int:
-        return 0
-
 
 class AddToIncoming(NamedTuple):
     """A mark: a gradient is added to the one that came from the next block.
@@ -81,10 +79,6 @@ class AddToIncoming(NamedTuple):
     """
 
     buffer: Buffer
-
-    @property
-    def sign(self) -> int:
-        return 0
 
 
 class ComputeKind(Enum):
@@ -133,7 +127,6 @@ class Compute:
     flops: int
     shape: Shape
     dtype: DType
-    sign: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,7 +143,6 @@ class Collective:
     payload_bytes: int
     overlap: Overlap = "nothing"
     calls: int = 1
-    sign: ClassVar[int] = 0
 
 
 class Pass(NamedTuple):
@@ -161,7 +153,7 @@ class Pass(NamedTuple):
 
 
 Event = Alloc | Free | AccumulateGrad | AddToIncoming | Compute | Collective
-"""What happens at an instant; its `sign`: 1 if bytes are allocated, -1 if they are freed, else 0."""
+"""What happens at an instant."""
 
 Counts = Mapping[Compute | Collective | Pass, int]
 """Occurrences of each computation, collective and pass."""

@@ -89,9 +89,9 @@ class Parameter:
     """A weight as one rank holds it, before any data-parallel sharding.
 
     `placements`: by mesh axis; a weight that has some is a DTensor. `grad_placements`: of its gradient as the
-    backward pass makes it. `shape`, `n_elements` and `n_bytes` are local, and so is `grad_shape`;
-    `partial_grad` is this rank's term of a gradient that is still to be summed over ranks. A parameter that
-    does not require a gradient is frozen: it has neither gradient nor optimizer state.
+    backward pass makes it. `shape`, `n_elements` and `n_bytes` are local; `partial_grad` is this rank's term
+    of a gradient that is still to be summed over ranks. A parameter that does not require a gradient is
+    frozen: it has neither gradient nor optimizer state.
     """
 
     def __init__(
@@ -108,17 +108,18 @@ class Parameter:
         self.name = name
         self.dtype = dtype
         self.requires_grad = requires_grad
+        self.whole_shape, self.mesh = whole_shape, mesh or {}
         self.placements = placements or {}
         self.grad_placements = grad_placements or self.placements
-        self.shape = local_shape(whole_shape, self.placements, mesh or {})
-        self.grad_shape = local_shape(whole_shape, self.grad_placements, mesh or {})
+        self.shape = local_shape(whole_shape, self.placements, self.mesh)
         self.n_elements = n_elements(self.shape)
         self.n_bytes = self.n_elements * dtype.itemsize
         self.partial_grad = buffer_of(f"{name}.grad (partial)", self.shape, dtype, "grads")
 
-    def lay_out_grad_like_weight(self) -> None:
-        """Give the gradient the weight's placements."""
-        self.grad_placements, self.grad_shape = self.placements, self.shape
+    @property
+    def grad_shape(self) -> Shape:
+        """The local shape of its gradient as the backward pass makes it."""
+        return local_shape(self.whole_shape, self.grad_placements, self.mesh)
 
     @property
     def is_floating_point(self) -> bool:

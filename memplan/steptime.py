@@ -21,6 +21,7 @@ from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue
 from memplan.hardware import Cluster
 from memplan.memory import Bytes
+from memplan.orders import LAST_PARTS
 from memplan.plan import MESH_AXES, Plan
 from memplan.record import Axis, Compute, Counts, Overlap, Pass
 from memplan.traffic import CollectiveTotal
@@ -30,9 +31,6 @@ Quantity: TypeAlias = float | npt.NDArray[Any]
 
 Count: TypeAlias = int | npt.NDArray[np.int64]
 """A whole number, or one for each of many plans."""
-
-WHOLE_BACKWARD: Final = ("backward", "backward-weight")
-"""The parts of passes that end a micro-batch's backward pass."""
 
 EFFICIENCY: Final = 0.5
 """The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
@@ -101,7 +99,7 @@ class StepTime:
         >>> StepTime(compute_s=3, recompute_s=1, tp_s=1, dp_s=0, pp_s=0, bubble_s=0.5, update_s=0.5).total_s
         6.0
         """
-        return float(added([getattr(self, part.name) for part in fields(self)]))
+        return float(added(self.parts.values()))
 
 
 class TimeModel(Protocol):
@@ -188,7 +186,7 @@ def reducing_share(counts: Counts) -> float:
 
     Neglects: the rank's other stages may still run when one stage reduces after its last pass.
     """
-    passes = [(e, n) for e, n in counts.items() if isinstance(e, Pass) and e.part in WHOLE_BACKWARD]
+    passes = [(e, n) for e, n in counts.items() if isinstance(e, Pass) and e.part in LAST_PARTS]
     return sum([n for e, n in passes if e.reduces]) / max(1, sum([n for _, n in passes]))
 
 

@@ -500,7 +500,7 @@ class Tape:
         known = self.parameters.setdefault(key, made)
         check_equal(f"two uses of {key}", known.shape, made.shape)
         if known.grad_placements != made.grad_placements:
-            known.lay_out_grad_like_weight()
+            known.grad_placements = known.placements
         return known
 
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:

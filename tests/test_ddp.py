@@ -13,11 +13,10 @@ from memplan.engines.torch.ddp import (
     POWERSGD_LEAST_RATE,
     POWERSGD_RANK,
     bucket_of,
-    buckets,
-    kept,
     low_rank,
     payloads,
     ready_order,
+    reducer_of,
     reduction,
 )
 from memplan.errors import PlanRefused
@@ -81,8 +80,8 @@ def test_beside_tensor_parallelism_the_divided_modules_gradients_come_last_from_
 
 def test_one_bucket_holds_them_all_and_small_ones_hold_one_each():
     everything = stage()
-    assert [len(bucket) for bucket in buckets(everything)] == [len(everything.parameters())]
-    assert {len(bucket) for bucket in buckets(stage(bucket_cap_bytes=1))} == {1}
+    assert [len(bucket) for bucket in reducer_of(everything).buckets] == [len(everything.parameters())]
+    assert {len(bucket) for bucket in reducer_of(stage(bucket_cap_bytes=1)).buckets} == {1}
 
 
 @given(n=st.integers(1, 300), m=st.integers(1, 300))
@@ -128,7 +127,7 @@ def test_payloads_by_hand(hook, dtype, expected):
 def test_what_a_hook_allocates_beside_a_bucket(hook, dtype, most_bytes):
     bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)], hook)
     held, most = 0, 0
-    for event in changes(reduction(hook, bucket, dtype, kept(hook, bucket, dtype))):
+    for event in changes(reduction(hook, bucket, dtype)):
         held += event.sign * event.buffer.n_bytes
         most = max(most, held)
     assert (held, most) == (0, most_bytes)

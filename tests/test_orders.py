@@ -16,7 +16,7 @@ from memplan.engines.trace import traced
 from memplan.errors import PlanRefused
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
-from memplan.orders import Loop, actions, counts, in_flight, in_rows, under_way
+from memplan.orders import Loop, actions, counts, in_rows, under_way
 from memplan.plan import Plan
 from memplan.schedules import SCHEDULES
 
@@ -192,8 +192,9 @@ def test_micro_batches_under_way_are_counted_as_they_come(schedule: str):
     assert seen > 50 or schedule in ("looped-bfs", "zero-bubble", "zbv")
 
 
-def kept(schedule, pp, rank, m, v=1, local=0):
-    return in_flight(SCHEDULES.named(schedule).order(pp, rank, v, m), local)
+def kept(schedule, pp, rank, m):
+    (first,), _ = under_way(SCHEDULES.named(schedule).order(pp, rank, 1, m), 1, m)
+    return first
 
 
 @pytest.mark.parametrize("pp,m", [(2, 2), (4, 8), (4, 12), (8, 64)])

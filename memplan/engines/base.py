@@ -133,8 +133,6 @@ class Engine(ABC):
     """A framework that is played; its methods are pure."""
 
     name: ClassVar[str]
-    plays: ClassVar[str]
-    """The framework, with the version that the rules were read from."""
     is_accounting: ClassVar[bool] = False
     """Whether it is closed-form accounting, which no run can confirm: no verdict and no step time."""
     refusals: ClassVar[tuple[Rule, ...]] = ()

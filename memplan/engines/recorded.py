@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, islice
 from typing import Final
 
-from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, Without, joined, places_in
+from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, joined, places_in, without
 from memplan.errors import MissingRule
 from memplan.kernels import FREES_WORKSPACES
 from memplan.models.traced import (
@@ -233,19 +233,19 @@ def _without_embedding(
     entry, entry_grad = buffers[cut.entry], buffers[cut.entry_grad if has_grad else recording.boundary_grad]
     embed, last = part["embed"], part["embed_backward"]
     only_first = {buffers[i] for i in cut.embedded} | (_made(embed) & _freed(last)) - {entry}
-    found = {name: Without(*only_first)(segment) for name, segment in part.items()}
+    found = {name: without(segment, *only_first) for name, segment in part.items()}
     if not has_grad:
         found |= _like_other_blocks(found, entry, buffers[recording.boundary], entry_grad)
-    recast = Without(*[buffers[i] for i in cut.recast])
-    found |= {name: recast(found[name]) for name in ("entry", "entry_backward")}
+    recast = [buffers[i] for i in cut.recast]
+    found |= {name: without(found[name], *recast) for name in ("entry", "entry_backward")}
     found[cut.entry_freed] = _without_last_free(found[cut.entry_freed], entry)
     of_head = _made(*[part[name] for name in HEAD]) - {entry_grad}
     late = [event for event in last.events if isinstance(event, Free) and event.buffer in of_head]
     return found | {
         "inputs": EMPTY,
-        "embed": Without(entry)(found["embed"]),
+        "embed": without(found["embed"], entry),
         "embed_backward": EMPTY,
-        "end": Segment((*late, *Without(entry_grad)(found["end"]).events)),
+        "end": Segment((*late, *without(found["end"], entry_grad).events)),
         "release_input_grad": Segment(frees(entry_grad)),
     }
 
@@ -287,11 +287,11 @@ def _without_head(
     if not cut.last_freed.endswith("backward"):
         freed = _without_last_free(freed, boundary)
     others = [segment for name, segment in part.items() if name not in HEAD]
-    only_last = Without(*_made(*[part[name] for name in HEAD]) - _made(*others) - {boundary_grad} - of_entry)
+    only_last = _made(*[part[name] for name in HEAD]) - _made(*others) - {boundary_grad} - of_entry
     return {
-        **{name: only_last(segment) for name, segment in part.items()},
+        **{name: without(segment, *only_last) for name, segment in part.items()},
         **dict.fromkeys((*HEAD, "head_casts", "end"), EMPTY),
-        "embed_backward": Segment((*only_last(part["embed_backward"]).events, *with_graph)),
+        "embed_backward": Segment((*without(part["embed_backward"], *only_last).events, *with_graph)),
         "end_of_forward": freed,
         "release": Segment(frees(sent)),
     }
@@ -306,10 +306,10 @@ def _with_loss(
     """
     loss = buffers[cut.loss]
     found = {name: part[name] for name in HEAD}
-    found |= {"end": Without(loss)(part["end"]), "release_loss": Segment(frees(loss))}
+    found |= {"end": without(part["end"], loss), "release_loss": Segment(frees(loss))}
     if context.scales_loss:
         (unscaled,) = _made(Segment(part["loss"].events[:-1])) & _freed(found["end"])
-        found["end"] = Without(unscaled)(found["end"])
+        found["end"] = without(found["end"], unscaled)
         found["loss"] = Segment((*part["loss"].events, *frees(unscaled)))
     if cut.output >= 0:
         output = buffers[cut.output]

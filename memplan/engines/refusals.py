@@ -6,7 +6,6 @@ folder; `memplan.engines.checks` asks all that apply to a plan.
 
 from collections.abc import Mapping
 from math import gcd
-from typing import Any
 
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
@@ -22,18 +21,6 @@ def check_positions(model: Model, plan: Plan) -> None:
             f"positions of {model.name}; use {longest} or less.",
             kind="sequences longer than the table of learned positions",
         )
-
-
-def check_supported(plan: Plan, supported_values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise if an option has a value for which the engine has no rule."""
-    for option, supported in supported_values.items():
-        value = getattr(plan, option)
-        if value not in supported:
-            raise MissingRule(
-                f"{option}={value!r} has no rule yet in the {plan.engine} engine; use "
-                f"{' or '.join(map(repr, supported))}.",
-                kind="options that the engine has no rule for",
-            )
 
 
 def check_divided(plan: Plan, sizes: Mapping[str, int], otherwise: str = "") -> None:

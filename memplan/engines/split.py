@@ -16,11 +16,11 @@ from memplan.engines.trace import (
     Marks,
     Segment,
     Trace,
-    Without,
     buffer_in,
     entry_of,
     kinds_of,
     run_block,
+    without,
 )
 from memplan.models import Model
 from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
@@ -196,7 +196,7 @@ class _Names:
         """Map what all blocks are called with, but leave out the received tensor, which is the schedule's."""
         if received.storage is not None:
             self.known[received.storage.buffer] = None
-            segment = Without(received.storage.buffer)(segment)
+            segment = without(segment, received.storage.buffer)
         self.give(segment, traced_as)
 
     def give(self, segment: Segment, traced_as: Segment, repeats: int = 1) -> None:

@@ -13,20 +13,13 @@ from typing import Any, Final, final
 from memplan.checks import checked_count
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Engine, RankRecord, Rule
-from memplan.engines.refusals import (
-    check_divided,
-    check_layers,
-    check_positions,
-    check_sequence,
-    check_supported,
-)
+from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule
 from memplan.memory import Alive
 from memplan.models import Decoder, Model, parameter_count
-from memplan.orders import in_flight
+from memplan.orders import under_way
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import (
-    Alloc,
     Axis,
     Collective,
     CollectiveKind,
@@ -46,46 +39,8 @@ from memplan.tape import Backend
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BytesPerParameter:
-    """A convention: how many bytes of each state belong to one parameter."""
-
-    weights: int
-    grads: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """All three.
-
-        >>> MIXED_ADAM.total, MEGATRON_ADAM.total, FP32_ADAM.total
-        (16, 18, 16)
-        """
-        return self.weights + self.grads + self.optimizer
-
-
-MIXED_ADAM: Final = BytesPerParameter(weights=2, grads=2, optimizer=12)
-"""16 bytes: fp16 weights and gradients; fp32 copy of the weights, momentum and variance (K = 12).
-
-Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1.
-"""
-
-MEGATRON_ADAM: Final = BytesPerParameter(weights=2, grads=4, optimizer=12)
-"""18 bytes: as `MIXED_ADAM`, but gradients are accumulated in fp32.
-
-Source: Megatron Core user guide, Distributed Optimizer, row "float16 param, fp32 grads": 18, and 6 + 12/d.
-"""
-
-FP32_ADAM: Final = BytesPerParameter(weights=4, grads=4, optimizer=8)
-"""16 bytes: everything fp32; momentum and variance, no copy of the weights.
-
-Source: Megatron Core user guide, Distributed Optimizer, row "fp32 param, fp32 grads": 16, and 8 + 8/d.
-"""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextbookStates:
-    """Model states of one GPU, in bytes."""
+    """Model states in bytes: of one GPU, or of one parameter by a convention."""
 
     weights_bytes: float
     grads_bytes: float
@@ -93,12 +48,35 @@ class TextbookStates:
 
     @property
     def total_bytes(self) -> float:
-        """All three."""
+        """All three.
+
+        >>> MIXED_ADAM.total_bytes, MEGATRON_ADAM.total_bytes, FP32_ADAM.total_bytes
+        (16, 18, 16)
+        """
         return self.weights_bytes + self.grads_bytes + self.optimizer_bytes
 
 
+MIXED_ADAM: Final = TextbookStates(weights_bytes=2, grads_bytes=2, optimizer_bytes=12)
+"""16 bytes: fp16 weights and gradients; fp32 copy of the weights, momentum and variance (K = 12).
+
+Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1.
+"""
+
+MEGATRON_ADAM: Final = TextbookStates(weights_bytes=2, grads_bytes=4, optimizer_bytes=12)
+"""18 bytes: as `MIXED_ADAM`, but gradients are accumulated in fp32.
+
+Source: Megatron Core user guide, Distributed Optimizer, row "float16 param, fp32 grads": 18, and 6 + 12/d.
+"""
+
+FP32_ADAM: Final = TextbookStates(weights_bytes=4, grads_bytes=4, optimizer_bytes=8)
+"""16 bytes: everything fp32; momentum and variance, no copy of the weights.
+
+Source: Megatron Core user guide, Distributed Optimizer, row "fp32 param, fp32 grads": 16, and 8 + 8/d.
+"""
+
+
 def states(
-    n_parameters: float, *, zero: int = 0, dp: int = 1, per_parameter: BytesPerParameter = MIXED_ADAM
+    n_parameters: float, *, zero: int = 0, dp: int = 1, per_parameter: TextbookStates = MIXED_ADAM
 ) -> TextbookStates:
     """Model states of one GPU under ZeRO: a state is whole, or a 1/N_d share of it.
 
@@ -118,9 +96,9 @@ def states(
     zero = checked_count("zero", zero, least=0, most=3)
     dp = checked_count("dp", dp)
     return TextbookStates(
-        weights_bytes=per_parameter.weights * n_parameters / (dp if zero >= 3 else 1),
-        grads_bytes=per_parameter.grads * n_parameters / (dp if zero >= 2 else 1),
-        optimizer_bytes=per_parameter.optimizer * n_parameters / (dp if zero >= 1 else 1),
+        weights_bytes=per_parameter.weights_bytes * n_parameters / (dp if zero >= 3 else 1),
+        grads_bytes=per_parameter.grads_bytes * n_parameters / (dp if zero >= 2 else 1),
+        optimizer_bytes=per_parameter.optimizer_bytes * n_parameters / (dp if zero >= 1 else 1),
     )
 
 
@@ -223,7 +201,7 @@ def input_output_activations_bytes(
 # --- A plan -----------------------------------------------------------------------------------------------
 
 
-def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
+def bytes_per_parameter(plan: Plan) -> TextbookStates:
     """The convention for a plan's precision and optimizer.
 
     fp32: 4 + 4 + 4 a moment; mixed: 2 + 2, an fp32 copy of the weights and 4 a moment; bf16: 2 + 2 + 2
@@ -231,13 +209,13 @@ def bytes_per_parameter(plan: Plan) -> BytesPerParameter:
 
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1, for Adam; others keep fewer moments.
 
-    >>> [bytes_per_parameter(Plan(precision=p)).total for p in ("fp32", "bf16-mixed", "bf16")]
+    >>> [bytes_per_parameter(Plan(precision=p)).total_bytes for p in ("fp32", "bf16-mixed", "bf16")]
     [16, 16, 8]
     """
     weights, stored = plan.formats.compute.itemsize, plan.formats.stored.itemsize
     copy = stored if plan.mixed else 0
-    return BytesPerParameter(
-        weights=weights, grads=weights, optimizer=copy + stored * N_MOMENTS[plan.optimizer]
+    return TextbookStates(
+        weights_bytes=weights, grads_bytes=weights, optimizer_bytes=copy + stored * N_MOMENTS[plan.optimizer]
     )
 
 
@@ -261,7 +239,8 @@ def stage_activations_bytes(model: Decoder, plan: Plan, pp_rank: int) -> float:
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2.3 and 4.3, which give the first stage.
     """
     order = plan.pipeline_schedule.order(plan.pp, pp_rank, 1, plan.n_micro_batches)
-    alive = in_flight(order, 0) if plan.pp > 1 else 1
+    (before_backward,), _ = under_way(order, 1, plan.n_micro_batches)
+    alive = before_backward if plan.pp > 1 else 1
     layers = len(stage_layers(model.n_layers, plan, pp_rank))
     recomputed = layers if plan.recompute_blocks is None else min(layers, plan.recompute_blocks)
     sizes = {"seq_len": plan.seq_len, "micro_batch": plan.micro_batch, "d_model": model.d_model}
@@ -290,7 +269,7 @@ def traffic(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Collective]:
         section 4.2.2; Narayanan et al. 2021, arXiv:2104.04473, section 3.2.
     """
     m, layers = plan.n_micro_batches, len(stage_layers(model.n_layers, plan, pp_rank))
-    psi_bytes = bytes_per_parameter(plan).weights * stage_parameters(model, plan)
+    psi_bytes = bytes_per_parameter(plan).weights_bytes * stage_parameters(model, plan)
     boundary_bytes = 2 * plan.seq_len * plan.micro_batch * model.d_model
     if plan.dp > 1 and plan.zero == 0:
         yield _sent("all_reduce", "dp", "gradients", 1, psi_bytes)
@@ -337,12 +316,11 @@ def recomputed_flops(model: Decoder, plan: Plan, pp_rank: int) -> float:
     return forward_flops(model, plan) * recomputed / layers
 
 
-def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
+def step(model: Decoder, plan: Plan, pp_rank: int, grads: Buffer) -> Iterator[Event]:
     """The formulas' step: one instant at which everything is alive, the computation, and the collectives.
 
     Bytes are rounded to whole numbers.
     """
-    grads = _bytes("grads", _states(model, plan).grads_bytes)
     activations = _bytes("activations", stage_activations_bytes(model, plan, pp_rank))
     yield from allocs(grads, activations)
     work: dict[Phase, float] = {
@@ -353,11 +331,6 @@ def step(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Event]:
         yield Compute(kind=ComputeKind.UNKNOWN, phase=phase, flops=round(flops), shape=(), dtype=BF16)
     yield from traffic(model, plan, pp_rank)
     yield from frees(grads, activations)
-
-
-def _states(model: Model, plan: Plan) -> TextbookStates:
-    psi, per_parameter = stage_parameters(model, plan), bytes_per_parameter(plan)
-    return states(psi, zero=plan.zero, dp=plan.dp, per_parameter=per_parameter)
 
 
 def _bytes(kind: Kind, n_bytes: float) -> Buffer:
@@ -398,7 +371,14 @@ def _check_heads(model: Model, plan: Plan) -> None:
 
 
 def _check_options(model: Model, plan: Plan) -> None:
-    check_supported(plan, SUPPORTED_VALUES)
+    for option, supported in SUPPORTED_VALUES.items():
+        value = getattr(plan, option)
+        if value not in supported:
+            raise MissingRule(
+                f"{option}={value!r} has no rule yet in the textbook engine; use "
+                f"{' or '.join(map(repr, supported))}.",
+                kind="options that the engine has no rule for",
+            )
 
 
 REFUSALS: Final[tuple[Rule, ...]] = (
@@ -416,7 +396,6 @@ class TextbookEngine(Engine):
     """The formulas above as an engine: weights and optimizer state at rest, one instant in a step."""
 
     name = "textbook"
-    plays = "closed forms of papers"
     is_accounting = True
     refusals = REFUSALS
     assumes = (
@@ -435,15 +414,15 @@ class TextbookEngine(Engine):
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
     ) -> RankRecord:
         model = _decoder(model)
-        kept = _states(model, plan)
+        psi, per_parameter = stage_parameters(model, plan), bytes_per_parameter(plan)
+        kept = states(psi, zero=plan.zero, dp=plan.dp, per_parameter=per_parameter)
         weights, optimizer = _bytes("weights", kept.weights_bytes), _bytes("optimizer", kept.optimizer_bytes)
-        played = list(step(model, plan, rank.pp))
-        (grads,) = (e.buffer for e in played if isinstance(e, Alloc) and e.buffer.kind == "grads")
+        grads = _bytes("grads", kept.grads_bytes)
         return RankRecord(
             rank=rank,
             layers=(stage_layers(model.n_layers, plan, rank.pp),),
             rest=Alive({weights: 1, optimizer: 1}),
-            step=events("everything at once", played),
+            step=events("everything at once", step(model, plan, rank.pp, grads)),
             grads=Alive({grads: 1}),
         )
 

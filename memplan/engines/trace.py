@@ -208,20 +208,20 @@ def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
     return replace(one, blocks=blocks)
 
 
+@lru_cache(maxsize=256)
 def without_blocks(trace: Trace) -> Trace:
     """The trace of a stage without blocks: the tensors between its ends and a block belong to the schedule.
 
     The last stage's head then makes the gradient of the received input.
     """
-    received, without_grad = Without(trace.boundary), Without(trace.boundary_grad)
-    head, ends = received(trace.head), trace.ends
+    head, ends = without(trace.head, trace.boundary), trace.ends
     return replace(
         trace,
         embed=trace.sending(Segment((*trace.embed.events, *frees(*trace.in_flight)))),
         head=head,
         ends=ends._replace(head=places_in(head, trace.head, ends.head)),
-        head_backward=received(trace.head_backward),
-        embed_backward=without_grad(trace.embed_backward),
+        head_backward=without(trace.head_backward, trace.boundary),
+        embed_backward=without(trace.embed_backward, trace.boundary_grad),
     )
 
 
@@ -407,10 +407,10 @@ class _TracedStage:
             boundary.kind = "activations"
         same = _Renamed({entry: boundary})
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
-        inside = (lambda segment: segment) if self.first else Without(entry)
+        outside = () if self.first else (entry,)
         block, backward = found["block"], found["block_backward"]
         return Trace(
-            embed=same(inside(found["embed"])),
+            embed=same(without(found["embed"], *outside)),
             embed_casts=found["embed_casts"],
             head=same(found.get("head", EMPTY)),
             head_casts=found.get("head_casts", EMPTY),
@@ -421,10 +421,10 @@ class _TracedStage:
             ends=Ends((0, len(found["embed"].events)), (0, self.n_head), 0, self.n_before_head),
             blocks={
                 self.kind: Block(
-                    forward=same(Without(*self.in_flight)(block)),
-                    backward=same(Without(*self.shared)(backward)),
-                    entry=same(Without(entry)(block) if self.holds_entry else inside(block)),
-                    entry_backward=same(inside(backward)),
+                    forward=same(without(block, *self.in_flight)),
+                    backward=same(without(backward, *self.shared)),
+                    entry=same(without(block, *([entry] if self.holds_entry else outside))),
+                    entry_backward=same(without(backward, *outside)),
                     entry_casts=found["block_casts"],
                     casts=found["block_casts"],
                     parameters=self.parameters["block"],
@@ -493,16 +493,11 @@ def _buffer(x: Tensor | None) -> Buffer:
     return x.storage.buffer
 
 
-class Without:
-    """Leaves out the events of some buffers."""
-
-    def __init__(self, *buffers: Buffer) -> None:
-        self.buffers = buffers
-
-    def __call__(self, segment: Segment) -> Segment:
-        if not self.buffers:
-            return segment
-        return Segment(tuple([e for e in segment.events if buffer_in(e) not in self.buffers]))
+def without(segment: Segment, *buffers: Buffer) -> Segment:
+    """The segment without the events of some buffers."""
+    if not buffers:
+        return segment
+    return Segment(tuple([e for e in segment.events if buffer_in(e) not in buffers]))
 
 
 class _Renamed:

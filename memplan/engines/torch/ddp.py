@@ -8,16 +8,16 @@ Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import groupby, islice, repeat
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from memplan.engines.split import BlockRuns
 from memplan.engines.torch.module import StageModule, backward_order, from_outside
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Block, Segment, Trace, buffer_in, gradients
+from memplan.engines.trace import Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.record import (
     AccumulateGrad,
@@ -93,26 +93,6 @@ def ready(segment: Segment) -> list[Parameter]:
     return [e.parameter for e in segment.accumulated if not e.parameter.is_dtensor]
 
 
-def buckets(stage: Stage) -> list[list[Parameter]]:
-    """The stage's buckets, in the order they are reduced."""
-    return _buckets(stage.trace, stage.runs, stage.options.bucket_cap_bytes)
-
-
-@lru_cache(maxsize=256)
-def _buckets(trace: Trace, runs: BlockRuns, cap_bytes: int | None) -> list[list[Parameter]]:
-    made, late = ready_order(trace, runs)
-    return ddp_buckets([*made, *late], cap_bytes)
-
-
-@lru_cache(maxsize=256)
-def _fills(trace: Trace, runs: BlockRuns, cap_bytes: int | None, hook: str) -> tuple[Bucket | None, ...]:
-    """For each gradient in the order they are ready: the bucket that it is the last of."""
-    found: list[Bucket | None] = []
-    for parameters in _buckets(trace, runs, cap_bytes):
-        found += [*repeat(None, len(parameters) - 1), bucket_of(parameters, hook)]
-    return tuple(found)
-
-
 def bucket_of(parameters: Iterable[Parameter], hook: str) -> Bucket:
     """The sizes of a bucket of these parameters."""
     if hook != "powersgd":
@@ -141,6 +121,7 @@ def payloads(hook: str, bucket: Bucket, dtype: DType) -> tuple[int, ...]:
     return (bucket.n_elements * COMPRESSED.get(hook, dtype).itemsize,)
 
 
+@lru_cache(maxsize=1024)
 def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
     """The tensors that a hook keeps of a bucket from step to step: PowerSGD's error, P and Q."""
     if hook != "powersgd":
@@ -149,11 +130,12 @@ def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
     return tuple(buffer_of(f"PowerSGD's {name} of a DDP bucket", (n,), dtype) for name, n in sizes)
 
 
-def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = ()) -> tuple[Event, ...]:
+@lru_cache(maxsize=1024)
+def reduction(hook: str, bucket: Bucket, dtype: DType) -> tuple[Event, ...]:
     """The reduction of a bucket with the allocations of its hook; buckets are reduced one after the other.
 
     fp16 and bf16: a copy in that type, unless the gradients have it already. PowerSGD: a copy of the bucket,
-    the uncompressed gradients, and the new error, which replaces the one `held`.
+    the uncompressed gradients, and the new error, which replaces the one that is kept.
 
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
@@ -171,19 +153,179 @@ def reduction(hook: str, bucket: Bucket, dtype: DType, held: Sequence[Buffer] = 
         narrow = COMPRESSED[hook]
         copy = buffer_of(f"gradients as {narrow.name} (DDP bucket)", (bucket.n_elements,), narrow)
         return (*allocs(copy), *sent, *frees(copy))
-    if held:
-        error, before = held[0], buffer_of("gradients before PowerSGD", (bucket.n_elements,), dtype)
+    if hook == "powersgd":
+        error, _, _ = kept(hook, bucket, dtype)
+        before = buffer_of("gradients before PowerSGD", (bucket.n_elements,), dtype)
         uncompressed = buffer_of("gradients PowerSGD leaves alone", (bucket.uncompressed,), dtype)
         return (*allocs(before, uncompressed, error), *sent, *frees(error, before, uncompressed))
     return tuple(sent)
+
+
+class Reducer:
+    """A stage's buckets, and its backward passes, in which gradients fill them.
+
+    Equal stages of all plans share one (`reducer_of`).
+
+    Attributes:
+        buckets: the parameters of each bucket, in the order they are reduced.
+        sizes: of each bucket.
+        fills: for each gradient in the order they are ready, the bucket that it is the last of.
+        partial: the buffer of each partial gradient that is ready late, before it is summed.
+
+    Plays torch/csrc/distributed/c10d/reducer.cpp (`Reducer`).
+    """
+
+    def __init__(
+        self, trace: Trace, runs: BlockRuns, dtype: DType, cap_bytes: int | None, hook: str, *, last: bool
+    ) -> None:
+        self.trace, self.dtype, self.hook, self.last = trace, dtype, hook, last
+        self.blocks = [(trace.blocks[kind], n) for kind, n in runs]
+        made, late = ready_order(trace, runs)
+        self.has_late = bool(late)
+        self.buckets = ddp_buckets([*made, *late], cap_bytes)
+        self.sizes = [bucket_of(parameters, hook) for parameters in self.buckets]
+        self.fills: list[Bucket | None] = []
+        for parameters, size in zip(self.buckets, self.sizes, strict=True):
+            self.fills += [*repeat(None, len(parameters) - 1), size]
+        self.grads = trace.gradients()
+        self.partial = {
+            grad: p.partial_grad for p, grad in self.grads.items() if p.is_dtensor and p.has_partial_grad
+        }
+        self.played: dict[tuple[int, bool], Stretch] = {}
+
+    def backward(self, drops: int, *, reduces: bool) -> Stretch:
+        """A backward pass: each gradient is freed `drops` times when it is ready, and buckets are reduced."""
+        key = drops, reduces
+        if key not in self.played:
+            self.played[key] = chain("backward", *_Backward(self, drops, reduces=reduces).parts())
+        return self.played[key]
+
+
+_reducer = lru_cache(maxsize=256)(Reducer)
+
+
+def reducer_of(stage: Stage) -> Reducer:
+    """The reducer of a stage under DDP."""
+    options = stage.options
+    return _reducer(
+        stage.trace,
+        stage.runs,
+        stage.weight_dtype,
+        options.bucket_cap_bytes,
+        options.ddp_comm_hook,
+        last=stage.last,
+    )
+
+
+class _Backward:
+    """One backward pass, and the buckets that its gradients are still to fill."""
+
+    def __init__(self, reducer: Reducer, drops: int, *, reduces: bool) -> None:
+        self.reducer = reducer
+        self.trace = reducer.trace
+        self.drops = drops
+        self.reduces = reduces
+        self.left = iter(reducer.fills if reduces else ())
+
+    def parts(self) -> Iterator[Stretch]:
+        """The pass from the loss to the embedding, then the late gradients."""
+        yield events("backward: loss and head", self._ready(self.trace.head_backward))
+        yield from self._blocks()
+        yield from self._end()
+
+    def _filled(self, n: int) -> tuple[Bucket | None, ...]:
+        """For each of the next n gradients, the bucket that it is the last of."""
+        return tuple(islice(self.left, n))
+
+    def _filled_by_each(self, n_gradients: int, n: int) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
+        """`_filled` by the gradients of each of n equal blocks; equal ones in a row are counted."""
+        for filled, same in groupby(self._filled(n_gradients) for _ in range(n)):
+            yield filled, len(list(same))
+
+    def _dropped(self, grad: Buffer, bucket: Bucket | None) -> tuple[Event, ...]:
+        """The events when a gradient is ready: the reduction of the bucket that it fills, and frees.
+
+        A new gradient is held by autograd until the reduction is done, an older one is not.
+
+        Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
+        """
+        own = self.reducer
+        reduced: tuple[Event, ...] = ()
+        if bucket is not None:
+            reduced = reduction(own.hook, bucket, own.dtype)
+        return (*frees(grad) * (self.drops - 1), *reduced, *frees(grad) * min(self.drops, 1))
+
+    def _ready(self, segment: Segment, filled: Sequence[Bucket | None] | None = None) -> tuple[Event, ...]:
+        """A backward segment's events; after each ready gradient its frees and its bucket's reduction."""
+        fills = iter(self._filled(len(ready(segment))) if filled is None else filled)
+        found: list[Event] = []
+        for event in segment.events:
+            if isinstance(event, Alloc | Free) and event.buffer in self.reducer.partial:
+                event = event._replace(buffer=self.reducer.partial[event.buffer])
+            found.append(event)
+            if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
+                found += self._dropped(event.buffer, next(fills, None))
+        return tuple(found)
+
+    def _late(
+        self, parameters: Sequence[Parameter], filled: Sequence[Bucket | None] | None = None
+    ) -> tuple[Event, ...]:
+        """The events of the late gradients; partial ones are first summed into new tensors.
+
+        Source: `torch.distributed.tensor.placement_types:Partial._reduce_value`.
+        """
+        found: list[Event] = []
+        fills = iter(self._filled(_n_late(parameters)) if filled is None else filled)
+        for p in reversed(parameters):
+            if p.is_dtensor:
+                grad = self.reducer.grads[p]
+                if p.has_partial_grad:
+                    found += [*allocs(grad), partial_sum(grad.n_bytes), *frees(p.partial_grad)]
+                found += self._dropped(grad, next(fills, None))
+        return tuple(found)
+
+    def _blocks(self) -> Iterator[Stretch]:
+        """The blocks' backward passes, the last first; those that fill equal buckets are counted."""
+        outside = not self.reducer.last
+        for segment, n in backward_order(self.reducer.blocks):
+            for filled, times in self._filled_by_each(len(ready(segment)), n):
+                key = self.reducer.hook, self.drops, filled, outside
+                yield repeated(segment.made_once(key, partial(self._block, segment, filled, outside)), times)
+                outside = False
+
+    def _block(self, segment: Segment, filled: Sequence[Bucket | None], outside: bool) -> Stretch:
+        """A block's backward pass; `outside`: its gradient comes from another stage."""
+        body = self._ready(segment, filled)
+        return events("backward: block", from_outside(body, self.trace.boundary_grad) if outside else body)
+
+    def _end(self) -> Iterator[Stretch]:
+        """The embedding's backward pass, then the late gradients; the token table's comes last."""
+        trace, own, name = self.trace, self.reducer, "backward: end"
+        embed = self._ready(trace.embed_backward)
+        if not (own.has_late and (self.drops or self.reduces or own.partial)):
+            yield events("backward: embedding", embed)
+            return
+        whole = [p for p in trace.embed_parameters if not p.is_divided]
+        table = [p for p in trace.embed_parameters if p.is_divided]
+        divided = [b for p, b in gradients(trace.embed_backward).items() if p.is_divided]
+        cut = next((i for i, event in enumerate(embed) if buffer_in(event) in divided), len(embed))
+        yield events("backward: embedding", (*embed[:cut], *self._late(trace.head_parameters)))
+        for block, n in reversed(own.blocks):
+            for filled, times in self._filled_by_each(_n_late(block.parameters), n):
+                yield repeated(events(name, self._late(block.parameters, filled)), times)
+        yield events(name, (*self._late(whole), *embed[cut:], *self._late(table)))
+
+
+def _n_late(parameters: Iterable[Parameter]) -> int:
+    return sum([p.is_dtensor for p in parameters])
 
 
 class DdpState(NamedTuple):
     """Whether there are gradients, and whether the module's next backward and forward pass communicate."""
 
     has_grads: bool
-    require_backward_grad_sync: bool
     require_forward_param_sync: bool
+    require_backward_grad_sync: bool = False
 
 
 @final
@@ -197,34 +339,15 @@ class DistributedDataParallel(StageModule[DdpState]):
     """
 
     def __init__(self, stage: Stage) -> None:
-        plan = stage.plan
-        super().__init__(
-            stage,
-            DdpState(
-                has_grads=not stage.options.set_to_none,
-                require_backward_grad_sync=False,
-                require_forward_param_sync=plan.pp == 1,
-            ),
-        )
-        self.hook = stage.options.ddp_comm_hook
+        zeroed = not stage.options.set_to_none
+        super().__init__(stage, DdpState(has_grads=zeroed, require_forward_param_sync=stage.plan.pp == 1))
         self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
-        self.grads = stage.trace.gradients()
-        self.partial = {
-            grad: p.partial_grad for p, grad in self.grads.items() if p.is_dtensor and p.has_partial_grad
-        }
-        self.buckets: Counter[Bucket] = Counter()
-        if self.hook != "none":
-            self.buckets.update(bucket_of(parameters, self.hook) for parameters in buckets(stage))
-        self.kept = {bucket: kept(self.hook, bucket, stage.weight_dtype) for bucket in self.buckets}
 
     @property
     def between_steps(self) -> Alive:
         """What the hook keeps from step to step."""
-        return Counter({buffer: n for bucket, n in self.buckets.items() for buffer in self.kept[bucket]})
-
-    @property
-    def has_grads(self) -> bool:
-        return self.state.has_grads
+        own = reducer_of(self.stage)
+        return Counter([buffer for size in own.sizes for buffer in kept(own.hook, size, own.dtype)])
 
     def _made_grads(self) -> None:
         self.state = self.state._replace(has_grads=True)
@@ -260,162 +383,8 @@ class DistributedDataParallel(StageModule[DdpState]):
             yield events("forward: broadcast of buffers", [*allocs(*flat), sent, *frees(*flat)])
 
     def _backward(self) -> Stretch:
-        last = self.state.require_backward_grad_sync
-        drops = self.has_grads + (last and self.into_views)
-        filled = self._filled() if last else iter(())
-        head = self.trace.head_backward
-        played = chain(
-            "backward",
-            self._reduced("backward: loss and head", head, drops, _next(filled, len(ready(head)))),
-            *self._replicated_blocks(drops, last, filled),
-            *self._end(drops, last, filled),
-            *self.returned(),
-        )
+        reduces = self.state.require_backward_grad_sync
+        drops = self.state.has_grads + (reduces and self.into_views)
+        played = reducer_of(self.stage).backward(drops, reduces=reduces)
         self._made_grads()
-        return played
-
-    def _filled(self) -> Iterator[Bucket | None]:
-        """For each gradient in the order they are ready: the bucket that it is the last of."""
-        stage = self.stage
-        return iter(_fills(stage.trace, stage.runs, stage.options.bucket_cap_bytes, self.hook))
-
-    def _dropped(self, grad: Buffer, drops: int, bucket: Bucket | None) -> tuple[Event, ...]:
-        """The events when a gradient is ready: the reduction of the bucket that it fills, and frees.
-
-        A new gradient is held by autograd until the reduction is done, an older one is not.
-
-        Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
-        """
-        reduced: tuple[Event, ...] = ()
-        if bucket is not None:
-            held = self.kept.get(bucket, ())
-            reduced = reduction(self.hook, bucket, self.stage.weight_dtype, held)
-        return (*frees(grad) * (drops - 1), *reduced, *frees(grad) * min(drops, 1))
-
-    def _ready(self, segment: Segment, drops: int, filled: Sequence[Bucket | None]) -> tuple[Event, ...]:
-        """A backward segment's events; after each ready gradient its frees and its bucket's reduction."""
-        found: list[Event] = []
-        fills = iter(filled)
-        for event in segment.events:
-            if isinstance(event, Alloc | Free) and event.buffer in self.partial:
-                event = event._replace(buffer=self.partial[event.buffer])
-            found.append(event)
-            if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
-                found += self._dropped(event.buffer, drops, next(fills, None))
-        return tuple(found)
-
-    def _reduced(
-        self,
-        name: str,
-        segment: Segment,
-        drops: int,
-        filled: Sequence[Bucket | None],
-        *,
-        outside: bool = False,
-    ) -> Stretch:
-        """A backward segment with its reductions; `outside`: its gradient comes from another stage."""
-
-        def made() -> Stretch:
-            body = self._ready(segment, drops, filled)
-            return events(name, from_outside(body, self.trace.boundary_grad) if outside else body)
-
-        return self._once(segment, (name, drops, outside, *filled), made)
-
-    def _once(self, segment: Segment, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
-        """A stretch made once for a segment and a key, unless it has a hook's allocations."""
-        return segment.made_once((self.stage.weight_dtype, *key), make) if self.hook == "none" else make()
-
-    def _late(
-        self, parameters: Sequence[Parameter], drops: int, filled: Sequence[Bucket | None]
-    ) -> tuple[Event, ...]:
-        """The events of the late gradients; partial ones are first summed into new tensors.
-
-        Source: `torch.distributed.tensor.placement_types:Partial._reduce_value`.
-        """
-        found: list[Event] = []
-        fills = iter(filled)
-        for p in reversed(parameters):
-            if p.has_partial_grad:
-                grad = self.grads[p]
-                found += [*allocs(grad), partial_sum(grad.n_bytes), *frees(p.partial_grad)]
-            if p.is_dtensor:
-                found += self._dropped(self.grads[p], drops, next(fills, None))
-        return tuple(found)
-
-    def _late_block(self, block: Block, drops: int, filled: Sequence[Bucket | None]) -> Stretch:
-        return events("backward: end", self._late(block.parameters, drops, filled))
-
-    def _replicated_blocks(
-        self, drops: int, last: bool, filled: Iterator[Bucket | None]
-    ) -> Iterator[Stretch]:
-        """The blocks' backward passes, the last first; those that fill equal buckets are counted."""
-        outside = not self.stage.last
-        for segment, n in backward_order(self.stage.blocks):
-            for closed, times in self._turns(len(ready(segment)) if last else 0, n, filled):
-                body = self._reduced("backward: block", segment, drops, closed, outside=outside)
-                yield repeated(body, times)
-                outside = False
-
-    def _turns(
-        self, n_ready: int, n: int, filled: Iterator[Bucket | None]
-    ) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
-        """The buckets that the gradients of each of n equal blocks fill; equal ones in a row are counted."""
-        if not n_ready:
-            yield (), n
-            return
-        for closed, same in groupby(_next(filled, n_ready) for _ in range(n)):
-            yield closed, len(list(same))
-
-    def _end(self, drops: int, last: bool, filled: Iterator[Bucket | None]) -> Iterator[Stretch]:
-        """The embedding's backward pass, then the late gradients; the token table's comes last."""
-        trace, plan, name = self.trace, self.stage.plan, "backward: end"
-        cutting = trace.embed_backward
-        made = _next(filled, len(ready(cutting)))
-        if plan.tp == 1 or not (drops or last or plan.sequence_parallel):
-            yield self._reduced("backward: embedding", cutting, drops, made)
-            return
-        whole = [p for p in trace.embed_parameters if not p.is_divided]
-        table = [p for p in trace.embed_parameters if p.is_divided]
-
-        def own(*, after: bool) -> tuple[Event, ...]:
-            embed = self._ready(cutting, drops, made)
-            divided = [b for p, b in gradients(cutting).items() if p.is_divided]
-            cut = next((i for i, event in enumerate(embed) if buffer_in(event) in divided), len(embed))
-            return embed[cut:] if after else embed[:cut]
-
-        of_head = _next(filled, _n_late(trace.head_parameters))
-        yield self._once(
-            cutting,
-            ("before the blocks' late gradients", drops, made, of_head),
-            lambda: events(
-                "backward: embedding",
-                (*own(after=False), *self._late(trace.head_parameters, drops, of_head)),
-            ),
-        )
-        for block, n in reversed(self.stage.blocks):
-            n_late = _n_late(block.parameters) if last else 0
-            for closed, times in self._turns(n_late, n, filled):
-                key = "the blocks' late gradients", drops, closed
-                late = partial(self._late_block, block, drops, closed)
-                yield repeated(self._once(block.backward, key, late), times)
-        of_whole, of_table = (_next(filled, _n_late(some)) for some in (whole, table))
-        yield self._once(
-            cutting,
-            ("after the blocks' late gradients", drops, made, of_whole, of_table),
-            lambda: events(
-                name,
-                (
-                    *self._late(whole, drops, of_whole),
-                    *own(after=True),
-                    *self._late(table, drops, of_table),
-                ),
-            ),
-        )
-
-
-def _next(filled: Iterator[Bucket | None], n: int) -> tuple[Bucket | None, ...]:
-    return tuple(islice(filled, n))
-
-
-def _n_late(parameters: Iterable[Parameter]) -> int:
-    return sum([p.is_dtensor for p in parameters])
+        return chain("backward", played, *self.returned())

@@ -20,10 +20,9 @@ from memplan.tape import Backend
 
 @final
 class TorchEngine(Engine):
-    """DDP, ZeroRedundancyOptimizer, FSDP2, tensor parallelism and pipelining as PyTorch runs them."""
+    """DDP, ZeroRedundancyOptimizer, FSDP2, tensor parallelism and pipelining as PyTorch 2.13 runs them."""
 
     name = "torch"
-    plays = "PyTorch 2.13"
     refusals = REFUSALS
     options = TorchOptions
     gives_bounds = True

@@ -3,7 +3,7 @@
 Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
@@ -20,24 +20,24 @@ Weights = Literal["sharded", "freed after forward", "whole"]
 
 
 class FsdpState(NamedTuple):
-    """The state after some passes of a step.
+    """The state after some passes of a step; as it is before the first, by default.
 
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
-        has_unsummed_grads: there are unsharded gradients in the type in which autograd made them.
+        has_grads: there are unsharded gradients in the type in which autograd made them.
         has_sums: there are unsharded gradients in the type in which a schedule's micro-batches are summed.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
         deferring: for each micro-batch in flight, `recomputed_last` before its forward pass.
     """
 
-    weights: Weights
-    unshard_issued: bool
-    has_unsummed_grads: bool
-    has_sums: bool
     has_sharded_grads: bool
-    recomputed_last: bool
-    deferring: tuple[bool, ...]
+    weights: Weights = "sharded"
+    unshard_issued: bool = False
+    has_grads: bool = False
+    has_sums: bool = False
+    recomputed_last: bool = False
+    deferring: tuple[bool, ...] = ()
 
 
 @final
@@ -51,18 +51,7 @@ class FSDPModule(StageModule[FsdpState]):
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        super().__init__(
-            stage,
-            FsdpState(
-                weights="sharded",
-                unshard_issued=False,
-                has_unsummed_grads=False,
-                has_sums=False,
-                has_sharded_grads=not stage.options.set_to_none,
-                recomputed_last=False,
-                deferring=(),
-            ),
-        )
+        super().__init__(stage, FsdpState(has_sharded_grads=not stage.options.set_to_none))
         self.units = Units(stage, dp_rank)
         self.pipelined = stage.plan.pp > 1
         self.grads = stage.trace.gradients()
@@ -75,10 +64,6 @@ class FSDPModule(StageModule[FsdpState]):
         }
         if stage.autograd_casts_grads and not self.pipelined:
             self.grads |= {p: self.wide[p] for p in self.grads if self._is_cast_at_once(p)}
-
-    @property
-    def has_grads(self) -> bool:
-        return self.state.has_unsummed_grads
 
     @property
     def sums_in_reduce_dtype(self) -> bool:
@@ -109,9 +94,12 @@ class FSDPModule(StageModule[FsdpState]):
         """How many of the stage's blocks, the first ones, are recomputed."""
         return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
+    def _begin_pass(self) -> None:
+        self.comms = CommContext(has_sharded_grads=self.state.has_sharded_grads)
+
     # --- What happens to one group ---
 
-    def pre_forward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def pre_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group's weights, unless they are unsharded.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward`.
@@ -121,8 +109,8 @@ class FSDPModule(StageModule[FsdpState]):
         weights = self.state.weights
         if weights == "sharded" or (weights == "freed after forward" and group.reshards):
             yield from group.unshard()
-            yield from group.wait_for_unshard(comms.all_gather)
-            comms.all_gather = group
+            yield from group.wait_for_unshard(self.comms.all_gather)
+            self.comms.all_gather = group
 
     def post_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's unsharded weights, if it reshards.
@@ -132,31 +120,29 @@ class FSDPModule(StageModule[FsdpState]):
         if group is not None and group.reshards:
             yield from group.reshard()
 
-    def prefetch(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def prefetch(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group that was freed after its forward pass, unless its all-gather is under way.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch`.
         """
         freed = self.state.weights == "freed after forward"
-        if group is not None and group.reshards and freed and comms.prefetched is not group:
-            comms.prefetched = group
+        if group is not None and group.reshards and freed and self.comms.prefetched is not group:
+            self.comms.prefetched = group
             yield from group.unshard()
 
-    def pre_backward(
-        self, group: ParamGroup | None, following: ParamGroup | None, comms: CommContext
-    ) -> Iterator[CountedEvents]:
+    def pre_backward(self, group: ParamGroup | None, following: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group's weights if they were freed, and prefetches the group that is needed next.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_backward`.
         """
-        yield from self.prefetch(group, comms)
-        if group is not None and comms.prefetched is group:
-            comms.prefetched = None
+        yield from self.prefetch(group)
+        if group is not None and self.comms.prefetched is group:
+            self.comms.prefetched = None
             yield from group.wait_for_unshard(group)
         if group is not None:
-            yield from self.prefetch(following, comms)
+            yield from self.prefetch(following)
 
-    def post_backward(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def post_backward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's weights and reduces its gradients; under a schedule gradients are only summed.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
@@ -164,7 +150,7 @@ class FSDPModule(StageModule[FsdpState]):
         if group is None:
             return
         if not self.pipelined:
-            yield from group.post_backward(self.grads, comms, has_sharded_grads=self.state.has_sharded_grads)
+            yield from group.post_backward(self.grads, self.comms)
         elif self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
             yield from self._accumulated(group)
 
@@ -175,24 +161,25 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _forward(self, release: Stretch | None) -> Stretch:
         """The forward pass: groups that are not unsharded are gathered as their modules are called."""
-        trace, units, comms = self.trace, self.units, CommContext()
+        self._begin_pass()
+        trace, units = self.trace, self.units
 
         def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
-            opened = [*self.pre_forward(group, comms)]
+            opened = [*self.pre_forward(group)]
             passed = [(segment.events, n) for segment, n in segments]
             return in_order(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
 
         def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
             if group is None:
                 return segment.stretch(name)
-            opened = [*self.pre_forward(group, comms)]
+            opened = [*self.pre_forward(group)]
             before, own, after = (
                 (segment.events[i:j], 1) for i, j in pairwise((0, *places, len(segment.events)))
             )
             return in_order(name, (before, *opened, own, *self.post_forward(group), after))
 
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
-        parts.append(in_order("forward: embedding", self.pre_forward(units.root, comms)))
+        parts.append(in_order("forward: embedding", self.pre_forward(units.root)))
         parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
             parts.append(repeated(called("forward: block", group, *segments), times))
@@ -200,7 +187,8 @@ class FSDPModule(StageModule[FsdpState]):
             parts.append(end("forward: head", units.head, trace.head, trace.ends.head))
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
-        parts.append(events("forward: end", frees(comms.all_gather.flat) if comms.all_gather else ()))
+        gathered = self.comms.all_gather
+        parts.append(events("forward: end", frees(gathered.flat) if gathered else ()))
         if release is not None:
             parts.append(release)
         if self.stage.last:
@@ -219,7 +207,8 @@ class FSDPModule(StageModule[FsdpState]):
         It ends at the first module with trained parameters; a group gathered ahead of that is freed at the
         end.
         """
-        trace, units, comms = self.trace, self.units, CommContext()
+        self._begin_pass()
+        trace, units = self.trace, self.units
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = [*[group for group, *_ in rows], units.embed]
@@ -227,26 +216,26 @@ class FSDPModule(StageModule[FsdpState]):
         n_before = trace.n_loss_backward if units.head is None else trace.ends.head_backward
         loss, head = self._added_parts(trace.head_backward, n_before)
         parts = [events("backward: loss", loss)]
-        turns = [*self.prefetch(units.head or order[0], comms)] if units.root is not None else []
-        turns += [*self.pre_backward(units.head, order[0], comms), (head, 1)]
-        turns += self.post_backward(units.head, comms)
+        turns = [*self.prefetch(units.head or order[0])] if units.root is not None else []
+        turns += [*self.pre_backward(units.head, order[0]), (head, 1)]
+        turns += self.post_backward(units.head)
         parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
-            turns = [*self.pre_backward(group, following, comms)]
+            turns = [*self.pre_backward(group, following)]
             for segment, n in segments:
                 body = self._added(segment)
                 turns.append((from_outside(body, trace.boundary_grad) if outer else body, n))
                 outer = False
-            turns += self.post_backward(group, comms) if closes else ()
+            turns += self.post_backward(group) if closes else ()
             parts.append(repeated(in_order("backward: block", turns), times))
         goes_on = trace.entry_requires_grad and trace.blocks_require_grad
         before, embed = self._added_parts(trace.embed_backward, trace.ends.embed_backward)
-        turns = [(before, 1), *(self.pre_backward(units.embed, None, comms) if goes_on else ()), (embed, 1)]
-        turns += self.post_backward(units.root, comms)
+        turns = [(before, 1), *(self.pre_backward(units.embed, None) if goes_on else ()), (embed, 1)]
+        turns += self.post_backward(units.root)
         turns += self._late() if late else ()
-        turns += self.post_backward(units.embed, comms) if goes_on else self._not_visited(comms)
-        turns += self.finalize_backward(comms)
+        turns += self.post_backward(units.embed) if goes_on else self._not_visited()
+        turns += self.finalize_backward()
         parts.append(in_order("backward: embedding", turns))
         self._passed_backward()
         return chain("backward", *parts, *self.returned())
@@ -257,15 +246,15 @@ class FSDPModule(StageModule[FsdpState]):
         if not self.pipelined:
             self.state = state._replace(weights="sharded", has_sharded_grads=True)
         elif self.sums_in_reduce_dtype:
-            self.state = state._replace(weights="whole", has_unsummed_grads=False, has_sums=True)
+            self.state = state._replace(weights="whole", has_grads=False, has_sums=True)
         else:
-            self.state = state._replace(weights="whole", has_unsummed_grads=True)
+            self.state = state._replace(weights="whole", has_grads=True)
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones that are not summed yet."""
         if self.stage.autograd_casts_grads:
             return tuple(self._cast_by_autograd(segment.events))
-        return added_to_older(segment) if self.state.has_unsummed_grads else segment.events
+        return added_to_older(segment) if self.state.has_grads else segment.events
 
     def _added_parts(self, segment: Segment, n_first: int) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
         """A backward segment's first events and the others, as `_added`."""
@@ -307,12 +296,13 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _backward_input(self) -> Stretch:
         """The first part of a split backward pass; each group's gradients are added to their sum after it."""
-        split, units, comms = self.stage.split, self.units, CommContext()
-        late, has_unsummed = any(self.state.deferring[:1]), self.state.has_unsummed_grads
+        self._begin_pass()
+        split, units = self.stage.split, self.units
+        late, has_grads = any(self.state.deferring[:1]), self.state.has_grads
 
         def closed(group: ParamGroup | None) -> Iterator[CountedEvents]:
-            if has_unsummed:
-                yield from self.post_backward(group, comms)
+            if has_grads:
+                yield from self.post_backward(group)
 
         head = ((split.head.events, 1), *closed(units.head))
         parts = [events("backward: loss", split.loss.events), in_order("backward: input of the head", head)]
@@ -321,11 +311,11 @@ class FSDPModule(StageModule[FsdpState]):
             turns += closed(group) if closes else ()
             parts.append(repeated(in_order("backward: inputs of the blocks", turns), times))
         end = [(segment.events, n) for segment, n in split.end]
-        sums = self._late() if has_unsummed and late else ()
+        sums = self._late() if has_grads and late else ()
         parts.append(in_order("backward: end", (*closed(units.root), *sums, *end)))
         state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
-        if has_unsummed and self.sums_in_reduce_dtype:
-            state = state._replace(has_unsummed_grads=False, has_sums=True)
+        if has_grads and self.sums_in_reduce_dtype:
+            state = state._replace(has_grads=False, has_sums=True)
         self.state = state
         return chain("backward", *parts)
 
@@ -351,7 +341,7 @@ class FSDPModule(StageModule[FsdpState]):
         self.state = self.state._replace(
             weights="whole",
             unshard_issued=False,
-            has_unsummed_grads=not self.stage.autograd_casts_grads,
+            has_grads=not self.stage.autograd_casts_grads,
             has_sums=has_sums,
             recomputed_last=self.defers,
         )
@@ -372,26 +362,26 @@ class FSDPModule(StageModule[FsdpState]):
         """Whether the first block's input requires a gradient, whose hook runs the group's post-backward."""
         return not self.stage.first or self.trace.entry_requires_grad
 
-    def _not_visited(self, comms: CommContext) -> Iterator[CountedEvents]:
+    def _not_visited(self) -> Iterator[CountedEvents]:
         """The post-backward of groups whose inputs have no gradient: after the root, in the module's order.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         rows = [(row.group, row.times) for row in self.units.rows]
-        yield from self._freed(self.units.embed, comms)
+        yield from self._freed(self.units.embed)
         if self.trace.blocks_require_grad:
-            yield from self.post_backward(rows[0][0], comms)
+            yield from self.post_backward(rows[0][0])
             return
         for group, times in rows:
             for n in (1, times - 1):
-                yield from repeatedly(self._freed(group, comms), n)
+                yield from repeatedly(self._freed(group), n)
 
-    def _freed(self, group: ParamGroup | None, comms: CommContext) -> Iterator[CountedEvents]:
+    def _freed(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group that the backward pass did not use."""
         if group is not None and group.reshards:  # as it has after the forward pass
-            yield from group.reduce_grads(self.grads, comms, has_sharded_grads=False)
+            yield from group.reduce_grads(self.grads, self.comms)
         else:
-            yield from self.post_backward(group, comms)
+            yield from self.post_backward(group)
 
     def _late(self) -> Iterator[CountedEvents]:
         """The late sums of recomputed blocks' groups, after all others (see `defers`)."""
@@ -401,19 +391,17 @@ class FSDPModule(StageModule[FsdpState]):
                 yield from repeatedly(self._accumulated(group), min(times, left))
             left -= size * times
 
-    def finalize_backward(self, comms: CommContext) -> Iterator[CountedEvents]:
+    def finalize_backward(self) -> Iterator[CountedEvents]:
         """The end of a backward pass that reduces: frees what its collectives still hold.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
-        if comms.reduced:
-            for group, times in self.units:
-                finalized = group.finalize_backward(has_sharded_grads=self.state.has_sharded_grads)
-                yield from repeatedly(finalized, times)
-        if comms.prefetched is not None:
-            yield frees(comms.prefetched.flat), 1
-        if comms.reduce_scatter is not None:
-            yield frees(comms.reduce_scatter.reduce_input), 1
+        if self.comms.reduced:
+            yield from self._of_units(lambda group: group.finalize_backward(self.comms))
+        if self.comms.prefetched is not None:
+            yield frees(self.comms.prefetched.flat), 1
+        if self.comms.reduce_scatter is not None:
+            yield frees(self.comms.reduce_scatter.reduce_input), 1
 
     # --- What a schedule does between passes ---
 
@@ -425,49 +413,49 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad`, torch 2.15's
         `FSDPState.finalize_backward`.
         """
-        summed, has_sharded_grads = self.state.has_sums, self.state.has_sharded_grads
+        summed = self.state.has_sums
         grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
-        comms = CommContext()
+        self._begin_pass()
         units = list(self.units)
         for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
-            added = list(self._accumulated(group)) if summed and self.state.has_unsummed_grads else []
+            added = list(self._accumulated(group)) if summed and self.state.has_grads else []
             for n in (1, times - 1):
-                reduced = group.post_backward(grads, comms, has_sharded_grads=has_sharded_grads)
+                reduced = group.post_backward(grads, self.comms)
                 parts.append(repeated(in_order(name, (*added, *reduced)), n))
-        parts.append(in_order(name, self.finalize_backward(comms)))
+        parts.append(in_order(name, self.finalize_backward()))
         self.state = self.state._replace(weights="sharded")
-        return parts
+        return [chain(name, *parts)]
 
-    def unshard(self) -> Stretch:
+    def unshard(self) -> list[Stretch]:
         """Gathers all groups ahead of the stage's first pass."""
-        turns = (turn for group, n in self.units for turn in repeatedly(group.ahead(group.unshard()), n))
         self.state = self.state._replace(weights="whole", unshard_issued=True)
-        return in_order("gathering of a stage's weights", turns)
+        turns = self._of_units(lambda group: group.ahead(group.unshard()))
+        return [in_order("gathering of a stage's weights", turns)]
 
     def wait_for_unshard(self) -> list[Stretch]:
         """Copies all-gathers' outputs into the weights, group by group, before the stage's first pass."""
         if not self.state.unshard_issued:
             return []
         self.state = self.state._replace(unshard_issued=False)
-        turns = (
-            turn
-            for group, n in self.units
-            for turn in repeatedly(group.ahead(group.wait_for_unshard(group)), n)
-        )
+        turns = self._of_units(lambda group: group.ahead(group.wait_for_unshard(group)))
         return [in_order("gathering of a stage's weights", turns)]
 
-    def reshard(self) -> Stretch:
+    def reshard(self) -> list[Stretch]:
         """Frees all unsharded weights."""
         weights = self.state.weights
         self.state = self.state._replace(weights="sharded")
-        turns = (
-            turn
-            for group, times in self.units
-            if weights == "whole" or (weights == "freed after forward" and not group.reshards)
-            for turn in repeatedly(group.reshard(), times)
-        )
-        return in_order("freeing of a stage's weights", turns)
+
+        def freed(group: ParamGroup) -> Iterable[CountedEvents]:
+            whole = weights == "whole" or (weights == "freed after forward" and not group.reshards)
+            return group.reshard() if whole else ()
+
+        return [in_order("freeing of a stage's weights", self._of_units(freed))]
+
+    def _of_units(self, play: Callable[[ParamGroup], Iterable[CountedEvents]]) -> Iterator[CountedEvents]:
+        """What happens to each of the stage's groups, one after the other."""
+        for group, times in self.units:
+            yield from repeatedly(play(group), times)
 
 
 def opened_when_called(

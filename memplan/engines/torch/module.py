@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Self, TypeVar, cast, final
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, cast, final
 
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Block, Segment
@@ -34,7 +34,16 @@ from memplan.record import (
 )
 from memplan.shapes import Buffer, buffer_of
 
-State = TypeVar("State", bound=tuple[Any, ...])
+
+class ModuleState(Protocol):
+    """What the passes of a step have left of a module, a hashable value."""
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether there are gradients that a backward pass adds its own to: of an earlier pass, or zeroed."""
+
+
+State = TypeVar("State", bound=ModuleState)
 
 
 class StageModule(ABC, Generic[State]):
@@ -114,6 +123,10 @@ class StageModule(ABC, Generic[State]):
         """Ends DDP's `no_sync`: the backward passes that follow reduce gradients."""
         return
 
+    def unshard(self) -> list[Stretch]:
+        """Gathers the weights that FSDP2 has sharded ahead of time."""
+        return []
+
     def wait_for_unshard(self) -> list[Stretch]:
         """Copies what FSDP2 has gathered ahead of time into the unsharded weights."""
         return []
@@ -122,10 +135,9 @@ class StageModule(ABC, Generic[State]):
         """The reductions that FSDP2 has put off until a schedule's last backward pass."""
         return []
 
-    @property
-    @abstractmethod
-    def has_grads(self) -> bool:
-        """Whether there are gradients that a backward pass adds its own to: of an earlier pass, or zeroed."""
+    def reshard(self) -> list[Stretch]:
+        """Frees the weights that FSDP2 has gathered."""
+        return []
 
     @abstractmethod
     def _backward(self) -> Stretch: ...
@@ -184,7 +196,7 @@ class StageModule(ABC, Generic[State]):
 
     def _weights(self, segment: Segment) -> Stretch:
         """A segment of the second part: first gradients are kept, later ones are added to them and freed."""
-        name, has_grads = "backward: weights", self.has_grads
+        name, has_grads = "backward: weights", self.state.has_grads
 
         def made() -> Stretch:
             kept = set() if has_grads else set(self.trace.gradients().values())
@@ -210,10 +222,6 @@ class PlainModule(StageModule[PlainState]):
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage, PlainState(has_grads=not stage.options.set_to_none))
 
-    @property
-    def has_grads(self) -> bool:
-        return self.state.has_grads
-
     def _made_grads(self) -> None:
         self.state = PlainState(has_grads=True)
 
@@ -230,7 +238,7 @@ class PlainModule(StageModule[PlainState]):
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones if there are any."""
-        return added_to_older(segment) if self.has_grads else segment.events
+        return added_to_older(segment) if self.state.has_grads else segment.events
 
     def _blocks(self) -> Iterator[Stretch]:
         """The blocks' backward passes, the last first; its gradient comes from the head or another stage."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from memplan.engines.torch.sharding import partial_sum
-from memplan.engines.torch.stage import MOMENTS, RankStages, trained
+from memplan.engines.torch.stage import RankStages, trained
 from memplan.placements import Partial, Shard
-from memplan.plan import MESH_AXES, Plan
+from memplan.plan import MESH_AXES, MOMENTS, N_MOMENTS, Plan
 from memplan.record import Axis, Collective, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
 
@@ -105,7 +105,7 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
         for parameter in parameters:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
-            if len(MOMENTS[stages.plan.optimizer]) == 2:
+            if N_MOMENTS[stages.plan.optimizer] == 2:
                 elements = _elements(stages, parameter)
                 root = buffer_of(f"{parameter.name} (square root)", (elements,), stages.weight_dtype)
                 if parameter not in denominators:
@@ -129,7 +129,7 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
     for group in _updated_lists(stages, in_order):
         for copies in _reads(stages, group):
             yield from copies.events()
-        if len(MOMENTS[stages.plan.optimizer]) == 2:
+        if N_MOMENTS[stages.plan.optimizer] == 2:
             made = [
                 buffer_of(f"{p.name} (square root)", (n * _elements(stages, p),), stages.weight_dtype)
                 for p, n in group

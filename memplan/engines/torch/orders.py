@@ -2,34 +2,28 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final
 
-from memplan.orders import Action, Loop, Stages, loop_of
+from memplan.orders import LAST_PARTS, Action, Loop, Stages, loop_of
 from memplan.plan import Plan
 from memplan.schedules import SCHEDULES
 
 MOST_ACTIVE_STAGES: Final = 3
 """The most stages of a rank whose weights are gathered at the same time."""
 
-DataAxis = Literal["none", "ddp", "fsdp"]
-
 
 def plan_order(plan: Plan, rank: int) -> Loop:
     """The order of one pipeline rank's actions in a step, with the actions of FSDP2 or DDP."""
-    data_axis: DataAxis = "fsdp" if plan.fsdp else "ddp" if plan.ddp else "none"
-    return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, data_axis)
+    marked = with_weights if plan.fsdp else with_last if plan.ddp else None
+    return _ordered(plan.schedule, plan.pp, rank, plan.virtual_stages, plan.n_micro_batches, marked)
 
 
 @lru_cache(maxsize=4096)
-def _ordered(schedule: str, pp: int, rank: int, v: int, m: int, data_axis: DataAxis) -> Loop:
+def _ordered(
+    schedule: str, pp: int, rank: int, v: int, m: int, marked: Callable[[Loop, int], Loop] | None
+) -> Loop:
     order = SCHEDULES.named(schedule).order(pp, rank, v, m)
-    match data_axis:
-        case "fsdp":
-            return with_weights(order, v)
-        case "ddp":
-            return with_last(order, v)
-        case "none":
-            return order
+    return order if marked is None else marked(order, v)
 
 
 def with_weights(order: Loop, n_stages: int) -> Loop:
@@ -125,5 +119,5 @@ def _with_last(loop: Loop, left: set[int], put: Callable[[Action], tuple[Action,
 def _has(part: Action | Loop, stages: set[int]) -> bool:
     """Whether a part has a backward pass of one of these stages; of split passes the second part counts."""
     if isinstance(part, Action):
-        return part.local in stages and part.kind in ("backward", "backward-weight")
+        return part.local in stages and part.kind in LAST_PARTS
     return any(_has(inner, stages) for inner in part.parts) and part.times > 0

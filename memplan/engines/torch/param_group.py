@@ -38,7 +38,6 @@ class ParamGroup:
         n, formats = stage.plan.dp, stage.plan.formats
         self.stage = stage
         self.dp_rank = dp_rank
-        self._shards: dict[Parameter, int] = {}
         self.parts = [part for part in parts if part.parameters and part.n]
         trained_parts = [EqualParameters(tuple(trained(part.parameters)), part.n) for part in self.parts]
         self.trained = [part for part in trained_parts if part.parameters]
@@ -73,9 +72,7 @@ class ParamGroup:
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of a rank's padded shard of a parameter."""
-        if parameter not in self._shards:
-            self._shards[parameter] = padded_shard_elements(parameter, self.stage.plan.dp)
-        return self._shards[parameter]
+        return padded_shard_elements(parameter, self.stage.plan.dp)
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from."""
@@ -162,9 +159,7 @@ class ParamGroup:
         for buffers, times in self.unsharded:
             yield frees(*buffers), times
 
-    def post_backward(
-        self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
-    ) -> Iterator[CountedEvents]:
+    def post_backward(self, grads: dict[Parameter, Buffer], comms: "CommContext") -> Iterator[CountedEvents]:
         """The end of the unit's backward pass: frees its weights and reduces its gradients.
 
         Under tensor parallelism gradients first get their weights' placements: replicated ones are sharded,
@@ -183,11 +178,9 @@ class ParamGroup:
                     found += [*allocs(own[p]), *summed, *frees(grads[p])]
             yield tuple(found), times
         yield from self.reshard()
-        yield from self.reduce_grads(own, comms, has_sharded_grads=has_sharded_grads)
+        yield from self.reduce_grads(own, comms)
 
-    def reduce_grads(
-        self, grads: dict[Parameter, Buffer], comms: "CommContext", *, has_sharded_grads: bool
-    ) -> Iterator[CountedEvents]:
+    def reduce_grads(self, grads: dict[Parameter, Buffer], comms: "CommContext") -> Iterator[CountedEvents]:
         """Reduce-scatters the unsharded gradients, if any; the input of the reduction before is freed first.
 
         In torch 2.12 it is freed last: the variable of the loop that waits for it still refers to it. Before
@@ -204,7 +197,7 @@ class ParamGroup:
             return
         own = [([grads[p] for p in parameters], times) for parameters, times in self.trained]
         (*_, last), times = own[-1]
-        kept = self.passing if self.passes_on(has_sharded_grads) else self.reduced
+        kept = self.passing if self.passes_on(comms) else self.reduced
         output = self.reduce_output if self.casts_reduced else kept
         comms.reduced = True
         drops_late = self.stage.options.release == (2, 12)
@@ -223,7 +216,7 @@ class ParamGroup:
             yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
         yield frees(*held), 1
         if self.stage.offloads:
-            yield from self._downloads(has_sharded_grads)
+            yield from self._downloads(comms)
         if kept is self.passing:
             yield frees(kept), int(self.casts_reduced or not self.replicates)
         if drops_late:
@@ -263,10 +256,11 @@ class ParamGroup:
                 name = "{}.grad ({})".format
                 yield [buffer_of(name(p.name, self.dtype.name), p.shape, self.dtype) for p in narrow], times
 
-    def _downloads(self, has_sharded_grads: bool) -> Iterator[CountedEvents]:
+    def _downloads(self, comms: "CommContext") -> Iterator[CountedEvents]:
         """The copy of sharded gradients to the host: it overlaps, unless they are added to older ones."""
-        what = "gradients to be added" if has_sharded_grads else "gradients to the host"
-        overlap: Overlap = "nothing" if has_sharded_grads else "compute"
+        added = comms.has_sharded_grads
+        what = "gradients to be added" if added else "gradients to the host"
+        overlap: Overlap = "nothing" if added else "compute"
         plan = self.stage.plan
         for parameters, times in self.trained:
             for p in parameters:
@@ -276,11 +270,11 @@ class ParamGroup:
                 )
                 yield (copied,), times
 
-    def passes_on(self, has_sharded_grads: bool) -> bool:
+    def passes_on(self, comms: "CommContext") -> bool:
         """Whether reduced gradients are freed after being added to older ones or copied to the host."""
-        return has_sharded_grads or self.stage.offloads
+        return comms.has_sharded_grads or self.stage.offloads
 
-    def finalize_backward(self, *, has_sharded_grads: bool) -> Iterator[CountedEvents]:
+    def finalize_backward(self, comms: "CommContext") -> Iterator[CountedEvents]:
         """The end of the backward pass: frees the input of the all-reduce between replicas.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
@@ -289,7 +283,7 @@ class ParamGroup:
             return
         if self.casts_reduced:
             yield frees(self.reduce_output), self.replicates
-        elif self.passes_on(has_sharded_grads):
+        elif self.passes_on(comms):
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
@@ -332,12 +326,14 @@ class ParamGroup:
 class CommContext:
     """The buffers that collectives of a pass still hold, and the group that is gathered ahead.
 
-    `reduced`: whether any gradients have been reduced.
+    `has_sharded_grads`: whether reduced gradients are added to older ones; `reduced`: whether any gradients
+    have been reduced.
 
     Plays `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_sharded_grads: bool) -> None:
+        self.has_sharded_grads = has_sharded_grads
         self.all_gather: ParamGroup | None = None
         self.reduce_scatter: ParamGroup | None = None
         self.reduced = False

@@ -10,10 +10,9 @@ Source: `torch.distributed.pipelining.schedules:ScheduleGPipe`,
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 from memplan.engines.torch import releasing
-from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.module import (
     StageModule,
     backward_pass,
@@ -184,7 +183,7 @@ class _Runtime:
         return [*left, *self._run(self.order), *self._end()]
 
     def _run(self, loop: Loop) -> list[Stretch]:
-        if loop.once:
+        if loop.times == 1:
             return self._once(loop)
         return repeat(loop.times, lambda: _one(self._once(loop)), self.modules)
 
@@ -214,11 +213,11 @@ class _Runtime:
     def _acted(self, action: Action, module: Module) -> Stretch:
         match action.kind:
             case "unshard":
-                return cast(FSDPModule, module).unshard()
+                return _one(module.unshard())
             case "reshard":
-                return cast(FSDPModule, module).reshard()
+                return _one(module.reshard())
             case "reduce":
-                return chain("gradient reduction", *module.reduce_grads())
+                return _one(module.reduce_grads())
         if action.kind == "last-backward":
             module.require_gradient_sync()
         local, kind = action.local, action.kind

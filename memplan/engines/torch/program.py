@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from memplan.engines.torch.ddp import DistributedDataParallel, buckets
+from memplan.engines.torch.ddp import DistributedDataParallel, reducer_of
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
@@ -21,9 +21,6 @@ from memplan.units import MiB
 
 BROADCAST_BYTES: Final = 250 * MiB
 """Bytes of weights in each broadcast when DDP is constructed (`broadcast_bucket_size`)."""
-
-GATHERS: Final = "all-gather copy-in"
-REDUCES: Final = "reduce-scatter"
 
 
 def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
@@ -186,7 +183,11 @@ def _later_buckets(stages: RankStages) -> list[Buffer]:
 
     Source: torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
     """
-    return _flat([bucket for stage in stages for bucket in buckets(stage)], stages) if stages.plan.ddp else []
+    return (
+        _flat([bucket for stage in stages for bucket in reducer_of(stage).buckets], stages)
+        if stages.plan.ddp
+        else []
+    )
 
 
 def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buffer]:
@@ -256,6 +257,6 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
         if isinstance(one, FSDPModule):
             for unit, _ in one.units:
                 for buffer in (unit.reduced, unit.passing, unit.reduce_output):
-                    yield buffer, f"{REDUCES} {local}"
+                    yield buffer, f"reduce-scatter {local}"
                 for buffer in unit.gathered:
-                    yield buffer, f"{GATHERS} {local}"
+                    yield buffer, f"all-gather copy-in {local}"

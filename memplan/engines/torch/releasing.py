@@ -12,9 +12,8 @@ Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBas
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
-from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.lowering import Step, steps
 from memplan.engines.torch.module import (
     StageModule,
@@ -27,16 +26,13 @@ from memplan.engines.torch.module import (
     with_p2p,
 )
 from memplan.engines.torch.stage import RankStages
-from memplan.orders import ActionKind
+from memplan.orders import LAST_PARTS, ActionKind
 from memplan.record import Stretch, chain, repeated
 
 Module = StageModule[Any]
 
 Held = tuple[str, int, int]
 """A tensor of a stage and a micro-batch: ("input", "output", ...), the stage, the micro-batch."""
-
-LAST_PARTS: Final = ("backward", "backward-weight")
-"""The parts of a pass that end a micro-batch's backward pass."""
 
 
 def lets_outputs_go(module: Module) -> bool:
@@ -170,14 +166,14 @@ class Runtime:
 
     def _act(self, step: Step) -> list[Stretch]:
         kind, index, i = step
-        module, fsdp = self.modules[index], self.stages.plan.fsdp
+        module = self.modules[index]
         match kind:
             case "unshard":
-                return [cast(FSDPModule, module).unshard()] if fsdp else []
+                return module.unshard()
             case "reshard":
-                return [cast(FSDPModule, module).reshard()] if fsdp else []
+                return module.reshard()
             case "reduce":
-                return [chain("gradient reduction", *module.reduce_grads())] if fsdp else []
+                return module.reduce_grads()
             case "wait-reduce":
                 return []
             case "receive-input":

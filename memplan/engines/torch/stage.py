@@ -16,16 +16,9 @@ from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, with
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Layers, Model, TracedModel
-from memplan.plan import Plan, Rank, stage_layers
+from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
-
-MOMENTS: Final = {"sgd": (), "sgd-momentum": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"),
-                  "adamw": ("exp_avg", "exp_avg_sq")}  # fmt: skip
-"""What each optimizer keeps per weight, in the weight's type; Adam also counts steps in a float32 scalar.
-
-Adam's moments are like the weight, SGD's momentum is a clone of the first gradient.
-"""
 
 N_POOL_STREAMS: Final = 32
 """CUDA streams that PyTorch hands out in turn to what is called when a collective has ended.
@@ -55,11 +48,6 @@ class Stage:
         self.weight_dtype = plan.formats.stored
         self.offloads = plan.offload and not device.on_cpu
         self.update_device = CPU if self.offloads else device
-
-    @cached_property
-    def ends(self) -> tuple[Parameter, ...]:
-        """The parameters outside the blocks: FSDP2's root unit."""
-        return self.trace.embed_parameters + self.trace.head_parameters
 
     @cached_property
     def op_context(self) -> OpContext:
@@ -183,26 +171,10 @@ class Stage:
         blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
         return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
 
-    def counted_parameters(self) -> list[tuple[Parameter, int]]:
-        """Every parameter of the stage and how many times it occurs."""
-        found = Counter(self.trace.embed_parameters)
-        for block, n in self.blocks:
-            found.update(dict.fromkeys(block.parameters, n))
-        found.update(self.trace.head_parameters)
-        return list(found.items())
-
 
 def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters that require gradients."""
     return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def mesh_bytes(world_size: int, device: Device) -> int:
-    """Bytes of `DeviceMesh`'s rank numbers, which are on the host: 0 on a GPU.
-
-    Source: `torch.distributed.device_mesh:init_device_mesh`.
-    """
-    return INT32.itemsize * world_size * (world_size > 1) * device.on_cpu
 
 
 class RankStages:
@@ -229,26 +201,11 @@ class RankStages:
             if kind not in known:
                 known[kind] = Stage(model, plan, kind, device, backend)
             made.append(known[kind])
-        self._hold(tuple(made), rank)
-
-    def _hold(self, stages: tuple[Stage, ...], rank: Rank) -> None:
-        self.stages = stages
-        self.rank = rank
-        one = stages[0]
-        self.model, self.plan, self.device, self.backend = one.model, one.plan, one.device, one.backend
-        self.options = one.options
-        self.weight_dtype, self.offloads, self.update_device = (
-            one.weight_dtype,
-            one.offloads,
-            one.update_device,
-        )
-
-    @classmethod
-    def of(cls, *stages: Stage, rank: Rank) -> "RankStages":
-        """A rank that has these stages."""
-        made = cls.__new__(cls)
-        made._hold(stages, rank)
-        return made
+        one = made[0]
+        self.stages, self.rank = tuple(made), rank
+        self.model, self.plan, self.device, self.backend = model, plan, device, one.backend
+        self.options, self.weight_dtype = one.options, one.weight_dtype
+        self.offloads, self.update_device = one.offloads, one.update_device
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -286,11 +243,6 @@ class RankStages:
         """Whether the rank has the pipeline's last stage."""
         return any(stage.last for stage in self.stages)
 
-    @property
-    def ends(self) -> tuple[Parameter, ...]:
-        """The parameters outside the blocks."""
-        return tuple(parameter for stage in self.stages for parameter in stage.ends)
-
     def parameters(self) -> list[Parameter]:
         """Every parameter of the rank, stage by stage, in the module's order."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
@@ -304,7 +256,10 @@ class RankStages:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
         for stage in self.stages:
-            found.update(dict(stage.counted_parameters()))
+            found.update(stage.trace.embed_parameters)
+            for block, n in stage.blocks:
+                found.update(dict.fromkeys(block.parameters, n))
+            found.update(stage.trace.head_parameters)
         return list(found.items())
 
     def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
@@ -315,17 +270,14 @@ class RankStages:
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
         if self.owned is None:
             return self
-        names, itemsize = MOMENTS[self.plan.optimizer], self.weight_dtype.itemsize
-        per_element, per_tensor = len(names) * itemsize, FP32.itemsize * self.counts_steps
+        per_element = N_MOMENTS[self.plan.optimizer] * self.weight_dtype.itemsize
+        per_tensor = FP32.itemsize * self.counts_steps
         sizes = [
             sum([p.n_elements for p in owned]) * per_element + len(owned) * per_tensor
             for owned in self.partition
         ]
-        fullest = sizes.index(max(sizes))
-        if fullest == self.rank.dp:
-            return self
-        other = RankStages.of(*self.stages, rank=replace(self.rank, dp=fullest))
-        other.partition = self.partition
+        other = copy(self)
+        other.rank = replace(self.rank, dp=sizes.index(max(sizes)))
         return other
 
     @cached_property
@@ -343,7 +295,7 @@ class RankStages:
             shard_elements(parameter, self.plan.dp, self.rank.dp) if self.plan.fsdp else parameter.n_elements
         )
 
-    @cached_property
+    @property
     def owned(self) -> list[Parameter] | None:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
         if self.plan.zero != 1 or not self.plan.ddp:
@@ -363,7 +315,7 @@ class RankStages:
     def counts_steps(self) -> bool:
         """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
         on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
-        return on_device and len(MOMENTS[self.plan.optimizer]) == 2
+        return on_device and N_MOMENTS[self.plan.optimizer] == 2
 
     @cached_property
     def step_counts(self) -> Alive:
@@ -387,7 +339,11 @@ class RankStages:
 
     @cached_property
     def states(self) -> Alive:
-        """Weights with what surrounds them, and optimizer state."""
+        """Weights with what surrounds them, and optimizer state.
+
+        Moments have the weight's type; Adam's are like the weight, SGD's momentum is a clone of the first
+        gradient. Adam also counts steps in a float32 scalar.
+        """
         alive: Alive = Counter()
         dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
         owned = Counter(self.owned) if self.owned is not None else None
@@ -474,9 +430,13 @@ class RankStages:
 
     @property
     def mesh(self) -> Alive:
-        """The rank numbers of the `DeviceMesh`, if the step runs on the host."""
-        n_bytes = mesh_bytes(self.plan.world_size, self.device)
-        return Counter([buffer_of("ranks of the mesh", (n_bytes // 4,), INT32)] if n_bytes else ())
+        """The rank numbers of the `DeviceMesh`, which are on the host: counted if the step runs there.
+
+        Source: `torch.distributed.device_mesh:init_device_mesh`.
+        """
+        world_size = self.plan.world_size
+        counted = world_size > 1 and self.device.on_cpu
+        return Counter([buffer_of("ranks of the mesh", (world_size,), INT32)] if counted else ())
 
     @property
     def barrier(self) -> Alive:
