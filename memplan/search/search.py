@@ -350,9 +350,10 @@ class _Job:
 def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
     refused = _Refused(space.base, keep, progress)
 
-    def grids() -> Iterator[Sequence[Grid]]:
-        for batch in refused.noting(space.grids()):
-            yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
+    def grids() -> Iterator[Grid]:
+        for ruled in refused.noting(space.grids()):
+            if len(running := ruled.running):
+                yield running
 
     if keep is None:
         ranked = every(judge, grids, objective)
@@ -439,31 +440,27 @@ class _Refused:
         """The number of refused plans."""
         return self._pool.n_seen
 
-    def noting(self, batches: Iterable[list[Ruled]]) -> Iterator[list[Ruled]]:
-        """Yields the batches; the first time through all of them their refused plans are counted."""
-        for batch in batches:
+    def noting(self, grids: Iterable[Ruled]) -> Iterator[Ruled]:
+        """Yields the grids; the first time through all of them their refused plans are counted."""
+        for ruled in grids:
             if not self._is_complete:
-                self._note(batch)
-            yield batch
+                self._note(ruled)
+            yield ruled
         self._is_complete = True
 
-    def _note(self, batch: Iterable[Ruled]) -> None:
-        for ruled in batch:
-            self._n_seen += len(ruled.grid)
-            refused = ruled.rule != RUNS
-            if refused.any():
-                chosen = np.flatnonzero(refused)
-                grid = ruled.grid[chosen]
-                self._pool.add(grid, [ruled.place[chosen, None]], np.ones(grid.shape, bool))
-                for rule, n in enumerate(np.bincount(ruled.rule[chosen]).tolist()):
-                    if n:
-                        self._counts[rule] += n * grid.shape[1]
+    def _note(self, ruled: Ruled) -> None:
+        self._n_seen += len(ruled.grid)
+        chosen = np.flatnonzero(ruled.rule != RUNS)
+        grid = ruled.grid[chosen]
+        self._pool.add(grid, [ruled.order[chosen, None]], np.ones(grid.shape, bool))
+        for rule in ruled.rule[chosen].tolist():
+            self._counts[rule] += grid.shape[1]
         if self._progress is not None:
             self._progress(self._n_seen)
 
     def first(self, keep: int | None) -> tuple[tuple[Plan, dict[str, Any]], ...]:
         """The first refused plans: their job, and their varied fields."""
-        return tuple([(self._base, entry.values) for entry in islice(self._pool, keep)])
+        return tuple([(self._base, entry.grid.values(entry.place)) for entry in islice(self._pool, keep)])
 
     def by_rule(self, space: Space) -> dict[str, int]:
         """The number of plans of each kind of refusal, the most first."""
