@@ -6,7 +6,7 @@ caching allocator reserves, which is replayed for the plans that are kept (`memp
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, cast, final
@@ -19,7 +19,7 @@ from memplan.hardware import Cluster, n_communicators, outside_allocator
 from memplan.models import Model
 from memplan.plan import MESH_AXES, Plan
 from memplan.search.bounds import Bounds, bounds
-from memplan.search.plans import Column, Grid, number_of
+from memplan.search.plans import Grid, number_of
 from memplan.search.pool import SIMPLER, Keys, Pool
 from memplan.steptime import Roofline, TimeModel
 
@@ -231,33 +231,34 @@ def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
     within: list[Judged] = []
     beyond: list[Plan] = []
     n_plans = n_beyond = n_within = 0
-    for whole in grids():
-        memory, seconds = judge.bounds(whole)
-        for cells in _by_structure(whole):
-            grid = whole[cells]
-            n_plans += len(grid)
-            pool = Pool(len(grid))
-            pool.add(grid, [seconds[cells], memory[cells]], judge.may_be_shown(grid, memory[cells]))
-            n_beyond += len(grid) - pool.n_seen
-            for entry in pool:
-                if any(
-                    kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in within
-                ):
-                    continue
-                plan = grid.plan(entry.place)
-                if (found := judge.judged(plan, 0)) is None:
-                    beyond.append(plan)
-                    continue
-                n_within += 1
-                within = on_front([*within, found])
+    for grid, (memory, seconds) in _by_structure(judge, grids):
+        n_plans += len(grid)
+        pool = Pool(len(grid))
+        pool.add(grid, [seconds, memory], judge.may_be_shown(grid, memory))
+        n_beyond += len(grid) - pool.n_seen
+        for entry in pool:
+            if any(kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in within):
+                continue
+            plan = grid.plan(entry.place)
+            if (found := judge.judged(plan, 0)) is None:
+                beyond.append(plan)
+                continue
+            n_within += 1
+            within = on_front([*within, found])
     return _ranked(judge, grids, within[:keep], beyond, (n_plans, n_within, n_beyond), keep)
 
 
-def _by_structure(grid: Grid) -> list[Column]:
-    """The cells of a grid, those of one structure at a time."""
-    structures = np.stack([grid.cells[name] for name in ("pp", "virtual_stages", "schedule", "zero")])
-    starts = np.flatnonzero(np.any(np.diff(structures), axis=0)) + 1
-    return np.split(np.arange(structures.shape[1]), starts)
+def _by_structure(judge: Judge, grids: Grids) -> Iterator[tuple[Grid, Bounds]]:
+    """Parts of the grids with equal pipelines and ZeRO stages, with their bounds.
+
+    What is estimated of one part rules out plans of the next.
+    """
+    for grid in grids():
+        memory, seconds = judge.bounds(grid)
+        structures = np.stack([grid.cells[name] for name in ("pp", "virtual_stages", "schedule", "zero")])
+        starts = np.flatnonzero(np.any(np.diff(structures), axis=0)) + 1
+        for cells in np.split(np.arange(structures.shape[1]), starts):
+            yield grid[cells], (memory[cells], seconds[cells])
 
 
 def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged]:
