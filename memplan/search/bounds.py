@@ -112,7 +112,8 @@ def _pipeline(
 ) -> _Pipeline:
     """A pipeline of `v` stages on each rank, under these limits on each stage's recomputed blocks."""
     plan = unchecked(Plan(), pp=pp, virtual_stages=v, schedule=schedule, layers_per_stage=layers)
-    stages = [model.layers_in(stage_layers(model.n_blocks, plan, i)) for i in range(plan.n_stages)]
+    n_blocks = model.n_blocks
+    stages = [model.layers_in(stage_layers(n_blocks, plan, i)) for i in range(plan.n_stages)]
     owner = {stage: rank for rank in range(pp) for stage in plan.stages_of(rank)}
     own, last = plan.stages_of(0), plan.n_stages - 1
     on_first: dict[Part, Column] = {

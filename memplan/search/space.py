@@ -325,6 +325,8 @@ class _Pipelines:
         """The other meshes, with the schedules whose stages are recomputed by the same numbers of blocks."""
         there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.several])
         chosen = there[self.cells.tp, self.cells.several]
+        if not chosen.any():
+            return
         mesh, micro_batch, tp, replicas, m, is_first = [column[chosen] for column in self.cells]
         always = self.always[place][tp, replicas].T
         rules = np.where(always == RUNS, self.at[place][tp, replicas, :, m].T, always)
