@@ -90,11 +90,11 @@ def fastest(job: Job) -> Measured:
 def one_by_one(job: Job) -> Measured:
     """One estimate, with the time of a step, of each of a few of a job's plans."""
     where, space = cluster_of(job.options["cluster"]), space_of(job)
-    grids = [ruled.running for batch in space.grids() for ruled in batch if len(ruled.running)]
+    grids = [ruled.running for ruled in space.grids() if len(ruled.running)]
     random = np.random.default_rng(0)
     sizes = np.array([len(grid) for grid in grids], float)
     chosen = [
-        grids[i].at(random.integers(0, len(grids[i]), 1)).plan(0)
+        grids[i].plan(int(random.integers(0, len(grids[i]))))
         for i in random.choice(len(grids), ONE_BY_ONE, p=sizes / sizes.sum())
     ]
 

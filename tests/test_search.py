@@ -273,11 +273,11 @@ def test_no_plan_is_better_than_its_bounds(
     )
     ranges = {"schedule": (schedule,), "recompute_blocks": (None, 1)}
     space = Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges)
-    grids = [ruled.running for batch in space.grids() for ruled in batch if len(ruled.running)]
     random = np.random.default_rng(seed)
-    for grid, (memory, seconds) in bounds(model, grids, where, Roofline()):
+    for grid in [ruled.running for ruled in space.grids() if len(ruled.running)]:
+        memory, seconds = bounds(model, grid, where, Roofline())
         (place,) = random.integers(0, len(grid), 1)
-        estimated = estimate_plan(model, grid.at(np.array([place])).plan(0), where)
+        estimated = estimate_plan(model, grid.plan(place), where)
         step_s = inf if estimated.step_s is None else estimated.step_s
         assert np.broadcast_to(seconds, grid.shape).flat[place] <= step_s
         assert np.broadcast_to(memory, grid.shape).flat[place] <= estimated.worst.peak_bytes
@@ -287,7 +287,7 @@ def test_no_plan_is_better_than_its_bounds(
 def test_a_pool_holds_the_smallest_keys_and_says_where_it_was_cut(numbers: list[int], most: int):
     batch = len(numbers)
     space = Space(model=LLAMA, n_gpus=1, base=Plan(global_batch=1, seq_len=8), ranges={})
-    grid = next(ruled.running for found in space.grids() for ruled in found if len(ruled.running))
+    grid = next(ruled.running for ruled in space.grids() if len(ruled.running))
     pool = Pool(most)
     for number in numbers:
         pool.add(grid, [np.array([[number]])], np.ones((1, 1), np.bool_))

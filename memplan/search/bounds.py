@@ -11,10 +11,12 @@ backward pass have saved; and once all its stages have had a backward pass, grad
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,10 +26,11 @@ from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
 from memplan.models import Layers, Model
+from memplan.orders import Stages
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
 from memplan.record import Axis, Overlap
-from memplan.schedules import SCHEDULES, first_under_way
-from memplan.search.plans import CELL, NO_LIMIT, Column, Grid, unchecked
+from memplan.schedules import SCHEDULES, Schedule, first_under_way
+from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, unchecked, value_of
 from memplan.steptime import (
     Roofline,
     Work,
@@ -57,127 +60,82 @@ class BlockPart(NamedTuple):
     again: bool
 
 
-class Affine(NamedTuple):
-    """A number that depends on the micro-batch: `one` for a single sequence, else `each` x n + `once`.
-
-    A single sequence has a value of its own because PyTorch copies less of it: its heads are contiguous.
-    """
-
-    one: float
-    each: float
-    once: float
-
-    def __call__(self, n: Any) -> Any:
-        """Its value for n sequences."""
-        return np.where(np.equal(n, 1), self.one, self.each * n + self.once)
-
-    @classmethod
-    def through(cls, one: float, two: float, three: float) -> "Affine":
-        """The function with these values for one, two and three sequences."""
-        return cls(one, three - two, 3 * two - 2 * three)
-
-
 Part = str | BlockPart
 """A part of a model: "embedding", "head", or a block of a kind, which is recomputed or not."""
 
 
-class PartsOfModel(NamedTuple):
-    """The costs of a model's parts on one tensor rank; bytes that stages send, and keep to receive them.
-
-    All but the elements are `Affine`.
-    """
-
-    costs: Mapping[Part, Costs]
-    boundary_bytes: Affine
-    received_bytes: Affine
+def _costs_of(part: Part, costs: PartCosts) -> Costs:
+    if isinstance(part, BlockPart):
+        return (costs.recomputed if part.again else costs.blocks)[part.kind]
+    return costs.embedding if part == "embedding" else costs.head
 
 
 @lru_cache(maxsize=4096)
-def parts_of_model(model: Model, plan: Plan, device: Device) -> PartsOfModel:
-    """The costs of a model's parts under a plan of one replica and one stage, for any micro-batch."""
-    each = [_costs(model, plan, device, n) for n in (1, 2, 3)]
-    parts = [_parts(costs) for costs in each]
-    return PartsOfModel(
-        {
-            part: Costs(
-                costs.elements,
-                *[Affine.through(*of_batch) for of_batch in zip(*[p[part][1:] for p in parts], strict=True)],
-            )
-            for part, costs in parts[0].items()
-        },
-        Affine.through(*[costs.boundary_bytes for costs in each]),
-        Affine.through(*[costs.received_bytes for costs in each]),
-    )
+def _traced(model: Model, plan: Plan, device: Device) -> list[PartCosts]:
+    """The costs of a model's parts for micro-batches of one, two and three sequences.
+
+    The plan has one replica and one stage; the first of two blocks is recomputed.
+    """
+    part_costs, sizes = ENGINES.named(plan.engine).part_costs, (1, 2, 3)
+    plans = [unchecked(plan, recompute_blocks=1, micro_batch=n, global_batch=n) for n in sizes]
+    return [part_costs(model, each, device) for each in plans]
 
 
-def _parts(costs: PartCosts) -> dict[Part, Costs]:
-    found: dict[Part, Costs] = {"embedding": costs.embedding, "head": costs.head}
-    found |= {BlockPart(kind, again=False): of for kind, of in costs.blocks.items()}
-    return found | {BlockPart(kind, again=True): of for kind, of in costs.recomputed.items()}
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pipeline:
+    """A pipeline's schedule, and what its first rank and all its stages have of each part.
 
-
-def _costs(model: Model, plan: Plan, device: Device, micro_batch: int) -> PartCosts:
-    """The costs for one micro-batch, where the first of two blocks is recomputed."""
-    batch = {"micro_batch": micro_batch, "global_batch": plan.n_replicas * micro_batch}
-    some = unchecked(plan, recompute_blocks=1, **batch)
-    return ENGINES.named(plan.engine).part_costs(model, some, device)
-
-
-class _FirstRank(NamedTuple):
-    """The number of each part that the first rank of a pipeline holds.
-
-    `recomputed`: recomputed blocks of each kind in the whole pipeline, for each limit per stage [blocks];
-    `n_crossing`: boundaries between stages on different ranks; `n_neighbours`: the stages beside each of the
-    first rank's, added up.
+    `on_first`: on each stage of the first rank, for each limit on a stage's recomputed blocks
+    [stage, limit]; `recomputed`: recomputed blocks of each kind in the whole pipeline [limit]; `n_crossing`:
+    boundaries between stages on different ranks; `n_neighbours`: the stages beside each of the first rank's,
+    added up.
     """
 
-    parts: Mapping[Part, int]
+    schedule: Schedule
+    plan: Plan
+    on_first: Mapping[Part, Column]
     recomputed: Mapping[str, Column]
     n_crossing: int
     n_neighbours: int
 
-
-class _Instant(NamedTuple):
-    """The forward passes of each part that the first rank has saved: [m, 1], or [m, blocks].
-
-    `every_stage`: whether each of its stages has saved one [m].
-    """
-
-    saved: Mapping[Part, Column]
-    every_stage: NDArray[np.bool_]
-
-    def at(self, place: Column) -> "_Instant":
-        """The instant with the numbers of micro-batches at these indices."""
-        return _Instant({part: n[place] for part, n in self.saved.items()}, self.every_stage[place])
-
-
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """A pipeline's schedule; 1F1B for a single rank, where it does not matter."""
-
-    engine: str
-    model: Model
-    schedule: str
-    pp: int
-    virtual_stages: int
-    layers: tuple[int, ...] | None
-    limits: tuple[int, ...]
-    """The limits on each stage's recomputed blocks: [blocks]."""
+    def n_of(self, part: Part) -> int:
+        """The number of a part on the first rank, whose blocks are recomputed or not."""
+        held = self.on_first[part]
+        if isinstance(part, BlockPart):
+            held = held + self.on_first[BlockPart(part.kind, again=not part.again)]
+        return int(held[:, 0].sum())
 
 
 @lru_cache(maxsize=4096)
-def _stages(key: _Schedule) -> tuple[Plan, list[tuple[Layers, ...]]]:
-    """A plan with the pipeline, and the blocks of each of its stages."""
-    plan = unchecked(
-        Plan(),
-        pp=key.pp,
-        virtual_stages=key.virtual_stages,
-        schedule=key.schedule,
-        layers_per_stage=key.layers,
+def _pipeline(
+    model: Model, schedule: str, pp: int, v: int, layers: tuple[int, ...] | None, limits: tuple[int, ...]
+) -> _Pipeline:
+    """A pipeline of `v` stages on each rank, under these limits on each stage's recomputed blocks."""
+    plan = unchecked(Plan(), pp=pp, virtual_stages=v, schedule=schedule, layers_per_stage=layers)
+    n_blocks = model.n_blocks
+    stages = [model.layers_in(stage_layers(n_blocks, plan, i)) for i in range(plan.n_stages)]
+    owner = {stage: rank for rank in range(pp) for stage in plan.stages_of(rank)}
+    own, last = plan.stages_of(0), plan.n_stages - 1
+    on_first: dict[Part, Column] = {
+        name: np.array([[i == end] * len(limits) for i in own], np.int64)
+        for name, end in (("embedding", 0), ("head", last))
+    }
+    for kind in model.kinds:
+        again = np.stack([_recomputed(kind, stages[i], limits) for i in own])
+        on_first[BlockPart(kind, again=True)] = again
+        on_first[BlockPart(kind, again=False)] = np.array([[_n_of(kind, stages[i])] for i in own]) - again
+    different = Counter(stages).items()
+    return _Pipeline(
+        SCHEDULES.named(schedule),
+        plan,
+        on_first,
+        {
+            kind: np.sum([n * _recomputed(kind, layers, limits) for layers, n in different], axis=0)
+            for kind in model.kinds
+        },
+        n_crossing=sum(owner[i] != owner[i + 1] for i in range(last)),
+        n_neighbours=sum((i > 0) + (i < last) for i in own),
     )
-    n_blocks = key.model.n_blocks
-    blocks = (stage_layers(n_blocks, plan, i) for i in range(plan.n_stages))
-    return plan, [key.model.layers_in(some) for some in blocks]
 
 
 def _n_of(kind: str, layers: Iterable[Layers]) -> int:
@@ -186,7 +144,7 @@ def _n_of(kind: str, layers: Iterable[Layers]) -> int:
 
 
 def _recomputed(kind: str, layers: Sequence[Layers], limits: Sequence[int]) -> Column:
-    """The number of a stage's blocks of a kind that are recomputed, the first ones: [blocks]."""
+    """The number of a stage's blocks of a kind that are recomputed, the first ones: [limit]."""
     most = np.array([sum([n for _, n in layers]) if limit == NO_LIMIT else limit for limit in limits])
     found, start = np.zeros(len(limits), np.int64), 0
     for each, n in layers:
@@ -196,119 +154,90 @@ def _recomputed(kind: str, layers: Sequence[Layers], limits: Sequence[int]) -> C
     return found
 
 
-@lru_cache(maxsize=4096)
-def _pipeline(key: _Schedule) -> _FirstRank:
-    plan, stages = _stages(key)
-    owner = {stage: rank for rank in range(key.pp) for stage in plan.stages_of(rank)}
-    own, last, kinds = plan.stages_of(0), plan.n_stages - 1, key.model.kinds
-    parts: dict[Part, int] = {"embedding": int(0 in own), "head": int(last in own)}
-    different = Counter(stages).items()
-    return _FirstRank(
-        parts=parts
-        | {BlockPart(kind, again=False): sum([_n_of(kind, stages[i]) for i in own]) for kind in kinds},
-        recomputed={
-            kind: np.sum(
-                [times * _recomputed(kind, layers, key.limits) for layers, times in different], axis=0
-            )
-            for kind in kinds
-        },
-        n_crossing=sum(owner[i] != owner[i + 1] for i in range(last)),
-        n_neighbours=sum((i > 0) + (i < last) for i in own),
-    )
+class _Instant(NamedTuple):
+    """The forward passes of each part that the first rank of a pipeline has saved at an instant [m, limit].
+
+    `every_stage`: whether each of its stages has saved one; `there`: whether the instant is there [m, 1].
+    """
+
+    saved: Mapping[Part, Column]
+    every_stage: NDArray[np.bool_]
+    there: NDArray[np.bool_]
+
+    @classmethod
+    def joined(cls, found: Sequence["_Instant"]) -> "_Instant":
+        """The instants of several pipelines, one after the other."""
+        return cls(
+            {part: np.concatenate([one.saved[part] for one in found]) for part in found[0].saved},
+            np.concatenate([one.every_stage for one in found]),
+            np.concatenate([one.there for one in found]),
+        )
 
 
 @lru_cache(maxsize=4096)
-def _under_way(key: _Schedule, ms: tuple[int, ...]) -> tuple[_Instant, _Instant, NDArray[np.bool_]]:
-    """Micro-batches in flight on the first rank at two instants; whether there is the second [m]."""
-    plan, stages = _stages(key)
-    schedule = SCHEDULES.named(key.schedule)
-    found = [first_under_way(schedule, key.pp, key.virtual_stages, m) for m in ms]
-    first = np.array([before for before, _ in found])
-    later = np.array([after or (0,) * len(before) for before, after in found])
-    own = plan.stages_of(0)
-    ends = {"embedding": 0, "head": plan.n_stages - 1}
+def _instants(pipeline: _Pipeline, ms: tuple[int, ...]) -> tuple[_Instant, _Instant]:
+    """The instant before the first backward pass; the one once every stage has had one."""
+    pp, v = pipeline.plan.pp, pipeline.plan.virtual_stages
+    found = [first_under_way(pipeline.schedule, pp, v, m) for m in ms]
 
-    def held(times: Column) -> _Instant:
-        parts: dict[Part, Column] = {
-            name: (times @ np.array([i == end for i in own]))[:, None] for name, end in ends.items()
-        }
-        for kind in key.model.kinds:
-            again = np.stack([_recomputed(kind, stages[i], key.limits) for i in own])
-            blocks = np.array([_n_of(kind, stages[i]) for i in own])
-            parts[BlockPart(kind, again=True)] = times @ again
-            parts[BlockPart(kind, again=False)] = (times @ blocks)[:, None] - times @ again
-        return _Instant(parts, np.all(times > 0, axis=1, keepdims=True)[:, 0])
+    def held(under_way: Sequence[Stages | None]) -> _Instant:
+        times = np.array([stages or (0,) * v for stages in under_way])
+        return _Instant(
+            {part: times @ n for part, n in pipeline.on_first.items()},
+            np.all(times > 0, axis=1, keepdims=True),
+            np.array([[stages is not None] for stages in under_way]),
+        )
 
-    return held(first), held(later), np.array([after is not None for _, after in found])
+    return held([before for before, _ in found]), held([after for _, after in found])
 
 
 class _Plans:
-    """Grids of one kind as arrays over all their cells [cell, 1], and the model's parts for each cell."""
+    """A grid's plans as arrays over its cells [cell, 1], and the model's parts for each cell."""
 
-    def __init__(self, model: Model, grids: Sequence[Grid], device: Device) -> None:
-        one = grids[0]
-        base, structure = one.base, one.structure
+    def __init__(self, model: Model, grid: Grid, device: Device) -> None:
+        base = grid.base
         self.model, self.base = model, base
-        self.offload, self.several = bool(structure["offload"]), bool(one.cells["dp"][0] > 1)
-        n_cells = [grid.shape[0] for grid in grids]
-
-        def each(numbers: Iterable[int]) -> Column:
-            return np.repeat(np.fromiter(numbers, np.int64), n_cells)[:, None]
-
-        self.pp = each(grid.structure["pp"] for grid in grids)
-        self.virtual_stages = each(grid.structure["virtual_stages"] for grid in grids)
-        self.zero = each(grid.structure["zero"] for grid in grids)
-        self.single = each(SCHEDULES.named(grid.schedule).single_stage for grid in grids)
-        columns = {name: np.concatenate([g.cells[name] for g in grids])[:, None] for name in CELL}
-        self.dp, self.replicas, self.micro_batch = (
-            columns[name] for name in ("dp", "dp_replicate", "micro_batch")
-        )
-        self.m = base.global_batch // (self.dp * self.replicas * self.micro_batch)
-        own = {
-            "pp": self.pp,
-            "virtual_stages": self.virtual_stages,
-            "zero": self.zero,
-            "offload": self.offload,
-        }
-        self.plan = unchecked(base, **own, **columns)
-        recompute = RECOMPUTES[structure["recompute"]]
-        limits = tuple(one.recompute_blocks.tolist()) if recompute != "none" else (0,)
-        self.schedules = [
-            _Schedule(
-                base.engine, model, grid.schedule, grid.structure["pp"],
-                grid.structure["virtual_stages"], base.layers_per_stage, limits,
-            )
-            for grid in grids
-        ]  # fmt: skip
-        self.pipelines = list(map(_pipeline, self.schedules))
-        self.starts = np.concatenate([[0], np.cumsum(n_cells)])
+        columns = {name: column[:, None] for name, column in grid.cells.items()}
+        self.offload = bool(columns["offload"][0, 0])
+        self.plan = unchecked(base, **columns | {"offload": self.offload})
+        self.pp, self.virtual_stages = columns["pp"], columns["virtual_stages"]
+        self.micro_batch = columns["micro_batch"]
+        self.m: Any = self.plan.n_micro_batches
+        recompute = RECOMPUTES[columns["recompute"][0, 0]]
+        limits = tuple(grid.recompute_blocks.tolist()) if recompute != "none" else (0,)
+        one_rank = number_of("schedule", "1f1b")  # a single rank has no schedule
+        self.schedule = np.where(self.pp > 1, columns["schedule"], one_rank)
+        structures, self._pipeline = _numbered(self.schedule, self.pp, self.virtual_stages)
+        self.pipelines = [
+            _pipeline(model, value_of("schedule", number), pp, v, base.layers_per_stage, limits)
+            for number, pp, v in structures
+        ]
+        self.single = self.of_pipelines(lambda pipeline: pipeline.schedule.single_stage)
         traced = unchecked(
-            base, dp=2 if self.several else 1, dp_replicate=1, pp=1, virtual_stages=1, schedule="1f1b",
-            zero=3 if structure["zero"] >= 2 else 0, sequence_parallel=bool(structure["sequence_parallel"]),
+            base, dp=1, dp_replicate=1, pp=1, virtual_stages=1, schedule="1f1b",
+            zero=3 if columns["zero"][0, 0] >= 2 else 0,
+            sequence_parallel=bool(columns["sequence_parallel"][0, 0]),
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
-        tps, place = np.unique(columns["tp"], return_inverse=True)
-        found = [parts_of_model(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
-        self._place = place.ravel()
-        self.parts: dict[Part, Costs] = {
-            part: Costs(*map(np.array, zip(*[each.costs[part] for each in found], strict=True)))
-            for part in found[0].costs
-        }
-        """By degree of tensor parallelism: elements [tp], others [tp, 3]."""
-        self.boundary_bytes = self._with_micro_batch(np.array([each.boundary_bytes for each in found]))
-        self.received_bytes = self._with_micro_batch(np.array([each.received_bytes for each in found]))
+        tps, self._tp = np.unique(grid.cells["tp"], return_inverse=True)
+        self._costs = [_traced(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
 
     def elements(self, part: Part) -> Any:
         """Elements of the weights of a part, as a tensor rank has them."""
-        return self.parts[part].elements[self._place, None]
+        return np.array([_costs_of(part, one).elements for one, *_ in self._costs])[self._tp, None]
 
     def of(self, figure: str, part: Part) -> Any:
         """A figure of a part, with a cell's micro-batch."""
-        return self._with_micro_batch(getattr(self.parts[part], figure))
+        return self.for_micro_batch(lambda costs: getattr(_costs_of(part, costs), figure))
 
-    def _with_micro_batch(self, affine: Any) -> Any:
-        one, each, once = affine[self._place].T[..., None]
-        return Affine(one, each, once)(self.micro_batch)
+    def for_micro_batch(self, figure: Callable[[PartCosts], int]) -> Any:
+        """A figure with a cell's micro-batch: on a line through those of two sequences and of three.
+
+        A single sequence has a value of its own because PyTorch copies less of it: its heads are contiguous.
+        """
+        traced = np.array([[figure(costs) for costs in each] for each in self._costs])
+        one, two, three = traced[self._tp].T[..., None]
+        return np.where(self.micro_batch == 1, one, two + (three - two) * (self.micro_batch - 2))
 
     @property
     def runs(self) -> list[tuple[int, BlockPart, BlockPart]]:
@@ -328,18 +257,24 @@ class _Plans:
         """Elements of all blocks' weights."""
         return sum([n * self.elements(block) for n, block, _ in self.runs])
 
-    def n_on_first_rank(self, part: Part) -> Any:
-        """How many of a part the first rank of each cell's pipeline holds [cell, 1]."""
-        return self.of_pipelines(lambda pipeline: pipeline.parts[part])
-
     def recomputed(self, kind: str) -> Any:
-        """How many blocks of a kind each cell's pipeline recomputes [cell, blocks]."""
+        """How many blocks of a kind each cell's pipeline recomputes [cell, limit]."""
         return self.of_pipelines(lambda pipeline: pipeline.recomputed[kind])
 
-    def of_pipelines(self, of: Callable[[_FirstRank], Any]) -> Any:
-        """A number of each cell's pipeline [cell, 1], or one for each number of recomputed blocks."""
-        found = np.array([of(one) for one in self.pipelines]).reshape(len(self.pipelines), -1)
-        return np.repeat(found, np.diff(self.starts), axis=0)
+    def n_on_first_rank(self, part: Part) -> Any:
+        """How many of a part the first rank of each cell's pipeline holds [cell, 1]."""
+        return self.of_pipelines(lambda pipeline: pipeline.n_of(part))
+
+    def of_pipelines(self, of: Callable[[_Pipeline], Any]) -> Any:
+        """A number of each cell's pipeline [cell, 1], or one for each limit."""
+        return np.array([of(one) for one in self.pipelines]).reshape(len(self.pipelines), -1)[self._pipeline]
+
+    def instants(self) -> tuple[list[_Instant], Column]:
+        """Both instants, for each pipeline and number of micro-batches, and each cell's place among these."""
+        pairs, place = _numbered(self._pipeline[:, None], self.m)
+        ms = [tuple([m for _, m in own]) for _, own in groupby(pairs, key=itemgetter(0))]
+        each = [_instants(one, some) for one, some in zip(self.pipelines, ms, strict=True)]
+        return [_Instant.joined(found) for found in zip(*each, strict=True)], place
 
     def data_parallelism(self, elements: Any) -> DataParallelism:
         """Lower bounds of what data parallelism sends and holds on a rank whose weights have `elements`."""
@@ -351,25 +286,20 @@ Bounds = tuple[Bytes, Seconds]
 """Of each plan of a grid the least bytes and the least seconds: arrays that broadcast to its shape."""
 
 
-def bounds(
-    model: Model, grids: Sequence[Grid], cluster: Cluster, time_model: Roofline
-) -> Iterator[tuple[Grid, Bounds]]:
-    """Grids, in some order, with the bounds of their plans: 0 where an engine gives none."""
-    if grids and not ENGINES.named(grids[0].base.engine).gives_bounds:
-        yield from ((grid, (np.zeros(grid.shape), np.zeros(grid.shape))) for grid in grids)
-        return
-    kinds: dict[Hashable, list[Grid]] = {}
-    for grid in grids:
-        structure = grid.structure
-        same = [structure[name] for name in ("offload", "sequence_parallel", "recompute")]
-        data = grid.cells["dp"][0] > 1, structure["zero"] >= 2
-        kinds.setdefault((data, *same, grid.recompute_blocks.tobytes()), []).append(grid)
-    for some in kinds.values():
-        plans = _Plans(model, some, cluster.gpu.device)
-        memory, seconds = _least_bytes(plans), _least_s(plans, cluster, time_model)
-        for i, grid in enumerate(some):
-            own = slice(plans.starts[i], plans.starts[i + 1])
-            yield grid, (memory[own], seconds[own])
+def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> Bounds:
+    """The bounds of a grid's plans: 0 where an engine gives none."""
+    if not ENGINES.named(grid.base.engine).gives_bounds:
+        return np.zeros(grid.shape), np.zeros(grid.shape)
+    plans = _Plans(model, grid, cluster.gpu.device)
+    return _least_bytes(plans), _least_s(plans, cluster, time_model)
+
+
+def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:
+    """The different rows of columns [cell, 1], sorted, and the number of each cell's row among them."""
+    sizes = [int(column.max()) + 1 for column in columns]
+    rows, place = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
+    different = [row.tolist() for row in np.unravel_index(rows, sizes)]
+    return list(zip(*different, strict=True)), place.ravel()
 
 
 def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
@@ -391,9 +321,10 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     )
     found = parts_s(work, rates_of(plans.plan, cluster), time_model.efficiency)
     fraction = np.empty(m.shape)
-    for i, key in enumerate(plans.schedules):
-        own = slice(plans.starts[i], plans.starts[i + 1])
-        fraction[own] = SCHEDULES.named(key.schedule).bubble_fraction(pp[own], v[own], m[own])
+    for number in np.unique(plans.schedule).tolist():
+        own = plans.schedule == number
+        schedule = SCHEDULES.named(value_of("schedule", number))
+        fraction[own] = schedule.bubble_fraction(pp[own], v[own], m[own])
     total: Any = sum(found.values()) + bubble_s(fraction, busy_s(found))
     return np.where(known, total * (1 - ROUNDING), inf)
 
@@ -406,7 +337,8 @@ def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
         plain, again = plans.of("sent_bytes", block), plans.of("sent_bytes", recomputed)
         over_tp = over_tp + n * plain + plans.recomputed(block.kind) * (again - plain)
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing)
-    passes: dict[Axis, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * plans.boundary_bytes}
+    boundary_bytes = plans.for_micro_batch(lambda costs: costs.boundary_bytes)
+    passes: dict[Axis, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * boundary_bytes}
     waits = {axis: n_bytes / plans.pp for axis, n_bytes in passes.items()}
     every_kind: dict[Overlap, Mapping[Axis, Any]] = {
         "nothing": {**waits, **data.waits},
@@ -435,30 +367,18 @@ def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
 
 def _least_bytes(plans: _Plans) -> Bytes:
     """Bytes that no plan holds less than on its first rank, at the worst of two instants."""
-    own = plans.pipelines[0].parts
+    own: list[Part] = ["embedding", "head", *(block for _, block, _ in plans.runs)]
     elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
     data = plans.data_parallelism(elements)
-    at_first, later, there = _saved(plans, data.unsharded_bytes)
-    held = np.maximum(at_first, np.where(there, later + data.grads_bytes, 0))
-    received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * plans.received_bytes
+    saved_bytes = {part: plans.of("saved_bytes", part) for part in plans.pipelines[0].on_first}
+    instants, place = plans.instants()
+    at_first, later = (
+        sum([n[place] * saved_bytes[part] for part, n in instant.saved.items()])
+        + instant.every_stage[place] * data.unsharded_bytes
+        for instant in instants
+    )
+    held = np.maximum(at_first, np.where(instants[1].there[place], later + data.grads_bytes, 0))
+    received_bytes = plans.for_micro_batch(lambda costs: costs.received_bytes)
+    received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * received_bytes
     found: Bytes = np.floor((data.states_bytes + received + held) * (1 - ROUNDING))
     return found
-
-
-def _saved(plans: _Plans, unsharded_bytes: Any) -> tuple[Any, Any, Any]:
-    """The bytes saved and gathered in each cell at both instants; whether there is the later one."""
-    found = []
-    for i, key in enumerate(plans.schedules):
-        m = plans.m[plans.starts[i] : plans.starts[i + 1], 0]
-        ms = sorted({*m.tolist()})
-        first, after, there = _under_way(key, tuple(ms))
-        place = np.searchsorted(ms, m)
-        found.append((first.at(place), after.at(place), there[place]))
-    at_first, later, is_later = zip(*found, strict=True)
-    each = {part: plans.of("saved_bytes", part) for part in at_first[0].saved}
-    first_bytes, later_bytes = (
-        sum([np.concatenate([one.saved[part] for one in instants]) * each[part] for part in each])
-        + np.concatenate([one.every_stage for one in instants])[:, None] * unsharded_bytes
-        for instants in (at_first, later)
-    )
-    return first_bytes, later_bytes, np.concatenate(is_later)[:, None]

@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Final, cast, final
+from typing import Final, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,9 +87,9 @@ class Judge:
         """Bytes of which more surely do not fit."""
         self._is_again = slack_bytes > 0
 
-    def bounds(self, grids: Sequence[Grid]) -> Iterator[tuple[Grid, Bounds]]:
-        """Each grid with lower bounds of its plans' bytes and seconds."""
-        return bounds(self.model, grids, self.cluster, self.fastest)
+    def bounds(self, grid: Grid) -> Bounds:
+        """Lower bounds of a grid's plans' bytes and seconds."""
+        return bounds(self.model, grid, self.cluster, self.fastest)
 
     def room_bytes(self, grid: Grid) -> NDArray[np.float64]:
         """Bytes that a plan of each cell may allocate within the budget: [cell, 1]."""
@@ -100,53 +100,37 @@ class Judge:
         most = self._room if self._is_again else np.maximum(self._room, self._most)
         return np.asarray(memory <= most[_communicators(grid)], np.bool_)
 
-    def _room_of(self, plan: Plan) -> float:
-        """Bytes that a plan may allocate within the budget."""
-        return float(self._room[n_communicators(*[getattr(plan, axis) for axis in MESH_AXES])])
-
-    def estimate(self, plan: Plan, most_over_bytes: float = inf) -> Estimate | None:
-        """A plan's estimate; None if it exceeds the budget by more than `most_over_bytes`.
+    def judged(self, plan: Plan, most_over_bytes: float = inf) -> Judged | None:
+        """A plan's figures; None if it exceeds the budget by more than `most_over_bytes`.
 
         Ranks are played one after the other, until one exceeds it.
         """
-        device, most_bytes = self.cluster.gpu.device, self._room_of(plan) + most_over_bytes
+        device = self.cluster.gpu.device
+        room_bytes = float(self._room[n_communicators(*[getattr(plan, axis) for axis in MESH_AXES])])
         stages = []
         for stage in stage_estimates(self.model, plan, device):
-            if stage.peak_bytes > most_bytes:
+            if stage.peak_bytes > room_bytes + most_over_bytes:
                 return None
             stages.append(stage)
-        found = estimate_of(self.model, plan, device, self.cluster, stages)
-        return replace(found, time_model=self.time_model)
-
-    def over_bytes(self, estimate: Estimate) -> int:
-        """The bytes by which a plan exceeds the budget."""
-        return int(max(0.0, estimate.worst.peak_bytes - self._room_of(estimate.plan)))
-
-    def judged(self, estimate: Estimate) -> Judged:
-        """A plan's figures."""
-        step_s = estimate.step_s
+        estimate = estimate_of(self.model, plan, device, self.cluster, stages)
+        estimate = replace(estimate, time_model=self.time_model)
+        step_s, peak_bytes = estimate.step_s, estimate.worst.peak_bytes
         return Judged(
-            plan=estimate.plan,
-            peak_bytes=estimate.worst.peak_bytes,
-            over_bytes=self.over_bytes(estimate),
+            plan=plan,
+            peak_bytes=peak_bytes,
+            over_bytes=int(max(0.0, peak_bytes - room_bytes)),
             step_s=inf if step_s is None else step_s,
             estimate=estimate,
         )
 
-    def within(self, plan: Plan) -> Judged | None:
-        """A plan's figures if it is within the budget."""
-        found = self.estimate(plan, 0)
-        return None if found is None else self.judged(found)
-
     def __call__(self, plan: Plan) -> Judged:
         """A plan's figures, whether it is within the budget or not."""
-        return self.judged(cast(Estimate, self.estimate(plan)))
+        return cast(Judged, self.judged(plan))
 
 
 def _communicators(grid: Grid) -> NDArray[np.int64]:
     """The number of communicators of each cell's plans: [cell, 1]."""
-    axes = [grid.structure[axis] if axis in grid.structure else grid.cells[axis] for axis in MESH_AXES]
-    return np.asarray(n_communicators(*cast(Any, axes)))[:, None]
+    return np.asarray(n_communicators(*[grid.cells[axis] for axis in MESH_AXES]))[:, None]
 
 
 @final
@@ -165,8 +149,8 @@ class Ranked:
     n_slower: int
 
 
-Grids = Callable[[], Iterable[Sequence[Grid]]]
-"""Makes a new iterator over batches of grids of the plans that can run."""
+Grids = Callable[[], Iterable[Grid]]
+"""Makes a new iterator over the grids of the plans that can run."""
 
 
 def best_first(judge: Judge, grids: Grids, objective: str, keep: int) -> Ranked:
@@ -205,10 +189,10 @@ def _ranked(
 def _pooled(judge: Judge, grids: Grids, objective: str, most: int) -> tuple[Pool, int, int]:
     """The best plans by their bounds; the numbers of all plans and of those beyond the budget by theirs."""
     pool, n_plans = Pool(most), 0
-    for batch in grids():
-        for grid, (memory, seconds) in judge.bounds(batch):
-            n_plans += len(grid)
-            pool.add(grid, _keys(grid, objective, memory, seconds), judge.may_be_shown(grid, memory))
+    for grid in grids():
+        memory, seconds = judge.bounds(grid)
+        n_plans += len(grid)
+        pool.add(grid, _keys(grid, objective, memory, seconds), judge.may_be_shown(grid, memory))
     return pool, n_plans, n_plans - pool.n_seen
 
 
@@ -230,8 +214,8 @@ def _judged_in_order(
     for entry in pool:
         if len(within) >= keep and entry.keys > within[keep - 1][0]:
             return [found for _, found in within], beyond, True
-        plan = entry.plan
-        if (found := judge.within(plan)) is None:
+        plan = entry.grid.plan(entry.place)
+        if (found := judge.judged(plan, 0)) is None:
             beyond.append(plan)
         else:
             insort(within, (found.keys(objective), found), key=lambda ranked: ranked[0])
@@ -247,24 +231,34 @@ def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
     within: list[Judged] = []
     beyond: list[Plan] = []
     n_plans = n_beyond = n_within = 0
-    for batch in grids():
-        for grid, (memory, seconds) in judge.bounds(batch):
-            n_plans += len(grid)
-            pool = Pool(len(grid))
-            pool.add(grid, [seconds, memory], judge.may_be_shown(grid, memory))
-            n_beyond += len(grid) - pool.n_seen
-            for entry in pool:
-                if any(
-                    kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in within
-                ):
-                    continue
-                plan = entry.plan
-                if (found := judge.within(plan)) is None:
-                    beyond.append(plan)
-                    continue
-                n_within += 1
-                within = on_front([*within, found])
+    for grid, (memory, seconds) in _by_structure(judge, grids):
+        n_plans += len(grid)
+        pool = Pool(len(grid))
+        pool.add(grid, [seconds, memory], judge.may_be_shown(grid, memory))
+        n_beyond += len(grid) - pool.n_seen
+        for entry in pool:
+            if any(kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in within):
+                continue
+            plan = grid.plan(entry.place)
+            if (found := judge.judged(plan, 0)) is None:
+                beyond.append(plan)
+                continue
+            n_within += 1
+            within = on_front([*within, found])
     return _ranked(judge, grids, within[:keep], beyond, (n_plans, n_within, n_beyond), keep)
+
+
+def _by_structure(judge: Judge, grids: Grids) -> Iterator[tuple[Grid, Bounds]]:
+    """Parts of the grids with equal pipelines and ZeRO stages, with their bounds.
+
+    What is estimated of one part rules out plans of the next.
+    """
+    for grid in grids():
+        memory, seconds = judge.bounds(grid)
+        structures = np.stack([grid.cells[name] for name in ("pp", "virtual_stages", "schedule", "zero")])
+        starts = np.flatnonzero(np.any(np.diff(structures), axis=0)) + 1
+        for cells in np.split(np.arange(structures.shape[1]), starts):
+            yield grid[cells], (memory[cells], seconds[cells])
 
 
 def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged]:
@@ -278,8 +272,8 @@ def on_front(found: Iterable[Judged], *, per_token: bool = False) -> list[Judged
 
 def every(judge: Judge, grids: Grids, objective: str) -> Ranked:
     """Every plan, estimated: those within the budget, best first, then the others, nearest first."""
-    plans = [grid.all() for batch in grids() for grid in batch]
-    found = [replace(judge(some.plan(i)), estimate=None) for some in plans for i in range(len(some))]
+    plans = (grid.plan(place) for grid in grids() for place in range(len(grid)))
+    found = [replace(judge(plan), estimate=None) for plan in plans]
     within = sorted((one for one in found if not one.over_bytes), key=lambda one: one.keys(objective))
     beyond = sorted((one for one in found if one.over_bytes), key=nearest_first)
     if objective == "front":
@@ -299,30 +293,24 @@ def nearest(judge: Judge, grids: Grids, keep: int) -> list[Judged]:
     most = HELD
     while True:
         pool = Pool(most)
-        for batch in grids():
-            for grid, (memory, _) in judge.bounds(batch):
-                pool.add(grid, [memory - judge.room_bytes(grid)], np.ones(grid.shape, np.bool_))
+        for grid in grids():
+            memory, _ = judge.bounds(grid)
+            pool.add(grid, [memory - judge.room_bytes(grid)], np.ones(grid.shape, np.bool_))
         found = _nearest_of(judge, pool, keep)
         if found is not None:
-            return [judge.judged(estimate) for *_, estimate in found]
+            return found
         most *= 8
 
 
-Over = tuple[int, tuple[int, ...], Estimate]
-"""The bytes by which a plan exceeds the budget, its tie-breaker, and its estimate."""
-
-
-def _nearest_of(judge: Judge, pool: Pool, keep: int) -> list[Over] | None:
+def _nearest_of(judge: Judge, pool: Pool, keep: int) -> list[Judged] | None:
     """The plans of a pool that exceed the budget least; None if a plan outside the pool may be among them."""
-    found: list[Over] = []
+    found: list[Judged] = []
     for entry in pool:
-        most_over_bytes = found[keep - 1][0] if len(found) >= keep else inf
+        most_over_bytes = found[keep - 1].over_bytes if len(found) >= keep else inf
         if entry.keys[0] > most_over_bytes:
             return found
-        plan = entry.plan
-        estimate = judge.estimate(plan, most_over_bytes)
-        if estimate is not None:
-            insort(found, (judge.over_bytes(estimate), simpler(plan), estimate), key=lambda over: over[:2])
+        if (judged := judge.judged(entry.grid.plan(entry.place), most_over_bytes)) is not None:
+            insort(found, judged, key=nearest_first)
             del found[keep:]
     return found if pool.cut == inf else None
 

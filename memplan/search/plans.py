@@ -21,49 +21,23 @@ FIRST: Final = ("dp", "dp_replicate", "tp", "pp", "virtual_stages")
 VARIED: Final = (*FIRST, *(name for name, field in FIELDS.items() if field.varied and name not in FIRST))
 """The fields of Plan that a search varies."""
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plans:
-    """Plans that differ in the fields of `columns` only: one array for each, all of the same length."""
-
-    base: Plan
-    columns: Mapping[str, Column]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def values(self, i: int) -> dict[str, Any]:
-        """The varied fields of plan `i`."""
-        return {name: value_of(name, int(column[i])) for name, column in self.columns.items()}
-
-    def plan(self, i: int) -> Plan:
-        """Plan `i`.
-
-        Raises:
-            PlanRefused: values that contradict each other.
-        """
-        return replace(self.base, **self.values(i))
-
-
-CELL: Final = ("dp", "dp_replicate", "tp", "micro_batch")
+CELL: Final = tuple([name for name in VARIED if name != "recompute_blocks"])
 """The fields of Plan that differ from cell to cell of a grid."""
-
-STRUCTURE: Final = tuple([name for name in VARIED if name not in (*CELL, "recompute_blocks")])
-"""The fields that a grid's plans have in common."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Plans of one `structure`: each of its cells with each number of recomputed blocks.
+    """Plans that differ in the varied fields only: each of its cells with each number of recomputed blocks.
 
-    Of each field of `STRUCTURE` a number, of each of `CELL` one array, all equally long: either all cells
-    have one data-parallel rank, or all several. A figure of all plans is an array of `shape`.
+    `cells` has one array for each field of `CELL`, all of the same length. A figure of all plans is an array
+    of `shape`; a plan's place is its index in the flattened array.
+
+    A grid's plans have `recompute`, `offload` and `sequence_parallel` in common. Either all have one
+    data-parallel rank, or all several; either all use FSDP2 (ZeRO 2 and 3), or none does.
     """
 
     base: Plan
-    structure: Mapping[str, int]
     cells: Mapping[str, Column]
     recompute_blocks: Column
 
@@ -71,11 +45,6 @@ class Grid:
     def shape(self) -> tuple[int, int]:
         """Cells, and numbers of recomputed blocks."""
         return len(self.cells["dp"]), len(self.recompute_blocks)
-
-    @property
-    def schedule(self) -> str:
-        """The schedule of the pipelines; of a single rank, which has none, 1F1B."""
-        return str(value_of("schedule", self.structure["schedule"])) if self.structure["pp"] > 1 else "1f1b"
 
     def __len__(self) -> int:
         n_cells, n_blocks = self.shape
@@ -85,17 +54,22 @@ class Grid:
         """The grid of the chosen cells."""
         return replace(self, cells={name: column[chosen] for name, column in self.cells.items()})
 
-    def at(self, places: Column) -> Plans:
-        """The plans at these indices of the flattened grid."""
-        cell, block = np.divmod(places, self.shape[1])
-        columns = {name: np.full(len(cell), number) for name, number in self.structure.items()}
-        columns |= {name: self.cells[name][cell] for name in CELL}
-        columns["recompute_blocks"] = self.recompute_blocks[block]
-        return Plans(base=self.base, columns={name: columns[name] for name in VARIED})
+    def column(self, name: str, places: Column) -> Column:
+        """The numbers of a varied field in the plans at these places."""
+        cell, block = np.divmod(places, len(self.recompute_blocks))
+        return self.recompute_blocks[block] if name == "recompute_blocks" else self.cells[name][cell]
 
-    def all(self) -> Plans:
-        """All plans, cell by cell."""
-        return self.at(np.arange(len(self)))
+    def values(self, place: int) -> dict[str, Any]:
+        """The varied fields of the plan at a place."""
+        return {name: value_of(name, int(self.column(name, np.array(place)))) for name in VARIED}
+
+    def plan(self, place: int) -> Plan:
+        """The plan at a place.
+
+        Raises:
+            PlanRefused: values that contradict each other.
+        """
+        return replace(self.base, **self.values(place))
 
 
 def unchecked(plan: Plan, **values: Any) -> Plan:

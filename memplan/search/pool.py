@@ -8,8 +8,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.plan import Plan
-from memplan.search.plans import Column, Grid, Plans
+from memplan.search.plans import Column, Grid
 
 SIMPLER: Final = (
     "offload",
@@ -31,20 +30,11 @@ Keys = Sequence[NDArray[Any]]
 
 
 class Entry(NamedTuple):
-    """One plan of a pool, with its keys and, after them, its tie-breaker."""
+    """The plan at a place of a grid, with its keys and, after them, its tie-breaker."""
 
     keys: tuple[float, ...]
-    alone: Plans
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, checked."""
-        return self.alone.plan(0)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The varied fields of the plan, unchecked."""
-        return self.alone.values(0)
+    grid: Grid
+    place: int
 
 
 @final
@@ -97,8 +87,8 @@ class Pool:
         simpler = np.empty((len(SIMPLER), len(places)), np.int64)
         starts = np.flatnonzero(np.diff(grids, prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(grids)]):
-            plans = self._grids[grids[start]].at(places[start:stop])
-            simpler[:, start:stop] = [plans.columns[name] for name in SIMPLER]
+            grid = self._grids[grids[start]]
+            simpler[:, start:stop] = [grid.column(name, places[start:stop]) for name in SIMPLER]
         for i in np.lexsort((*simpler[::-1], *columns[::-1])).tolist():
-            alone = self._grids[grids[i]].at(places[i : i + 1])
-            yield Entry((*columns[:, i].tolist(), *simpler[:, i].tolist()), alone)
+            keys = *columns[:, i].tolist(), *simpler[:, i].tolist()
+            yield Entry(keys, self._grids[grids[i]], int(places[i]))

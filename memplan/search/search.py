@@ -342,41 +342,39 @@ class _Job:
             model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges, node=node
         )
         judge = Judge(self.model, self.cluster, self.time_model, slack_bytes)
+        refused = _Refused(self.keep, self.progress)
+
+        def grids() -> Iterator[Grid]:
+            for ruled in refused.noting(space.grids()):
+                if len(running := ruled.running):
+                    yield running
+
         with _uncollected():
-            found = _run(space, judge, self.objective, self.keep, self.progress)
-        return replace(found, again=self.found)
-
-
-def _run(space: Space, judge: Judge, objective: str, keep: int | None, progress: Progress | None) -> Found:
-    refused = _Refused(space.base, keep, progress)
-
-    def grids() -> Iterator[Sequence[Grid]]:
-        for batch in refused.noting(space.grids()):
-            yield [ruled.running for ruled in batch if (ruled.rule == RUNS).any()]
-
-    if keep is None:
-        ranked = every(judge, grids, objective)
-    elif objective == "front":
-        ranked = front(judge, grids, keep)
-    else:
-        ranked = best_first(judge, grids, objective, keep)
-    return Found(
-        model=space.model,
-        cluster=judge.cluster,
-        jobs=(space.base,),
-        within=ranked.within[:keep],
-        beyond=ranked.beyond[:keep],
-        refused=refused.first(keep),
-        n_within=ranked.n_within,
-        n_beyond=ranked.n_beyond,
-        n_slower=ranked.n_slower,
-        n_refused=refused.n_refused,
-        refused_by=refused.by_rule(space),
-        objective=objective,
-        keep=keep,
-        time_model=judge.time_model,
-        left_out=tuple(space.left_out()),
-    )
+            if self.keep is None:
+                ranked = every(judge, grids, self.objective)
+            elif self.objective == "front":
+                ranked = front(judge, grids, self.keep)
+            else:
+                ranked = best_first(judge, grids, self.objective, self.keep)
+        kinds = list(space.rules)
+        return Found(
+            model=self.model,
+            cluster=self.cluster,
+            jobs=(self.base,),
+            within=ranked.within[: self.keep],
+            beyond=ranked.beyond[: self.keep],
+            refused=tuple([(self.base, values) for values in refused.first()]),
+            n_within=ranked.n_within,
+            n_beyond=ranked.n_beyond,
+            n_slower=ranked.n_slower,
+            n_refused=refused.counts.total(),
+            refused_by={kinds[rule]: n for rule, n in refused.counts.most_common()},
+            objective=self.objective,
+            keep=self.keep,
+            time_model=self.time_model,
+            left_out=tuple(space.left_out()),
+            again=self.found,
+        )
 
 
 def together(found: Sequence[Found]) -> Found:
@@ -424,51 +422,37 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Refused:
-    """The first refused plans, and the number of each kind of refusal."""
+    """The first refused plans, and the number of each kind of refusal: `counts`."""
 
-    def __init__(self, base: Plan, keep: int | None, progress: Progress | None) -> None:
-        self._base = base
+    def __init__(self, keep: int | None, progress: Progress | None) -> None:
+        self.counts = Counter[int]()
+        self._keep = keep
         self._pool = Pool(2**62 if keep is None else keep)
         self._progress = progress
-        self._counts = Counter[int]()
         self._n_seen = 0
         self._is_complete = False
 
-    @property
-    def n_refused(self) -> int:
-        """The number of refused plans."""
-        return self._pool.n_seen
-
-    def noting(self, batches: Iterable[list[Ruled]]) -> Iterator[list[Ruled]]:
-        """Yields the batches; the first time through all of them their refused plans are counted."""
-        for batch in batches:
+    def noting(self, grids: Iterable[Ruled]) -> Iterator[Ruled]:
+        """Yields the grids; the first time through all of them their refused plans are counted."""
+        for ruled in grids:
             if not self._is_complete:
-                self._note(batch)
-            yield batch
+                self._note(ruled)
+            yield ruled
         self._is_complete = True
 
-    def _note(self, batch: Iterable[Ruled]) -> None:
-        for ruled in batch:
-            self._n_seen += len(ruled.grid)
-            refused = ruled.rule != RUNS
-            if refused.any():
-                chosen = np.flatnonzero(refused)
-                grid = ruled.grid[chosen]
-                self._pool.add(grid, [ruled.place[chosen, None]], np.ones(grid.shape, bool))
-                for rule, n in enumerate(np.bincount(ruled.rule[chosen]).tolist()):
-                    if n:
-                        self._counts[rule] += n * grid.shape[1]
+    def _note(self, ruled: Ruled) -> None:
+        self._n_seen += len(ruled.grid)
+        chosen = np.flatnonzero(ruled.rule != RUNS)
+        grid = ruled.grid[chosen]
+        self._pool.add(grid, [ruled.order[chosen, None]], np.ones(grid.shape, bool))
+        for rule, n in Counter(ruled.rule[chosen].tolist()).items():
+            self.counts[rule] += n * grid.shape[1]
         if self._progress is not None:
             self._progress(self._n_seen)
 
-    def first(self, keep: int | None) -> tuple[tuple[Plan, dict[str, Any]], ...]:
-        """The first refused plans: their job, and their varied fields."""
-        return tuple([(self._base, entry.values) for entry in islice(self._pool, keep)])
-
-    def by_rule(self, space: Space) -> dict[str, int]:
-        """The number of plans of each kind of refusal, the most first."""
-        texts = list(space.rules)
-        return {texts[rule]: n for rule, n in self._counts.most_common()}
+    def first(self) -> Iterator[dict[str, Any]]:
+        """The varied fields of the first refused plans."""
+        return (entry.grid.values(entry.place) for entry in islice(self._pool, self._keep))
 
 
 def values_of(name: str, asked: Any, engine: str = USUAL_ENGINE) -> tuple[Any, ...]:

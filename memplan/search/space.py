@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, product
+from itertools import groupby, product
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
@@ -14,18 +14,18 @@ from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.models import Model
 from memplan.plan import MESH_AXES, RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
-from memplan.search.plans import CELL, NO_LIMIT, Column, Grid, number_of
+from memplan.search.plans import CELL, Column, Grid, number_of
 from memplan.search.rules import RUNS, Choices, Rules
 
 MOST_CELLS: Final = 2**17
 """Cells of a batch of grids, about."""
 
-DATA: Final = {
-    "fsdp3": ((3, False), (3, True)),
-    "fsdp2": ((2, False), (2, True)),
-    "ddp": ((0, True), (1, True)),
-    "none": ((0, False), (1, False)),
-}
+DATA: Final = (
+    ((3, False), (3, True)),
+    ((2, False), (2, True)),
+    ((0, True), (1, True)),
+    ((0, False), (1, False)),
+)
 """Uses of the data axis: ZeRO stages, each with or without several ranks; the least memory first."""
 
 
@@ -43,30 +43,28 @@ class Mesh(NamedTuple):
         return self.dp_replicate * self.dp
 
 
-class GridKind(NamedTuple):
-    """What all plans of a batch of grids share; `data` is a key of `DATA`."""
-
-    data: str
-    recompute: str
-    offload: bool
-    sequence_parallel: bool
-
-
 class Ruled(NamedTuple):
     """A grid, and for each cell the number of the rule that refuses it (see `Space.rules`), or `RUNS`.
 
-    `place`: each cell's place among all plans, by mesh, then by structure.
+    `order`: each cell's place among all plans, by mesh, then by structure.
     """
 
     grid: Grid
     rule: Column
-    place: Column
+    order: Column
 
     @property
     def running(self) -> Grid:
         """The cells that no rule refuses."""
         runs = self.rule == RUNS
         return self.grid if runs.all() else self.grid[runs]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Ruled"]) -> "Ruled":
+        """The cells of several grids with the same numbers of recomputed blocks, in one."""
+        grids, rules, orders = zip(*parts, strict=True)
+        cells = {name: np.concatenate([grid.cells[name] for grid in grids]) for name in CELL}
+        return cls(replace(grids[0], cells=cells), np.concatenate(rules), np.concatenate(orders))
 
 
 @final
@@ -89,25 +87,22 @@ class Space:
     rules: dict[str, int] = field(default_factory=dict)
     """The kinds of plans that are refused, numbered as they were met."""
 
-    def grids(self, most: int = MOST_CELLS) -> Iterator[list[Ruled]]:
-        """All plans, as batches of grids of one kind with about `most` cells.
+    def grids(self, most: int = MOST_CELLS) -> Iterator[Ruled]:
+        """All plans, as grids that have about `most` cells at most.
 
         A combination that is refused for every micro-batch counts as one plan, and so does a mesh on which no
         plan can run.
         """
-        pipelines = list(self._pipelines())
+        rules, pipelines = Rules(self.model, self.base, self.rules), list[_Pipelines]()
+        for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.pp):
+            first = sum([each.n_structures * len(each.meshes) for each in pipelines])
+            pipelines.append(_Pipelines(self, rules, list(meshes), first))
         offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
         for data, recomputed in product(DATA, reversed(recompute)):
             for own in product(offload, divided):
-                yield from _batches(pipelines, GridKind(data, recomputed, *own), most)
-
-    def _pipelines(self) -> Iterator["_PipelineGrids"]:
-        rules = Rules(self.model, self.base, self.rules)
-        n_places = 0
-        for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.pp):
-            pipeline = _PipelineGrids(self, rules, list(meshes), n_places)
-            n_places += pipeline.n_places
-            yield pipeline
+                yield from _joined(
+                    (one for each in pipelines for one in each.grids(data, *own, recomputed)), most
+                )
 
     def meshes(self) -> Iterator[Mesh]:
         """Every mesh of all GPUs, from the least divided model to the most.
@@ -214,35 +209,19 @@ BLOCKS: Final[dict[str, tuple[Any, ...]]] = {
 """The fields, beside the data axis, in which kinds of grids differ, with their usual values."""
 
 
-NONE: Final = np.array([NO_LIMIT])
-"""The column of `recompute_blocks` of plans without recomputation."""
-
-
-class _Placed(NamedTuple):
-    """A mesh with its indices on the axes `tp` and `several`, a replica's sequences, and its micro-batches.
-
-    `each`, the sequences, is 0 if the batch cannot be divided over replicas or into micro-batches.
-    """
-
-    mesh: Mesh
-    tp: int
-    several: int
-    each: int
-    micro_batches: tuple[int, ...]
-
-
 class _Cells(NamedTuple):
-    """The pairs of a mesh and a micro-batch: their indices; `first` is 1 for the first pair of a mesh."""
+    """The pairs of a mesh and a micro-batch: indices of the mesh, its `tp`, its `several`, and `m`."""
 
     mesh: Column
     micro_batch: Column
     tp: Column
     several: Column
     m: Column
-    first: Column
+    is_first: Column
+    """1 for the first pair of a mesh, else 0."""
 
 
-class _PipelineGrids:
+class _Pipelines:
     """The plans with the same number of ranks of a pipeline.
 
     Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m), where
@@ -250,62 +229,52 @@ class _PipelineGrids:
     `several` along dp and dp_replicate, nor how many blocks are recomputed.
     """
 
-    def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first_place: int) -> None:
-        self.space, self.rules, self.pp, self.first_place = space, rules, meshes[0].pp, first_place
+    def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first: int) -> None:
+        self.space, self.meshes, self.pp, self.first = space, meshes, meshes[0].pp, first
         self.schedules = list(space.schedules(self.pp))
-        self.zeros = space.of("zero", (0, 1, 2, 3))
-        self.blocks = {name: space.of(name, usual) for name, usual in BLOCKS.items()}
-        self.structures = (len(self.schedules), len(self.zeros), *map(len, self.blocks.values()))
-        self.numbers = [_numbered(values) for values in self._choices()]
+        blocks = {name: space.of(name, usual) for name, usual in BLOCKS.items()}
+        self.values: dict[str, tuple[Any, ...]] = {"zero": space.of("zero", (0, 1, 2, 3)), **blocks}
+        self.structures = (len(self.schedules), *map(len, self.values.values()))
+        self.n_structures = prod(self.structures)
         self.tps = list(dict.fromkeys(mesh.tp for mesh in meshes))
         self.several = list(dict.fromkeys(map(_several, meshes)))
-        self.meshes = list(map(self._placed, meshes))
         self.there = self._there()
-        ms = sorted({each // n for *_, each, micro_batches in self.meshes if each for n in micro_batches})
+        each = [self._micro_batches(mesh) for mesh in meshes]
+        ms = sorted({m for found in each for _, m in found})
         refused_by = rules.refused_by(self.pp, self._axes(), ms)
         shape = (*self.structures[1:], len(self.tps), len(self.several), len(self.schedules))
         self.always = np.broadcast_to(refused_by.always, shape)
         self.at = np.broadcast_to(refused_by.at, (*shape, max(1, len(ms))))
-        self.columns = {name: np.array([getattr(mesh, name) for mesh in meshes]) for name in CELL[:-1]}
-        self.recomputed = {v: _numbers(space.recompute_blocks(self.pp * v)) for _, v in self.schedules}
-        self.strays = self._strays()
-        self.cells = self._cells(ms)
-
-    @property
-    def n_places(self) -> int:
-        """Meshes times structures."""
-        return len(self.meshes) * prod(self.structures)
-
-    def _placed(self, mesh: Mesh) -> _Placed:
-        micro_batches = self.space.micro_batches(mesh.n_replicas)
-        each, rest = divmod(self.space.base.global_batch, mesh.n_replicas)
-        undivided = rest or each % micro_batches[0]
-        tp, several = self.tps.index(mesh.tp), self.several.index(_several(mesh))
-        return _Placed(mesh, tp, several, 0 if undivided else each, micro_batches)
-
-    def _choices(self) -> list[Choices]:
-        """The axes of a place: the schedule, the ZeRO stage, `BLOCKS`."""
-        return [
-            [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
-            [{"zero": zero} for zero in self.zeros],
-            *([{name: value} for value in values] for name, values in self.blocks.items()),
+        self.strays = self._strays(rules, [not found for found in each])
+        found = [
+            (i, n, self.tps.index(mesh.tp), self.several.index(_several(mesh)), m, n == each[i][0][0])
+            for i, mesh in enumerate(meshes)
+            if i not in self.strays
+            for n, m in each[i]
         ]
+        mesh, micro_batch, tp, several, m, is_first = np.array(found, np.int64).reshape(-1, 6).T.copy()
+        self.cells = _Cells(mesh, micro_batch, tp, several, np.searchsorted(ms, m), is_first)
+
+    def _micro_batches(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """Sizes and numbers of micro-batches; none if the batch divides into no replicas or micro-batches."""
+        each, rest = divmod(self.space.base.global_batch, mesh.n_replicas)
+        sizes = self.space.micro_batches(mesh.n_replicas)
+        return [] if rest or each % sizes[0] else [(n, each // n) for n in sizes]
 
     def _axes(self) -> list[Choices]:
         """The axes of the rules."""
-        schedules, *others = self._choices()
         return [
-            *others,
+            *[[{name: value} for value in values] for name, values in self.values.items()],
             [{"tp": tp} for tp in self.tps],
             [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.several],
-            schedules,
+            [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
         ]
 
     def _there(self) -> NDArray[np.bool_]:
         """Whether a combination is tried, on the axes (zero, offload, sequence_parallel, tp, several)."""
         of, no, yes_or_no = self.space.of, (False,), (False, True)
-        offload, split, _ = self.blocks.values()
-        axes = self.zeros, offload, split, self.tps, self.several
+        zeros, offload, split, _ = self.values.values()
+        axes = zeros, offload, split, self.tps, self.several
         found = [
             zero in of("zero", _zeros(*several))
             and offloaded in of("offload", yes_or_no if zero >= 2 else no)
@@ -314,38 +283,28 @@ class _PipelineGrids:
         ]
         return np.array(found).reshape([len(axis) for axis in axes])
 
-    def _strays(self) -> dict[int, tuple[int, int]]:
+    def _strays(self, rules: Rules, undivided: Sequence[bool]) -> dict[int, tuple[int, int]]:
         """For each mesh on which no plan can run, the index of its first structure, and the rule."""
         runs = (self.always == RUNS).any(axis=(3, -1))
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
-        for i, (mesh, tp, several, each, micro_batches) in enumerate(self.meshes):
+        for i, mesh in enumerate(self.meshes):
+            tp, several = self.tps.index(mesh.tp), self.several.index(_several(mesh))
             first = int(self.there[..., tp, several].argmax()) * self.structures[-1]
-            if not each:
-                values = mesh._asdict() | {"micro_batch": micro_batches[0]}
+            if undivided[i]:
+                values = mesh._asdict() | {"micro_batch": self.space.micro_batches(mesh.n_replicas)[0]}
                 error = refusal(self.space.model, self.space.base, values)
-                found[i] = first, self.rules.number(None if error is None else kind_of(error))
+                found[i] = first, rules.number(None if error is None else kind_of(error))
             elif not can_run[tp, several]:
                 found[i] = first, int(self.always[..., tp, several, 0].flat[first])
         return found
 
-    def _cells(self, ms: list[int]) -> _Cells:
-        """The cells of the meshes on which some plan can run."""
-        found = [
-            (i, n, tp, several, each // n, n == micro_batches[0])
-            for i, (_, tp, several, each, micro_batches) in enumerate(self.meshes)
-            if i not in self.strays
-            for n in micro_batches
-        ]
-        mesh, micro_batch, tp, several, m, first = np.array(found, np.int64).reshape(-1, 6).T.copy()
-        return _Cells(mesh, micro_batch, tp, several, np.searchsorted(ms, m), first)
-
-    def grids(self, kind: GridKind) -> Iterator[Ruled]:
-        """The grids of a kind."""
-        blocks = [self.blocks[name].index(getattr(kind, name)) for name in BLOCKS]
-        for zero, several in DATA[kind.data]:
-            if zero in self.zeros:
-                place = (self.zeros.index(zero), *blocks)
+    def grids(self, data: Iterable[tuple[int, bool]], *blocks: Any) -> Iterator[Ruled]:
+        """The grids with these uses of the data axis, and these values of `BLOCKS`."""
+        for zero, several in data:
+            if zero in self.values["zero"]:
+                chosen = zip(self.values.values(), (zero, *blocks), strict=True)
+                place = tuple([values.index(value) for values, value in chosen])
                 yield from self._stray_grids(place, several)
                 yield from self._running_grids(place, several)
 
@@ -353,77 +312,73 @@ class _PipelineGrids:
         """One plan for each mesh on which none can run."""
         structure = int(np.ravel_multi_index((0, *place), self.structures))
         found = [
-            (i, self.meshes[i].micro_batches[0], rule)
+            (i, self.space.micro_batches(self.meshes[i].n_replicas)[0], rule)
             for i, (first, rule) in self.strays.items()
-            if first == structure and (self.meshes[i].mesh.dp > 1) == several
+            if first == structure and (self.meshes[i].dp > 1) == several
         ]
         if found:
             mesh, micro_batch, rule = np.array(found, np.int64).T.copy()
-            yield self._ruled((0, *place), mesh, self._columns(mesh, micro_batch), rule, slice(1))
+            blocks = self._recompute_blocks(0, place)[:1]
+            yield self._ruled(place, np.zeros_like(mesh), mesh, micro_batch, rule, blocks)
 
     def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
-        """A grid for each schedule, with the other meshes."""
+        """The other meshes, with the schedules whose stages are recomputed by the same numbers of blocks."""
         there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.several])
-        chosen = np.flatnonzero(there[self.cells.tp, self.cells.several])
-        if not len(chosen):
+        chosen = there[self.cells.tp, self.cells.several]
+        if not chosen.any():
             return
-        mesh, micro_batch, tp, replicas, m, first = [column[chosen] for column in self.cells]
-        columns = self._columns(mesh, micro_batch)
+        mesh, micro_batch, tp, replicas, m, is_first = [column[chosen] for column in self.cells]
         always = self.always[place][tp, replicas].T
         rules = np.where(always == RUNS, self.at[place][tp, replicas, :, m].T, always)
-        once = (always == RUNS) | (first > 0)
-        for i, (rule, some) in enumerate(zip(rules, once, strict=True)):
-            if some.all():
-                yield self._ruled((i, *place), mesh, columns, rule)
-            else:
-                kept = {name: column[some] for name, column in columns.items()}
-                yield self._ruled((i, *place), mesh[some], kept, rule[some])
+        once = (always == RUNS) | (is_first > 0)
+        limits = [self._recompute_blocks(i, place) for i in range(len(self.schedules))]
+        for blocks in dict.fromkeys(limits):
+            same = np.array([own == blocks for own in limits])
+            schedule, cell = np.nonzero(once & same[:, None])
+            if len(cell):
+                rule = rules[schedule, cell]
+                yield self._ruled(place, schedule, mesh[cell], micro_batch[cell], rule, blocks)
 
-    def _columns(self, mesh: Column, micro_batch: Column) -> dict[str, Column]:
-        return {name: column[mesh] for name, column in self.columns.items()} | {"micro_batch": micro_batch}
+    def _recompute_blocks(self, schedule: int, place: tuple[int, ...]) -> tuple[int | None, ...]:
+        if self.values["recompute"][place[-1]] == "none":
+            return (None,)
+        return self.space.recompute_blocks(self.pp * self.schedules[schedule][1])
 
     def _ruled(
         self,
         place: tuple[int, ...],
+        schedule: Column,
         mesh: Column,
-        cells: Mapping[str, Column],
+        micro_batch: Column,
         rule: Column,
-        blocks: slice = slice(None),
+        blocks: tuple[int | None, ...],
     ) -> Ruled:
-        numbers = [numbers[i] for numbers, i in zip(self.numbers, place, strict=True)]
-        recomputes = self.blocks["recompute"][place[-1]] != "none"
-        recomputed = self.recomputed[self.schedules[place[0]][1]] if recomputes else NONE
-        grid = Grid(
-            base=self.space.base,
-            structure=dict(chain([("pp", self.pp)], *numbers)),
-            cells=cells,
-            recompute_blocks=recomputed[blocks],
-        )
-        structure = int(np.ravel_multi_index(place, self.structures))
-        return Ruled(grid, rule, self.first_place + mesh * prod(self.structures) + structure)
+        """The plans of one structure but for the schedule; `schedule` and `mesh` are indices."""
+        shared = {name: values[i] for (name, values), i in zip(self.values.items(), place, strict=True)}
+        cells = {name: np.full(len(mesh), number_of(name, value)) for name, value in shared.items()}
+        cells |= zip(Mesh._fields, np.array(self.meshes)[mesh].T.copy(), strict=True)
+        schedules = np.array([(number_of("schedule", name), v) for name, v in self.schedules])
+        cells["schedule"], cells["virtual_stages"] = schedules[schedule].T.copy()
+        cells["micro_batch"] = micro_batch
+        numbers = np.array([number_of("recompute_blocks", n) for n in blocks])
+        grid = Grid(base=self.space.base, cells=cells, recompute_blocks=numbers)
+        structure = np.ravel_multi_index((schedule, *place), self.structures)
+        return Ruled(grid, rule, self.first + mesh * self.n_structures + structure)
 
 
-def _batches(pipelines: "Sequence[_PipelineGrids]", kind: GridKind, most: int) -> Iterator[list[Ruled]]:
-    """The grids of a kind, about `most` cells at a time."""
-    batch: list[Ruled] = []
+def _joined(parts: Iterable[Ruled], most: int) -> Iterator[Ruled]:
+    """Grids of one kind, joined where they use the data axis alike and recompute equal numbers of blocks."""
+    kinds: dict[tuple[bool, bytes], list[Ruled]] = {}
     n_cells = 0
-    for ruled in (ruled for pipeline in pipelines for ruled in pipeline.grids(kind)):
-        batch.append(ruled)
-        n_cells += len(ruled.rule)
+    for part in parts:
+        grid = part.grid
+        several = bool(grid.cells["dp"][0] > 1)
+        kinds.setdefault((several, grid.recompute_blocks.tobytes()), []).append(part)
+        n_cells += len(part.rule)
         if n_cells >= most:
-            yield batch
-            batch, n_cells = [], 0
-    if batch:
-        yield batch
-
-
-def _numbered(values: Choices) -> list[list[tuple[str, int]]]:
-    """Fields with the numbers that mean their values in a column."""
-    return [[(name, number_of(name, value)) for name, value in each.items()] for each in values]
-
-
-def _numbers(recompute_blocks: Sequence[int | None]) -> Column:
-    return np.array([number_of("recompute_blocks", n) for n in recompute_blocks], np.int64)
+            yield from map(Ruled.joined, kinds.values())
+            kinds, n_cells = {}, 0
+    yield from map(Ruled.joined, kinds.values())
 
 
 def _either(values: Iterable[Any]) -> str:
