@@ -26,7 +26,7 @@ def heads(x: Tensor, d_head: int, *, by_head: bool = False) -> Tensor:
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad.head_major = grad.head_major or by_head
-        return (_token_major(grad),)
+        return (token_major(grad),)
 
     y.node = x.tape.node((x.node,), (), backward)
     return y
@@ -94,7 +94,7 @@ def merged_heads(x: Tensor) -> Tensor:
     Source: torch:Tensor.flatten, a view where it can be.
     """
     batch, seq, n_heads, d_head = dims(x, "merged heads", *DIMS)
-    return _token_major(x).view(batch, seq, n_heads * d_head)
+    return token_major(x).view(batch, seq, n_heads * d_head)
 
 
 def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tensor:
@@ -145,7 +145,7 @@ def rope(x: Tensor) -> Tensor:
             return (grad.tape.new("grad", shape, FP32),)
 
     turned = tape.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
-    turned.node = tape.node((turned.node,), (), lambda grad, saved: (_token_major(grad),))
+    turned.node = tape.node((turned.node,), (), lambda grad, saved: (token_major(grad),))
     return tape.cast(turned, dtype)
 
 
@@ -268,6 +268,6 @@ def head_major(x: Tensor) -> Tensor:
     return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
 
 
-def _token_major(x: Tensor) -> Tensor:
+def token_major(x: Tensor) -> Tensor:
     """x with one token after the other: a copy if it is laid out by head."""
     return x.tape.new("by token", x.shape, x.dtype, x.node) if x.head_major else x
