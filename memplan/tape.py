@@ -350,11 +350,13 @@ class Tape:
         dtype: DType,
         node: Node | Parameter | None = None,
         kind: Kind = "temporaries",
+        *,
+        head_major: bool = False,
     ) -> Tensor:
         """A freshly allocated tensor."""
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
-        return Tensor(self, shape, dtype, Storage(buffer, self), node)
+        return Tensor(self, shape, dtype, Storage(buffer, self), node, head_major=head_major)
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
@@ -523,18 +525,15 @@ class Tape:
         """`x` in an element type: `x` itself, or a copy; saves nothing."""
         if x.dtype == dtype:
             return x
-        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self._cast_node(x))
-        y.head_major = x.head_major
-        return y
+        node = self._cast_node(x)
+        return self.new(f"copy as {dtype.name}", x.shape, dtype, node, head_major=x.head_major)
 
     def _cast_node(self, x: Tensor) -> Node:
         """The backward step of a cast: a copy of the gradient in the type of `x`."""
         was = x.dtype
 
         def backward(grad: Tensor, saved: Saved) -> Grads:
-            narrow = grad.tape.new(f"grad as {was.name}", grad.shape, was)
-            narrow.head_major = grad.head_major
-            return (narrow,)
+            return (grad.tape.new(f"grad as {was.name}", grad.shape, was, head_major=grad.head_major),)
 
         return self.node((x.node,), (), backward)
 

@@ -150,6 +150,4 @@ def like(x: Tensor, name: str) -> Tensor:
 
     Source: torch:empty_like.
     """
-    y = x.tape.new(name, x.shape, x.dtype)
-    y.head_major = x.head_major
-    return y
+    return x.tape.new(name, x.shape, x.dtype, head_major=x.head_major)
