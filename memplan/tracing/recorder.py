@@ -70,7 +70,10 @@ class Section(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark."""
+    """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark.
+
+    In the name of a block's parameter a * stands for the block's number.
+    """
 
     kind: str
     section: Section

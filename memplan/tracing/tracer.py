@@ -292,7 +292,7 @@ class _Tracer:
                     ) from error
                 self._note_unused(parameters)
         self.neglected |= recorder.neglected
-        return parts_of(recorder, self.prefixes)
+        return parts_of(recorder, f"{self.path}.*.")
 
     def _step(
         self, recorder: Recorder, inputs: Any, targets: Any, scale: Tensor | None, weights: str, autocast: str
@@ -338,7 +338,7 @@ class _Tracer:
 
     def _hooks(self, parameters: Mapping[str, nn.Parameter], recorder: Recorder) -> list[Any]:
         return [
-            parameter.register_post_accumulate_grad_hook(partial(recorder.grad_made, name=name))
+            parameter.register_post_accumulate_grad_hook(partial(recorder.grad_made, name=self.common(name)))
             for name, parameter in parameters.items()
             if parameter.requires_grad
         ]

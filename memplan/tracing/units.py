@@ -55,8 +55,8 @@ class Parts:
     ends: Ends | str
 
 
-def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
-    """The parts of a recorded step.
+def parts_of(recorder: Recorder, blocks: str) -> Parts:
+    """The parts of a recorded step; names of blocks' parameters begin with `blocks`.
 
     Raises:
         Unlike: the blocks are not equal.
@@ -70,9 +70,9 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
         return list(_ordered(by_section.get(Section(phase, unit), [])))
 
     like = representative(n)
-    same = _Classes(recorder, block_prefixes)
+    same = _Classes(recorder)
     for unit in range(1, n + 1):
-        same.check_own_gradients(part("backward", unit), unit)
+        _check_own_gradients(part("backward", unit), unit, blocks)
     tails: dict[str, list[Event]] = {}
     early: list[Event] = []
     for phase in ("forward", "backward", "casts") if n else ():
@@ -114,14 +114,23 @@ def _ordered(events: Iterable[Event]) -> Iterator[Event]:
         yield from sorted(found, key=lambda event: event.storage) if kind == "free" else found
 
 
+def _check_own_gradients(found: Iterable[Event], unit: int, blocks: str) -> None:
+    """Raise if a block's backward pass makes the gradient of a parameter that is not the block's.
+
+    It does for a parameter that blocks share, and for one of a module between two blocks.
+    """
+    for event in found:
+        if event.kind == "grad" and not event.detail.startswith(blocks):
+            raise Unlike(f"block {unit - 1} makes the gradient of {event.detail}, which is not its own")
+
+
 class _Classes:
     """The classes of storages that become one buffer of the recording."""
 
-    def __init__(self, recorder: Recorder, block_prefixes: Sequence[str]) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.storages = recorder.storages
         self._above = list(range(len(self.storages)))
-        self._prefixes = block_prefixes
 
     def of(self, storage: int) -> int:
         """The class of a storage."""
@@ -135,33 +144,13 @@ class _Classes:
         self._above[second] = first
 
     def _alike(self, one: Event, other: Event) -> bool:
-        if one.kind != other.kind:
-            return False
-        if one.kind in CALLS:
-            return bool(one.detail == other.detail)
-        if one.kind == "grad" and self.common(one.detail) != self.common(other.detail):
+        if (one.kind, one.detail) != (other.kind, other.detail):
             return False
         mine, its = self._stored(one), self._stored(other)
         return (mine.n_bytes, mine.dtype) == (its.n_bytes, its.dtype)
 
     def _stored(self, event: Event) -> Stored:
         return self.storages[event.storage] if event.storage >= 0 else Stored("", (), "", 0, 0)
-
-    def common(self, name: str) -> str:
-        """A parameter's name, with a * in the place of its block's number."""
-        for prefix in self._prefixes:
-            if name.startswith(f"{prefix}."):
-                return f"{prefix.rpartition('.')[0]}.*.{name[len(prefix) + 1 :]}"
-        return name
-
-    def check_own_gradients(self, found: Iterable[Event], unit: int) -> None:
-        """Raise if a block's backward pass makes the gradient of a parameter that is not the block's.
-
-        It does for a parameter that blocks share, and for one of a module between two blocks.
-        """
-        for event in found:
-            if event.kind == "grad" and self.common(event.detail) == event.detail:
-                raise Unlike(f"block {unit - 1} makes the gradient of {event.detail}, which is not its own")
 
     def unify(self, found: Sequence[Event], like: Sequence[Event], what: str) -> None:
         """Make one buffer of the storages at each place of two equal blocks."""
@@ -181,10 +170,10 @@ class _Classes:
 
     def unify_gradients(self, found: Iterable[Event], like: Iterable[Event]) -> None:
         """Make one buffer of the gradients of a parameter, also where all else differs."""
-        known = {self.common(event.detail): event.storage for event in like if event.kind == "grad"}
+        known = {event.detail: event.storage for event in like if event.kind == "grad"}
         for event in found:
-            if event.kind == "grad" and self.common(event.detail) in known:
-                self._join(event.storage, known[self.common(event.detail)])
+            if event.kind == "grad" and event.detail in known:
+                self._join(event.storage, known[event.detail])
 
     def without_extra_frees(
         self, found: Sequence[Event], like: Sequence[Event]
@@ -224,7 +213,7 @@ class _Classes:
                     if own not in numbers:
                         numbers[own] = next(n)
                     storage = numbers[own]
-                found.append(Event(kind, section, storage, self.common(detail) if kind == "grad" else detail))
+                found.append(Event(kind, section, storage, detail))
             made[part] = tuple(found)
 
         def number(storage: int) -> int:
