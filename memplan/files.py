@@ -3,6 +3,7 @@
 Only regular files of a sensible length are read; a pipe is never waited for.
 """
 
+import json
 import os
 import stat
 from types import MappingProxyType
@@ -63,6 +64,27 @@ def file_text(file: str | os.PathLike[str], *, most_bytes: int, what: str) -> st
         return file_bytes(file, most_bytes=most_bytes, what=what).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidValue(f"is not UTF-8 text (byte {error.start}); give a {what} as UTF-8.") from None
+
+
+def json_value(text: str, *, what: str, way_out: str, **hooks: Any) -> Any:
+    """The value of a JSON text, made with the `hooks` of `json.loads`; `what` it should be is for errors.
+
+    Raises:
+        InvalidValue: it is not JSON.
+    """
+    try:
+        return json.loads(text, **hooks)
+    except MemplanError:
+        raise
+    except RecursionError:
+        raise InvalidValue(f"is nested too deeply for a {what}; {way_out}.") from None
+    except json.JSONDecodeError as error:
+        where = f"{error.msg}, line {error.lineno}"
+        raise InvalidValue(
+            f"is not JSON ({where}); it may be truncated: fetch it again, or {way_out}."
+        ) from None
+    except ValueError:
+        raise InvalidValue(f"holds a number of thousands of digits; {way_out}.") from None
 
 
 def of_file(file: str | os.PathLike[str], error: MemplanError) -> MemplanError:

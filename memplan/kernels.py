@@ -201,37 +201,18 @@ def sums_by_id(device: Device, n_ids: int, n_parts: int, width: int) -> bool:
     return 4 * n_blocks < n_parts and n_blocks < 4 * device.multiprocessors
 
 
-class SortScratch(NamedTuple):
-    """Bytes that CUB allocates to sort token ids, to find distinct ones, and to number their parts."""
+def id_sort_passes(torch_release: Release, n_rows: int) -> int:
+    """Passes of the sort of a table's row numbers: over the bits that one can have; before 2.13 over all 64.
 
-    sort_bytes: int
-    unique_bytes: int
-    scan_bytes: int
-
-
-def sort_scratch(device: Device, torch_release: Release, n_ids: int, n_rows: int) -> SortScratch:
-    """Bytes that CUB allocates for the gradient of a table with `n_rows`, in which `n_ids` were looked up.
-
-    Ids are sorted by the bits that a row's number can have; before torch 2.13 by all 64.
-
-    Neglects: other versions of CUB, whose tiles differ by a few KiB.
-
-    Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
-    cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`),
-    cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
+    Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`).
     """
-    compared_at_once = 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
-    n_passes = ceil((n_rows.bit_length() or 1) / 8) if torch_release >= (2, 13) else 8
-    n_different = min(n_ids, n_rows)
-    return SortScratch(
-        radix_sort_bytes(device, n_ids, n_passes),
-        _tile_states(n_ids, compared_at_once),
-        scan_bytes(n_different),
-    )
+    return ceil((n_rows.bit_length() or 1) / 8) if torch_release >= (2, 13) else 8
 
 
 def radix_sort_bytes(device: Device, n_elements: int, n_passes: int = 8) -> int:
     """Bytes that CUB allocates to sort integers of 64 bits with their places, 8 bits in each pass.
+
+    Neglects: other versions of CUB, whose tiles differ by a few KiB.
 
     Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeOnesweep`), as CUDA 13.0 tunes it.
     """
@@ -239,6 +220,16 @@ def radix_sort_bytes(device: Device, n_elements: int, n_passes: int = 8) -> int:
     between_passes = 2 * _aligned(8 * n_elements) if n_passes > 1 else 0
     tiles = _aligned(1024 * ceil(n_elements / sorted_at_once))
     return ALIGNED_BYTES - 1 + between_passes + _aligned(2048 * n_passes) + tiles + ALIGNED_BYTES
+
+
+def unique_bytes(device: Device, n_elements: int) -> int:
+    """Bytes that CUB allocates to find the different ones of sorted integers of 64 bits.
+
+    Source: as `scan_bytes`.
+    """
+    return _tile_states(
+        n_elements, 4928 if device.at_least(9) else 1344 if device.capability == (8, 0) else 320
+    )
 
 
 def scan_bytes(n_elements: int) -> int:

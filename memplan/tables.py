@@ -95,10 +95,9 @@ def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
             "layers": layers_text(s.layers),
             "n_layers": sum(map(len, s.layers)),
             **s.peak.to_dict(),
-        }
-        | {"rest_bytes": s.rest_bytes, "when": s.when}
-        | {"step_s": None if time is None else time.total_s}
-        | {
+            "rest_bytes": s.rest_bytes,
+            "when": s.when,
+            "step_s": None if time is None else time.total_s,
             "global_batch": estimate.plan.global_batch,
             "micro_batch": estimate.plan.micro_batch,
             "n_micro_batches": estimate.plan.n_micro_batches,

@@ -12,7 +12,7 @@ Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), torch/csrc/autogra
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, cast
 
 from memplan.device import H100, Device, DeviceType
@@ -139,20 +139,21 @@ class OpContext:
         return self.backend == "gloo" and self.device.on_cpu
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Storage:
     """Owns a buffer's bytes: records their allocation when it is made and their free when it dies."""
 
-    __slots__ = ("buffer", "tape")
+    buffer: Buffer
+    tape: "Tape"
 
-    def __init__(self, buffer: Buffer, tape: "Tape") -> None:
-        self.buffer = buffer
-        self.tape = tape
-        tape.events.append(Alloc(buffer))
+    def __post_init__(self) -> None:
+        self.tape.events.append(Alloc(self.buffer))
 
     def __del__(self) -> None:
         self.tape.events.append(Free(self.buffer))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One step of the backward pass: maps the output's gradient to the inputs' gradients.
 
@@ -160,23 +161,15 @@ class Node:
     gradients are never summed in place if it `has_dtensor_grad`. `released`: what it saved is freed.
     """
 
-    __slots__ = ("backward", "grad", "has_dtensor_grad", "inputs", "region", "released", "saved")
+    inputs: "tuple[Node | Parameter | None, ...]"
+    saved: Saved | None
+    backward: Backward
+    region: "Region | None"
+    grad: "Tensor | None" = None
+    has_dtensor_grad: bool = False
+    released: bool = False
 
-    def __init__(
-        self,
-        inputs: "tuple[Node | Parameter | None, ...]",
-        saved: "tuple[Tensor, ...] | None",
-        backward: Backward,
-        region: "Region | None",
-    ) -> None:
-        self.inputs = inputs
-        self.saved = saved
-        self.backward = backward
-        self.region = region
-        self.has_dtensor_grad = self.released = False
-        self.grad: Tensor | None = None
-
-    def unpacked(self) -> "tuple[Tensor, ...]":
+    def unpacked(self) -> Saved:
         """The saved tensors; recomputed ones are handed over, others stay until the node has run.
 
         Source: torch.utils.checkpoint:_checkpoint_hook, torch/csrc/autograd/engine.cpp (`release_variables`).
@@ -187,36 +180,30 @@ class Node:
         return saved
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Region:
     """A checkpointed part of the forward pass: it keeps its arguments only, and is run again in backward.
 
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
+    It has no slots: Python frees attributes in the order in which they were set, but slots by name.
     """
 
-    def __init__(
-        self,
-        function: "Callable[[Tensor], Tensor]",
-        x: "Tensor",
-        arguments: "dict[str, Tensor]",
-        scope: str,
-        *,
-        selective: bool,
-    ) -> None:
-        self.function = function
-        self.scope = scope
-        self.x = x
-        self.arguments = arguments
-        self.selective = selective
-        self.nodes: list[Node] = []
-        self.n_saving = 0
-        self.rng_state: Tensor | None = None
-        self.saved_outputs: deque[Saved] = deque()
+    function: "Callable[[Tensor], Tensor]"
+    scope: str
+    x: "Tensor"
+    arguments: "dict[str, Tensor]"
+    selective: bool
+    nodes: list[Node] = field(default_factory=list)
+    n_saving: int = 0
+    rng_state: "Tensor | None" = None
+    saved_outputs: deque[Saved] = field(default_factory=deque)
 
 
 class _Recomputed(Exception):
     """Stops the recomputation of a region once its last saved tensor is there."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
@@ -224,25 +211,14 @@ class Tensor:
     `head_major`: its (batch, seq, heads, d_head) are laid out one head after the other.
     """
 
-    __slots__ = ("dtype", "head_major", "in_flight", "is_view", "node", "shape", "storage", "tape")
-
-    def __init__(
-        self,
-        tape: "Tape",
-        shape: Shape,
-        dtype: DType,
-        storage: Storage | None = None,
-        node: "Node | Parameter | None" = None,
-        is_view: bool = False,
-    ) -> None:
-        self.tape = tape
-        self.shape = shape
-        self.dtype = dtype
-        self.storage = storage
-        self.node = node
-        self.is_view = is_view
-        self.in_flight: tuple[Tensor, ...] = ()
-        self.head_major = False
+    tape: "Tape"
+    shape: Shape
+    dtype: DType
+    storage: Storage | None = None
+    node: Node | Parameter | None = None
+    is_view: bool = False
+    in_flight: Saved = ()
+    head_major: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -374,11 +350,13 @@ class Tape:
         dtype: DType,
         node: Node | Parameter | None = None,
         kind: Kind = "temporaries",
+        *,
+        head_major: bool = False,
     ) -> Tensor:
         """A freshly allocated tensor."""
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
-        return Tensor(self, shape, dtype, Storage(buffer, self), node)
+        return Tensor(self, shape, dtype, Storage(buffer, self), node, head_major=head_major)
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
@@ -416,9 +394,15 @@ class Tape:
         """A block of buffers that a kernel allocates itself; none if kernels do not run."""
         return Workspace(self if self.context.device.runs_kernels else None)
 
-    def sum_workspace(self, n_outputs: int, n_inputs: int, *, along_rows: bool = True) -> None:
-        """Allocate and free a sum's scratch on CUDA (see `reduction_scratch`)."""
-        device = self.context.device
+    def summed(
+        self, name: str, shape: Shape, dtype: DType, n_inputs: int, *, along_rows: bool = True
+    ) -> Tensor:
+        """A new tensor of sums of `n_inputs` numbers each, with a sum's scratch on CUDA.
+
+        `along_rows`: as in `reduction_scratch`.
+        """
+        device, n_outputs = self.context.device, n_elements(shape)
+        total = self.new(name, shape, dtype)
         scratch = (
             None if device.on_cpu else reduction_scratch(device, n_outputs, n_inputs, along_rows=along_rows)
         )
@@ -426,6 +410,7 @@ class Tape:
             with self.workspace() as blocks:
                 blocks.new("partial sums", (scratch.sums_bytes // FP32.itemsize,), FP32)
                 blocks.new("counters of partial sums", (scratch.counters_bytes // INT32.itemsize,), INT32)
+        return total
 
     def wants(self, i: int) -> bool:
         """Whether the i-th input's gradient is computed; a split backward pass computes only some."""
@@ -439,9 +424,7 @@ class Tape:
         grad.is_view = is_view
         return grad
 
-    def node(
-        self, inputs: tuple[Node | Parameter | None, ...], saved: tuple[Tensor, ...], backward: Backward
-    ) -> Node:
+    def node(self, inputs: tuple[Node | Parameter | None, ...], saved: Saved, backward: Backward) -> Node:
         """The backward step of an operation that is about to allocate its output."""
         if self._replaying is not None:
             return self._replay(self._replaying, saved)
@@ -461,7 +444,7 @@ class Tape:
             region.nodes.append(node)
         return node
 
-    def _replay(self, region: Region, saved: tuple[Tensor, ...]) -> Node:
+    def _replay(self, region: Region, saved: Saved) -> Node:
         node = region.nodes[self._replayed]
         self._replayed += 1
         if saved:
@@ -542,18 +525,15 @@ class Tape:
         """`x` in an element type: `x` itself, or a copy; saves nothing."""
         if x.dtype == dtype:
             return x
-        y = self.new(f"copy as {dtype.name}", x.shape, dtype, self._cast_node(x))
-        y.head_major = x.head_major
-        return y
+        node = self._cast_node(x)
+        return self.new(f"copy as {dtype.name}", x.shape, dtype, node, head_major=x.head_major)
 
     def _cast_node(self, x: Tensor) -> Node:
         """The backward step of a cast: a copy of the gradient in the type of `x`."""
         was = x.dtype
 
         def backward(grad: Tensor, saved: Saved) -> Grads:
-            narrow = grad.tape.new(f"grad as {was.name}", grad.shape, was)
-            narrow.head_major = grad.head_major
-            return (narrow,)
+            return (grad.tape.new(f"grad as {was.name}", grad.shape, was, head_major=grad.head_major),)
 
         return self.node((x.node,), (), backward)
 
@@ -643,7 +623,9 @@ class Tape:
 
         Source: torch.utils.checkpoint:checkpoint.
         """
-        self._region = region = Region(function, x, dict(self.shared), self.scope, selective=selective)
+        self._region = region = Region(
+            function=function, scope=self.scope, x=x, arguments=dict(self.shared), selective=selective
+        )
         _mark_saved((x,))
         if self.context.device.on_cpu:
             region.rng_state = self._rng_state()
@@ -738,11 +720,8 @@ class Tape:
         """
         if grad.shape == shape:
             return grad
-        total = self.new("grad", shape, grad.dtype)
-        along_rows = grad.shape[-1] == shape[-1]
-        n_outputs = n_elements(shape)
-        self.sum_workspace(n_outputs, n_elements(grad.shape) // n_outputs, along_rows=along_rows)
-        return total
+        n_inputs = n_elements(grad.shape) // n_elements(shape)
+        return self.summed("grad", shape, grad.dtype, n_inputs, along_rows=grad.shape[-1] == shape[-1])
 
     def retain(self, grad: Tensor) -> None:
         """Keep other gradients from being added to this one in place."""

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_family
 from memplan.ops import layer_norm_by_parts, times_number
 from memplan.shapes import FP32
 from memplan.tape import Tensor
@@ -45,26 +43,16 @@ class Cohere(HuggingFaceDecoder):
         return times_number(HuggingFaceDecoder.logits(self, x))
 
 
-def _read(config: Config, name: str) -> Cohere:
-    """Source: transformers, CohereConfig (defaults)."""
-    config.refuse("use_qk_norm")
-    config.one_of("hidden_act", "silu", ("silu", "swish"))
-    return Cohere(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=40,
-            d_model=8192,
-            n_heads=64,
-            d_ff=22528,
-            vocab_size=256000,
-            max_seq_len=8192,
-            tied_head=True,
-        ),
-        attention_bias=config.flag("attention_bias", default=False),
-    )
-
-
-COHERE: Final = Family(
-    implementations={"huggingface": Cohere}, readers={"cohere": Reader("CohereForCausalLM", _read)}
+COHERE: Final = decoder_family(
+    Cohere,
+    "CohereForCausalLM",
+    refuses=("use_qk_norm",),
+    flags=("attention_bias",),
+    n_layers=40,
+    d_model=8192,
+    n_heads=64,
+    d_ff=22528,
+    vocab_size=256000,
+    max_seq_len=8192,
+    tied_head=True,
 )

@@ -3,7 +3,6 @@
 The file comes from outside: whatever is in it, the result is a Model or a MemplanError.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
-from memplan.errors import InvalidValue, MemplanError, unknown_name
-from memplan.files import file_text
+from memplan.errors import InvalidValue, unknown_name
+from memplan.files import file_text, json_value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,31 +154,17 @@ def read_config(file: "Path") -> Config:
     Raises:
         InvalidValue: a file that cannot be read as a model's configuration, and why.
     """
-    return Config(_parsed(file_text(file, most_bytes=LARGEST_CONFIG_BYTES, what="config.json")))
-
-
-def _parsed(text: str) -> Mapping[str, Any]:
-    try:
-        config = json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_float=_finite
-        )
-    except MemplanError:
-        raise
-    except RecursionError:
-        raise InvalidValue(
-            "is nested too deeply for a configuration; use the model's own config.json."
-        ) from None
-    except json.JSONDecodeError as error:
-        raise InvalidValue(
-            f"is not JSON ({error.msg}, line {error.lineno}); it may be truncated: fetch it again."
-        ) from None
-    except ValueError:
-        raise InvalidValue(
-            "holds a number with thousands of digits; use the model's own config.json."
-        ) from None
+    config = json_value(
+        file_text(file, most_bytes=LARGEST_CONFIG_BYTES, what="config.json"),
+        what="configuration",
+        way_out="use the model's own config.json",
+        object_pairs_hook=_without_duplicates,
+        parse_constant=_no_constant,
+        parse_float=_finite,
+    )
     if not isinstance(config, dict):
         raise InvalidValue(f"holds {_kind(config)} where an object is needed; use the model's config.json.")
-    return config
+    return Config(config)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

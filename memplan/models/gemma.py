@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import WindowedDecoder, decoder_sizes
+from memplan.models.huggingface import GELU, WindowedDecoder, decoder_family
 from memplan.ops import gelu, rms_norm_around_one, times_number
 from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import Tensor
@@ -58,28 +56,19 @@ class Gemma(GemmaDecoder):
     code: ClassVar[str] = "transformers 5.23, GemmaForCausalLM"
 
 
-def _read(config: Config, name: str) -> Gemma:
-    """Source: transformers, GemmaConfig (defaults)."""
-    config.refuse("use_bidirectional_attention")
-    config.one_of("hidden_act", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
-    return Gemma(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=28,
-            d_model=3072,
-            n_heads=16,
-            n_kv_heads=16,
-            d_head=256,
-            d_ff=24576,
-            vocab_size=256000,
-            max_seq_len=8192,
-            tied_head=True,
-        ),
-        attention_bias=config.flag("attention_bias", default=False),
-    )
-
-
-GEMMA: Final = Family(
-    implementations={"huggingface": Gemma}, readers={"gemma": Reader("GemmaForCausalLM", _read)}
+GEMMA: Final = decoder_family(
+    Gemma,
+    "GemmaForCausalLM",
+    refuses=("use_bidirectional_attention",),
+    activation=("hidden_act", *GELU),
+    flags=("attention_bias",),
+    n_layers=28,
+    d_model=3072,
+    n_heads=16,
+    n_kv_heads=16,
+    d_head=256,
+    d_ff=24576,
+    vocab_size=256000,
+    max_seq_len=8192,
+    tied_head=True,
 )

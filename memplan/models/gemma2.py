@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
-from memplan.models.huggingface import causal_mask, decoder_sizes, window_mask
+from memplan.models.huggingface import GELU, causal_mask, decoder_family, window_mask
 from memplan.ops import capped_attention, soft_capped
 from memplan.tape import Tensor
 
@@ -50,30 +48,23 @@ class Gemma2(GemmaDecoder):
         return soft_capped(self.logits(x)) if self.caps_logits else self.logits(x)
 
 
-def _read(config: Config, name: str) -> Gemma2:
-    """Source: transformers, Gemma2Config (defaults)."""
-    config.refuse("use_bidirectional_attention")
-    config.one_of("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
-    return Gemma2(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=26,
-            d_model=2304,
-            n_heads=8,
-            n_kv_heads=4,
-            d_head=256,
-            d_ff=9216,
-            vocab_size=256000,
-            max_seq_len=8192,
-            tied_head=True,
-        ),
-        attention_bias=config.flag("attention_bias", default=False),
-        caps_scores=bool(config.values.get("attn_logit_softcapping", True)),
-        caps_logits=bool(config.values.get("final_logit_softcapping", True)),
-    )
-
-
-GEMMA2: Final = Family(
-    implementations={"huggingface": Gemma2}, readers={"gemma2": Reader("Gemma2ForCausalLM", _read)}
+GEMMA2: Final = decoder_family(
+    Gemma2,
+    "Gemma2ForCausalLM",
+    refuses=("use_bidirectional_attention",),
+    activation=("hidden_activation", *GELU),
+    flags=("attention_bias",),
+    own=lambda config: {
+        "caps_scores": bool(config.values.get("attn_logit_softcapping", True)),
+        "caps_logits": bool(config.values.get("final_logit_softcapping", True)),
+    },
+    n_layers=26,
+    d_model=2304,
+    n_heads=8,
+    n_kv_heads=4,
+    d_head=256,
+    d_ff=9216,
+    vocab_size=256000,
+    max_seq_len=8192,
+    tied_head=True,
 )

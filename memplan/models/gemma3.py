@@ -6,10 +6,8 @@ from itertools import groupby
 from typing import ClassVar, Final, final
 
 from memplan.models.base import Layers
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
 from memplan.models.gemma import GemmaDecoder
-from memplan.models.huggingface import SLIDING, HuggingFaceDecoder, WindowedDecoder, decoder_sizes
+from memplan.models.huggingface import GELU, SLIDING, HuggingFaceDecoder, WindowedDecoder, decoder_family
 from memplan.ops import heads
 from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import Tensor
@@ -76,30 +74,24 @@ class Gemma3(GemmaDecoder):
         return tuple([table for name, table in x.tape.shared.items() if name.endswith(("cosines", "sines"))])
 
 
-def _read(config: Config, name: str) -> Gemma3:
-    """Source: transformers, Gemma3TextConfig (defaults)."""
-    config.refuse("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
-    config.one_of("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
-    return Gemma3(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=26,
-            d_model=2304,
-            n_heads=8,
-            n_kv_heads=4,
-            d_head=256,
-            d_ff=9216,
-            vocab_size=262208,
-            max_seq_len=131072,
-            tied_head=True,
-        ),
-        attention_bias=config.flag("attention_bias", default=False),
-        window=config.window(4096),
-        pattern=config.count("sliding_window_pattern", 6),
-    )
-
-
-GEMMA3: Final = Family(
-    implementations={"huggingface": Gemma3}, readers={"gemma3_text": Reader("Gemma3ForCausalLM", _read)}
+GEMMA3: Final = decoder_family(
+    Gemma3,
+    "Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    refuses=("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"),
+    activation=("hidden_activation", *GELU),
+    flags=("attention_bias",),
+    own=lambda config: {
+        "window": config.window(4096),
+        "pattern": config.count("sliding_window_pattern", 6),
+    },
+    n_layers=26,
+    d_model=2304,
+    n_heads=8,
+    n_kv_heads=4,
+    d_head=256,
+    d_ff=9216,
+    vocab_size=262208,
+    max_seq_len=131072,
+    tied_head=True,
 )

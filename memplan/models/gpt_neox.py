@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_family
 from memplan.ops import feature_parts, gelu, heads, layer_norm, rope_of_parts
 from memplan.tape import Tensor
 
@@ -64,18 +62,19 @@ class GptNeox(HuggingFaceDecoder):
         return self.projected(y, "mlp.dense_4h_to_h", self.d_model)  # x is alive until the module returns
 
 
-def _read(config: Config, name: str) -> GptNeox:
-    """Source: transformers, GPTNeoXConfig (defaults)."""
-    config.refuse("hidden_dropout")
-    config.one_of("hidden_act", "gelu", ("gelu", "gelu_pytorch_tanh"))
-    return GptNeox(
-        **decoder_sizes(config, name, n_layers=44, d_model=6144, n_heads=64, d_ff=24576, vocab_size=50432),
-        partial_rotary=config.rotary_part(config.fraction("rotary_pct", 0.25)),
-        parallel=config.flag("use_parallel_residual", default=True),
-        attention_bias=config.flag("attention_bias", default=True),
-    )
-
-
-GPT_NEOX: Final = Family(
-    implementations={"huggingface": GptNeox}, readers={"gpt_neox": Reader("GPTNeoXForCausalLM", _read)}
+GPT_NEOX: Final = decoder_family(
+    GptNeox,
+    "GPTNeoXForCausalLM",
+    refuses=("hidden_dropout",),
+    activation=("hidden_act", "gelu", ("gelu", "gelu_pytorch_tanh")),
+    flags=("attention_bias",),
+    own=lambda config: {
+        "partial_rotary": config.rotary_part(config.fraction("rotary_pct", 0.25)),
+        "parallel": config.flag("use_parallel_residual", default=True),
+    },
+    n_layers=44,
+    d_model=6144,
+    n_heads=64,
+    d_ff=24576,
+    vocab_size=50432,
 )

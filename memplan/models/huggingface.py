@@ -7,12 +7,13 @@ position ids included.
 """
 
 from abc import ABC
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
-from memplan.models.base import BLOCKS, Decoder
+from memplan.models.base import BLOCKS, Decoder, Model
 from memplan.models.config import Config, WithoutRule
+from memplan.models.families import Family, Reader
 from memplan.ops import (
     attention,
     embedding,
@@ -30,6 +31,12 @@ from memplan.ops import (
 from memplan.record import Axis
 from memplan.shapes import BOOL, FP32, INT64, Buffer, buffer_of
 from memplan.tape import Tensor, Workspace
+
+SILU: Final = "hidden_act", "silu", ("silu", "swish")
+"""Llama's activation: its key in a config.json, what it is if the file does not say, and what is allowed."""
+
+GELU: Final = "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu")
+"""The tanh form of GELU if the file does not say, and that or the exact one."""
 
 SLIDING: Final = "sliding"
 """The kind of the blocks with a window, in a model that has others too."""
@@ -278,6 +285,36 @@ def _ranges(tokens: Tensor, into: Workspace) -> None:
         with tape.workspace() as first:
             first.new(f"{name} without an offset", (seq,), INT64)
             into.new(name, (seq,), INT64)
+
+
+def decoder_family(
+    cls: type[HuggingFaceDecoder],
+    architecture: str,
+    *,
+    model_type: str = "",
+    refuses: Sequence[str] = (),
+    activation: tuple[str, str, tuple[str, ...]] = SILU,
+    flags: Sequence[str] = (),
+    own: Callable[[Config], Mapping[str, Any]] = lambda config: {},
+    **sizes: Any,
+) -> Family:
+    """The family of a decoder that only transformers runs, whose class there is `architecture`.
+
+    Of a config.json, `model_type` is the family's name if left out; settings that it `refuses` must not be
+    set; `activation` is as `SILU`; `flags` are fields of `cls` that it calls the same; `own` reads further
+    fields. `sizes` are the defaults in transformers' configuration that are not those of `decoder_sizes`.
+    """
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
+
+    def read(config: Config, name: str) -> Model:
+        config.refuse(*refuses)
+        config.one_of(*activation)
+        found = decoder_sizes(config, name, **sizes)
+        found |= {flag: config.flag(flag, default=defaults[flag]) for flag in flags}
+        return cls(**found, **own(config))
+
+    readers = {model_type or cls.family: Reader(architecture, read)}
+    return Family(implementations={"huggingface": cls}, readers=readers)
 
 
 def decoder_sizes(

@@ -100,13 +100,12 @@ def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str],
     found = _traced(config, name, device)
     if found is not None:
         return found
-    what = (
-        ("model architecture", kind) if kind not in known else (f"{kind} architecture", config.architecture)
-    )
-    own = known if kind not in known else [known[kind]]
+    if kind in known:
+        unknown = unknown_name(f"{kind} architecture", config.architecture, [known[kind]])
+    else:
+        unknown = unknown_name("model architecture", kind, known)
     raise UnknownName(
-        f"{unknown_name(*what, own)} Others are traced from transformers' own code: pip install "
-        "'memplan[huggingface]'."
+        f"{unknown} Others are traced from transformers' own code: pip install 'memplan[huggingface]'."
     )
 
 

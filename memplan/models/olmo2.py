@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_family
 from memplan.ops import halves_rotation, heads, rms_norm_in_fp32
 from memplan.shapes import FP32
 from memplan.tape import Tensor
@@ -51,15 +49,4 @@ class Olmo2(HuggingFaceDecoder):
         return tape.cast(turned_q, dtype), tape.cast(turned_k, dtype)
 
 
-def _read(config: Config, name: str) -> Olmo2:
-    """Source: transformers, Olmo2Config (defaults)."""
-    config.one_of("hidden_act", "silu", ("silu", "swish"))
-    return Olmo2(
-        **decoder_sizes(config, name, vocab_size=50304),
-        attention_bias=config.flag("attention_bias", default=False),
-    )
-
-
-OLMO2: Final = Family(
-    implementations={"huggingface": Olmo2}, readers={"olmo2": Reader("Olmo2ForCausalLM", _read)}
-)
+OLMO2: Final = decoder_family(Olmo2, "Olmo2ForCausalLM", flags=("attention_bias",), vocab_size=50304)

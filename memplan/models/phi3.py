@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import WindowedDecoder, decoder_sizes
+from memplan.models.huggingface import WindowedDecoder, decoder_family
 from memplan.ops import feature_parts, feature_slices, heads, rope_of_parts, silu
 from memplan.tape import Tensor
 
@@ -41,17 +39,13 @@ class Phi3(WindowedDecoder):
         return self.projected(up * silu(gate), "mlp.down_proj", self.d_model)
 
 
-def _read(config: Config, name: str) -> Phi3:
-    """Source: transformers, Phi3Config (defaults)."""
-    config.refuse("resid_pdrop", "embd_pdrop")
-    config.one_of("hidden_act", "silu", ("silu", "swish"))
-    return Phi3(
-        **decoder_sizes(config, name, d_model=3072, d_ff=8192, vocab_size=32064, max_seq_len=4096),
-        partial_rotary=config.rotary_part(1.0),
-        window=config.window(0),
-    )
-
-
-PHI3: Final = Family(
-    implementations={"huggingface": Phi3}, readers={"phi3": Reader("Phi3ForCausalLM", _read)}
+PHI3: Final = decoder_family(
+    Phi3,
+    "Phi3ForCausalLM",
+    refuses=("resid_pdrop", "embd_pdrop"),
+    own=lambda config: {"partial_rotary": config.rotary_part(1.0), "window": config.window(0)},
+    d_model=3072,
+    d_ff=8192,
+    vocab_size=32064,
+    max_seq_len=4096,
 )

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import HuggingFaceDecoder, decoder_sizes
+from memplan.models.huggingface import HuggingFaceDecoder, decoder_family
 from memplan.ops import heads
 from memplan.tape import Tensor
 
@@ -33,18 +31,14 @@ class Qwen3(HuggingFaceDecoder):
         return self.head_norm(heads(x, self.d_head, by_head=True), f"self_attn.{name[0]}_norm")
 
 
-def _read(config: Config, name: str) -> Qwen3:
-    """Source: transformers, Qwen3Config (defaults)."""
-    config.refuse("use_sliding_window")
-    config.one_of("hidden_act", "silu", ("silu", "swish"))
-    return Qwen3(
-        **decoder_sizes(
-            config, name, n_kv_heads=32, d_ff=22016, d_head=128, vocab_size=151936, max_seq_len=32768
-        ),
-        attention_bias=config.flag("attention_bias", default=False),
-    )
-
-
-QWEN3: Final = Family(
-    implementations={"huggingface": Qwen3}, readers={"qwen3": Reader("Qwen3ForCausalLM", _read)}
+QWEN3: Final = decoder_family(
+    Qwen3,
+    "Qwen3ForCausalLM",
+    refuses=("use_sliding_window",),
+    flags=("attention_bias",),
+    n_kv_heads=32,
+    d_head=128,
+    d_ff=22016,
+    vocab_size=151936,
+    max_seq_len=32768,
 )

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from memplan.models.config import Config
-from memplan.models.families import Family, Reader
-from memplan.models.huggingface import WindowedDecoder, decoder_sizes
+from memplan.models.huggingface import GELU, WindowedDecoder, decoder_family
 from memplan.ops import gelu, layer_norm
 from memplan.tape import Tensor
 
@@ -33,29 +31,19 @@ class Starcoder2(WindowedDecoder):
         return self.projected(gelu(self.projected(x, "mlp.c_fc", self.d_ff)), "mlp.c_proj", self.d_model)
 
 
-def _read(config: Config, name: str) -> Starcoder2:
-    """Source: transformers, Starcoder2Config (defaults)."""
-    config.refuse("residual_dropout", "embedding_dropout")
-    config.one_of("hidden_act", "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu"))
-    return Starcoder2(
-        **decoder_sizes(
-            config,
-            name,
-            n_layers=30,
-            d_model=3072,
-            n_heads=24,
-            n_kv_heads=2,
-            d_ff=12288,
-            vocab_size=49152,
-            max_seq_len=4096,
-            tied_head=True,
-        ),
-        use_bias=config.flag("use_bias", default=True),
-        window=config.window(0),
-    )
-
-
-STARCODER2: Final = Family(
-    implementations={"huggingface": Starcoder2},
-    readers={"starcoder2": Reader("Starcoder2ForCausalLM", _read)},
+STARCODER2: Final = decoder_family(
+    Starcoder2,
+    "Starcoder2ForCausalLM",
+    refuses=("residual_dropout", "embedding_dropout"),
+    activation=("hidden_act", *GELU),
+    flags=("use_bias",),
+    own=lambda config: {"window": config.window(0)},
+    n_layers=30,
+    d_model=3072,
+    n_heads=24,
+    n_kv_heads=2,
+    d_ff=12288,
+    vocab_size=49152,
+    max_seq_len=4096,
+    tied_head=True,
 )

@@ -15,7 +15,7 @@ from memplan import shapes
 from memplan.checks import LARGEST, LARGEST_BYTES, checked_choice, checked_count
 from memplan.device import Device, DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
-from memplan.files import file_text, of_file
+from memplan.files import file_text, json_value, of_file
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
 from memplan.models.workspaces import Asked, Run
 from memplan.ops.kernel_calls import KERNELS
@@ -423,7 +423,10 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         **({"neglects": model.neglects} if model.neglects else {}),
         **({"unused": model.unused} if model.unused else {}),
         "tied": model.tied,
-        **{name: [_plain_tensor(one) for one in getattr(model, name)] for name in TENSORS},
+        **{
+            name: [[one.name, _plain_shape(one.shape), one.dtype] for one in getattr(model, name)]
+            for name in TENSORS
+        },
         "frozen": model.frozen,
         "recordings": [
             {"run": _plain_variant(variant), **_plain_recording(recording, table, convolutions)}
@@ -469,15 +472,14 @@ def _plain_shape(shape: Iterable[Size]) -> list[Any]:
     return [_plain_size(dim) for dim in shape]
 
 
-def _plain_tensor(tensor: TracedTensor) -> list[Any]:
-    return [tensor.name, _plain_shape(tensor.shape), tensor.dtype]
-
-
 def _plain_recording(
     recording: Recording, table: dict[str, int], convolutions: dict[TracedEvent, int]
 ) -> dict[str, Any]:
     """A recording as plain values; its buffers and convolutions are indices into growing tables of all."""
-    rows = [json.dumps(_plain_buffer(one)) for one in recording.buffers]
+    rows = [
+        json.dumps([one.name, _plain_shape(one.shape), one.dtype.name, _plain_size(one.n_bytes), one.kind])
+        for one in recording.buffers
+    ]
     return {
         "buffers": [table.setdefault(row, len(table)) for row in rows],
         "parts": {
@@ -488,11 +490,6 @@ def _plain_recording(
         "cut": recording.cut,
         "ends": recording.ends,
     }
-
-
-def _plain_buffer(one: TracedBuffer) -> list[Any]:
-    shape, n_bytes = _plain_shape(one.shape), _plain_size(one.n_bytes)
-    return [one.name, shape, one.dtype.name, n_bytes, one.kind]
 
 
 def _plain_event(event: TracedEvent, convolutions: dict[TracedEvent, int]) -> Any:
@@ -520,29 +517,14 @@ def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
         InvalidValue: a file that cannot be read as a trace, and why.
     """
     try:
-        return _model(parsed(file_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace")))
+        text = file_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace")
+        return _model(json_value(text, what="trace", way_out="trace the module again"))
     except MemplanError as error:
         raise of_file(path, error) from None
 
 
 def _wrong(what: str) -> InvalidValue:
     return InvalidValue(f"{what}; trace the module again.")
-
-
-def parsed(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        InvalidValue: it is not JSON.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise _wrong("is nested too deeply for a trace") from None
-    except json.JSONDecodeError as error:
-        raise _wrong(f"is not JSON ({error.msg}, line {error.lineno})") from None
-    except ValueError:
-        raise _wrong("holds a number of thousands of digits") from None
 
 
 def is_trace(path: str | os.PathLike[str]) -> bool:
@@ -632,13 +614,15 @@ def _size(value: Any) -> Size:
         value = [[value]]
     if not isinstance(value, list) or len(value) > 8:
         raise _wrong(f"size {shown_value(value)} is not allowed in a trace")
-    terms = []
     for term in value:
-        whole = isinstance(term, list) and 1 <= len(term) <= 3 and all(type(n) is int for n in term)
-        if not whole or abs(term[0]) > LARGEST**2 or not all(0 <= n <= 4 for n in term[1:]):
+        if not _are_whole(term, 1) or abs(term[0]) > LARGEST**2 or not all(0 <= n <= 4 for n in term[1:]):
             raise _wrong(f"size {shown_value(term)} is not allowed in a trace")
-        terms.append(Term(*term))
-    return tuple(terms)
+    return tuple([Term(*term) for term in value])
+
+
+def _are_whole(values: Any, least: int) -> bool:
+    """Whether these are a list of whole numbers, at least so many of them and at most three."""
+    return isinstance(values, list) and least <= len(values) <= 3 and all(type(n) is int for n in values)
 
 
 def _shape(value: list[Any]) -> tuple[Size, ...]:
@@ -688,8 +672,7 @@ def _asked(within: _Reader, convolutions: list[TracedEvent]) -> Asked:
 
 def _runs(table: list[Any]) -> tuple[Run, ...]:
     for run in table:
-        whole = isinstance(run, list) and 2 <= len(run) <= 3 and all(type(n) is int for n in run)
-        if not whole or max(map(abs, run)) > LARGEST_BYTES:
+        if not _are_whole(run, 2) or max(map(abs, run)) > LARGEST_BYTES:
             raise _wrong(f"run {shown_value(run)} is not allowed in a trace")
     _check_ascends([run[0] for run in table], "runs")
     return tuple([Run(*run) for run in table])
@@ -706,8 +689,8 @@ def _recording(
 ) -> Recording:
     buffers = [table[_place(one, len(table))] for one in within("buffers", list)]
     parts = _Reader(within("parts", dict))
-    *boundary, entry_requires_grad = _items(within("boundary", list), "boundary", int, int, bool)
-    for i in boundary:
+    boundary, boundary_grad, requires_grad = _items(within("boundary", list), "boundary", int, int, bool)
+    for i in (boundary, boundary_grad):
         checked_count("boundary", i, least=-1, most=len(buffers) - 1)
     return Recording(
         tuple(buffers),
@@ -715,9 +698,9 @@ def _recording(
             part: tuple([_event(e, len(buffers), convolutions, parameters) for e in parts(part, list)])
             for part in PARTS
         },
-        boundary[0],
-        boundary[1],
-        entry_requires_grad,
+        boundary,
+        boundary_grad,
+        requires_grad,
         _cut(within("cut", list | str | None), len(buffers)),
         _ends(within("ends", list | str | None)),
     )
@@ -726,12 +709,11 @@ def _recording(
 def _ends(value: list[Any] | str | None) -> Ends | str | None:
     if not isinstance(value, list):
         return value
-    embed, head, *backward = _items(value, "ends", list, list, int, int)
-    places = [_items(part, "ends", int, int) for part in (embed, head)]
-    for place in (*places[0], *places[1], *backward):
+    *ends, embed_backward, head_backward = _items(value, "ends", list, list, int, int)
+    (a, b), (c, d) = (_items(places, "ends", int, int) for places in ends)
+    for place in (a, b, c, d, embed_backward, head_backward):
         checked_count("ends", place, least=0)
-    (a, b), (c, d) = places
-    return Ends((a, b), (c, d), *backward)
+    return Ends((a, b), (c, d), embed_backward, head_backward)
 
 
 def _cut(value: list[Any] | str | None, n_buffers: int) -> Cut | str | None:
@@ -760,10 +742,10 @@ def _buffer(value: Any) -> TracedBuffer:
 
 
 def _event(value: Any, n_buffers: int, convolutions: list[TracedEvent], parameters: set[str]) -> TracedEvent:
+    if isinstance(value, int) and value < 0:
+        return TracedEvent("free", _place(-1 - value, n_buffers))
     if isinstance(value, int):
-        return TracedEvent(
-            "free" if value < 0 else "alloc", _place(-1 - value if value < 0 else value, n_buffers)
-        )
+        return TracedEvent("alloc", _place(value, n_buffers))
     if isinstance(value, list) and len(value) == 1:
         return TracedEvent("add", _place(value[0], n_buffers))
     if isinstance(value, list) and value[:1] == ["workspace"]:

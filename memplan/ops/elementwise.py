@@ -2,7 +2,7 @@
 
 from memplan.checks import checked_fraction
 from memplan.shapes import BOOL, FP32
-from memplan.tape import Expanded, Grads, Saved, Tensor
+from memplan.tape import Backward, Expanded, Grads, Saved, Tensor
 
 
 def silu(x: Tensor) -> Tensor:
@@ -10,7 +10,7 @@ def silu(x: Tensor) -> Tensor:
 
     Source: tools/autograd/derivatives.yaml (`silu`).
     """
-    return _activation(x, "silu")
+    return pointwise(x, "silu", x)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def gelu(x: Tensor) -> Tensor:
 
     Source: tools/autograd/derivatives.yaml (`gelu`).
     """
-    return _activation(x, "gelu")
+    return pointwise(x, "gelu", x)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def times_number(x: Tensor, *number: Tensor) -> Tensor:
 
     Source: tools/autograd/derivatives.yaml (`mul.Tensor`).
     """
-    return x.tape.new("multiple", x.shape, x.dtype, x.tape.node((x.node,), number, same_backward))
+    return pointwise(x, "multiple", *number)
 
 
 def plus_number(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def plus_number(x: Tensor) -> Tensor:
 
     Source: tools/autograd/derivatives.yaml (`add.Tensor`).
     """
-    return x.tape.new("sum", x.shape, x.dtype, x.tape.node((x.node,), (), lambda grad, saved: (grad,)))
+    return pointwise(x, "sum", backward=passed_on)
 
 
 def soft_capped(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def power(x: Tensor, name: str = "power") -> Tensor:
 
     Source: tools/autograd/derivatives.yaml (`pow.Tensor_Scalar`).
     """
-    return x.tape.new(name, x.shape, x.dtype, x.tape.node((x.node,), (x,), power_backward))
+    return pointwise(x, name, x, backward=power_backward)
 
 
 def power_backward(grad: Tensor, saved: Saved) -> Grads:
@@ -117,11 +117,6 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     return x.tape.new("product", shape, wide, x.tape.node((x.node, y.node), (x, y), backward))
 
 
-def _activation(x: Tensor, name: str) -> Tensor:
-    node = x.tape.node((x.node,), (x,), same_backward)
-    return x.tape.new(name, x.shape, x.dtype, node)
-
-
 def dropout(x: Tensor, p: float) -> Tensor:
     """x with elements zeroed at probability p and the rest scaled; x itself if p is 0.
 
@@ -131,13 +126,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if checked_fraction("dropout", p) == 0.0:
         return x
-    tape, shape, dtype = x.tape, x.shape, x.dtype
-
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.tape.new("grad", shape, dtype),)
-
-    mask = tape.new("dropout mask", shape, dtype if tape.context.device.on_cpu else BOOL)
-    return tape.new("dropout", shape, dtype, tape.node((x.node,), (mask,), backward))
+    mask = x.tape.new("dropout mask", x.shape, x.dtype if x.tape.context.device.on_cpu else BOOL)
+    return pointwise(x, "dropout", mask)
 
 
 def same_backward(grad: Tensor, saved: Saved) -> Grads:
@@ -145,11 +135,19 @@ def same_backward(grad: Tensor, saved: Saved) -> Grads:
     return (like(grad, "grad"),)
 
 
+def passed_on(grad: Tensor, saved: Saved) -> Grads:
+    """The output's gradient itself."""
+    return (grad,)
+
+
+def pointwise(x: Tensor, name: str, *saved: Tensor, backward: Backward = same_backward) -> Tensor:
+    """A new tensor of the shape and type of `x`, computed from it element by element."""
+    return x.tape.new(name, x.shape, x.dtype, x.tape.node((x.node,), saved, backward))
+
+
 def like(x: Tensor, name: str) -> Tensor:
     """A new tensor of the shape, type and layout of `x`.
 
     Source: torch:empty_like.
     """
-    y = x.tape.new(name, x.shape, x.dtype)
-    y.head_major = x.head_major
-    return y
+    return x.tape.new(name, x.shape, x.dtype, head_major=x.head_major)

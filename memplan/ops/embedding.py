@@ -1,6 +1,14 @@
 """Tables of vectors: token embeddings and learned positions."""
 
-from memplan.kernels import ROWS_PER_THREAD, SORTED_IDS, sort_scratch, sums_by_id
+from memplan.kernels import (
+    ROWS_PER_THREAD,
+    SORTED_IDS,
+    id_sort_passes,
+    radix_sort_bytes,
+    scan_bytes,
+    sums_by_id,
+    unique_bytes,
+)
 from memplan.ops.dims import dims, divided
 from memplan.ops.tensor_axis import reduced_over_tp, replicated_parameter
 from memplan.placements import Replicate, Shard
@@ -106,7 +114,7 @@ def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tens
     aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`).
     """
     n_rows, d_model = shape
-    scratch = sort_scratch(tape.context.device, tape.context.torch_release, n_ids, n_rows)
+    device, n_passes = tape.context.device, id_sort_passes(tape.context.torch_release, n_rows)
     most = min(n_ids, n_rows)
     most_parts = n_ids // ROWS_PER_THREAD + most
     with tape.workspace() as kept:
@@ -114,20 +122,20 @@ def _sorted_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tens
         kept.new("order", (n_ids,), INT64)
         with tape.workspace() as sort:
             sort.new("numbers", (n_ids,), INT64)
-            sort.new("CUB: sort", (scratch.sort_bytes,), UINT8)
+            sort.new("CUB: sort", (radix_sort_bytes(device, n_ids, n_passes),), UINT8)
         grad = tape.new("grad", shape, dtype)
         kept.new("starts of equal ids", (n_ids,), INT64)
         kept.new("number of different ids", (), INT64)
         with tape.workspace() as unique:
             unique.new("different ids", (n_ids,), INT64)
-            unique.new("CUB: unique", (scratch.unique_bytes,), UINT8)
+            unique.new("CUB: unique", (unique_bytes(device, n_ids),), UINT8)
         kept.new("parts of an id", (most,), INT64)
         kept.new("offsets of parts", (most,), INT64)
         with tape.workspace() as scan:
-            scan.new("CUB: scan", (scratch.scan_bytes,), UINT8)
+            scan.new("CUB: scan", (scan_bytes(most),), UINT8)
         kept.new("number of parts", (), INT64)
         kept.new("starts of parts", (most_parts,), INT64)
-        if sums_by_id(tape.context.device, most, most_parts, d_model):
+        if sums_by_id(device, most, most_parts, d_model):
             kept.new("ids of parts", (most_parts,), INT64)
             kept.new("sums of ids", (most, d_model), FP32)
         else:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from memplan.kernels import cudnn_scratch, efficient_attention_bytes, flash_splits
 from memplan.record import ComputeKind
-from memplan.shapes import FP32, INT64, UINT8, DType, Shape
-from memplan.tape import Backward, Grads, Saved, Tape, Tensor
+from memplan.shapes import FP32, INT64, UINT8
+from memplan.tape import Grads, Saved, Tape, Tensor
 
 
 def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
@@ -20,21 +20,18 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
     """
     tape, dtype = q.tape, q.dtype
     batch, seq, n_heads, d_head = q.shape
-    q_shape, kv_shape = q.shape, k.shape
     q_block = 256 if seq >= 768 else 64 if seq >= 192 else 32
     rows, columns = min(q_block, seq), min(512, seq)
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
-        with grad.tape.kernel_workspace() as thread:
+    def backward_scratch(tape: Tape) -> None:
+        with tape.kernel_workspace() as thread:
             thread.new("scores of a block", (2, rows, columns), FP32)
             if dtype != FP32:
                 thread.new(f"scores of a block as {dtype.name}", (2, rows, columns), dtype)
             thread.new("dots of a block", (rows,), FP32)
-        return grads
 
     def compute() -> Saved:
-        y = tape.new("attention", q_shape, dtype)
+        y = tape.new("attention", q.shape, dtype)
         lse = tape.new("log-sum-exp", (batch, seq, n_heads), FP32)
         with tape.kernel_workspace() as thread:
             thread.new("scores and sums of a block", (rows * columns + 2 * rows + rows * d_head,), FP32)
@@ -42,7 +39,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
                 thread.new(f"scores of a block as {dtype.name}", (rows, columns), dtype)
         return y, lse
 
-    return _attended(q, k, v, compute, backward, *masks)
+    return _attended(q, k, v, compute, backward_scratch, *masks)
 
 
 def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
@@ -79,24 +76,22 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
     """
     tape, dtype = q.tape, q.dtype
     batch, seq, n_heads, d_head = q.shape
-    q_shape, kv_shape = q.shape, k.shape
+    kv_shape = k.shape
     d_rounded = -(-d_head // 32) * 32 if d_head <= 128 else -(-d_head // 64) * 64
     seq_rounded = -(-seq // 128) * 128
     n_splits = 1 if dropout else flash_splits(tape.context.device, batch, n_heads, seq, d_head)
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
-        with grad.tape.workspace() as temporary:
+    def backward_scratch(tape: Tape) -> None:
+        with tape.workspace() as temporary:
             temporary.new("dots", (batch, n_heads, seq_rounded), FP32)
             temporary.new("sums of dq", (batch, seq_rounded, n_heads, d_rounded), FP32)
             if kv_shape[2] != n_heads:
                 expanded = (*kv_shape[:2], n_heads, d_head)
                 temporary.new("expanded dk", expanded, dtype)
                 temporary.new("expanded dv", expanded, dtype)
-        return grads
 
     def compute() -> Saved:
-        y = tape.new("attention", q_shape, dtype)
+        y = tape.new("attention", q.shape, dtype)
         lse = tape.new("log-sum-exp", (batch, n_heads, seq), FP32)
         with tape.workspace() as parts:
             if n_splits > 1:
@@ -107,7 +102,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
                 state = tape.new("random state", (2,), INT64)
         return y, lse, state, unused
 
-    return _attended(q, k, v, compute, backward)
+    return _attended(q, k, v, compute, backward_scratch)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor, dropout: bool) -> Tensor:
@@ -117,25 +112,22 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor, dropout: bo
     """
     tape, dtype, context = q.tape, q.dtype, q.tape.context
     batch, seq, n_heads, _ = q.shape
-    q_shape, kv_shape = q.shape, k.shape
-    scratch = cudnn_scratch(context.device, context.torch_release, q_shape, kv_shape, dtype, dropout=dropout)
+    scratch = cudnn_scratch(context.device, context.torch_release, q.shape, k.shape, dtype, dropout=dropout)
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        grads = _gradients(grad.tape, q_shape, kv_shape, dtype)
-        with grad.tape.workspace() as temporary:
+    def backward_scratch(tape: Tape) -> None:
+        with tape.workspace() as temporary:
             temporary.new("cuDNN's workspace", (scratch.backward_bytes,), UINT8)
-        return grads
 
     def compute() -> Saved:
         seed, offset = tape.new("random seed", (), INT64), tape.new("random offset", (), INT64)
-        y = tape.new("attention", q_shape, dtype)
+        y = tape.new("attention", q.shape, dtype)
         lse = tape.new("log-sum-exp", (batch, n_heads, seq), FP32)
         with tape.workspace() as temporary:
             if scratch.forward_bytes:
                 temporary.new("cuDNN's workspace", (scratch.forward_bytes,), UINT8)
         return y, lse, seed, offset
 
-    return _attended(q, k, v, compute, backward, *masks)
+    return _attended(q, k, v, compute, backward_scratch, *masks)
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
@@ -154,20 +146,18 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
     separate_dots = dtype == FP32 or (d_head > 128 and not device.at_least(8))
     tile_bytes = efficient_attention_bytes(device, dtype.itemsize, seq, d_head)
 
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        grads = _gradients(grad.tape, shape, kv_shape, dtype)
-        with grad.tape.workspace() as temporary:
+    def backward_scratch(tape: Tape) -> None:
+        with tape.workspace() as temporary:
             if kv_shape != shape:
                 temporary.new("expanded dk", shape, dtype)
                 temporary.new("expanded dv", shape, dtype)
-            with grad.tape.workspace() as terms:
+            with tape.workspace() as terms:
                 if separate_dots:
                     for _ in range(1 if dtype == FP32 else 3):
                         terms.new("terms of dots", shape, FP32)
                     terms.new("sums of terms", (batch, seq, n_heads), FP32)
                 temporary.new("dots", (batch, n_heads, seq), FP32)
             temporary.new("tiles of gradients", (batch * n_heads * tile_bytes,), UINT8)
-        return grads
 
     def compute() -> Saved:
         state: Saved = ()
@@ -179,22 +169,31 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
             tape.new("sums of values", shape, FP32)
         return y, lse, *state
 
-    y = _attended(q, k, v, compute, backward, *masks)
+    y = _attended(q, k, v, compute, backward_scratch, *masks)
     y.head_major = False
     return y
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, compute: Callable[[], Saved], backward: Backward, *masks: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    compute: Callable[[], Saved],
+    backward_scratch: Callable[[Tape], None],
+    *masks: Tensor,
 ) -> Tensor:
-    """A kernel's output, laid out like q; saves q, k, v, all that `compute` returns, and masks."""
+    """A kernel's output, laid out like q; saves q, k, v, all that `compute` returns, and masks.
+
+    Backward allocates the gradients of q, k and v, then takes and frees its scratch.
+    """
+    q_shape, kv_shape, dtype = q.shape, k.shape, q.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grads = tuple([grad.tape.new("grad", shape, dtype) for shape in (q_shape, kv_shape, kv_shape)])
+        backward_scratch(grad.tape)
+        return grads
+
     y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.head_major = q.head_major
     y.node = q.tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y
-
-
-def _gradients(tape: Tape, q_shape: Shape, kv_shape: Shape, dtype: DType) -> tuple[Tensor, Tensor, Tensor]:
-    """New gradients of q, k and v."""
-    grad_q = tape.new("grad", q_shape, dtype)
-    return grad_q, tape.new("grad", kv_shape, dtype), tape.new("grad", kv_shape, dtype)

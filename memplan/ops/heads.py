@@ -26,7 +26,7 @@ def heads(x: Tensor, d_head: int, *, by_head: bool = False) -> Tensor:
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad.head_major = grad.head_major or by_head
-        return (_token_major(grad),)
+        return (token_major(grad),)
 
     y.node = x.tape.node((x.node,), (), backward)
     return y
@@ -53,8 +53,7 @@ def split(x: Tensor, parts: Sequence[Shape], grad_name: str = "grad") -> list[Te
 
     def join(grad: Tensor, saved: Saved) -> Grads:
         grads.append(grad)
-        whole = grad.tape.new(grad_name, shape, dtype)
-        whole.head_major = by_head
+        whole = grad.tape.new(grad_name, shape, dtype, head_major=by_head)
         grads.clear()
         return (whole,)
 
@@ -80,9 +79,7 @@ def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
     by_head = len(shape) == len(DIMS) and min(shape[1:3]) > 1
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        whole = grad.tape.new("grad", shape, dtype)
-        whole.head_major = by_head
-        return (whole,)
+        return (grad.tape.new("grad", shape, dtype, head_major=by_head),)
 
     views = [(n, x.node if n == shape[-1] else tape.node((x.node,), (), backward)) for n in widths]
     return [Tensor(tape, (*shape[:-1], n), dtype, x.storage, node, is_view=True) for n, node in views]
@@ -94,7 +91,7 @@ def merged_heads(x: Tensor) -> Tensor:
     Source: torch:Tensor.flatten, a view where it can be.
     """
     batch, seq, n_heads, d_head = dims(x, "merged heads", *DIMS)
-    return _token_major(x).view(batch, seq, n_heads * d_head)
+    return token_major(x).view(batch, seq, n_heads * d_head)
 
 
 def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tensor:
@@ -107,14 +104,10 @@ def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tens
     divided(n_heads, n_kv_heads, "n_heads", by="n_kv_heads")
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad_x = grad.tape.new("grad", shape, dtype)
-        grad_x.head_major = head_major and min(shape[1:3]) > 1
-        return (grad_x,)
+        return (grad.tape.new("grad", shape, dtype, head_major=head_major and min(shape[1:3]) > 1),)
 
     node = tape.node((x.node,), (), backward)
-    repeated = tape.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node)
-    repeated.head_major = head_major
-    return repeated
+    return tape.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node, head_major=head_major)
 
 
 def rotation(seq_len: int, d_head: int) -> Buffer:
@@ -145,7 +138,7 @@ def rope(x: Tensor) -> Tensor:
             return (grad.tape.new("grad", shape, FP32),)
 
     turned = tape.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
-    turned.node = tape.node((turned.node,), (), lambda grad, saved: (_token_major(grad),))
+    turned.node = tape.node((turned.node,), (), lambda grad, saved: (token_major(grad),))
     return tape.cast(turned, dtype)
 
 
@@ -217,8 +210,7 @@ def _halves_in_turn(x: Tensor) -> Tensor:
         with grad.tape.workspace() as added:
             with grad.tape.workspace() as negated:
                 negated.new("negated half", half, dtype)
-                grad_x = grad.tape.new("grad", shape, dtype)
-                grad_x.head_major = min(shape[1:3]) > 1
+                grad_x = grad.tape.new("grad", shape, dtype, head_major=min(shape[1:3]) > 1)
             added.new("grad of a half", shape, dtype)
         return (grad_x,)
 
@@ -258,9 +250,8 @@ def _joined(turned: Tensor, rest: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad.view(*shape), grad.view(*shape)
 
-    joined = tape.new("rotated", shape, turned.dtype, tape.node((turned.node, rest.node), (), backward))
-    joined.head_major = min(shape[1:3]) > 1
-    return joined
+    node = tape.node((turned.node, rest.node), (), backward)
+    return tape.new("rotated", shape, turned.dtype, node, head_major=min(shape[1:3]) > 1)
 
 
 def head_major(x: Tensor) -> Tensor:
@@ -268,6 +259,6 @@ def head_major(x: Tensor) -> Tensor:
     return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
 
 
-def _token_major(x: Tensor) -> Tensor:
+def token_major(x: Tensor) -> Tensor:
     """x with one token after the other: a copy if it is laid out by head."""
     return x.tape.new("by token", x.shape, x.dtype, x.node) if x.head_major else x

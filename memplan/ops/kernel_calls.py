@@ -58,9 +58,7 @@ def kernel_events(
 def _sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     """The sums; sizes: outputs, inputs of each output, whether these inputs are a row apart."""
     n_outputs, n_inputs, along_rows = sizes
-    total = tape.new("sum", (n_outputs,), dtype)
-    tape.sum_workspace(n_outputs, n_inputs, along_rows=bool(along_rows))
-    return (total,)
+    return (tape.summed("sum", (n_outputs,), dtype, n_inputs, along_rows=bool(along_rows)),)
 
 
 def _cumulative_sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:

@@ -4,11 +4,11 @@ from functools import reduce
 from operator import add
 
 from memplan.ops.dims import dims
-from memplan.ops.elementwise import same_backward
+from memplan.ops.elementwise import passed_on, pointwise
 from memplan.ops.heads import split
 from memplan.ops.tensor_axis import all_reduced
 from memplan.shapes import BOOL, FP32, INT64
-from memplan.tape import Grads, Node, Saved, Tape, Tensor
+from memplan.tape import Grads, Saved, Tape, Tensor
 
 
 def cross_entropy(logits: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
     if tape.context.loss_chunks == 1:
         return _cross_entropy(tape.cast(logits, FP32))
     total = reduce(add, map(_cross_entropy_of_piece, _pieces(logits, tape.context.loss_chunks)))
-    return tape.new("loss", (), FP32, _scalar_node(total))
+    return pointwise(total, "loss")
 
 
 def shifted_cross_entropy(logits: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _vocabulary_parallel_log_softmax(logits: Tensor) -> Tensor:
         temporary.keep(all_reduced(_sums_of_exponentials(logits), "sums of exponentials"))
         temporary.new("logarithms of sums", tokens, FP32)
         log_p = tape.new("log-probabilities", shape, FP32)
-    log_p.node = tape.node((logits.node,), (log_p.detach(),), lambda grad, saved: (grad,))
+    log_p.node = tape.node((logits.node,), (log_p.detach(),), passed_on)
     return log_p
 
 
@@ -149,7 +149,7 @@ def share_of_loss(loss: Tensor) -> Tensor:
 
     Source: torch:Tensor.div.
     """
-    return loss.tape.new("loss over the micro-batches", (), FP32, _scalar_node(loss))
+    return pointwise(loss, "loss over the micro-batches")
 
 
 def scaled_loss(loss: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def scaled_loss(loss: Tensor) -> Tensor:
     """
     if not loss.tape.context.scales_loss:
         return loss
-    return loss.tape.new("scaled loss", (), FP32, _scalar_node(loss))
+    return pointwise(loss, "scaled loss")
 
 
 def gradient_of_loss(tape: Tape) -> Tensor:
@@ -168,7 +168,3 @@ def gradient_of_loss(tape: Tape) -> Tensor:
     Source: torch.autograd:_make_grads.
     """
     return tape.new("grad of loss", (), FP32)
-
-
-def _scalar_node(loss: Tensor) -> Node:
-    return loss.tape.node((loss.node,), (), same_backward)

@@ -1,7 +1,7 @@
 """Attention as separate products in float32, with the scores in memory."""
 
-from memplan.ops.elementwise import like, same_backward, tanh, times_number
-from memplan.ops.heads import head_major, repeated_heads
+from memplan.ops.elementwise import like, passed_on, pointwise, tanh, times_number
+from memplan.ops.heads import head_major, repeated_heads, token_major
 from memplan.record import ComputeKind
 from memplan.shapes import BOOL, FP32, DType, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
@@ -19,7 +19,7 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
     tape, dtype, shape = q.tape, q.dtype, q.shape
     _, seq, n_heads, _ = shape
     q, k, v = (tape.cast(x, FP32) for x in (q, k, v))
-    scaled_q = tape.new("scaled q", shape, FP32, tape.node((q.node,), (), same_backward))
+    scaled_q = pointwise(q, "scaled q")
     with tape.workspace() as held:
         held.keep(_causal_bias(tape, seq))
         if k.shape != shape:
@@ -46,8 +46,7 @@ def _causal_bias(tape: Tape, seq: int) -> Tensor:
 
 def _scores(scaled_q: Tensor, k: Tensor) -> Tensor:
     """The product of the scaled q and k for each head, (batch, heads, seq, seq)."""
-    tape = k.tape
-    scaled_k = tape.new("scaled k", scaled_q.shape, FP32, tape.node((k.node,), (), same_backward))
+    scaled_k = pointwise(k, "scaled k")
     scaled_k.head_major = k.head_major
     return _products_of_heads(scaled_q, scaled_k)
 
@@ -96,10 +95,9 @@ def _softmax_backward(grad: Tensor, saved: Saved) -> Grads:
 
 
 def _dropped(probabilities: Tensor) -> Tensor:
-    tape, shape = probabilities.tape, probabilities.shape
-    mask = tape.new("dropout mask", shape, FP32 if tape.context.device.on_cpu else BOOL)
-    node = tape.node((probabilities.node,), (mask,), same_backward)
-    return tape.new("dropped probabilities", shape, FP32, node)
+    tape = probabilities.tape
+    mask = tape.new("dropout mask", probabilities.shape, FP32 if tape.context.device.on_cpu else BOOL)
+    return pointwise(probabilities, "dropped probabilities", mask)
 
 
 def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, capped: b
     probabilities = tape.cast(_probabilities(scores), dtype)
     del scores
     y = _weighted_values(tape.cast(probabilities, product), tape.cast(v, product))
-    return _in_order(y)
+    return token_major(y)
 
 
 def _probabilities(scores: Tensor) -> Tensor:
@@ -164,17 +162,6 @@ def _probabilities(scores: Tensor) -> Tensor:
     return probabilities
 
 
-def _in_order(y: Tensor) -> Tensor:
-    """The output of all heads, one token after the other."""
-    if not y.head_major:
-        return y
-    return y.tape.new("by token", y.shape, y.dtype, y.node)
-
-
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     """The scores and the mask, (batch, 1, seq, seq) in the type of the weights, which may be wider."""
-    tape, shape = scores.tape, scores.shape
-    wide = tape.promoted(scores, mask.dtype)
-    return tape.new(
-        "masked scores", shape, mask.dtype, tape.node((wide.node,), (), lambda grad, saved: (grad,))
-    )
+    return pointwise(scores.tape.promoted(scores, mask.dtype), "masked scores", backward=passed_on)

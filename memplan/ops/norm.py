@@ -4,8 +4,8 @@ from memplan.kernels import partial_rows
 from memplan.ops.dims import dims
 from memplan.ops.elementwise import plus_number, power, power_backward
 from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
-from memplan.shapes import FP32, DType, Parameter, n_elements
-from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
+from memplan.shapes import FP32, Parameter, n_elements
+from memplan.tape import Expanded, Grads, Saved, Tensor
 
 
 def layer_norm(x: Tensor, name: str) -> Tensor:
@@ -257,10 +257,4 @@ def sum_partial_rows(grads: list[Tensor | None], n_tokens: int) -> None:
             for _ in grads:
                 partial.new("rows of partial sums", (n_rows, d), dtype)
             for i in range(len(grads)):
-                grads[i] = _sum_of_rows(tape, n_rows, d, dtype)
-
-
-def _sum_of_rows(tape: Tape, n_rows: int, d: int, dtype: DType) -> Tensor:
-    total = tape.new("grad", (d,), dtype)
-    tape.sum_workspace(d, n_rows)
-    return total
+                grads[i] = tape.summed("grad", (d,), dtype, n_rows)

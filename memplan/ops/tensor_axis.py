@@ -4,6 +4,7 @@ They are functional collectives: the result is a new tensor.
 """
 
 from memplan.ops.dims import dims, divided
+from memplan.ops.elementwise import passed_on
 from memplan.placements import Partial, Placement, Replicate, Shard, collective_of
 from memplan.shapes import Parameter, Shape
 from memplan.tape import NCCL, Grads, Saved, Tape, Tensor
@@ -43,7 +44,7 @@ def divided_sequence(x: Tensor) -> Tensor:
     if not isinstance(x.tape.context.stream, Shard):
         return x
     x.in_flight = ()
-    node = x.tape.node((x.node,), (), lambda grad, saved: (grad,))
+    node = x.tape.node((x.node,), (), passed_on)
     node.has_dtensor_grad = True
     return x.alias(node)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.plots.style import DASHED, MUTED, PAPER, Part, legend_below, new_axes
+from memplan.plots.style import DASHED, MUTED, PAPER, Line, Part, legend_below, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,14 +37,6 @@ class Bar:
     def total(self) -> float:
         """Where it ends."""
         return sum(self.values.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A dashed line across all bars, and its text."""
-
-    value: float
-    text: str
 
 
 def stacked_bars(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memplan.plots.style import (
+    BELOW,
     MEASURED,
     MUTED,
     OUTSIDE,
@@ -45,8 +46,7 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     _draw_errors(right, pairs, 100 * tolerance)
     heading(figure, _verdict(pairs, tolerance), left_out)
     handles, labels = left.get_legend_handles_labels()
-    place: dict[str, Any] = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": 8.5}
-    figure.legend(handles[::-1], labels[::-1], **place)
+    figure.legend(handles[::-1], labels[::-1], ncols=2, **BELOW)
     return figure
 
 
@@ -87,15 +87,8 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     axes.set_xlim(-reach, reach)
     beside: dict[str, Any] = {"fontsize": 8, "color": MUTED}
     for y, pair in enumerate(pairs):
-        place = axes.get_yaxis_transform()
-        axes.text(
-            1.02,
-            y,
-            f"{pair.off_bytes:+,} B" if pair.off_bytes else "exact",
-            va="center",
-            transform=place,
-            **beside,
-        )
+        text = f"{pair.off_bytes:+,} B" if pair.off_bytes else "exact"
+        axes.text(1.02, y, text, va="center", transform=axes.get_yaxis_transform(), **beside)
     axes.text(1.02, 1, "farthest\nrank off by", va="bottom", transform=axes.transAxes, **beside)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")

@@ -12,12 +12,13 @@ from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
 from memplan.hardware import Verdict
 from memplan.memory import Bytes
-from memplan.plots.bars import Bar, Line, stacked_bars
+from memplan.plots.bars import Bar, stacked_bars
 from memplan.plots.style import (
     DASHED,
     KINDS,
     MUTED,
     STACKED,
+    Line,
     budget_line,
     checked_some,
     common_text,
@@ -84,7 +85,7 @@ class _Peak:
 
 def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) -> "Figure":
     budget = budget_line(estimates)
-    highest = max([each.peak.total_bytes for each in peaks] + ([budget.n_bytes] if budget else []))
+    highest = max([each.peak.total_bytes for each in peaks] + ([budget.value] if budget else []))
     unit, name = binary_unit(highest)
     bars = [
         Bar(
@@ -101,7 +102,7 @@ def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) ->
         title=title,
         subtitle=common_text(estimates),
         xlabel=f"bytes held at the worst instant ({name})",
-        line=None if budget is None else Line(budget.n_bytes / unit, budget.text),
+        line=None if budget is None else Line(budget.value / unit, budget.text),
     )
 
 
@@ -161,8 +162,8 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     axes.stackplot(values, rows, **STACKED)
     marker = "o" if len(values) <= 24 else ""
     axes.plot(values, rows.sum(axis=0), "k-", marker=marker, markersize=4, clip_on=False, label="peak")
-    if budget and budget.n_bytes < 1.15 * highest:
-        axes.axhline(budget.n_bytes / unit, label=budget.text, **DASHED)
+    if budget and budget.value < 1.15 * highest:
+        axes.axhline(budget.value / unit, label=budget.text, **DASHED)
     axes.set_xlim(values[0], values[-1])
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
-from memplan.plots.style import DASHED, MUTED, checked_some, new_axes
+from memplan.plots.style import BESIDE, DASHED, MUTED, checked_some, new_axes
 from memplan.units import GiB, human_bytes
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ def _legend_beside(figure: "Figure", axes: Any, names: Sequence[str]) -> None:
 
     handles, labels = axes.get_legend_handles_labels()
     handles += [Line2D([], [], linestyle="")] * len(names)
-    figure.legend(handles, [*labels, *names], loc="outside right center", frameon=False, fontsize=8.5,
-                  handlelength=1.4)  # fmt: skip
+    figure.legend(handles, [*labels, *names], **{**BESIDE, "fontsize": 8.5}, handlelength=1.4)
 
 
 def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
@@ -138,11 +137,11 @@ def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
     Raises:
         InvalidValue: no estimate, or one without a cluster.
     """
-    checked_some("estimates", [each for line in lines.values() for each in line])
+    every = [each for line in lines.values() for each in line]
+    checked_some("estimates", every)
     for name, line in lines.items():
         if any(each.cluster is None for each in line):
             raise InvalidValue(f"{name!r} has an estimate without a cluster; use cluster='<n>x<gpu>'.")
-    every = [each for line in lines.values() for each in line]
     gpus = sorted({each.cluster.gpu.name for each in every if each.cluster is not None})
     seq_lens = sorted({each.plan.seq_len for each in every})
     subtitle = f"{', '.join(gpus)}; sequences of {', '.join(f'{n:,}' for n in seq_lens)} tokens"
@@ -165,6 +164,5 @@ def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
     axes.minorticks_off()
     axes.grid(color="0.9", linewidth=0.8)
     axes.margins(x=0.1)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), **BESIDE)
     return figure

@@ -59,6 +59,13 @@ SLIDE_DPI: Final = 240
 NARROWEST: Final = 0.03
 """The least share of the horizontal axis that gets a name."""
 
+BELOW: Final[dict[str, Any]] = {"loc": "outside lower left", "frameon": False, "fontsize": 8.5}
+BESIDE: Final[dict[str, Any]] = {"loc": "outside right center", "frameon": False, "fontsize": 9}
+"""Legends below and beside the axes."""
+
+CLOSE: Final[dict[str, Any]] = {"columnspacing": 1.2, "handlelength": 1.6}
+"""The entries of a legend close to each other."""
+
 PAPER: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 DASHED: Final[dict[str, Any]] = {"color": "black", "linestyle": (0, (4, 3)), "linewidth": 1.2}
 STACKED: Final[dict[str, Any]] = {
@@ -69,21 +76,21 @@ STACKED: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetLine:
-    """The place of a cluster's budget in a chart, and its text."""
+class Line:
+    """A dashed line at a value of an axis, and its text."""
 
-    n_bytes: int
+    value: float
     text: str
 
 
-def budget_line(estimates: Sequence[Estimate]) -> BudgetLine | None:
+def budget_line(estimates: Sequence[Estimate]) -> Line | None:
     """The budget that all have in common; None if there is none, or no verdict hangs on it (accounting)."""
     clusters = [e.cluster for e in estimates if e.cluster is not None and not e.engine.is_accounting]
     budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
     if len(clusters) < len(estimates) or len(budgets) != 1:
         return None
     name, n_bytes = budgets.pop()
-    return None if n_bytes is None else BudgetLine(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
+    return None if n_bytes is None else Line(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
 
 
 def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") -> None:
@@ -98,11 +105,9 @@ def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") ->
 
 def stage_text(estimate: Estimate, of: StageEstimate) -> str:
     """A GPU of that stage, for people."""
-    return (
-        "one GPU"
-        if len(estimate.stages) == 1
-        else f"one GPU of stage {of.stage} ({stage_layers_text(of.layers)})"
-    )
+    if len(estimate.stages) == 1:
+        return "one GPU"
+    return f"one GPU of stage {of.stage} ({stage_layers_text(of.layers)})"
 
 
 def stage_layers_text(layers: Sequence[range]) -> str:
@@ -195,22 +200,14 @@ def legend_below(figure: "Figure", axes: "Axes") -> None:
 
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: isinstance(handles[i], Line2D))
-    figure.legend(
-        [handles[i] for i in order],
-        [labels[i] for i in order],
-        loc="outside lower left",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8.5,
-        columnspacing=1.2,
-        handlelength=1.6,
-    )
+    handles, labels = [handles[i] for i in order], [labels[i] for i in order]
+    figure.legend(handles, labels, ncols=len(handles), **BELOW, **CLOSE)
 
 
 def legend_top_down(figure: "Figure", axes: "Axes") -> None:
     """A legend beside the axes, in the order of the stack."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(handles[::-1], labels[::-1], **BESIDE)
 
 
 def legend_of(figure: "Figure", parts: Sequence[Part], *, in_a_row: int = 5) -> None:
@@ -219,10 +216,7 @@ def legend_of(figure: "Figure", parts: Sequence[Part], *, in_a_row: int = 5) -> 
 
     patches = [Patch(facecolor=p.color, edgecolor=p.edge, hatch=p.hatch, label=p.label) for p in parts]
     n_rows = -(-len(patches) // in_a_row)
-    place: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "fontsize": 8.5}
-    figure.legend(
-        handles=patches, ncols=-(-len(patches) // n_rows), columnspacing=1.2, handlelength=1.6, **place
-    )
+    figure.legend(handles=patches, ncols=-(-len(patches) // n_rows), **BELOW, **CLOSE)
 
 
 def upright(text: str, share: float) -> bool | None:

@@ -59,14 +59,21 @@ SOLE_OWNER: Final = (4, 2)
 
 
 class Section(NamedTuple):
-    """A part of a step: a unit's forward or backward pass. Unit 0 is all before the first block."""
+    """A part of a step: a unit's forward or backward pass. Unit 0 is all before the first block.
+
+    The phases "inputs" and "end" come before the module is called and after the backward pass; in "casts",
+    when the forward pass has returned, autocast's copies of a unit's weights are freed.
+    """
 
     phase: str
     unit: int
 
 
 class Event(NamedTuple):
-    """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark."""
+    """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark.
+
+    In the name of a block's parameter a * stands for the block's number.
+    """
 
     kind: str
     section: Section
@@ -233,27 +240,11 @@ class Recorder(ShapesMode):
         self._starts.append(self._first_node)
         self._units.append(unit)
 
-    def start_forward(self) -> None:
-        """Note that the inputs have been cast to the weights' type, and the module is called."""
-        self.section = Section("forward", 0)
-
-    def leaving_autocast(self) -> None:
-        """Note that the forward pass has returned: autocast's copies of weights are freed."""
-        self.section = Section("casts", 0)
-
-    def scaling_loss(self) -> None:
-        """Note that autocast is over; a loss scaler, if there is one, multiplies the loss by its scale."""
-        self.section = Section("forward", self.n_blocks + 2)
-
     def start_backward(self) -> None:
         """Note that the backward pass begins: tensors that are alive are saved for it."""
         self.kinds |= {watch.number: "activations" for watch in self._alive.values() if watch.number >= 0}
         self._from_weights = False
         self.section = Section("backward", self.n_blocks + 2)
-
-    def end_backward(self) -> None:
-        """Note that the backward pass has returned."""
-        self.section = Section("end", 0)
 
     def grad_made(self, parameter: nn.Parameter, name: str) -> None:
         """Note that a parameter's gradient has been accumulated."""
@@ -322,8 +313,7 @@ class Recorder(ShapesMode):
         self._allocated(operation, results[::-1] if func in LAST_FIRST else results)
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
-        if taken.scratch:
-            self._workspace(taken.scratch)
+        self._freed_scratch(self._scratch(taken.scratch))
         if taken.flops is not None:
             phase = "recompute" if self.recomputing else self.section.phase
             first = results[0]
@@ -337,7 +327,7 @@ class Recorder(ShapesMode):
         for tensor, call in zip(results, convolution_called(func, args, results), strict=True):
             if call.n_results:
                 self._freed_scratch(copies)
-                copies = range(0)
+                copies = []
                 self.events.append(Event("kernel", self.section, -1, call))
             self._seen(tensor, operation.operator)
             if not call.n_results:
@@ -374,21 +364,11 @@ class Recorder(ShapesMode):
             self._sums.add(event)
             self.events.append(event)
 
-    def _workspace(self, scratch: Sequence[Scratch]) -> None:
-        """Record the temporary buffers of an operation: all are allocated, then all are freed."""
-        self._freed_scratch(self._scratch(scratch))
-
-    def _scratch(self, scratch: Sequence[Scratch]) -> range:
+    def _scratch(self, scratch: Sequence[Scratch]) -> list[int]:
         """Record that temporary buffers are allocated; their numbers."""
-        first = len(self.storages)
-        for name, n, dtype in scratch:
-            self.storages.append(Stored(name, (n,), dtype_name(dtype), dtype.itemsize, n * dtype.itemsize))
-            self._made_in.append(self.section.unit)
-        numbers = range(first, len(self.storages))
-        self.events += [Event("alloc", self.section, number) for number in numbers]
-        return numbers
+        return [self._allocates(name, (n,), dtype, n * dtype.itemsize) for name, n, dtype in scratch]
 
-    def _freed_scratch(self, numbers: range) -> None:
+    def _freed_scratch(self, numbers: Sequence[int]) -> None:
         """Record that temporary buffers are freed, the last one first."""
         self.events += [Event("free", self.section, number) for number in reversed(numbers)]
 
@@ -414,18 +394,15 @@ class Recorder(ShapesMode):
             if self.section.phase == "backward" and not self.recomputing:
                 scope = "grad"
             function = f"{scope}: {function.name}"
-        made = Stored(
-            function,
-            tuple(tensor.shape),
-            dtype_name(tensor.dtype),
-            tensor.dtype.itemsize,
-            storage.nbytes(),
-        )
-        number = len(self.storages)
-        self.storages.append(made)
+        made = self._allocates(function, tuple(tensor.shape), tensor.dtype, storage.nbytes())
+        self._watch(storage, made)
+
+    def _allocates(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, n_bytes: int) -> int:
+        """Record a new storage; its number."""
+        self.storages.append(Stored(name, shape, dtype_name(dtype), dtype.itemsize, n_bytes))
         self._made_in.append(self.section.unit)
-        self._watch(storage, number)
-        self.events.append(Event("alloc", self.section, number))
+        self.events.append(Event("alloc", self.section, len(self.storages) - 1))
+        return len(self.storages) - 1
 
     def _watch(self, storage: UntypedStorage, number: int) -> None:
         watch = _Watch(storage, self._gone)

@@ -29,6 +29,7 @@ from memplan.models.traced import (
     UNITS,
     Ends,
     Recording,
+    Term,
     TracedModel,
     TracedTensor,
     Variant,
@@ -36,9 +37,9 @@ from memplan.models.traced import (
 )
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.example import Example, Loss, block_lists, checked_example
-from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder
+from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section
 from memplan.tracing.shapes import Shapes, dtype_name
-from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, size_of
+from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, shape_of
 from memplan.tracing.values import known_value
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
@@ -291,7 +292,7 @@ class _Tracer:
                     ) from error
                 self._note_unused(parameters)
         self.neglected |= recorder.neglected
-        return parts_of(recorder, self.prefixes)
+        return parts_of(recorder, f"{self.path}.*.")
 
     def _step(
         self, recorder: Recorder, inputs: Any, targets: Any, scale: Tensor | None, weights: str, autocast: str
@@ -299,17 +300,17 @@ class _Tracer:
         """The passes; the loss is multiplied by the `scale` of a loss scaler, if there is one."""
         with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
             inputs = _cast(inputs, weights)
-            recorder.start_forward()
+            recorder.section = Section("forward", 0)
             recorder.autocasts = bool(autocast)
             loss = self._loss(recorder, inputs, targets)
             del inputs
-            recorder.leaving_autocast()
-        recorder.scaling_loss()
+            recorder.section = Section("casts", 0)
+        recorder.section = Section("forward", recorder.n_blocks + 2)
         start = loss if scale is None else loss * scale
         recorder.loss = recorder.storage_of(start)
         recorder.start_backward()
         start.backward()
-        recorder.end_backward()
+        recorder.section = Section("end", 0)
         del start, loss
 
     def _loss(self, recorder: Recorder, inputs: Any, targets: Any) -> Tensor:
@@ -337,7 +338,7 @@ class _Tracer:
 
     def _hooks(self, parameters: Mapping[str, nn.Parameter], recorder: Recorder) -> list[Any]:
         return [
-            parameter.register_post_accumulate_grad_hook(partial(recorder.grad_made, name=name))
+            parameter.register_post_accumulate_grad_hook(partial(recorder.grad_made, name=self.common(name)))
             for name, parameter in parameters.items()
             if parameter.requires_grad
         ]
@@ -720,15 +721,11 @@ def _model(
     example = tracer.example
     named = {id(p): n for n, p in example.module.named_parameters()}
     unused = tracer.unused or frozenset()
-    before, block, after = [
-        tuple(
-            [
-                TracedTensor(n, _fixed(p), _stored(p), p.requires_grad and n not in unused)
-                for n, p in own.items()
-            ]
-        )
-        for own in tracer.parameters()
-    ]
+
+    def traced(own: Mapping[str, nn.Parameter]) -> tuple[TracedTensor, ...]:
+        return tuple([_of_module(n, p, p.requires_grad and n not in unused) for n, p in own.items()])
+
+    before, block, after = map(traced, tracer.parameters())
     config = getattr(example.module, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     longest = max_seq_len or (known if isinstance(known, int) else None) or example.point[1]
@@ -741,12 +738,7 @@ def _model(
         embed_parameters=before,
         block_parameters=block,
         head_parameters=after,
-        module_buffers=tuple(
-            [
-                TracedTensor(name, _fixed(one), dtype_name(one.dtype))
-                for name, one in example.module.named_buffers()
-            ]
-        ),
+        module_buffers=tuple([_of_module(*named) for named in example.module.named_buffers()]),
         inputs_of_step=tuple(_inputs_of_step(example)),
         recordings=recordings,
         device="cpu" if tracer.device.type == "cpu" else "cuda",
@@ -758,21 +750,18 @@ def _model(
     )
 
 
-def _fixed(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple([size_of([n], [(1, 1)]) for n in tensor.shape])
-
-
-def _stored(parameter: Tensor) -> str:
-    """A parameter's stored type; floats have the plan's."""
-    return "float32" if parameter.is_floating_point() else dtype_name(parameter.dtype)
+def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedTensor:
+    """A buffer, or a parameter, whose floats have the plan's type."""
+    is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    dtype = "float32" if is_weight else dtype_name(tensor.dtype)
+    return TracedTensor(name, tuple([(Term(n),) for n in tensor.shape]), dtype, requires_grad)
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
     """The tensors that the step is given, each once."""
     points = list(zip(BATCHES, LENGTHS, strict=True))
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
-        shapes = [example.resized(leaf, point).shape for point in points]
-        shape = tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
+        shape = shape_of([example.resized(leaf, point).shape for point in points], points)
         yield TracedTensor(leaf.name, shape, dtype_name(leaf.value.dtype))
 
 

@@ -30,6 +30,10 @@ CALLS: Final = ("compute", "kernel", "workspace")
 """The events of no storage."""
 
 
+SUFFIXES: Final = {"forward": "", "casts": "_casts", "backward": "_backward"}
+"""How the names of parts end, by the phase of their sections."""
+
+
 class Unlike(Exception):
     """Blocks that should be equal are not."""
 
@@ -51,8 +55,8 @@ class Parts:
     ends: Ends | str
 
 
-def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
-    """The parts of a recorded step.
+def parts_of(recorder: Recorder, blocks: str) -> Parts:
+    """The parts of a recorded step; names of blocks' parameters begin with `blocks`.
 
     Raises:
         Unlike: the blocks are not equal.
@@ -66,9 +70,9 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
         return list(_ordered(by_section.get(Section(phase, unit), [])))
 
     like = representative(n)
-    same = _Classes(recorder, block_prefixes)
+    same = _Classes(recorder)
     for unit in range(1, n + 1):
-        same.check_own_gradients(part("backward", unit), unit)
+        _check_own_gradients(part("backward", unit), unit, blocks)
     tails: dict[str, list[Event]] = {}
     early: list[Event] = []
     for phase in ("forward", "backward", "casts") if n else ():
@@ -82,25 +86,16 @@ def parts_of(recorder: Recorder, block_prefixes: Sequence[str]) -> Parts:
             same.unify(found, expected, f"block {unit - 1} differs from block {like - 1}")
         same.unify_if_equal(part(phase, 1), expected)
         same.unify_gradients(part(phase, 1), expected)
-    parts = {
-        "inputs": part("inputs", 0),
-        "embed": part("forward", 0),
-        "entry": part("forward", 1) if n else [],
-        "block": part("forward", like) if n else [],
-        "head": [*tails.get("forward", []), *part("forward", n + 1)],
-        "loss": part("forward", n + 2),
-        "embed_casts": part("casts", 0),
-        "entry_casts": part("casts", 1) if n else [],
-        "block_casts": part("casts", like) if n else [],
-        "head_casts": [*part("casts", n + 1), *part("casts", n + 2)],
-        "loss_backward": part("backward", n + 2),
-        "head_backward": [*part("backward", n + 1), *tails.get("backward", [])],
-        "block_backward": part("backward", like) if n else [],
-        "entry_backward": [*early, *part("backward", 1)] if n else [],
-        "embed_backward": part("backward", 0),
-        "end": part("end", 0),
-    }
-    return same.numbered(parts)
+    units = {"embed": 0, "head": n + 1, "loss": n + 2} | ({"entry": 1, "block": like} if n else {})
+    parts = {"inputs": part("inputs", 0), "end": part("end", 0)}
+    for phase, suffix in SUFFIXES.items():
+        parts |= {f"{name}{suffix}": part(phase, unit) for name, unit in units.items()}
+    parts["head"] = [*tails.get("forward", []), *parts["head"]]
+    parts["head_casts"] += parts["loss_casts"]
+    parts["head_backward"] += tails.get("backward", [])
+    if n:
+        parts["entry_backward"] = [*early, *parts["entry_backward"]]
+    return same.numbered({name: parts.get(name, []) for name in PARTS})
 
 
 def representative(n_blocks: int) -> int:
@@ -119,14 +114,23 @@ def _ordered(events: Iterable[Event]) -> Iterator[Event]:
         yield from sorted(found, key=lambda event: event.storage) if kind == "free" else found
 
 
+def _check_own_gradients(found: Iterable[Event], unit: int, blocks: str) -> None:
+    """Raise if a block's backward pass makes the gradient of a parameter that is not the block's.
+
+    It does for a parameter that blocks share, and for one of a module between two blocks.
+    """
+    for event in found:
+        if event.kind == "grad" and not event.detail.startswith(blocks):
+            raise Unlike(f"block {unit - 1} makes the gradient of {event.detail}, which is not its own")
+
+
 class _Classes:
     """The classes of storages that become one buffer of the recording."""
 
-    def __init__(self, recorder: Recorder, block_prefixes: Sequence[str]) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.storages = recorder.storages
         self._above = list(range(len(self.storages)))
-        self._prefixes = block_prefixes
 
     def of(self, storage: int) -> int:
         """The class of a storage."""
@@ -140,33 +144,13 @@ class _Classes:
         self._above[second] = first
 
     def _alike(self, one: Event, other: Event) -> bool:
-        if one.kind != other.kind:
-            return False
-        if one.kind in CALLS:
-            return bool(one.detail == other.detail)
-        if one.kind == "grad" and self.common(one.detail) != self.common(other.detail):
+        if (one.kind, one.detail) != (other.kind, other.detail):
             return False
         mine, its = self._stored(one), self._stored(other)
         return (mine.n_bytes, mine.dtype) == (its.n_bytes, its.dtype)
 
     def _stored(self, event: Event) -> Stored:
         return self.storages[event.storage] if event.storage >= 0 else Stored("", (), "", 0, 0)
-
-    def common(self, name: str) -> str:
-        """A parameter's name, with a * in the place of its block's number."""
-        for prefix in self._prefixes:
-            if name.startswith(f"{prefix}."):
-                return f"{prefix.rpartition('.')[0]}.*.{name[len(prefix) + 1 :]}"
-        return name
-
-    def check_own_gradients(self, found: Iterable[Event], unit: int) -> None:
-        """Raise if a block's backward pass makes the gradient of a parameter that is not the block's.
-
-        It does for a parameter that blocks share, and for one of a module between two blocks.
-        """
-        for event in found:
-            if event.kind == "grad" and self.common(event.detail) == event.detail:
-                raise Unlike(f"block {unit - 1} makes the gradient of {event.detail}, which is not its own")
 
     def unify(self, found: Sequence[Event], like: Sequence[Event], what: str) -> None:
         """Make one buffer of the storages at each place of two equal blocks."""
@@ -186,10 +170,10 @@ class _Classes:
 
     def unify_gradients(self, found: Iterable[Event], like: Iterable[Event]) -> None:
         """Make one buffer of the gradients of a parameter, also where all else differs."""
-        known = {self.common(event.detail): event.storage for event in like if event.kind == "grad"}
+        known = {event.detail: event.storage for event in like if event.kind == "grad"}
         for event in found:
-            if event.kind == "grad" and self.common(event.detail) in known:
-                self._join(event.storage, known[self.common(event.detail)])
+            if event.kind == "grad" and event.detail in known:
+                self._join(event.storage, known[event.detail])
 
     def without_extra_frees(
         self, found: Sequence[Event], like: Sequence[Event]
@@ -229,7 +213,7 @@ class _Classes:
                     if own not in numbers:
                         numbers[own] = next(n)
                     storage = numbers[own]
-                found.append(Event(kind, section, storage, self.common(detail) if kind == "grad" else detail))
+                found.append(Event(kind, section, storage, detail))
             made[part] = tuple(found)
 
         def number(storage: int) -> int:
@@ -302,8 +286,9 @@ def _end_of(section: Section, n_blocks: int) -> str:
     if phase == "end":
         return phase
     ends = {0: "embed", 1: "entry", n_blocks + 1: "head", n_blocks + 2: "loss"}
-    suffix = {"forward": "", "backward": "_backward"}.get(phase)
-    return "" if suffix is None or unit not in ends else ends[unit] + suffix
+    if phase not in ("forward", "backward") or unit not in ends:
+        return ""
+    return ends[unit] + SUFFIXES[phase]
 
 
 # --- Sizes ---
@@ -311,6 +296,11 @@ def _end_of(section: Section, n_blocks: int) -> str:
 
 Point = tuple[int, int]
 """Batch and length of a run."""
+
+
+def shape_of(shapes: Iterable[Sequence[int]], points: Sequence[Point]) -> tuple[Size, ...]:
+    """The rule of each dim of a shape, which it has at these sizes of the input."""
+    return tuple([size_of(dims, points) for dims in zip(*shapes, strict=True)])
 
 
 def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
@@ -418,7 +408,7 @@ def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> Tr
     if len({len(each.shape) for each in stored}) > 1:
         raise Unlike(f"{one.name} has other dims where sizes differ")
     try:
-        shape = tuple([size_of(dims, points) for dims in zip(*[each.shape for each in stored], strict=True)])
+        shape = shape_of([each.shape for each in stored], points)
     except MissingRule:
         if not one.by_kernel:
             raise
@@ -439,11 +429,10 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             return TracedEvent("grad", one.storage, one.detail)
         case "kernel" | "workspace":
             name, _, dtype, n_results = one.detail
-            all_sizes = zip(*[event.detail.sizes for event in events], strict=True)
-            sizes = tuple([size_of(each, points) for each in all_sizes])
+            sizes = shape_of([event.detail.sizes for event in events], points)
             if one.kind == "workspace" and all(batch == 1 for batch, _ in points):
                 sizes = ((Term(sizes[0][0].factor, 1),), *sizes[1:])  # cuDNN's engine depends on nothing else
             return TracedEvent(one.kind, kernel=name, n_results=n_results, shape=sizes, dtype=dtype)
-    shape = tuple([size_of(dims, points) for dims in zip(*[e.detail.shape for e in events], strict=True)])
+    shape = shape_of([event.detail.shape for event in events], points)
     flops = size_of([event.detail.flops for event in events], points)
     return TracedEvent("compute", phase=one.detail.phase, flops=flops, shape=shape, dtype=one.detail.dtype)
