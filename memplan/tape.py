@@ -796,7 +796,7 @@ class SplitBackward:
         self._taken: tuple[Node, Tensor] | None = None
         self._made: list[Tensor] = []
         self._unused: dict[Node, list[tuple[Tensor, ...]]] = {}
-        self._regions = {node.region for node in tape.nodes if node.region is not None}
+        self._regions = dict.fromkeys(node.region for node in tape.nodes if node.region is not None)
         for node in tape.nodes:
             inputs = [target for target in node.inputs if target is not None]
             if inputs and all(map(self._is_weights, inputs)):

@@ -1,5 +1,7 @@
 """The record of a step: stretches by hand, and any tree of them against its unrolled events."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -231,3 +233,21 @@ def one_by_one(stretch: Stretch) -> Counter[object]:
 @given(schedules)
 def test_any_schedules_counts_are_those_of_its_unrolled_events(tree):
     assert +Counter(tree.counts) == +one_by_one(tree)
+
+
+IN_A_PROCESS = """
+import memplan
+from memplan.record import unrolled
+
+plan = {"pp": 2, "schedule": "zero-bubble", "recompute": "full", "global_batch": 2, "seq_len": 64}
+for stage in memplan.estimate("llama-3-8b", device="cpu", **plan).stages:
+    for name, event in unrolled(stage.record.step):
+        print(name, type(event).__name__, event.buffer)
+"""
+
+
+def test_records_are_the_same_in_every_process():
+    """Sets of objects are in the order of their addresses, which differ from process to process."""
+    command = [sys.executable, "-c", IN_A_PROCESS]
+    said = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(5)}
+    assert len(said) == 1
