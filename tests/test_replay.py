@@ -17,7 +17,7 @@ from memplan import Model, Plan
 from memplan.engines.checks import check_plan
 from memplan.errors import PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
-from validate.cases import Case
+from validate.cases import Case, architecture_traces
 from validate.records import PEAK_TOLERANCE, Record, read_records
 
 MEASURED = Path(__file__).parents[1] / "data" / "measurements"
@@ -230,3 +230,8 @@ def test_every_zero_stage_was_run_in_mixed_precision_and_in_a_pipeline():
     plans = [plan_of(record) for record in RECORDS]
     assert {p.zero for p in plans if p.dp > 1 and p.precision == "bf16-mixed"} == {0, 1, 2, 3}
     assert {p.zero for p in plans if p.dp > 1 and p.pp > 1} == {0, 1, 2, 3}
+
+
+def test_every_architecture_that_was_traced_was_run():
+    run = {record.case["model"]["name"] for record in read_records(MEASURED / "architectures.jsonl")}
+    assert run == set(architecture_traces())

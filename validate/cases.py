@@ -1,9 +1,11 @@
 """Cases: configurations to be run and compared."""
 
+import lzma
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
@@ -16,7 +18,7 @@ from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.families import implemented
 from memplan.models.presets import preset_trace
 from memplan.models.torchtitan import TorchtitanLlama
-from memplan.models.traced import model_from_trace
+from memplan.models.traced import model_from_trace, model_of_text
 from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
@@ -283,6 +285,15 @@ def family_of(model: Decoder | TracedModel) -> str:
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
 
+ARCHITECTURES: Final = data_folder() / "traces" / "architectures"
+"""The traces of transformers' language models in small, compressed (`validate.architectures`)."""
+
+
+def architecture_traces() -> dict[str, Path]:
+    """The files of the traces in `ARCHITECTURES`, by name."""
+    return {path.name.removesuffix(".json.xz"): path for path in sorted(ARCHITECTURES.glob("*.json.xz"))}
+
+
 def trace_file(name: str) -> str:
     """Where the trace of one of other people's modules is: with memplan if it is a preset, else in `data`."""
     return preset_trace(name) or str(data_folder() / "traces" / f"{name}.json")
@@ -295,6 +306,8 @@ def shipped_trace(name: str) -> TracedModel:
     Raises:
         InvalidValue: there is none of this name.
     """
+    if (path := ARCHITECTURES / f"{name}.json.xz").is_file():
+        return model_of_text(lzma.decompress(path.read_bytes()).decode())
     return model_from_trace(trace_file(name))
 
 

@@ -517,10 +517,18 @@ def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
         InvalidValue: a file that cannot be read as a trace, and why.
     """
     try:
-        text = file_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace")
-        return _model(json_value(text, what="trace", way_out="trace the module again"))
+        return model_of_text(file_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace"))
     except MemplanError as error:
         raise of_file(path, error) from None
+
+
+def model_of_text(text: str) -> TracedModel:
+    """The model in a text that `TracedModel.save` has written.
+
+    Raises:
+        InvalidValue: a text that is no trace, and why.
+    """
+    return _model(json_value(text, what="trace", way_out="trace the module again"))
 
 
 def _wrong(what: str) -> InvalidValue:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
@@ -24,8 +25,20 @@ from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, 
 from memplan.tracing.shapes import ATEN, Operation, Operator, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
-SUMS: Final = torch.ops.aten.add.Tensor
-"""The operation that adds two gradients in autograd while such a mode is active: never in place."""
+SUMS: Final = ATEN.add.Tensor
+ZEROS: Final = (ATEN.zeros.default, ATEN.new_zeros.default)
+
+IN_PLACE: Final[Mapping[Any, Any]] = {
+    SUMS: ATEN.add_.Tensor,
+    ATEN.index_add.default: ATEN.index_add_.default,
+    ATEN.index_put.default: ATEN.index_put_.default,
+    ATEN.scatter.src: ATEN.scatter_.src,
+    ATEN.scatter_add.default: ATEN.scatter_add_.default,
+}
+"""What PyTorch's own code runs in place, by what it runs in its stead while a mode is active.
+
+Source: aten/src/ATen/TensorSubclassLikeUtils.h (`isTensorSubclassLike`).
+"""
 
 GIVEN, WEIGHT = -1, -2
 """Numbers of storages that were there before the step."""
@@ -162,6 +175,10 @@ class Recorder(ShapesMode):
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded."""
         self.recomputing = False
+        self.adds_in_place = False
+        """Whether a function runs that adds in place: a linear layer's bias, an attention's mask."""
+        self._zeros = GIVEN
+        """The storage that was last filled with zeros."""
         self._next_unit: int | None = None
         self._first_node = 0
         self._starts: list[int] = [0]
@@ -261,13 +278,12 @@ class Recorder(ShapesMode):
     # --- What the dispatcher is asked for ---
 
     def run(self, operation: Operation) -> Any:
-        func, args = operation.func, operation.args
         self._locate()
+        if operation.func in IN_PLACE and self._is_in_place(operation.func, operation.args):
+            in_place = IN_PLACE[operation.func]
+            operation = Operation(in_place, operation.types, operation.args, operation.kwargs)
+        func, args = operation.func, operation.args
         self.operation = func
-        if func is SUMS and self.section.phase == "backward" and _is_summed_in_place(*args):
-            self._values.result(operation, lambda: args[0])
-            self._added(self.storage_of(args[0]))
-            return args[0]
         if self.section.phase == "forward":
             self._reads(operation.given)
         if self.executes:
@@ -286,7 +302,24 @@ class Recorder(ShapesMode):
                 memo.taken = self._taken(operation, results, out)
             taken = memo.taken
         self._record(operation, results, taken)
+        if func in ZEROS:
+            self._zeros = self.storage_of(out)
         return out
+
+    def _is_in_place(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether PyTorch's own code, if no mode were active, would write the result into the first operand.
+
+        Source: aten/src/ATen/native/Linear.cpp (`linear`), aten/src/ATen/native/transformers/attention.cpp
+        (`_scaled_dot_product_attention_math`), torch/csrc/autograd/FunctionsManual.cpp.
+        """
+        if self.section.phase == "forward" or self.recomputing:
+            return func is SUMS and self.adds_in_place
+        if func is not SUMS:
+            node = torch._C._current_autograd_node()
+            return self.storage_of(args[0]) == self._zeros and not isinstance(node, BackwardCFunction)
+        if summed := _is_summed_in_place(*args):
+            self._added(self.storage_of(args[0]))
+        return summed
 
     def _on_device(self, out: Any) -> tuple[Tensor, ...]:
         """The tensors of a result that are in the device's memory."""

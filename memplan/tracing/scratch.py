@@ -1,6 +1,7 @@
 """Memory that kernels take beside their results, and free when they are done, on any device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -12,14 +13,32 @@ from memplan.tracing.shapes import ATEN
 Scratch = tuple[str, int, torch.dtype]
 """What it is, its elements and their type."""
 
-ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div)
+ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div, ATEN.bitwise_and, ATEN.bitwise_or)
 """Operations whose operands may be of several types."""
 
 SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
 """Sums whose operand may be of another type; a sum of narrow floats in float32 reads them as they are."""
 
+SCATTERED_SUMS: Final = (ATEN.scatter_add, ATEN.scatter_add_)
+NARROW: Final = (torch.bfloat16, torch.float16)
+"""Types that CPU sums scattered elements of in float32.
+
+Source: aten/src/ATen/native/cpu/ScatterGatherKernel.cpp (`create_acc_buffer`).
+"""
+
 CONVOLUTION: Final = ATEN.convolution.default
 CONVOLUTION_BACKWARD: Final = ATEN.convolution_backward.default
+
+IN_ORDER: Final = {
+    ATEN.embedding.default: {1: "ids"},
+    ATEN.native_layer_norm.default: {0: "input"},
+    ATEN.native_layer_norm_backward.default: {0: "grad", 1: "input"},
+}
+"""The operands of operations, by place, that are first copied if they are not contiguous.
+
+Source: aten/src/ATen/native/Embedding.cpp (`embedding_symint`), aten/src/ATen/native/layer_norm.cpp and
+aten/src/ATen/native/cuda/layer_norm_kernel.cu (`expect_contiguous`).
+"""
 
 TOP: Final = ATEN.topk.default
 SHORTEST_DIVIDED: Final = 400
@@ -49,11 +68,15 @@ def scratch_of(
 
 
 def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
-    """Copies that PyTorch's own code makes of operands, and masks of a softmax.
+    """Copies that PyTorch's own code makes of operands, masks of a softmax, differences of a logsumexp.
 
-    Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`), aten/src/ATen/native/Embedding.cpp
-    (`embedding_symint`), aten/src/ATen/native/SoftMax.cpp (`_safe_softmax`).
+    Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`, `logsumexp_out_impl`),
+    aten/src/ATen/native/SoftMax.cpp (`_safe_softmax`).
     """
+    yield from _in_order(args, IN_ORDER.get(func, {}))
+    if func is ATEN.logsumexp.default:
+        yield "largest", results[0].numel(), args[0].dtype
+        yield "less the largest", args[0].numel(), args[0].dtype
     if func is ATEN._safe_softmax.default:
         yield "keys not allowed", args[0].numel(), torch.bool
         yield "rows without any allowed key", args[0].numel() // args[0].shape[-1], torch.bool
@@ -61,8 +84,13 @@ def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iter
     lifts = func in SUMS and func is not ATEN.cumsum.default and args[0].is_floating_point()
     if func in SUMS and not lifts and args[0].dtype != results[0].dtype:
         yield "operand as the sum's type", args[0].numel(), results[0].dtype
-    if func is ATEN.embedding.default and not args[1].is_contiguous():
-        yield "ids in order", args[1].numel(), args[1].dtype
+
+
+def _in_order(args: Sequence[Any], operands: Mapping[int, str]) -> Iterator[Scratch]:
+    """Copies of these operands, where they are not contiguous."""
+    for place, name in operands.items():
+        if not args[place].is_contiguous():
+            yield f"{name} in order", args[place].numel(), args[place].dtype
 
 
 def _on_cuda(func: Any, args: Sequence[Any]) -> Iterator[Scratch]:
@@ -95,27 +123,40 @@ def _of_cub(what: str) -> MissingRule:
 
 def _on_cpu(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
     if func in (CONVOLUTION, CONVOLUTION_BACKWARD):
-        yield "columns of a convolution", _columns(func, args, results), results[0].dtype
+        yield from _convolved(func, args, results)
     if func._overloadpacket in ARITHMETIC:
         yield "widened operand", _widened(args, results[0]), results[0].dtype
+    if func._overloadpacket in SCATTERED_SUMS and results[0].dtype in NARROW:
+        yield "sums in float32", results[0].numel(), torch.float32
 
 
-def _columns(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Elements of the columns that CPU's convolution of images, without oneDNN, unfolds its input into.
+def _convolved(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
+    """What CPU's convolution takes without oneDNN: its input's columns, or the results of each group.
 
-    None for windows of one element in their place. Neglects: groups, which are computed one by one.
+    A single group with windows of one element needs neither; several are computed one by one, and their
+    results concatenated. Neglects: transposed ones, of volumes.
 
-    Source: aten/src/ATen/native/ConvolutionMM2d.cpp (`compute_columns2d`, `slow_conv2d_backward_out_cpu`).
+    Source: aten/src/ATen/native/Convolution.cpp (`_convolution`, `convolution_backward`).
     """
     backward = func is CONVOLUTION_BACKWARD
     output, image, weight = args[:3] if backward else (results[0], *args[:2])
-    *_, stride, padding, _dilation, _transposed, _padding, groups = args[:10] if backward else args[:9]
-    if weight.dim() != IMAGE_DIMS or groups != 1:
-        return 0
-    if list(weight.shape[2:]) == [1, 1] and set(stride) == {1} and set(padding) == {0}:
-        return 0
-    rows, columns = output.shape[2:]
-    return int(image.shape[0] * image.shape[1] * weight.shape[2] * weight.shape[3] * rows * columns)
+    *_, stride, padding, _dilation, transposed, _, groups = args[:10] if backward else args[:9]
+    if transposed or weight.dim() > IMAGE_DIMS:
+        return
+    if groups > 1:
+        yield from _in_order(args, {0: "grad", 1: "input"} if backward else {0: "input"})
+        for result in results[: 2 if backward else 1]:
+            yield "results of each group", result.numel(), result.dtype
+    elif {*weight.shape[2:], *stride} != {1} or {*padding} != {0}:
+        yield "columns of a convolution", _columns(output, image, weight), image.dtype
+
+
+def _columns(output: Tensor, image: Tensor, weight: Tensor) -> int:
+    """Elements of the columns that an image is unfolded into.
+
+    Source: aten/src/ATen/native/ConvolutionMM2d.cpp (`compute_columns2d`, `slow_conv2d_backward_out_cpu`).
+    """
+    return image.shape[0] * image.shape[1] * prod(weight.shape[2:]) * prod(output.shape[2:])
 
 
 def _widened(args: Sequence[Any], result: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +68,9 @@ LEAST_LENGTH: Final = 4
 
 MOST_MASKED: Final = 1 << 20
 """Elements of the largest mask with which rules of sizes are checked."""
+
+ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
+"""Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
 CANNOT: Final = (
     NotImplementedError,
@@ -573,12 +577,25 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     def listed(tensor: FakeTensor) -> Any:
         return known_value(tensor).tolist()
 
+    for name in ADD_IN_PLACE:
+        yield patch.object(functional, name, _adding_in_place(recorder, getattr(functional, name)))
     yield _without_onednn()
     yield patch.object(torch, "get_rng_state", random_state_seen)
     yield patch.object(FakeTensor, "tolist", listed)
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
+
+
+def _adding_in_place(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    def adding(*args: Any, **kwargs: Any) -> Any:
+        recorder.adds_in_place = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.adds_in_place = False
+
+    return adding
 
 
 @contextmanager

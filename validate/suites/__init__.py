@@ -11,6 +11,7 @@ from memplan.models import Decoder
 from validate.cases import Case, runnable
 from validate.gpus import Gpus
 from validate.records import Record
+from validate.suites.architectures import architectures
 from validate.suites.both import gpu_both
 from validate.suites.drawn import drawn
 from validate.suites.families import families
@@ -33,6 +34,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "fullsize": fullsize,
     "wild": wild,
     "families": families,
+    "architectures": architectures,
 }
 """Suites of CPU ranks."""
 

@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 import memplan
 from memplan import Plan, TracedModel
 from memplan.engines.torch.options import torch_options
-from memplan.errors import PlanRefused
+from memplan.errors import PlanRefused, unknown_name
 from memplan.models import Decoder
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from validate.standin import materialised
+from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
 from validate.systems.torch.passes import Passes
@@ -496,6 +497,19 @@ WILD: Final[Mapping[str, Wild]] = {**IN_SMALL, **AT_TRUE_SIZE}
 """Other people's modules, by the name of their trace."""
 
 
+def wild_named(name: str) -> Wild:
+    """How a module is made and called: one of `WILD`, or an architecture of transformers in small.
+
+    Raises:
+        UnknownName: with the nearest name.
+    """
+    if name in WILD:
+        return WILD[name]
+    if not is_architecture(name):
+        raise unknown_name("module", name, WILD)
+    return Wild(module=partial(small_module, name), inputs=_tokens, seq_len=64, package="transformers")
+
+
 @contextmanager
 def values_as_on_a_gpu() -> Iterator[None]:
     """What transformers reads of values while it runs, for a GPU that is not there, which has none.
@@ -518,7 +532,7 @@ def values_as_on_a_gpu() -> Iterator[None]:
 def wild_of(model: TracedModel | Decoder) -> Wild:
     """How a model's module is made and called: a decoder of transformers by its sizes, others by name."""
     if isinstance(model, TracedModel):
-        return WILD[model.name]
+        return wild_named(model.name)
     values = config_of(model)
     kind, (architecture,) = values["model_type"], values["architectures"]
 
@@ -538,7 +552,7 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 
 def wild_trace(name: str) -> TracedModel:
     """One of them, traced anew: with CPU's kernels, or of true size with CUDA's."""
-    wild = WILD[name]
+    wild = wild_named(name)
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
     of_true_size = wild.gpu_batch is not None
@@ -551,8 +565,18 @@ def wild_trace(name: str) -> TracedModel:
         name=name,
         max_seq_len=wild.seq_len,
         device="cuda" if of_true_size else "cpu",
-        precisions=("fp32", "bf16", "bf16-mixed", *(("fp16-mixed",) if name in IN_FP16 else ())),
+        precisions=tuple(_precisions(name)),
     )
+
+
+def _precisions(name: str) -> Iterator[str]:
+    """The precisions that a module is traced in: architectures in those that they are run in."""
+    yield "fp32"
+    if name in WILD:
+        yield "bf16"
+    yield "bf16-mixed"
+    if name in IN_FP16:
+        yield "fp16-mixed"
 
 
 # --- Under a plan ---
