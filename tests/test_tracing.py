@@ -438,6 +438,36 @@ def test_experts_multiply_the_rows_that_are_sent_to_them_whichever_they_are():
     assert computed == 3 * 5 * 12 * (of_router + of_experts)
 
 
+class Filled(nn.Module):
+    """Sums and fills that PyTorch's own code runs in place, and one of the module's own that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x, places):
+        strided = self.projection(x.transpose(0, 1)).transpose(0, 1)
+        shifted = self.norm(strided) + self.projection.bias
+        chosen = shifted.gather(-1, places) + shifted[:, :2, :3] + shifted.topk(3).values
+        return chosen.logsumexp(-1).mean()
+
+
+def test_what_pytorch_writes_in_place_has_no_storage_of_its_own_and_copies_have():
+    inputs = torch.zeros(4, 2, 16), torch.zeros(4, 2, 3, dtype=torch.int64)
+    traced = memplan.trace(Filled(), inputs, precisions=["bf16"])
+    step = memplan.estimate(
+        traced, micro_batch=4, seq_len=1, precision="bf16", device="cpu"
+    ).worst.record.step
+    made = [(event.buffer.name, event.buffer.n_bytes) for _, event in unrolled(step) if event.sign > 0]
+    names = [name.split(": ")[-1] for name, _ in made]
+    assert names.count("mm") == names.count("input in order") == 2
+    assert not {"scatter", "scatter_add", "index_put"} & {*names}
+    assert names.count("new_zeros") == 2
+    assert ("Filled: add", 256) in made  # the module's own sum
+    assert [size for name, size in made if name == "sums in float32"] == [4 * 2 * 16 * 4]
+    assert [size for name, size in made if name == "less the largest"] == [4 * 2 * 3 * 2]
+
+
 def test_floats_that_follow_from_positions_are_known():
     traced = memplan.trace(OnDistances(), torch.ones(6, 8), precisions=["fp32"])
     assert memplan.estimate(traced, seq_len=1, precision="fp32").worst.states.grads_bytes == 72 * 4
