@@ -578,24 +578,14 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
         return known_value(tensor).tolist()
 
     for name in ADD_IN_PLACE:
-        yield patch.object(functional, name, _adding_in_place(recorder, getattr(functional, name)))
+        adding = patch.object(recorder, "adds_in_place", True)(getattr(functional, name))
+        yield patch.object(functional, name, adding)
     yield _without_onednn()
     yield patch.object(torch, "get_rng_state", random_state_seen)
     yield patch.object(FakeTensor, "tolist", listed)
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
-
-
-def _adding_in_place(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    def adding(*args: Any, **kwargs: Any) -> Any:
-        recorder.adds_in_place = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            recorder.adds_in_place = False
-
-    return adding
 
 
 @contextmanager

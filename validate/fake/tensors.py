@@ -106,16 +106,7 @@ def without_data(*, paths: bool) -> Iterator[Lifetimes]:
     def listed(tensor: FakeTensor) -> Any:
         return known_value(tensor).tolist()
 
-    def with_books(function: Any) -> Any:
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            mode.keeps_books = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                mode.keeps_books = False
-
-        return kept
-
+    with_books = patch.object(mode, "keeps_books", True)
     with (
         patch.object(UntypedStorage, "resize_", resized),
         patch.object(torch, "get_rng_state", random_state_seen),
