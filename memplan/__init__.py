@@ -1,7 +1,7 @@
 """memplan: bytes, traffic and time of a training job, before the GPUs are reserved."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from memplan.budget import Budget, budget
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
@@ -21,11 +21,15 @@ from memplan.plan import Plan
 from memplan.version import version
 
 if TYPE_CHECKING:
+    from memplan.comparison import why
     from memplan.search.advise import Advice, Change, advise
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
-    from memplan.search.why import why
     from memplan.tracing import trace
+
+
+LATER: Final = {"trace": "memplan.tracing", "why": "memplan.comparison"}
+"""The modules of names that are looked up when they are asked for; the others' is `memplan.search`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +38,7 @@ def __getattr__(name: str) -> Any:
         return version()
     if name not in __all__:
         raise AttributeError(f"module 'memplan' has no attribute {name!r}")
-    package = import_module("memplan.tracing" if name == "trace" else "memplan.search")
+    package = import_module(LATER.get(name, "memplan.search"))
     return package if name == "search" else getattr(package, name)  # a package that can be called
 
 

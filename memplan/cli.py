@@ -12,6 +12,8 @@ from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
 from memplan.budget import budget
+from memplan.command import estimate_command as command_of
+from memplan.comparison import compared_text, why
 from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
@@ -44,12 +46,10 @@ from memplan.models import (
 from memplan.plan import FIELDS, Plan
 from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
 from memplan.search.advise import advise
-from memplan.search.command import estimate_command as command_of
 from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import columns_of, search_dict, search_rows
 from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
-from memplan.search.why import compared_text, why
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.text_tables import csv_of, printable, text_table
 from memplan.units import TB, TFLOP, GiB

@@ -3,13 +3,13 @@
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from memplan.command import command_text, estimate_command
 from memplan.errors import MemplanError
 from memplan.estimate import estimate
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES
 from memplan.plots import stage_peaks, step_time
-from memplan.search.command import command_text, estimate_command
 from memplan.search.space import divisors
 from memplan.tables import verdict_text
 

@@ -12,7 +12,6 @@ from memplan.search import search
 from memplan.search.advise import Advice, Change, advise
 from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
 from memplan.search.search import Found, searched
-from memplan.search.why import why
 
 __all__ = [
     "Advice",
@@ -23,7 +22,6 @@ __all__ = [
     "longest_sequence",
     "searched",
     "smallest_cluster",
-    "why",
 ]
 
 

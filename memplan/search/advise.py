@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, final
 
+from memplan.command import estimate_command, plan_values
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.plan import RECOMPUTES, Plan
-from memplan.search.command import estimate_command, plan_values
 from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors

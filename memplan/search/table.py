@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from memplan.command import estimate_command
 from memplan.engines.options import not_usual, plan_dict
 from memplan.estimate import Estimate
-from memplan.search.command import estimate_command
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
 from memplan.text_tables import frame, interval_text, margin_text

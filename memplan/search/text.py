@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from memplan.command import command_text, estimate_command
+from memplan.comparison import plan_text
 from memplan.engines.options import plan_dict
 from memplan.estimate import notes_of
 from memplan.search.advise import Advice
-from memplan.search.command import command_text, estimate_command
 from memplan.search.search import Found
 from memplan.search.table import TIE, search_rows
-from memplan.search.why import plan_text
 from memplan.tables import cluster_text, notes_text, verdict_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes

@@ -2,11 +2,11 @@
 
 from typing import Final
 
+from memplan.command import command_text, estimate_command
 from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
-from memplan.search.command import command_text, estimate_command
 from memplan.tables import verdict_text
 from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
