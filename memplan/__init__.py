@@ -21,14 +21,18 @@ from memplan.plan import Plan
 from memplan.version import version
 
 if TYPE_CHECKING:
+    from memplan.advice import Advice, Change, advise
     from memplan.comparison import why
-    from memplan.search.advise import Advice, Change, advise
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
     from memplan.tracing import trace
 
 
-LATER: Final = {"trace": "memplan.tracing", "why": "memplan.comparison"}
+LATER: Final = {
+    "trace": "memplan.tracing",
+    "why": "memplan.comparison",
+    **dict.fromkeys(("Advice", "Change", "advise"), "memplan.advice"),
+}
 """The modules of names that are looked up when they are asked for; the others' is `memplan.search`."""
 
 

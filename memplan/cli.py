@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
+from memplan.advice import COLUMNS as ADVICE_COLUMNS
+from memplan.advice import advice_text, advise
 from memplan.budget import budget
 from memplan.command import estimate_command as command_of
 from memplan.comparison import compared_text, why
@@ -44,12 +46,10 @@ from memplan.models import (
     preset_source,
 )
 from memplan.plan import FIELDS, Plan
-from memplan.search.advise import COLUMNS as ADVICE_COLUMNS
-from memplan.search.advise import advise
 from memplan.search.judge import OBJECTIVES
 from memplan.search.search import KEEP, QUESTIONS, searched
 from memplan.search.table import columns_of, search_dict, search_rows
-from memplan.search.text import SHOWN, advice_text, nothing_runs, search_text
+from memplan.search.text import SHOWN, nothing_runs, search_text
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 from memplan.text_tables import csv_of, printable, text_table
 from memplan.units import TB, TFLOP, GiB

@@ -9,15 +9,11 @@ from inspect import signature
 from types import ModuleType
 
 from memplan.search import search
-from memplan.search.advise import Advice, Change, advise
 from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
 from memplan.search.search import Found, searched
 
 __all__ = [
-    "Advice",
-    "Change",
     "Found",
-    "advise",
     "largest_model",
     "longest_sequence",
     "searched",

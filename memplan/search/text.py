@@ -1,17 +1,15 @@
-"""What a search found, and what is advised, for a terminal of 80 columns."""
+"""What a search found, for a terminal of 80 columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from memplan.command import command_text, estimate_command
-from memplan.comparison import plan_text
+from memplan.command import command_text
 from memplan.engines.options import plan_dict
 from memplan.estimate import notes_of
-from memplan.search.advise import Advice
 from memplan.search.search import Found
 from memplan.search.table import TIE, search_rows
-from memplan.tables import cluster_text, notes_text, verdict_text
+from memplan.tables import cluster_text, notes_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
 
@@ -193,50 +191,3 @@ def _refusals(refused_by: Mapping[str, int]) -> str:
         n_others = sum(islice(refused_by.values(), SHOWN, None))
         rows.append((f"{n_others:,}", f"{len(refused_by) - SHOWN} more kinds"))
     return text_table(rows, "><", flexible=1)
-
-
-def advice_text(advice: Advice, model: str | None = None) -> str:
-    """Each change with what it frees and costs, then a combination that fits.
-
-    `model`: how the model was named on the command line.
-    """
-    asked = advice.asked
-    rows = [("change", "frees", "peak", "verdict", "a step takes")]
-    refused = []
-    for row in advice.rows():
-        if row["why_not"] is not None:
-            refused.append((row["change"], row["why_not"]))
-            continue
-        sign = "-" if row["freed_bytes"] < 0 else ""
-        slower = row["slower_s"]
-        rows.append(
-            (
-                row["change"],
-                f"{sign}{human_bytes(abs(row['freed_bytes']))}",
-                human_bytes(row["peak_bytes"]),
-                row["verdict"],
-                "unknown" if slower is None else f"{slower:+.3g} s",
-            )
-        )
-    parts = [
-        f"{wrapped(plan_text(asked))}\n{wrapped(verdict_text(asked))}",
-        text_table(rows, "<>><>", flexible=0),
-    ]
-    if refused:
-        parts.append(text_table([("cannot run", "because"), *refused], "<<", flexible=1))
-    if advice.best is None:
-        parts.append(wrapped(NONE_FITS))
-    elif advice.best is not asked:
-        heading = "Fastest combination found that fits"
-        if advice.best.step_s is None:
-            heading = f"A combination that fits; its time is not known: {'; '.join(advice.best.time_missing)}"
-        parts.append("\n".join(map(wrapped, (heading, plan_text(advice.best), verdict_text(advice.best)))))
-    if (command := estimate_command(advice.best or asked, model)) is not None:
-        parts.append(command_text(command))
-    return "\n\n".join(parts)
-
-
-NONE_FITS: Final = (
-    "No combination of them was found that fits for sure; use more GPUs, a shorter sequence, or a smaller "
-    "model."
-)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, final
 
-from memplan.command import estimate_command, plan_values
+from memplan.command import command_text, estimate_command, plan_values
+from memplan.comparison import plan_text
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.plan import RECOMPUTES, Plan
@@ -13,7 +14,9 @@ from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
-from memplan.text_tables import frame, html_text
+from memplan.tables import verdict_text
+from memplan.text_tables import frame, html_text, text_table, wrapped
+from memplan.units import human_bytes
 from memplan.version import versioned
 
 if TYPE_CHECKING:
@@ -34,6 +37,11 @@ COLUMNS: Final = (
 
 KEEP: Final = 10
 """Combinations that are kept to find one that fits."""
+
+NONE_FITS: Final = (
+    "No combination of them was found that fits for sure; use more GPUs, a shorter sequence, or a smaller "
+    "model."
+)
 
 
 @final
@@ -88,8 +96,6 @@ class Advice:
         return versioned({"asked": self.asked.to_dict(), "changes": self.rows(model), "best": best})
 
     def __str__(self) -> str:
-        from memplan.search.text import advice_text  # which imports this module
-
         return advice_text(self)
 
     def __repr__(self) -> str:
@@ -197,3 +203,44 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
         chosen["objective"] = "memory"
     found = searched(asked.model, cluster=where, keep=KEEP, progress=progress, **chosen).fitting
     return None if found is None else found.best
+
+
+def advice_text(advice: Advice, model: str | None = None) -> str:
+    """Each change with what it frees and costs, then a combination that fits.
+
+    `model`: how the model was named on the command line.
+    """
+    asked = advice.asked
+    rows = [("change", "frees", "peak", "verdict", "a step takes")]
+    refused = []
+    for row in advice.rows():
+        if row["why_not"] is not None:
+            refused.append((row["change"], row["why_not"]))
+            continue
+        sign = "-" if row["freed_bytes"] < 0 else ""
+        slower = row["slower_s"]
+        rows.append(
+            (
+                row["change"],
+                f"{sign}{human_bytes(abs(row['freed_bytes']))}",
+                human_bytes(row["peak_bytes"]),
+                row["verdict"],
+                "unknown" if slower is None else f"{slower:+.3g} s",
+            )
+        )
+    parts = [
+        f"{wrapped(plan_text(asked))}\n{wrapped(verdict_text(asked))}",
+        text_table(rows, "<>><>", flexible=0),
+    ]
+    if refused:
+        parts.append(text_table([("cannot run", "because"), *refused], "<<", flexible=1))
+    if advice.best is None:
+        parts.append(wrapped(NONE_FITS))
+    elif advice.best is not asked:
+        heading = "Fastest combination found that fits"
+        if advice.best.step_s is None:
+            heading = f"A combination that fits; its time is not known: {'; '.join(advice.best.time_missing)}"
+        parts.append("\n".join(map(wrapped, (heading, plan_text(advice.best), verdict_text(advice.best)))))
+    if (command := estimate_command(advice.best or asked, model)) is not None:
+        parts.append(command_text(command))
+    return "\n\n".join(parts)
