@@ -305,7 +305,7 @@ class Estimate:
 
         The lower end is what is allocated: other reserved blocks are given back before memory runs out. The
         upper end is what is reserved, or, if that is more than the cluster's budget and a replay within the
-        budget succeeds (`gives_back`), what is reserved there. To both are added the least and the most that
+        budget settles (`gives_back`), what is reserved there. To both are added the least and the most that
         CUDA's context and NCCL's buffers take.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
@@ -330,7 +330,11 @@ class Estimate:
 
     @property
     def _within_budget(self) -> Replayed | None:
-        """The replay within the budget; None if none is needed, or if it runs out of memory."""
+        """The replay within the budget; None if none is needed, or none settles.
+
+        Where no state of the allocator recurs, one step is fragmented otherwise than the next, and any later
+        one may run out of memory.
+        """
         budget_bytes = None if self.cluster is None else self.cluster.budget_bytes
         replay = self.worst.replayed
         if budget_bytes is None or replay is None:
@@ -338,7 +342,8 @@ class Estimate:
         limit_bytes = budget_bytes - self._outside_allocator.high_bytes
         if not replay.allocated_bytes <= limit_bytes < replay.reserved_bytes:
             return None
-        return self.worst.replayed_within(limit_bytes)
+        within = self.worst.replayed_within(limit_bytes)
+        return within if within is not None and within.settled else None
 
     @property
     def verdict(self) -> Verdict | None:

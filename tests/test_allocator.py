@@ -343,6 +343,16 @@ def test_the_device_holds_an_interval_and_the_verdict_is_drawn_from_it():
         assert list(dict.fromkeys(verdicts.values())) == ["fits", "cannot say", "does not fit"]
 
 
+@pytest.mark.parametrize("tp, zero, settles", [(2, 2, True), (1, 3, False)])
+def test_a_plan_fits_by_giving_blocks_back_only_if_the_allocator_s_state_recurs(tp, zero, settles):
+    """Otherwise each step is fragmented differently from the last: a later one may run out of memory."""
+    e = memplan.estimate("llama-2-7b", cluster="8xa100-40-sxm", tp=tp, zero=zero, global_batch=64)
+    assert e.verdict == ("fits" if settles else "cannot say")
+    (within,) = [found for limit, found in e.worst.replays.items() if limit is not None]
+    assert within.n_retries
+    assert (within.settled, e.gives_back) == (settles, settles)
+
+
 @pytest.mark.parametrize("cluster, engine", [("4xcpu", "torch"), ("4xh100-sxm", "textbook")])
 def test_no_caching_allocator_no_verdict(cluster, engine):
     e = memplan.estimate("gpt2", cluster=cluster, engine=engine)
