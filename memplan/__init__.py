@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.budget import Budget, budget
+from memplan.engines.base import ENGINES
+from memplan.engines.options import USUAL_ENGINE
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import Estimate, StageEstimate, estimate
 from memplan.hardware import Cluster, Gpu, Interval, Link, Verdict, cluster, gpu, gpu_names
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from memplan.search.search import Found, search
     from memplan.tracing import trace
 
-
+ENGINES.named(USUAL_ENGINE)  # imports it: the first estimate need not
 LATER: Final = {
     "trace": "memplan.tracing",
     "why": "memplan.comparison",

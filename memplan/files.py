@@ -5,19 +5,39 @@ Only regular files of a sensible length are read; a pipe is never waited for.
 
 import json
 import os
+import re
 import stat
-from types import MappingProxyType
+import tomllib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memplan.errors import InvalidValue, MemplanError
 
 
-def toml_table(name: str) -> MappingProxyType[str, dict[str, Any]]:
-    """The entries of one of the package's tables, as they stand there; `name` is its path in the package."""
-    import tomllib  # slow to import
+class Table(Mapping[str, dict[str, Any]]):
+    """The entries of a TOML file by their names; each is parsed when it is asked for."""
 
-    with open(os.path.join(os.path.dirname(__file__), name), "rb") as file:
-        return MappingProxyType(tomllib.load(file))
+    def __init__(self, text: str) -> None:
+        _, *parts = re.split(r'^\["?([^"\]]+)"?\]$', text, flags=re.MULTILINE)
+        self._texts = dict(zip(parts[::2], parts[1::2], strict=True))
+        self._parsed: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._parsed:
+            self._parsed[name] = tomllib.loads(self._texts[name])
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+def toml_table(name: str) -> Table:
+    """The entries of one of the package's tables, as they stand there; `name` is its path in the package."""
+    with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
+        return Table(file.read())
 
 
 def shown_path(path: str | os.PathLike[str], most: int = 120) -> str:

@@ -3,12 +3,11 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
 from memplan.errors import InvalidValue, shown_value
-from memplan.files import toml_table
+from memplan.files import Table, toml_table
 from memplan.hardware.gpu import Gpu, Link, check_link, gpu, gpu_names
 from memplan.hardware.overheads import Interval
 
@@ -119,7 +118,7 @@ class Cluster:
 
 
 @cache
-def node_table() -> MappingProxyType[str, dict[str, Any]]:
+def node_table() -> Table:
     """The entries of `clusters.toml`, read once, at first use."""
     return toml_table("hardware/clusters.toml")
 

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
-from typing import Any, Final, final, get_args
+from typing import Final, final, get_args
 
 from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
 from memplan.device import CPU, Device, DeviceType
 from memplan.errors import InvalidValue, shown_value, unknown_name
-from memplan.files import toml_table
+from memplan.files import Table, toml_table
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
@@ -121,7 +120,7 @@ def check_link(name: str, link: object) -> None:
 
 
 @cache
-def gpu_table() -> MappingProxyType[str, dict[str, Any]]:
+def gpu_table() -> Table:
     """The entries of `gpus.toml`, read once, at first use."""
     return toml_table("hardware/gpus.toml")
 

@@ -1,10 +1,9 @@
 """What a process holds on a GPU outside the caching allocator: CUDA's context, NCCL's buffers."""
 
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from memplan.files import toml_table
+from memplan.files import Table, toml_table
 from memplan.units import MiB
 
 
@@ -16,7 +15,7 @@ class Interval(NamedTuple):
 
 
 @cache
-def overhead_table() -> MappingProxyType[str, dict[str, Any]]:
+def overhead_table() -> Table:
     """The entries of `overheads.toml`, read once, at first use."""
     return toml_table("hardware/overheads.toml")
 

@@ -3,18 +3,17 @@
 import os
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import Any, cast
 
 from memplan.errors import UnknownName, unknown_name
-from memplan.files import toml_table
+from memplan.files import Table, toml_table
 from memplan.models.base import Model
 from memplan.models.families import FAMILIES
 from memplan.models.traced import model_from_trace
 
 
 @cache
-def preset_table() -> MappingProxyType[str, dict[str, Any]]:
+def preset_table() -> Table:
     """The entries of `presets.toml`, read once at first use."""
     return toml_table("models/presets.toml")
 
