@@ -30,7 +30,7 @@ from memplan.memory import Alive, add_net
 from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, events, repeated
 from memplan.shapes import Buffer
 
-MOST_STEPS: Final = 8
+MOST_STEPS: Final = 10
 """The most steps that are replayed: most plans settle within three, near a limit most within seven."""
 
 FEW: Final = 6

@@ -25,11 +25,11 @@ from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, 
 from memplan.tracing.shapes import ATEN, Operation, Operator, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value
 
-SUMS: Final = ATEN.add.Tensor
+ADD: Final = ATEN.add.Tensor
 ZEROS: Final = (ATEN.zeros.default, ATEN.new_zeros.default)
 
 IN_PLACE: Final[Mapping[Any, Any]] = {
-    SUMS: ATEN.add_.Tensor,
+    ADD: ATEN.add_.Tensor,
     ATEN.index_add.default: ATEN.index_add_.default,
     ATEN.index_put.default: ATEN.index_put_.default,
     ATEN.scatter.src: ATEN.scatter_.src,
@@ -313,8 +313,8 @@ class Recorder(ShapesMode):
         (`_scaled_dot_product_attention_math`), torch/csrc/autograd/FunctionsManual.cpp.
         """
         if self.section.phase == "forward" or self.recomputing:
-            return func is SUMS and self.adds_in_place
-        if func is not SUMS:
+            return func is ADD and self.adds_in_place
+        if func is not ADD:
             node = torch._C._current_autograd_node()
             return self.storage_of(args[0]) == self._zeros and not isinstance(node, BackwardCFunction)
         if summed := _is_summed_in_place(*args):
