@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memplan.command import command_text, estimate_command
 from memplan.errors import MemplanError
-from memplan.estimate import estimate
+from memplan.estimate import device_of, estimate
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES
@@ -36,11 +36,12 @@ def planner(
         import ipywidgets
     except ModuleNotFoundError:
         raise MemplanError("menus need ipywidgets; install it with: pip install ipywidgets.") from None
-    shape, where = resolve(model), resolve_cluster(cluster)
+    where = resolve_cluster(cluster)
+    shape = resolve(model, device=device_of(where).type)
     n_gpus = 1 if where is None else where.n_gpus
     choices: dict[str, Any] = {
         "tp": [n for n in divisors(n_gpus) if not any(size % n for size in shape.sizes_over_tp.values())],
-        "pp": [n for n in divisors(n_gpus) if n <= shape.n_blocks],
+        "pp": [n for n in divisors(n_gpus) if n <= max(1, shape.n_blocks)],
         "zero": [3, 2, 1, 0],
         "recompute": list(RECOMPUTES),
         "micro_batch": [n for n in divisors(global_batch) if n <= MOST_MICRO_BATCH],

@@ -311,3 +311,9 @@ def test_counts_have_no_ticks_between_them():
     figure = plots.sweep("micro_batch", [memplan.estimate("gpt2", micro_batch=n) for n in (1, 2, 3)])
     figure.draw_without_rendering()
     assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
+
+
+def test_a_sweep_needs_two_values():
+    one = memplan.estimate("gpt2", seq_len=64)
+    with pytest.raises(memplan.InvalidValue, match="two values"):
+        plots.sweep("micro_batch", [one])

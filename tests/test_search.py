@@ -569,3 +569,29 @@ def test_columns_hold_every_value(name: str):
     values = {"schedule": tuple(SCHEDULES.own), "recompute": RECOMPUTES, "recompute_blocks": (None, 1, 5)}
     for value in values.get(name, (False, True) if name in ("offload", "sequence_parallel") else (1, 2)):
         assert value_of(name, number_of(name, value)) == value
+
+
+def test_recomputed_blocks_are_counted_against_the_largest_stage_that_was_asked_for():
+    found = memplan.search(
+        "llama-2-7b", cluster="2xh100-sxm", pp=2, tp=1, layers_per_stage=(8, 24), recompute="full",
+        recompute_blocks=[16, 20, 24, None], schedule="1f1b", zero=0, micro_batch=1, global_batch=4,
+        seq_len=512, keep=None,
+    )  # fmt: skip
+    assert sorted(found.recompute_blocks.dropna()) == [16, 20, 24]
+
+
+def test_stages_of_a_rank_follow_from_the_layers_of_each_stage():
+    model = Llama(name="l", n_layers=12, d_model=512, n_heads=8, d_ff=1024, vocab_size=1000, max_seq_len=512)
+    found = memplan.search(
+        model, cluster="2xh100-sxm", pp=2, tp=1, layers_per_stage=(1, 2) * 4, schedule="interleaved-1f1b",
+        recompute="none", zero=0, micro_batch=1, global_batch=8, seq_len=512,
+    )  # fmt: skip
+    assert list(found.virtual_stages) == [4]
+    assert set(found.verdict) == {"fits"}
+
+
+def test_the_largest_preset_in_some_code_is_one_that_has_it():
+    found = memplan.largest_model(implementation="huggingface", cluster="1xh100-sxm", global_batch=1)
+    assert found.model.implementation == "huggingface"
+    with pytest.raises(InvalidValue, match="planned as its own code"):
+        memplan.estimate("resnet-50", implementation="huggingface")

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -163,7 +163,8 @@ class Decoder(Model):
     d_model / n_heads), `n_kv_heads` the key and value heads (0: n_heads).
 
     Raises:
-        InvalidValue: a size that is no positive integer, or sizes that contradict each other.
+        InvalidValue: a size that is no positive integer, or sizes that contradict each other; a flag that is
+            neither True nor False.
     """
 
     n_layers: int
@@ -188,7 +189,9 @@ class Decoder(Model):
         if self.n_kv_heads == 0:
             object.__setattr__(self, "n_kv_heads", self.n_heads)
         _check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
-        checked_flag("tied_head", self.tied_head)
+        for own in fields(self):
+            if own.type is bool:
+                checked_flag(own.name, getattr(self, own.name))
         checked_fraction("dropout", self.dropout)
 
     @property

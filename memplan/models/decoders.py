@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memplan.checks import checked_flag, checked_positive
+from memplan.checks import checked_positive
 from memplan.errors import InvalidValue
 from memplan.models.base import Decoder
 from memplan.ops import embedding, rotation
@@ -34,21 +34,12 @@ class RotaryDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaDecoder(RotaryDecoder):
-    """Llama's sizes: attention and feed-forward layers may have biases.
-
-    Raises:
-        InvalidValue: as `RotaryDecoder`; a bias that is neither True nor False.
-    """
+    """Llama's sizes: attention and feed-forward layers may have biases."""
 
     family: ClassVar[str] = "llama"
 
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    def __post_init__(self) -> None:
-        RotaryDecoder.__post_init__(self)
-        checked_flag("attention_bias", self.attention_bias)
-        checked_flag("mlp_bias", self.mlp_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,11 @@ FAMILIES: Final = Registry(
 """The families by name; one is imported when a model of it is first used."""
 
 
+def implementations_of(model: Model) -> Mapping[str, type[Model]]:
+    """The implementations of a model's family by name; none of a traced model, which is its own code."""
+    return FAMILIES.named(model.family).implementations if model.family in FAMILIES.names() else {}
+
+
 def implemented(model: Model, implementation: str) -> Model:
     """The same model in the code of another implementation.
 
@@ -65,9 +70,14 @@ def implemented(model: Model, implementation: str) -> Model:
 
     Raises:
         UnknownName: an implementation that its family does not have.
-        InvalidValue: a size that the other implementation has no place for.
+        InvalidValue: a size that the other implementation has no place for; a model of no family.
     """
-    known = FAMILIES.named(model.family).implementations
+    known = implementations_of(model)
+    if not known:
+        raise InvalidValue(
+            f"implementation={shown_value(implementation)} of {model.name}, which is planned as its own code "
+            f"runs ({model.code}); leave implementation out."
+        )
     if implementation not in known:
         raise unknown_name(f"implementation of {model.family}:", implementation, known)
     cls = known[implementation]

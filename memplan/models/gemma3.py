@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Final, final
 
+from memplan.checks import checked_count
 from memplan.models.base import Layers
 from memplan.models.gemma import GemmaDecoder
 from memplan.models.huggingface import GELU, SLIDING, HuggingFaceDecoder, WindowedDecoder, decoder_family
@@ -31,6 +32,10 @@ class Gemma3(GemmaDecoder):
     code: ClassVar[str] = "transformers 5.23, Gemma3ForCausalLM"
 
     pattern: int = 6
+
+    def __post_init__(self) -> None:
+        GemmaDecoder.__post_init__(self)
+        object.__setattr__(self, "pattern", checked_count("pattern", self.pattern))
 
     @property
     def layers(self) -> tuple[Layers, ...]:

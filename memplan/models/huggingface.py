@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
+from memplan.checks import checked_count
 from memplan.models.base import BLOCKS, Decoder, Model
 from memplan.models.config import Config, WithoutRule
 from memplan.models.families import Family, Reader
@@ -199,6 +200,10 @@ class WindowedDecoder(HuggingFaceDecoder):
     """
 
     window: int = 0
+
+    def __post_init__(self) -> None:
+        HuggingFaceDecoder.__post_init__(self)
+        object.__setattr__(self, "window", checked_count("window", self.window, least=0))
 
     def masks(self, tokens: Tensor) -> None:
         HuggingFaceDecoder.masks(self, tokens)

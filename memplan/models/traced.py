@@ -710,17 +710,19 @@ def _recording(
         boundary_grad,
         requires_grad,
         _cut(within("cut", list | str | None), len(buffers)),
-        _ends(within("ends", list | str | None)),
+        _ends(within("ends", list | str | None), parts),
     )
 
 
-def _ends(value: list[Any] | str | None) -> Ends | str | None:
+def _ends(value: list[Any] | str | None, parts: _Reader) -> Ends | str | None:
     if not isinstance(value, list):
         return value
     *ends, embed_backward, head_backward = _items(value, "ends", list, list, int, int)
     (a, b), (c, d) = (_items(places, "ends", int, int) for places in ends)
-    for place in (a, b, c, d, embed_backward, head_backward):
-        checked_count("ends", place, least=0)
+    of_part = {"embed": (a, b), "head": (c, d), "embed_backward": (embed_backward,)}
+    for part, places in (of_part | {"head_backward": (head_backward,)}).items():
+        for place in places:
+            checked_count("ends", place, least=0, most=len(parts(part, list)))
     return Ends((a, b), (c, d), embed_backward, head_backward)
 
 

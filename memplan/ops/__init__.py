@@ -33,7 +33,7 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 - **Name the source**: `module:qualified.name` for Python, file and function for C++.
 """
 
-from memplan.ops.attention import AttentionKernel, attention, attention_kernel
+from memplan.ops.attention import attention, attention_kernel
 from memplan.ops.elementwise import dropout, gelu, gelu_new, relu, silu, soft_capped, times_number
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
 from memplan.ops.heads import (
@@ -48,7 +48,7 @@ from memplan.ops.heads import (
     rope_of_parts,
     rotation,
 )
-from memplan.ops.linear import Split, conv1d, linear
+from memplan.ops.linear import conv1d, linear
 from memplan.ops.loss import (
     cross_entropy,
     gradient_of_loss,
@@ -69,8 +69,6 @@ from memplan.ops.norm import (
 from memplan.ops.tensor_axis import gather_sequence
 
 __all__ = [
-    "AttentionKernel",
-    "Split",
     "add_positions",
     "attention",
     "attention_kernel",

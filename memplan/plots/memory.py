@@ -153,6 +153,8 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     every = sorted(estimates, key=lambda e: _value(e, keyword))
     checked_some("estimates", every)
     values = [_value(e, keyword) for e in every]
+    if len({*values}) < 2:
+        raise InvalidValue(f"every estimate has {keyword}={values[0]}; give estimates of two values or more.")
     budget = budget_line(every)
     highest = max(e.peak.total_bytes for e in every)
     unit, name = binary_unit(highest)

@@ -118,7 +118,10 @@ PHASES: Final = {
     "loss": "forward",
     "backward": "backward",
     "gradient reduction": "backward",
+    "unscaling of gradients": "optimizer",
+    "gradient clipping": "optimizer",
     "optimizer step": "optimizer",
+    "broadcast of updated weights": "optimizer",
 }
 """The phase that a stretch belongs to, by the first words of its name."""
 

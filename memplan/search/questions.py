@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, Unpack
+from typing import Any, Final, Unpack, cast
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.hardware import Cluster, gpus_per_node
-from memplan.models import Model, parameter_count, preset_names, resolve
+from memplan.models import Model, parameter_count, preset, preset_names, resolve
+from memplan.models.families import implementations_of
 from memplan.search.options import SearchOptions
 from memplan.search.search import Found, cluster_of, resolved, searched
 from memplan.search.table import search_rows
@@ -165,8 +166,12 @@ def largest_model(
             f"names={shown_value(names)} is no list of models; use a list of names or Models, as ['gpt2'], "
             "or leave it out for all presets."
         )
-    code = options.get("implementation")
-    models = [resolve(name, code) for name in (preset_names() if names is None else names)]
+    code, changes = options.get("implementation"), ("gpus_per_node", "network", "margin")
+    device = cluster_of(cluster, *[cast(Any, options.get(name)) for name in changes]).gpu.device.type
+    if names is None:
+        presets = map(preset, preset_names())
+        names = [model for model in presets if code is None or code in implementations_of(model)]
+    models = [resolve(name, code, device) for name in names]
     if not models:
         raise InvalidValue("names=[] leaves nothing to try; name at least one model.")
     last: Found | None = None

@@ -176,7 +176,7 @@ class Space:
 
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
         """The numbers of recomputed blocks per stage that make a difference."""
-        largest_stage = -(-self.model.n_blocks // n_stages)
+        largest_stage = max(self.base.layers_per_stage or (-(-self.model.n_blocks // n_stages),))
         asked = self.of("recompute_blocks", (None,))
         some = [n for n in asked if n is not None and n < largest_stage]
         every = [n for n in asked if n is None or n >= largest_stage]
@@ -195,6 +195,8 @@ class Space:
         known = SCHEDULES.named(schedule)
         if known.stages_per_rank is not None:
             return (known.stages_per_rank,)
+        if self.base.layers_per_stage is not None:
+            return (max(1, len(self.base.layers_per_stage) // pp),)
         least = known.fewest_stages
         most = max(self.model.n_blocks // pp, least)
         largest_stage = {-(-self.model.n_blocks // (pp * v)): v for v in range(most, least - 1, -1)}

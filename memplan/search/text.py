@@ -7,6 +7,7 @@ from typing import Any, Final
 from memplan.command import command_text
 from memplan.engines.options import plan_dict
 from memplan.estimate import notes_of
+from memplan.plan import MESH_AXES
 from memplan.search.search import Found
 from memplan.search.table import TIE, search_rows
 from memplan.tables import cluster_text, notes_text
@@ -15,8 +16,6 @@ from memplan.units import human_bytes
 
 SHOWN: Final = 10
 """Plans of each verdict, and kinds of refusals, that are printed by default."""
-
-MESH: Final = ("pp", "dp_replicate", "dp", "tp")
 
 JOB: Final = {"global_batch": "batch", "seq_len": "tokens"}
 
@@ -108,7 +107,7 @@ def _head(found: Found) -> str:
 
 def _plans(rows: Sequence[Mapping[str, Any]], first: int, different: Sequence[str]) -> str:
     hybrid = any(row["dp_replicate"] > 1 for row in rows)
-    mesh = MESH if hybrid else tuple(axis for axis in MESH if axis != "dp_replicate")
+    mesh = [axis for axis in MESH_AXES if hybrid or axis != "dp_replicate"]
     heads = {"dp_replicate": "rep"}
     several = [name for name in JOB if len({row[name] for row in rows}) > 1]
     others = [name for name in different if name not in JOB]

@@ -86,6 +86,13 @@ def checked_example(
     values, spec = tree_flatten((parts if is_mapping else tuple(parts.values()), targets))
     names = [str(key) if is_mapping else f"input {key}" for key in parts for _ in tree_flatten(parts[key])[0]]
     names += ["targets"] * (len(values) - len(names))
+    if sequence is not None and (
+        isinstance(sequence, str) or not {*sequence} <= {*names, *range(len(names))}
+    ):
+        raise InvalidValue(
+            f"sequence={shown_value(sequence)} is not allowed; use a list of names or places of the inputs: "
+            f"{', '.join(dict.fromkeys(names))}."
+        )
     leaves = [
         Leaf(value, name, _has_sequence(value, name, place, sequence))
         for place, (value, name) in enumerate(zip(values, names, strict=True))
@@ -107,6 +114,15 @@ def checked_example(
         loss=standard_loss if loss is None else loss,
         point=(first.shape[0], lengths.pop() if lengths else 1),
     )
+
+
+def _check_sequence(asked: Sequence[str | int], names: Sequence[str]) -> None:
+    known = {*names, *range(len(names))}
+    if isinstance(asked, str) or not all(one in known for one in asked):
+        raise InvalidValue(
+            f"sequence={shown_value(asked)} is not allowed; use a list of names or places of the inputs: "
+            f"{', '.join(dict.fromkeys(names))}."
+        )
 
 
 def _has_sequence(value: Any, name: str, place: int, asked: Sequence[str | int] | None) -> bool:

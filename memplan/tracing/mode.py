@@ -36,7 +36,7 @@ class ShapesMode(TorchDispatchMode, ABC):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """True: nothing is compiled here, and checking that would take longer than an operation."""
+        """False, as nothing is compiled here; PyTorch's own check would take longer than an operation."""
         return False
 
     def __torch_dispatch__(

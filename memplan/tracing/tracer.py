@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from math import gcd
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
-from memplan.errors import InvalidValue, MemplanError, MissingRule, unknown_name
+from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.models.traced import (
     RECOMPUTES,
     UNITS,
@@ -126,6 +126,10 @@ def trace(
     """
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
+    if isinstance(precisions, str) or not precisions:
+        raise InvalidValue(
+            f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
+        )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
@@ -258,15 +262,9 @@ class _Tracer:
                     self._few = run() == whole
         return whole
 
-    @contextmanager
-    def _first_blocks(self) -> Iterator[None]:
+    def _first_blocks(self) -> AbstractContextManager[Any]:
         """Shortens the list to its first blocks."""
-        every = self.list._modules
-        self.list._modules = dict(islice(every.items(), FEW))
-        try:
-            yield
-        finally:
-            self.list._modules = every
+        return patch.object(self.list, "_modules", dict(islice(self.list._modules.items(), FEW)))
 
     def _run(self, point: Point, variant: Variant) -> Parts:
         recorder = Recorder(len(self.list._modules), self.shapes, self.device, executes=self.executes)
@@ -379,11 +377,8 @@ class _Tracer:
         self, recorder: Recorder, forward: Callable[..., Any], unit: int, variant: Variant
     ) -> Callable[..., Any]:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            recorder.recomputing = recorder.section.phase == "backward"
-            try:
+            with patch.object(recorder, "recomputing", recorder.section.phase == "backward"):
                 return forward(*args, **kwargs)
-            finally:
-                recorder.recomputing = False
 
         def block(*args: Any, **kwargs: Any) -> Any:
             recorder.entered(unit, (args, kwargs))
@@ -415,9 +410,10 @@ class _Tracer:
 def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Callable[..., Any]:
     def named(*args: Any, **kwargs: Any) -> Any:
         recorder.scopes.append(scope)
-        output = forward(*args, **kwargs)
-        recorder.scopes.pop()
-        return output
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            recorder.scopes.pop()
 
     return named
 
@@ -725,22 +721,21 @@ def _model(
     name: str,
     max_seq_len: int | None,
 ) -> TracedModel:
-    example = tracer.example
-    named = {id(p): n for n, p in example.module.named_parameters()}
+    example, module = tracer.example, tracer.example.module
     unused = tracer.unused or frozenset()
 
     def traced(own: Mapping[str, nn.Parameter]) -> tuple[TracedTensor, ...]:
         return tuple([_of_module(n, p, p.requires_grad and n not in unused) for n, p in own.items()])
 
     before, block, after = map(traced, tracer.parameters())
-    config = getattr(example.module, "config", None)
+    config = getattr(module, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     longest = max_seq_len or (known if isinstance(known, int) else None) or example.point[1]
     return TracedModel(
         name=name or type(example.module).__name__,
         n_layers=tracer.n_blocks,
         max_seq_len=checked_count("max_seq_len", longest),
-        tied=len(named) < sum(1 for _ in example.module.named_parameters(remove_duplicate=False)),
+        tied=len(list(module.parameters())) < sum(1 for _ in module.named_parameters(remove_duplicate=False)),
         blocks=f"{tracer.path}.*" if tracer.path else "",
         embed_parameters=before,
         block_parameters=block,

@@ -87,7 +87,7 @@ def known_value(tensor: Tensor) -> Tensor:
 
 
 def _number(tensor: Tensor) -> Any:
-    """Whether a value is a single known number."""
+    """The number in a tensor of one element; NaN for a float whose value is not known."""
     if tensor.is_floating_point() and not _is_known(tensor):
         return math.nan
     return known_value(tensor).item()
