@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
@@ -411,9 +411,12 @@ def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Calla
     def named(*args: Any, **kwargs: Any) -> Any:
         recorder.scopes.append(scope)
         try:
-            return forward(*args, **kwargs)
-        finally:
+            output = forward(*args, **kwargs)
+        except _StopRecomputationError:  # an error leaves the scope, for its text
             recorder.scopes.pop()
+            raise
+        recorder.scopes.pop()
+        return output
 
     return named
 
