@@ -343,6 +343,23 @@ def test_the_device_holds_an_interval_and_the_verdict_is_drawn_from_it():
         assert list(dict.fromkeys(verdicts.values())) == ["fits", "cannot say", "does not fit"]
 
 
+def test_a_momentum_is_as_large_as_the_gradient_it_is_a_clone_of():
+    """That of an embedding that is divided over a tensor axis is whole."""
+    e = memplan.estimate("llama-3-8b", cluster="4xh100-sxm", tp=4, recompute="full", optimizer="sgd-momentum",
+                         micro_batch=2, global_batch=2, seq_len=128, precision="bf16")  # fmt: skip
+    assert e.worst.replayed.allocated_bytes >= e.worst.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["mistral-7b", "phi-4", "qwen3-8b", "olmo-2-7b"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_the_first_of_several_stages_frees_the_embedding_that_it_made(name, zero):
+    e = memplan.estimate(name, cluster="4xh100-sxm", pp=2, zero=zero, precision="bf16", seq_len=512,
+                         global_batch=16)  # fmt: skip
+    for stage in e.stages:
+        assert all(n >= 0 for n in stage.alive.values())
+        assert stage.replayed.allocated_bytes >= stage.peak_bytes
+
+
 @pytest.mark.parametrize("tp, zero, settles", [(2, 2, True), (1, 3, False)])
 def test_a_plan_fits_by_giving_blocks_back_only_if_the_allocator_s_state_recurs(tp, zero, settles):
     """Otherwise each step is fragmented differently from the last: a later one may run out of memory."""

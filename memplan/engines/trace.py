@@ -414,7 +414,7 @@ class _TracedStage:
             embed_casts=found["embed_casts"],
             head=same(found.get("head", EMPTY)),
             head_casts=found.get("head_casts", EMPTY),
-            end_of_forward=found.get("end_of_forward", EMPTY),
+            end_of_forward=same(found.get("end_of_forward", EMPTY)),
             loss=found.get("loss", EMPTY),
             head_backward=same(found.get("head_backward", EMPTY)),
             n_loss_backward=self.n_loss_backward,

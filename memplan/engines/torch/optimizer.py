@@ -311,9 +311,9 @@ def states_in_order(stages: RankStages) -> Iterator[Buffer]:
         for parameter, _ in group:
             if stages.counts_steps:
                 yield buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")
+            shape = stages.state_shape(parameter)
             for name in names:
-                elements = _elements(stages, parameter)
-                yield buffer_of(f"{parameter.name}.{name}", (elements,), stages.weight_dtype, "optimizer")
+                yield buffer_of(f"{parameter.name}.{name}", shape, stages.weight_dtype, "optimizer")
 
 
 def _elements(stages: RankStages, parameter: Parameter) -> int:

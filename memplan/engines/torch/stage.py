@@ -295,6 +295,18 @@ class RankStages:
             shard_elements(parameter, self.plan.dp, self.rank.dp) if self.plan.fsdp else parameter.n_elements
         )
 
+    def weight_shape(self, parameter: Parameter) -> Shape:
+        """The shape of a parameter as this rank stores it."""
+        if not self.plan.fsdp:
+            return parameter.shape
+        rows = self.weight_elements(parameter) * parameter.shape[0] // parameter.n_elements
+        return (rows, *parameter.shape[1:])
+
+    def state_shape(self, parameter: Parameter) -> Shape:
+        """The shape of the optimizer's moments of a parameter: SGD's is a clone of the first gradient."""
+        clones = self.plan.optimizer == "sgd-momentum" and not self.plan.fsdp
+        return parameter.grad_shape if clones else self.weight_shape(parameter)
+
     @property
     def owned(self) -> list[Parameter] | None:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
@@ -341,8 +353,7 @@ class RankStages:
     def states(self) -> Alive:
         """Weights with what surrounds them, and optimizer state.
 
-        Moments have the weight's type; Adam's are like the weight, SGD's momentum is a clone of the first
-        gradient. Adam also counts steps in a float32 scalar.
+        Moments have the weight's type. Adam also counts steps in a float32 scalar.
         """
         alive: Alive = Counter()
         dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
@@ -350,13 +361,10 @@ class RankStages:
         sharded, in_buckets = self.plan.fsdp, self.plan.ddp
         of_bucket: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
         for parameter, n in self.counted_parameters:
-            elements = self.weight_elements(parameter)
-            shape = parameter.shape
-            if sharded:
-                shape = (elements * shape[0] // parameter.n_elements, *shape[1:])
+            shape = self.weight_shape(parameter)
             alive[buffer_of(parameter.name, shape, self.stored_dtype(parameter), "weights")] += n
             if sharded:
-                padding = padded_shard_elements(parameter, self.plan.dp) - elements
+                padding = padded_shard_elements(parameter, self.plan.dp) - self.weight_elements(parameter)
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
             if not parameter.requires_grad:
@@ -365,9 +373,11 @@ class RankStages:
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] += n
             kept = n if owned is None else owned[parameter]
             if kept:
-                like = parameter.grad_shape if names == ("momentum",) and not sharded else shape
                 for name in names:
-                    alive[buffer_of(f"{parameter.name}.{name}", like, dtype, "optimizer")] += kept
+                    moment = buffer_of(
+                        f"{parameter.name}.{name}", self.state_shape(parameter), dtype, "optimizer"
+                    )
+                    alive[moment] += kept
                 if len(names) == 2:
                     alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
         if self.options.static_graph:
