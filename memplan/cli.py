@@ -434,9 +434,10 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
         _print_csv(search_rows(result, model), columns_of(result))
     elif as_json:
         _print_json(search_dict(result, model))
-    elif reason := nothing_runs(result):
+    reason = nothing_runs(result)
+    if reason:
         raise PlanRefused(reason)
-    else:
+    if not as_csv and not as_json:
         click.echo(search_text(result, model))
 
 
@@ -476,7 +477,7 @@ def compare_command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **as
 
     A plan is fields and values, as in "tp=8,pp=4,zero=1,recompute=full"; dp is what the cluster has left.
     """
-    a, b = (estimate(model, **asked, **fields_of(text)) for text in (plan_a, plan_b))
+    a, b = (estimate(model, **{**asked, **fields_of(text)}) for text in (plan_a, plan_b))
     if as_json:
         plans = {
             name: each.to_dict() | {"command": command_of(each, model)} for name, each in (("a", a), ("b", b))

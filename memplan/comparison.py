@@ -1,6 +1,7 @@
 """Why one plan ranks before another, in words and figures."""
 
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final
 
 from memplan.command import command_text, estimate_command
 from memplan.engines.options import not_usual
@@ -65,11 +66,21 @@ def _check_same_job(a: Estimate, b: Estimate) -> None:
         ("seq_len", a.plan.seq_len, b.plan.seq_len),
     ):
         if left != right:
-            names = [shown_value(getattr(value, "name", value)) for value in (left, right)]
+            names = _told_apart(left, right)
             raise InvalidValue(
                 f"{what} {names[0]} and {names[1]} differ, so these are different jobs; compare plans of the "
                 "same one."
             )
+
+
+def _told_apart(left: Any, right: Any) -> list[str]:
+    """The names of two values that differ; of equal names also the fields in which the values do."""
+    names = [shown_value(getattr(value, "name", value)) for value in (left, right)]
+    if names[0] != names[1] or type(left) is not type(right):
+        return names
+    own = [field.name for field in fields(left) if getattr(left, field.name) != getattr(right, field.name)]
+    said = [", ".join(f"{name}={shown_value(getattr(each, name))}" for name in own) for each in (left, right)]
+    return [f"{name} with {text}" for name, text in zip(names, said, strict=True)]
 
 
 def _verdict(a: Estimate, b: Estimate) -> str:

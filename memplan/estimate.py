@@ -520,10 +520,12 @@ class Estimate:
 def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     """Sentences about a plan that no figure says."""
     if plan.seq_len > model.max_seq_len:
+        runs = "It runs, since rotary positions have no table of weights; whether the model learns from it is"
+        if isinstance(model, TracedModel):
+            runs = "A trace does not say whether it runs, which learned positions do not; what it learns is"
         yield (
             f"seq_len={plan.seq_len} is longer than {model.name}'s context of {model.max_seq_len} tokens "
-            "(max_seq_len). It runs, since rotary positions have no table of weights; whether the model "
-            "learns from it is another question."
+            f"(max_seq_len). {runs} another question."
         )
     yield from model.notes(device_of(cluster), plan.micro_batch)
     yield from ENGINES.named(plan.engine).notes(model, plan)

@@ -307,3 +307,26 @@ def test_compare_says_which_is_better_and_why():
     wrong = run("compare", "llama-3-70b", "tq=8", "zero=3", *asked[4:])
     assert wrong.exit_code == 2
     assert "did you mean 'tp'" in wrong.stderr
+
+
+def test_a_search_in_which_nothing_runs_ends_alike_in_every_format():
+    asked = ["search", "gpt2", "--cluster", "8xh100-sxm", "--global-batch", "12", "--dp", "8"]
+    for printed in ([], ["--json"], ["--csv"]):
+        result = run(*asked, *printed)
+        assert (result.exit_code, "plans can run" in result.stderr) == (2, True)
+
+
+def test_compared_plans_of_other_batches_are_different_jobs():
+    result = run(
+        "compare", "gpt2", "zero=3,global-batch=32", "zero=2", "--cluster", "8xh100-sxm",
+        "--global-batch", "64",
+    )  # fmt: skip
+    assert result.exit_code == 2
+    assert "different jobs" in result.stderr
+
+
+def test_a_search_counts_the_plans_that_a_module_was_not_traced_for_as_refused():
+    result = run("search", "resnet-50", "--cluster", "8xh100-sxm", "--global-batch", "2048", "--json")
+    refused = [row["zero"] for row in json.loads(result.stdout)["plans"] if row["verdict"] == "refused"]
+    assert result.exit_code == 0
+    assert {2, 3} <= {*refused}

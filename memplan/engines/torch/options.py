@@ -5,6 +5,7 @@ from typing import Final, final
 
 from memplan.fields import Choice, Count, Flag, described
 from memplan.plan import Plan
+from memplan.shapes import DType
 
 FSDP_UNITS: Final = ("block", "block+ends", "model")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
@@ -69,3 +70,8 @@ class TorchOptions:
 def torch_options(plan: Plan) -> TorchOptions:
     """The options of a plan of the torch engine."""
     return plan.options or TorchOptions()
+
+
+def weight_dtype(plan: Plan) -> DType:
+    """The type of the weights that operations see: FSDP2 hands them weights as it gathers them."""
+    return plan.formats.gather if plan.fsdp else plan.formats.stored

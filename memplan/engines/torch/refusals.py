@@ -6,7 +6,7 @@ from typing import Final
 
 from memplan.device import Device
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
-from memplan.engines.torch.options import TorchOptions, torch_options
+from memplan.engines.torch.options import TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.models.traced import Ends
@@ -313,6 +313,22 @@ def _check_traced(model: Model, plan: Plan) -> None:
             )
 
 
+def _check_recorded(model: Model, plan: Plan) -> None:
+    """Raise for weights of a type that a module was traced with in no run."""
+    if not isinstance(model, TracedModel):
+        return
+    weights = weight_dtype(plan).name
+    known = sorted({variant.weights for variant in model.recordings})
+    if weights not in known:
+        raise MissingRule(
+            f"precision={plan.precision!r} with zero={plan.zero} takes weights in {weights}, and "
+            f"{model.name} was traced with weights in {' or '.join(known)} only; use zero=0 or 1, another "
+            "precision, or trace it again so, if PyTorch runs it so (on CUDA no batch norm with weights in "
+            "bfloat16).",
+            kind="a traced model with weights of a type that it was not traced with",
+        )
+
+
 def _check_traced_ends(model: Model, plan: Plan) -> None:
     """Raise if a trace does not say where the modules outside the blocks run, which are to be units."""
     if not isinstance(model, TracedModel) or torch_options(plan).fsdp_units != "block+ends":
@@ -345,6 +361,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_static_graph,
     _check_units,
     _check_traced,
+    _check_recorded,
     _check_traced_ends,
     _check_code,
     _check_sizes,

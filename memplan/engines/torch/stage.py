@@ -10,7 +10,7 @@ from typing import Final
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
-from memplan.engines.torch.options import torch_options
+from memplan.engines.torch.options import torch_options, weight_dtype
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
@@ -57,7 +57,7 @@ class Stage:
         return OpContext(
             device=self.device,
             backend=self.backend,
-            weight_dtype=formats.gather if plan.fsdp else formats.stored,
+            weight_dtype=weight_dtype(plan),
             autocast=formats.compute if plan.mixed and not plan.fsdp else None,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
