@@ -1,13 +1,11 @@
-"""Placements of tensors along axes of the mesh, as DTensor's, and the collectives that change them.
+"""Placements of tensors along axes of the mesh, as DTensor's.
 
 Source: `torch.distributed.tensor.placement_types`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
-
-from memplan.errors import MissingRule
+from typing import final
 
 
 @final
@@ -33,7 +31,9 @@ class Partial:
 Placement = Shard | Replicate | Partial
 
 Placements = Mapping[str, Placement]
-"""The placement by mesh axis; empty for a plain tensor, which is no DTensor."""
+"""The placement by mesh axis. A parameter without any is a plain tensor, which is no DTensor; an activation
+is replicated over the axes that it does not name.
+"""
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -49,30 +49,20 @@ def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[st
     return tuple(local)
 
 
-def collective_of(
-    source: Placement, target: Placement
-) -> Literal["all_reduce", "reduce_scatter", "all_gather"] | None:
-    """The collective that changes one placement to another; None if the change is local.
+def changed(placements: Placements, axis: str, placement: Placement) -> Placements:
+    """An activation's placements after a change over one axis.
 
-    Source: `torch.distributed.tensor._redistribute:redistribute_local_tensor`.
-
-    >>> collective_of(Shard(1), Replicate()), collective_of(Partial(), Shard(1))
-    ('all_gather', 'reduce_scatter')
-    >>> collective_of(Replicate(), Shard(0)) is None
-    True
-
-    Raises:
-        MissingRule: for a change that no rule of an operation needs.
+    >>> changed({"tp": Partial()}, "tp", Shard(1)), changed({"tp": Partial()}, "tp", Replicate())
+    ({'tp': Shard(dim=1)}, {})
     """
-    match source, target:
-        case Partial(), Replicate():
-            return "all_reduce"
-        case Partial(), Shard():
-            return "reduce_scatter"
-        case Shard(), Replicate():
-            return "all_gather"
-        case (Replicate(), Shard()) | (Replicate(), Replicate()):
-            return None
-        case _ if source == target:
-            return None
-    raise MissingRule(f"no rule states what a change from {source} to {target} sends.")
+    others = {other: each for other, each in placements.items() if other != axis}
+    return others if placement == Replicate() else {**others, axis: placement}
+
+
+def shown(placements: Placements) -> str:
+    """An activation's placements as text.
+
+    >>> shown({"tp": Shard(1)}), shown({})
+    ('Shard(dim=1) over tp', 'Replicate()')
+    """
+    return " and ".join([f"{each} over {axis}" for axis, each in placements.items()]) or str(Replicate())

@@ -24,11 +24,12 @@ from memplan.kernels import (
     product_workspace_bytes,
     reduction_scratch,
 )
-from memplan.placements import Partial, Placement, Placements, Replicate, Shard
+from memplan.placements import Partial, Placement, Placements, Replicate, Shard, changed, shown
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
     Alloc,
+    Axis,
     Collective,
     CollectiveKind,
     Compute,
@@ -159,6 +160,7 @@ class Node:
 
     `backward` reads tensors from `saved` only, so that recomputation can supply them again. The output's
     gradients are never summed in place if it `has_dtensor_grad`. `released`: what it saved is freed.
+    `grad_placements`: of each input's gradient, {} for a weight's; None: the same as the output's gradient.
     """
 
     inputs: "tuple[Node | Parameter | None, ...]"
@@ -168,6 +170,7 @@ class Node:
     grad: "Tensor | None" = None
     has_dtensor_grad: bool = False
     released: bool = False
+    grad_placements: tuple[Placements, ...] | None = None
 
     def unpacked(self) -> Saved:
         """The saved tensors; recomputed ones are handed over, others stay until the node has run.
@@ -203,44 +206,70 @@ class _Recomputed(Exception):
     """Stops the recomputation of a region once its last saved tensor is there."""
 
 
+Source = Node | Parameter | None
+"""What a tensor is the output of: a node, a weight, or nothing."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Tensor:
     """Shape, dtype, storage, and the node whose output it is (None for data and for gradients).
 
     `in_flight`: the operand and scratch of the collective that fills it, held until its first use.
-    `head_major`: its (batch, seq, heads, d_head) are laid out one head after the other.
+    `head_major`: its (batch, seq, heads, d_head) are laid out one head after the other. Over a mesh axis that
+    its `placements` do not name it is `Replicate()`.
     """
 
     tape: "Tape"
     shape: Shape
     dtype: DType
     storage: Storage | None = None
-    node: Node | Parameter | None = None
+    node: Source = None
     is_view: bool = False
     in_flight: Saved = ()
     head_major: bool = False
+    placements: Placements = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the elements."""
         return n_elements(self.shape) * self.dtype.itemsize
 
+    @property
+    def name(self) -> str:
+        """Its buffer's name, for people."""
+        return f"a tensor of shape {self.shape}" if self.storage is None else self.storage.buffer.name
+
+    def new(
+        self, name: str, shape: Shape, dtype: DType, node: Source = None, *, head_major: bool = False
+    ) -> "Tensor":
+        """A freshly allocated tensor with the placements of this one."""
+        return self.tape.new(name, shape, dtype, node, head_major=head_major, placements=self.placements)
+
+    def check_placements(self, operation: str, *allowed: Placements) -> None:
+        """Raise a `MissingRule` unless the placements are allowed; by default all but partial ones are."""
+        if self.placements not in allowed and (allowed or Partial() in self.placements.values()):
+            own, rule = shown(self.placements), " or ".join(map(shown, allowed or ({},)))
+            raise MissingRule(f"{operation} of {self.name}, which is {own}, has no rule; make it {rule}.")
+
     def view(self, *shape: int) -> "Tensor":
-        """The same bytes under another shape."""
+        """The same bytes under another shape, in which a sharded dim begins at the same place."""
         if n_elements(shape) != n_elements(self.shape):
             raise InvalidValue(
                 f"a view of shape {shape} of a tensor of shape {self.shape} has another number of elements; "
                 f"use a shape of {n_elements(self.shape)} elements."
             )
-        return Tensor(self.tape, shape, self.dtype, self.storage, self.node, is_view=True)
+        for placement in self.placements.values():
+            if isinstance(placement, Shard) and shape[: placement.dim] != self.shape[: placement.dim]:
+                self.check_placements(f"a view as {shape}", {})
+        return Tensor(self.tape, shape, self.dtype, self.storage, self.node, True, placements=self.placements)
 
-    def alias(self, node: "Node") -> "Tensor":
+    def alias(self, node: Source) -> "Tensor":
         """The same bytes as the output of another node."""
-        return Tensor(self.tape, self.shape, self.dtype, self.storage, node)
+        return Tensor(self.tape, self.shape, self.dtype, self.storage, node, placements=self.placements)
 
     def detach(self) -> "Tensor":
         """The same bytes without a node, as a node saves its own output."""
-        return Tensor(self.tape, self.shape, self.dtype, self.storage)
+        return self.alias(None)
 
     def __add__(self, other: "Tensor") -> "Tensor":
         """Elementwise sum of equal shapes, promoted to the wider type; saves nothing.
@@ -248,18 +277,21 @@ class Tensor:
         Its gradient is passed on to both.
         """
         tape = self.tape
+        other.check_placements("a sum", self.placements)
         check_equal("a sum", self.shape, other.shape)
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
         left, right = tape.promoted(self, dtype), tape.promoted(other, dtype)
         node = tape.node((left.node, right.node), (), lambda grad, saved: (grad, grad))
-        return tape.new("residual", left.shape, dtype, node)
+        return left.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
         """Elementwise product of equal shapes and types; saves both factors."""
+        self.check_placements("a product")
+        other.check_placements("a product", self.placements)
         check_equal("a product", self.shape, other.shape)
         check_equal("a product", self.dtype.name, other.dtype.name)
         node = self.tape.node((self.node, other.node), (self, other), _mul_backward)
-        return self.tape.new("product", self.shape, self.dtype, node)
+        return self.new("product", self.shape, self.dtype, node)
 
 
 def _mul_backward(grad: Tensor, saved: Saved) -> Grads:
@@ -316,6 +348,7 @@ class Tape:
 
     def __init__(self, context: OpContext) -> None:
         self.context = context
+        self.mesh = context.mesh
         self.events: list[Event] = []
         self.nodes: list[Node] = []
         self.parameters: dict[str, Parameter] = {}
@@ -348,15 +381,17 @@ class Tape:
         name: str,
         shape: Shape,
         dtype: DType,
-        node: Node | Parameter | None = None,
+        node: Source = None,
         kind: Kind = "temporaries",
         *,
         head_major: bool = False,
+        placements: Placements | None = None,
     ) -> Tensor:
-        """A freshly allocated tensor."""
+        """A freshly allocated tensor, replicated over all axes; `Tensor.new` makes one placed as another."""
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
-        return Tensor(self, shape, dtype, Storage(buffer, self), node, head_major=head_major)
+        placed, storage = placements or {}, Storage(buffer, self)
+        return Tensor(self, shape, dtype, storage, node, head_major=head_major, placements=placed)
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
@@ -472,7 +507,7 @@ class Tape:
         made in each pass, a gradient gets its weight's placement unless it is partial; so does the sum of a
         tied weight's gradients with different placements (`_sum`).
         """
-        key, mesh = f"{self.scope}{name}", self.context.mesh
+        key, mesh = f"{self.scope}{name}", self.mesh
         own = {axis: each for axis, each in (placements or {}).items() if axis in mesh}
         grads = {axis: each for axis, each in (grad_placements or own).items() if axis in mesh}
         if self.context.remakes_dtensors and Partial() not in grads.values():
@@ -526,7 +561,7 @@ class Tape:
         if x.dtype == dtype:
             return x
         node = self._cast_node(x)
-        return self.new(f"copy as {dtype.name}", x.shape, dtype, node, head_major=x.head_major)
+        return x.new(f"copy as {dtype.name}", x.shape, dtype, node, head_major=x.head_major)
 
     def _cast_node(self, x: Tensor) -> Node:
         """The backward step of a cast: a copy of the gradient in the type of `x`."""
@@ -545,7 +580,7 @@ class Tape:
         """
         if x.dtype == dtype or self.context.device.casts_in_copies:
             return self.cast(x, dtype)
-        return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x))
+        return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x), placements=x.placements)
 
     def product(self, result: Tensor | None, *, biased: bool = False) -> None:
         """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
@@ -566,10 +601,14 @@ class Tape:
             with self.workspace() as held:
                 held.new("cuBLAS workspace", (n_bytes,), UINT8)
 
-    def collective(self, kind: CollectiveKind, what: str, payload_bytes: int) -> None:
-        """Record a collective on the tensor axis."""
-        what = f"{self.scope}{what}, {self.phase}"
-        self.events.append(Collective(kind=kind, axis="tp", what=what, payload_bytes=payload_bytes))
+    def collective(self, kind: CollectiveKind, axis: str, what: str, payload_bytes: int) -> None:
+        """Record a collective over an axis of the mesh."""
+        what, over = f"{self.scope}{what}, {self.phase}", cast("Axis", axis)
+        self.events.append(Collective(kind=kind, axis=over, what=what, payload_bytes=payload_bytes))
+
+    def over(self, axis: str, placement: Placement) -> Placements:
+        """An activation's placements if one is this, and if the mesh has the axis."""
+        return changed({}, axis, placement) if axis in self.mesh else {}
 
     @contextmanager
     def named(self, scope: str) -> Iterator[None]:
@@ -650,12 +689,13 @@ class Tape:
     def _taken_over(self, grad: Tensor) -> Tensor:
         """The sum of `grad` and a gradient that came from outside the tape, with the mark `AddToIncoming`."""
         buffer = Buffer("sum of grads", grad.shape, grad.dtype, grad.n_bytes, "temporaries")
-        taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self))
+        taken = Tensor(self, grad.shape, grad.dtype, Storage(buffer, self), placements=grad.placements)
         self.events[-1] = AddToIncoming(buffer)
         return taken
 
     def start_backward(self, output: Tensor, grad: Tensor) -> None:
-        """Set the gradient of an output."""
+        """Set the gradient of an output, which has the output's placements."""
+        grad.placements = output.placements
         if isinstance(output.node, Node):
             output.node.grad = grad
 
@@ -697,19 +737,25 @@ class Tape:
     def gradients(self, node: Node, grad: Tensor, wanted: tuple[bool, ...] = ()) -> list[Tensor | None]:
         """The gradients of a node's inputs; only of those `wanted`, where this is not empty.
 
-        Those of expanded inputs are summed to the inputs' shapes, then cast to their types.
+        Those of expanded inputs are summed to the inputs' shapes, then cast to their types; their placements
+        are of the expanded shape. A weight's must not be partial, unless its parameter says so.
 
         Source: torch/csrc/autograd/engine.cpp (`call_function`, `validate_outputs`).
         """
         self._wanted = wanted
         found = list(node.backward(grad, node.unpacked()))
         self._wanted = ()
-        for i in range(len(found)):
+        for i, target in enumerate(node.inputs):
             part, found[i] = found[i], None
+            placements = grad.placements if node.grad_placements is None else node.grad_placements[i]
             if isinstance(part, Expanded):
                 dtype, part = part.dtype, self._sum_to(part.grad, part.shape)
                 if part.dtype != dtype:
                     part = self.new(f"grad as {dtype.name}", part.shape, dtype)
+            if part is not None:
+                part.placements = placements
+                if placements and isinstance(target, Parameter) and not target.has_partial_grad:
+                    part.check_placements(f"an addition to {target.name}.grad")
             found[i] = part
         return cast("list[Tensor | None]", found)
 
@@ -755,7 +801,7 @@ class Tape:
             if self.context.device.on_cpu:
                 current.keep(self._rng_state())
             with suppress(_Recomputed):
-                region.function(Tensor(self, x.shape, x.dtype, x.storage, x.node))
+                region.function(x.alias(x.node))
         self._saved_again.clear()
         self.shared = shared
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
@@ -768,10 +814,12 @@ class Tape:
             self._grads.setdefault(target, grad)
         elif target.grad is None:
             target.grad = grad
+        elif target.grad.placements != grad.placements:
+            grad.check_placements("a sum of gradients", target.grad.placements)
         elif target.grad.storage is None:
             target.grad = self._taken_over(grad)
         elif target.grad.is_view or target.has_dtensor_grad or id(target.grad.storage) in self._retained:
-            target.grad = self.new("sum of grads", grad.shape, grad.dtype)
+            target.grad = grad.new("sum of grads", grad.shape, grad.dtype)
 
 
 class SplitBackward:

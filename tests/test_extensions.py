@@ -24,8 +24,9 @@ from memplan.memory import Alive
 from memplan.models import Decoder, Family, Layers, Model, parameter_count, preset, resolve
 from memplan.models.config import Config
 from memplan.models.families import Reader
-from memplan.ops import embedding, gather_sequence, gelu, linear, rms_norm
+from memplan.ops import embedding, gelu, linear, redistribute, rms_norm
 from memplan.orders import Loop, listed
+from memplan.placements import Replicate
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.precisions import Precision
 from memplan.record import (
@@ -151,13 +152,14 @@ class Mixed(Model):
         return embedding(tokens, "table", 320, self.d_model)
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        h = gather_sequence(x if kind == "wide" else rms_norm(x, "norm"))
+        h = redistribute(x if kind == "wide" else rms_norm(x, "norm"), "tp", Replicate())
         d_ff = self.d_model * (self.widening if kind == "wide" else 1)
         h = gelu(linear(h, "up", d_ff, bias=False, split="columns"))
         return x + linear(h, "down", self.d_model, bias=False, split="rows")
 
     def head(self, x: Tensor) -> Tensor:
-        return linear(gather_sequence(rms_norm(x, "norm")), "output", 320, bias=False, split="columns")
+        whole = redistribute(rms_norm(x, "norm"), "tp", Replicate())
+        return linear(whole, "output", 320, bias=False, split="columns")
 
 
 def _read_mixed(config: Config, name: str) -> Mixed:

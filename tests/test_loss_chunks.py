@@ -9,6 +9,7 @@ from memplan import Plan
 from memplan.device import CPU
 from memplan.errors import PlanRefused
 from memplan.ops import cross_entropy, gradient_of_loss
+from memplan.placements import Shard
 from memplan.record import Alloc, changes
 from memplan.shapes import BF16, FP32, DType, Shape
 from memplan.tape import OpContext, Tape, Tensor
@@ -18,16 +19,16 @@ VOCABULARY = 1000
 
 
 def logits_of(tape: Tape, shape: Shape, dtype: DType) -> Tensor:
-    """Logits that want a gradient."""
-    return tape.new("logits", shape, dtype, tape.node((None,), (), lambda grad, saved: (None,)))
+    """Logits that want a gradient, sharded over the vocabulary where there are tensor ranks."""
+    logits = tape.new("logits", shape, dtype, tape.node((None,), (), lambda grad, saved: (None,)))
+    logits.placements = tape.over("tp", Shard(2))
+    return logits
 
 
 def peaks(chunks: int, *, seq_len: int = 12, batch: int = 1, dtype: DType = BF16, tp: int = 1):
     """The most a loss holds beside its logits, forward and backward, and what it saves between them."""
     tape = Tape(OpContext(device=CPU, loss_chunks=chunks, tp=tp))
-    logits = tape.new(
-        "logits", (batch, seq_len, VOCABULARY // tp), dtype, tape.node((None,), (), lambda g, s: (None,))
-    )
+    logits = logits_of(tape, (batch, seq_len, VOCABULARY // tp), dtype)
     start = len(tape.events)
     loss = cross_entropy(logits)
     kept, forward = running(tape.events[start:])

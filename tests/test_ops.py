@@ -1,36 +1,46 @@
-"""What operations refuse: shapes that differ, dims that do not divide, heads that no kernel here is for."""
+"""What operations refuse, in shapes, types and placements; where their outputs are; what is sent for them."""
 
 import pytest
 
 from memplan.device import A100, CPU, H100
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, MissingRule
 from memplan.ops import (
     add_positions,
     attention,
     cross_entropy,
     dropout,
     embedding,
-    gather_sequence,
+    feature_parts,
+    gelu_new,
     heads,
     layer_norm,
+    learned_positions,
     linear,
     merged_heads,
     position_ids,
+    redistribute,
     repeated_heads,
     rms_norm,
     rope,
+    silu,
 )
-from memplan.record import Alloc
+from memplan.placements import Partial, Placements, Replicate, Shard, shown
+from memplan.record import Alloc, Collective
 from memplan.shapes import BF16, FP32, INT64, DType
 from memplan.tape import OpContext, Tape, Tensor
+
+WHOLE: Placements = {}
+PARTIAL, BY_TOKEN, BY_FEATURE = ({"tp": each} for each in (Partial(), Shard(1), Shard(2)))
 
 
 def a_tape(**context) -> Tape:
     return Tape(OpContext(**{"device": H100, **context}))
 
 
-def a_tensor(tape: Tape, *shape: int, dtype: DType = FP32) -> Tensor:
-    return tape.new("x", shape, dtype, tape.node((None,), (), lambda grad, saved: (None,)))
+def a_tensor(tape: Tape, *shape: int, dtype: DType = FP32, placements: Placements = WHOLE) -> Tensor:
+    x = tape.new("x", shape, dtype, tape.node((None,), (), lambda grad, saved: (None,)))
+    x.placements = placements
+    return x
 
 
 def refused(match: str):
@@ -159,9 +169,184 @@ def test_a_dropout_that_is_no_probability_is_refused(p):
 
 def test_a_whole_sequence_is_gathered_and_divided_again():
     tape = a_tape(tp=4, sequence_parallel=True)
-    whole = gather_sequence(a_tensor(tape, 1, 2, 6))
-    assert whole.shape == (1, 8, 6)
-    assert linear(whole, "wo", 6, bias=False, split="rows").shape == (1, 2, 6)
+    whole = redistribute(a_tensor(tape, 1, 2, 6, placements=BY_TOKEN), "tp", Replicate())
+    assert (whole.shape, whole.placements) == ((1, 8, 6), WHOLE)
+    part = linear(whole, "w1", 12, bias=False, split="columns")
+    assert (part.shape, part.placements) == ((1, 8, 3), BY_FEATURE)
+    y = linear(part, "w2", 6, bias=False, split="rows")
+    assert (y.shape, y.placements) == ((1, 2, 6), BY_TOKEN)
+
+
+# Placements
+
+FEATURES, HEADS = (1, 8, 8), (1, 8, 4, 16)
+
+
+def by_columns(x: Tensor) -> Tensor:
+    return linear(x, "wq", 8, bias=True, split="columns")
+
+
+def by_rows(x: Tensor) -> Tensor:
+    return linear(x, "wo", 8, bias=True, split="rows")
+
+
+def attended(q: Tensor) -> Tensor:
+    return attention(q, *(a_tensor(q.tape, *q.shape, placements=q.placements) for _ in "kv"))
+
+
+def normed(x: Tensor) -> Tensor:
+    return rms_norm(x, "norm")
+
+
+def dropped(x: Tensor) -> Tensor:
+    return dropout(x, 0.1)
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+
+@pytest.mark.parametrize(
+    "operation, shape, own, after",
+    [
+        (by_columns, FEATURES, WHOLE, BY_FEATURE),
+        (by_rows, FEATURES, BY_FEATURE, WHOLE),
+        (lambda x: heads(x, 2), FEATURES, BY_FEATURE, BY_FEATURE),
+        (lambda x: x.view(1, 8, 2, 4), FEATURES, BY_FEATURE, BY_FEATURE),
+        (merged_heads, HEADS, BY_FEATURE, BY_FEATURE),
+        (rope, HEADS, BY_FEATURE, BY_FEATURE),
+        (lambda x: repeated_heads(x, 8), HEADS, BY_FEATURE, BY_FEATURE),
+        (attended, HEADS, WHOLE, WHOLE),
+        (attended, HEADS, BY_FEATURE, BY_FEATURE),
+        (cross_entropy, FEATURES, WHOLE, WHOLE),
+        (cross_entropy, FEATURES, BY_FEATURE, WHOLE),
+        (doubled, FEATURES, PARTIAL, PARTIAL),
+        *[(each, FEATURES, own, own) for each in (normed, silu, dropped) for own in (WHOLE, BY_TOKEN)],
+        *[(each, FEATURES, BY_FEATURE, BY_FEATURE) for each in (silu, gelu_new, squared, doubled)],
+    ],
+)
+@pytest.mark.parametrize("device", [CPU, H100])
+@pytest.mark.parametrize("autocast", [None, BF16])
+def test_an_outputs_placements_follow_from_its_inputs(autocast, device, operation, shape, own, after):
+    tape = a_tape(tp=2, device=device, autocast=autocast)
+    assert operation(a_tensor(tape, *shape, placements=own)).placements == after
+    assert operation(a_tensor(a_tape(device=device, autocast=autocast), *shape)).placements == WHOLE
+
+
+@pytest.mark.parametrize(
+    "operation, name, shape, own, rule",
+    [
+        *[
+            (by_rows, "linear wo by rows", FEATURES, own, BY_FEATURE)
+            for own in (WHOLE, PARTIAL, BY_TOKEN)
+        ],
+        *[
+            (by_columns, "linear wq by columns", FEATURES, own, WHOLE)
+            for own in (PARTIAL, BY_TOKEN, BY_FEATURE)
+        ],
+        *[
+            (each, name, shape, own, BY_FEATURE)
+            for each, name, shape in (
+                (attended, "attention", HEADS), (rope, "rope", HEADS), (merged_heads, "merged heads", HEADS),
+                (lambda x: heads(x, 2), "heads", FEATURES), (cross_entropy, "cross_entropy", FEATURES),
+            )
+            for own in (PARTIAL, BY_TOKEN)
+        ],
+        *[
+            (each, name, FEATURES, own, BY_TOKEN)
+            for each, name in (
+                (normed, "rms_norm norm"), (lambda x: layer_norm(x, "norm"), "layer_norm norm"),
+            )
+            for own in (PARTIAL, BY_FEATURE)
+        ],
+        *[(each, name, FEATURES, PARTIAL, WHOLE)
+          for each, name in ((silu, "silu"), (dropped, "dropout"), (squared, "a product"))],
+        (lambda x: a_tensor(x.tape, *FEATURES) + x, "a sum", FEATURES, PARTIAL, WHOLE),
+        (lambda x: feature_parts(x, 2), "parts of the features", FEATURES, BY_FEATURE, WHOLE),
+        (lambda x: x.view(1, 32, 16), "a view as (1, 32, 16)", HEADS, BY_FEATURE, WHOLE),
+    ],
+)  # fmt: skip
+def test_an_operation_without_a_rule_for_a_placement_names_tensor_and_placement(
+    operation, name, shape, own, rule
+):
+    with pytest.raises(MissingRule) as refusal:
+        operation(a_tensor(a_tape(tp=2), *shape, placements=own))
+    wanted = [shown(rule)] if rule == WHOLE or operation is by_rows else ["Replicate()", shown(rule)]
+    assert str(refusal.value) == (
+        f"{name} of x, which is {shown(own)}, has no rule; make it {' or '.join(wanted)}."
+    )
+
+
+def test_positions_are_sharded_as_the_sequence_they_are_added_to():
+    tape = a_tape(tp=4, sequence_parallel=True)
+    tokens = Tensor(tape, (1, 8), INT64)
+    p = learned_positions(position_ids(tokens), "positions", 8, 6)
+    assert (p.shape, p.placements) == ((2, 6), {"tp": Shard(0)})
+    assert add_positions(embedding(tokens, "tokens", 8, 6), p).placements == BY_TOKEN
+    with pytest.raises(MissingRule, match=r"a sum with positions of positions, which is Shard\(dim=0\)"):
+        add_positions(a_tensor(tape, 1, 2, 6), p)
+
+
+@pytest.mark.parametrize(
+    "own, sent",
+    [
+        (WHOLE, ["all_reduce", "all_reduce"]),
+        (BY_TOKEN, ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]),
+    ],
+)
+def test_a_regions_collectives_follow_from_where_its_input_and_its_gradients_are(own, sent):
+    tape = a_tape(tp=4, sequence_parallel=own == BY_TOKEN)
+    x = a_tensor(tape, 2, 2 if own else 8, 8, placements=own)
+    y = by_rows(silu(by_columns(redistribute(x, "tp", Replicate()))))
+    assert y.placements == own
+    tape.start_backward(y, tape.new("dy", y.shape, FP32))
+    tape.backward(down_to=1)
+    made = [event for event in tape.events if isinstance(event, Collective)]
+    assert [one.kind for one in made] == sent
+    assert {one.axis for one in made} == {"tp"}
+    assert {one.payload_bytes for one in made} == {2 * 8 * 8 * FP32.itemsize}
+    assert tape.nodes[0].grad.placements == own
+
+
+def test_axis_and_size_of_a_collective_are_the_meshs():
+    tape = a_tape()
+    tape.mesh = {"dp": 3, "tp": 2}
+    x = a_tensor(tape, 1, 2, 6, placements={"dp": Shard(1), "tp": Shard(2)})
+    x = redistribute(x, "dp", Replicate())
+    assert (x.shape, x.placements) == ((1, 6, 6), BY_FEATURE)
+    (made,) = (event for event in tape.events if isinstance(event, Collective))
+    assert (made.kind, made.axis) == ("all_gather", "dp")
+
+
+@pytest.mark.parametrize("own, target", [(BY_FEATURE, Replicate()), (WHOLE, Shard(1)), (PARTIAL, Shard(2))])
+def test_a_redistribution_that_no_rule_needs_is_refused(own, target):
+    x = a_tensor(a_tape(tp=2), *FEATURES, placements=own)
+    with pytest.raises(MissingRule, match=r"of x over tp from .* has no rule") as refusal:
+        redistribute(x, "tp", target)
+    assert f"from {own.get('tp', Replicate())} to {target}" in str(refusal.value)
+
+
+def test_a_weights_gradient_that_nobody_sums_is_refused():
+    tape = a_tape(tp=2)
+    y = by_columns(normed(a_tensor(tape, *FEATURES)))
+    tape.start_backward(y, tape.new("dy", y.shape, FP32))
+    with pytest.raises(
+        MissingRule, match=r"an addition to norm.weight.grad of grad, which is Partial\(\) over tp"
+    ):
+        tape.backward(down_to=1)
+
+
+def test_a_sum_of_a_partial_gradient_and_a_whole_one_is_refused():
+    tape = a_tape(tp=2)
+    x = a_tensor(tape, *FEATURES)
+    y = x + by_rows(by_columns(x))
+    tape.start_backward(y, tape.new("dy", y.shape, FP32))
+    with pytest.raises(MissingRule, match=r"a sum of gradients of .*, which is Partial\(\) over tp"):
+        tape.backward(down_to=1)
 
 
 # Gradients of operands that were broadcast

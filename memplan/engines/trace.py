@@ -9,6 +9,7 @@ from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.models.traced import Ends
 from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
+from memplan.placements import local_shape
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
 from memplan.shapes import INT64, Buffer, Parameter
@@ -345,8 +346,8 @@ class _TracedStage:
         end = share_of_loss(end)
         scaled = scaled_loss(end)
         if not self.keep_logits:
-            self.held["loss"] = Tensor(tape, end.shape, end.dtype, end.storage)
-        self.held["scaled loss"] = Tensor(tape, scaled.shape, scaled.dtype, scaled.storage)
+            self.held["loss"] = end.detach()
+        self.held["scaled loss"] = scaled.detach()
         del end
         self._end("loss")
         self.held["start"] = gradient_of_loss(tape)
@@ -364,7 +365,7 @@ class _TracedStage:
         tape, x = self.tape, self.held.pop("x")
         tape.let_go()
         self._end("end_of_forward")
-        self.held["output"] = Tensor(tape, x.shape, x.dtype, x.storage)
+        self.held["output"] = x.detach()
         tape.start_backward(x, Tensor(tape, x.shape, x.dtype))
 
     def backward(self) -> None:
@@ -478,10 +479,10 @@ def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
     if first:
         return model.embed(tokens)
     model.receive(tokens)
-    seq_len = context.seq_len // context.tp if context.sequence_parallel else context.seq_len
+    placements = tape.over("tp", context.stream)
+    shape = local_shape((context.micro_batch, context.seq_len, model.d_model), placements, tape.mesh)
     tape.received = node = tape.node((None,), (), lambda grad, saved: (None,))
-    shape = (context.micro_batch, seq_len, model.d_model)
-    return tape.new("received", shape, context.weight_dtype, node)
+    return tape.new("received", shape, context.weight_dtype, node, placements=placements)
 
 
 def _buffer(x: Tensor | None) -> Buffer:

@@ -13,7 +13,6 @@ from memplan.ops import (
     attention,
     dropout,
     embedding,
-    gather_sequence,
     gelu,
     heads,
     layer_norm,
@@ -21,7 +20,9 @@ from memplan.ops import (
     linear,
     merged_heads,
     position_ids,
+    redistribute,
 )
+from memplan.placements import Replicate
 from memplan.tape import Tensor
 
 
@@ -47,7 +48,7 @@ class Gpt(GptDecoder):
         return x + dropout(self._feed_forward(layer_norm(x, "ffn_norm")), self.dropout)
 
     def _attention(self, x: Tensor) -> Tensor:
-        h = gather_sequence(x)
+        h = redistribute(x, "tp", Replicate())
         q, k, v = (
             heads(linear(h, f"attention.{name}", self.d_model, bias=True, split="columns"), self.d_head)
             for name in ("wq", "wk", "wv")
@@ -56,7 +57,7 @@ class Gpt(GptDecoder):
         return linear(merged_heads(y), "attention.wo", self.d_model, bias=True, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        h = gather_sequence(x)
+        h = redistribute(x, "tp", Replicate())
         return linear(
             gelu(linear(h, "feed_forward.w1", self.d_ff, bias=True, split="columns")),
             "feed_forward.w2", self.d_model, bias=True, split="rows",
@@ -64,7 +65,7 @@ class Gpt(GptDecoder):
 
     def head(self, x: Tensor) -> Tensor:
         h = layer_norm(x, "head.norm")
-        whole = gather_sequence(h, waits=False)
+        whole = redistribute(h, "tp", Replicate(), waits=False)
         return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
 
 

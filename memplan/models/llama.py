@@ -11,14 +11,15 @@ from memplan.models.huggingface_llama import HuggingFaceLlama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.ops import (
     attention,
-    gather_sequence,
     heads,
     linear,
     merged_heads,
+    redistribute,
     rms_norm,
     rope,
     silu,
 )
+from memplan.placements import Replicate
 from memplan.tape import Tensor
 
 
@@ -36,7 +37,7 @@ class Llama(LlamaDecoder):
         return x + self._feed_forward(rms_norm(x, "ffn_norm"))
 
     def _attention(self, x: Tensor) -> Tensor:
-        h = gather_sequence(x)
+        h = redistribute(x, "tp", Replicate())
         n_heads = {"wq": self.n_heads, "wk": self.n_kv_heads, "wv": self.n_kv_heads}
         q, k, v = (
             heads(
@@ -50,7 +51,7 @@ class Llama(LlamaDecoder):
         return linear(merged_heads(y), "attention.wo", self.d_model, bias=self.attention_bias, split="rows")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        h = gather_sequence(x)
+        h = redistribute(x, "tp", Replicate())
         return linear(
             silu(linear(h, "feed_forward.w1", self.d_ff, bias=self.mlp_bias, split="columns"))
             * linear(h, "feed_forward.w3", self.d_ff, bias=self.mlp_bias, split="columns"),
@@ -59,7 +60,7 @@ class Llama(LlamaDecoder):
 
     def head(self, x: Tensor) -> Tensor:
         h = rms_norm(x, "head.norm")
-        whole = gather_sequence(h, waits=False)
+        whole = redistribute(h, "tp", Replicate(), waits=False)
         return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
 
 

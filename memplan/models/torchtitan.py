@@ -6,15 +6,16 @@ from typing import ClassVar, final
 from memplan.models.decoders import RotaryDecoder
 from memplan.ops import (
     attention,
-    gather_sequence,
     heads,
     linear,
     merged_heads,
+    redistribute,
     repeated_heads,
     rms_norm_by_parts,
     rope,
     silu,
 )
+from memplan.placements import Replicate
 from memplan.tape import Tensor
 
 
@@ -38,7 +39,7 @@ class TorchtitanLlama(RotaryDecoder):
         return x + self._feed_forward(rms_norm_by_parts(x, "ffn_norm"))
 
     def _attention(self, x: Tensor) -> Tensor:
-        h = gather_sequence(x)
+        h = redistribute(x, "tp", Replicate())
         q = heads(_product(h, "attention.wq", self.n_heads * self.d_head), self.d_head)
         k = heads(_product(h, "attention.wk", self.n_kv_heads * self.d_head, again=True), self.d_head)
         v = heads(_product(h, "attention.wv", self.n_kv_heads * self.d_head), self.d_head)
@@ -50,7 +51,7 @@ class TorchtitanLlama(RotaryDecoder):
         return linear(merged_heads(y), "attention.wo", self.d_model, bias=False, split="rows", again=True)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        h = gather_sequence(x)
+        h = redistribute(x, "tp", Replicate())
         gated = silu(_product(h, "feed_forward.w1", self.d_ff)) * _product(
             h, "feed_forward.w3", self.d_ff, again=True
         )
@@ -59,7 +60,8 @@ class TorchtitanLlama(RotaryDecoder):
 
     def head(self, x: Tensor) -> Tensor:
         h = rms_norm_by_parts(x, "head.norm")
-        return linear(gather_sequence(h), self.output_name, self.vocab_size, bias=False, split="columns")
+        whole = redistribute(h, "tp", Replicate())
+        return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
 
 
 def _product(x: Tensor, name: str, n_out: int, *, again: bool = False) -> Tensor:

@@ -13,8 +13,9 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
         def backward(grad: Tensor, saved: Saved) -> Grads:
             return (grad.tape.new("grad", shape, dtype),)
 
+        x.check_placements("silu")
         node = x.tape.node((x.node,), (x,), backward)
-        return x.tape.new("silu", shape, dtype, node)
+        return x.new("silu", shape, dtype, node)
 
 - **A tensor lives as long as something refers to it**, as in PyTorch: a name, a node that has saved it, a
   closure. A name in a rule lives until the function returns, like a local variable in C++; so give a part of
@@ -30,6 +31,13 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 - **Order counts**: create the node before or after the output as the implementation allocates what it saves,
   since backward frees in the reverse of the nodes' creation.
 - **Check shapes** with `dims`, `divided` and `check_equal`, so that what has no rule is refused.
+- **Placements follow from the inputs'**, in DTensor's words. Over an axis of the mesh that a tensor does not
+  name it is `Replicate()`. `x.new` makes an output with x's placements; a rule that changes them says so
+  (`linear` by columns: `Shard(2)` over "tp"). `dims` and `check_placements` are told which ones the rule is
+  for; only a sum takes `Partial()`. Gradients have the placements of the output's gradient, or what
+  `Node.grad_placements` says (`linear` by columns: x's is `Partial()`). Only `redistribute(x, "tp",
+  Replicate())` makes collectives: from x's own placement to another, and in backward the way back. A further
+  axis is a name in `OpContext.mesh`, and rules in the operations that know it.
 - **Name the source**: `module:qualified.name` for Python, file and function for C++.
 """
 
@@ -66,7 +74,7 @@ from memplan.ops.norm import (
     rms_norm_in_fp32,
     rms_norm_with_locals,
 )
-from memplan.ops.tensor_axis import gather_sequence
+from memplan.ops.redistribute import redistribute
 
 __all__ = [
     "add_positions",
@@ -79,7 +87,6 @@ __all__ = [
     "embedding",
     "feature_parts",
     "feature_slices",
-    "gather_sequence",
     "gelu",
     "gelu_new",
     "gradient_of_loss",
@@ -91,6 +98,7 @@ __all__ = [
     "linear",
     "merged_heads",
     "position_ids",
+    "redistribute",
     "relu",
     "repeated_heads",
     "rms_norm",

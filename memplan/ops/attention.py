@@ -6,7 +6,7 @@ from memplan.checks import checked_fraction
 from memplan.device import Device
 from memplan.errors import InvalidValue, MissingRule
 from memplan.kernels import Release
-from memplan.ops.dims import dims, divided
+from memplan.ops.dims import BY_FEATURE, dims, divided
 from memplan.ops.fused_attention import (
     cudnn_attention,
     efficient_attention,
@@ -88,8 +88,8 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         InvalidValue: with the shapes or types that differ.
     """
-    batch, seq, n_heads, d_head = dims(q, "attention", *DIMS)
-    _, _, n_kv_heads, d_value = dims(v, "attention", *DIMS)
+    batch, seq, n_heads, d_head = dims(q, "attention", *DIMS, allowed=BY_FEATURE)
+    _, _, n_kv_heads, d_value = dims(v, "attention", *DIMS, allowed=(q.placements,))
     divided(n_heads, n_kv_heads, "n_heads", by="n_kv_heads")
     check_equal("attention", {q.dtype.name}, {k.dtype.name, v.dtype.name})
     if d_value != d_head:
@@ -98,6 +98,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"make both {d_head}."
         )
     for x in (k, v):
+        x.check_placements("attention", q.placements)
         check_equal("attention", (batch, seq, n_kv_heads, d_head), x.shape)
 
 

@@ -1,20 +1,32 @@
-"""Checks of the shapes that operations are given."""
+"""Checks of the shapes and placements that operations are given."""
+
+from collections.abc import Sequence
+from typing import Final
 
 from memplan.errors import InvalidValue, divisors_text
+from memplan.placements import Placements, Shard
 from memplan.shapes import Shape
 from memplan.tape import Tensor
 
+BY_TOKEN: Final[Sequence[Placements]] = ({}, {"tp": Shard(1)})
+"""Every rank has all features of its tokens, of a (batch, seq, ...)."""
 
-def dims(x: Tensor, operation: str, *names: str) -> Shape:
-    """The shape of `x`, which must have one dim for each name.
+BY_FEATURE: Final[Sequence[Placements]] = ({}, {"tp": Shard(2)})
+"""Every rank has some features of all tokens, of a (batch, seq, features) or (batch, seq, heads, d_head)."""
+
+
+def dims(x: Tensor, operation: str, *names: str, allowed: Sequence[Placements] = ({},)) -> Shape:
+    """The shape of `x`, which must have one dim for each name, and one of the allowed placements.
 
     Raises:
         InvalidValue: for another number of dims.
+        MissingRule: for other placements.
     """
     if len(x.shape) != len(names):
         raise InvalidValue(
             f"{operation} of a tensor of shape {x.shape} has no rule; use the shape ({', '.join(names)})."
         )
+    x.check_placements(operation, *allowed)
     return x.shape
 
 

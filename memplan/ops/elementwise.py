@@ -100,7 +100,8 @@ def tanh(x: Tensor) -> Tensor:
 
 def _of_result(x: Tensor, name: str) -> Tensor:
     """An activation that saves its result, from which its derivative follows."""
-    y = x.tape.new(name, x.shape, x.dtype)
+    x.check_placements(name)
+    y = x.new(name, x.shape, x.dtype)
     y.node = x.tape.node((x.node,), (y.detach(),), same_backward)
     return y
 
@@ -114,7 +115,7 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return Expanded(grad.tape.new("grad", shape, wide), shape, narrow), grad.tape.new("grad", shape, wide)
 
-    return x.tape.new("product", shape, wide, x.tape.node((x.node, y.node), (x, y), backward))
+    return x.new("product", shape, wide, x.tape.node((x.node, y.node), (x, y), backward))
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -142,7 +143,8 @@ def passed_on(grad: Tensor, saved: Saved) -> Grads:
 
 def pointwise(x: Tensor, name: str, *saved: Tensor, backward: Backward = same_backward) -> Tensor:
     """A new tensor of the shape and type of `x`, computed from it element by element."""
-    return x.tape.new(name, x.shape, x.dtype, x.tape.node((x.node,), saved, backward))
+    x.check_placements(name)
+    return x.new(name, x.shape, x.dtype, x.tape.node((x.node,), saved, backward))
 
 
 def like(x: Tensor, name: str) -> Tensor:
@@ -150,4 +152,4 @@ def like(x: Tensor, name: str) -> Tensor:
 
     Source: torch:empty_like.
     """
-    return x.tape.new(name, x.shape, x.dtype, head_major=x.head_major)
+    return x.new(name, x.shape, x.dtype, head_major=x.head_major)

@@ -9,9 +9,9 @@ from memplan.kernels import (
     sums_by_id,
     unique_bytes,
 )
-from memplan.ops.dims import dims, divided
-from memplan.ops.tensor_axis import reduced_over_tp, replicated_parameter
-from memplan.placements import Replicate, Shard
+from memplan.ops.dims import BY_TOKEN, dims, divided
+from memplan.ops.redistribute import redistribute, replicated_parameter
+from memplan.placements import Partial, Replicate, Shard
 from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Parameter, Shape, check_equal, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 
@@ -20,40 +20,42 @@ def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the vocabulary's table; saves the token ids. The table's gradient is dense.
 
     Over the tensor axis each rank holds some of the rows and has zeros for the others; these partial outputs
-    are summed, and FSDP2 gathers the first block's weights before the sum is read. PyTorch makes the table's
-    gradient whole on every rank; DDP shards it again.
+    get the placements of the residual stream, and FSDP2 gathers the first block's weights before the sum is
+    read. PyTorch makes the table's gradient whole on every rank; DDP shards it again.
 
     Source: aten/src/ATen/native/Embedding.cpp (`embedding_dense_backward_cpu`),
     aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`),
     torch.distributed.tensor.placement_types:_MaskPartial.
     """
-    tape, tp = tokens.tape, tokens.tape.context.tp
+    tape = tokens.tape
     dims(tokens, f"embedding {name}", "batch", "seq")
-    divided(n_rows, tp, f"n_rows of {name}")
+    divided(n_rows, tape.mesh.get("tp", 1), f"n_rows of {name}")
     table = tape.parameter(
         f"{name}.weight",
         (n_rows, d_model),
         placements={"tp": Shard(0)},
         grad_placements={"tp": Replicate()},
     )
-    if tp == 1:
+    if not table.is_divided:
         return _looked_up(tokens, table, n_rows, name)
     with tape.workspace() as masked:
         masked.new("rows of other ranks", tokens.shape, BOOL)
         masked.new("ids of own rows", tokens.shape, INT64)
         partial = _looked_up(tokens, table, n_rows, name)
-    return reduced_over_tp(partial, waits=False)
+    partial.placements = {"tp": Partial()}
+    return redistribute(partial, "tp", tape.context.stream, waits=False)
 
 
 def position_ids(tokens: Tensor) -> Tensor:
-    """The ids 0 to seq - 1, under sequence parallelism this tensor rank's chunk; shape (seq,).
+    """The ids 0 to seq - 1 in a tensor (seq,) that is sharded as the residual stream's sequence is.
 
     Source: torch:arange.
     """
-    context = tokens.tape.context
-    _, seq = dims(tokens, "positions", "batch", "seq")
-    n_parts = context.tp if isinstance(context.stream, Shard) else 1
-    return tokens.tape.new("position ids", (divided(seq, n_parts, "seq_len"),), INT64)
+    tape, (_, seq) = tokens.tape, dims(tokens, "positions", "batch", "seq")
+    of_ids = dict.fromkeys(tape.over("tp", tape.context.stream), Shard(0))
+    for axis in of_ids:
+        seq = divided(seq, tape.mesh[axis], "seq_len", by=axis)
+    return tape.new("position ids", (seq,), INT64, placements=of_ids)
 
 
 def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
@@ -61,7 +63,7 @@ def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tens
 
     Source: torch.nn:Embedding.forward, as `embedding`.
     """
-    table = replicated_parameter(ids.tape, f"{name}.weight", (n_rows, d_model))
+    table = replicated_parameter(ids, f"{name}.weight", (n_rows, d_model))
     return _looked_up(ids, table, n_rows, name)
 
 
@@ -73,14 +75,15 @@ def add_positions(x: Tensor, p: Tensor) -> Tensor:
     Source: tools/autograd/derivatives.yaml (`add.Tensor`).
     """
     tape, p_shape, dtype = x.tape, p.shape, p.dtype
-    _, *row = dims(x, "a sum with positions", "batch", "seq", "d")
+    _, *row = dims(x, "a sum with positions", "batch", "seq", "d", allowed=BY_TOKEN)
+    p.check_placements("a sum with positions", dict.fromkeys(x.placements, Shard(len(p_shape) - 2)))
     check_equal("a sum with positions", tuple(row), p_shape[-2:])
     x.in_flight = ()
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad, Expanded(grad, p_shape, dtype)
 
-    return tape.new("embedding", x.shape, x.dtype, tape.node((x.node, p.node), (), backward))
+    return x.new("embedding", x.shape, x.dtype, tape.node((x.node, p.node), (), backward))
 
 
 def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
@@ -95,7 +98,7 @@ def _looked_up(ids: Tensor, table: Parameter, n_rows: int, name: str) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return (table_gradient(grad.tape, n_ids, shape, dtype),)
 
-    return tape.new(name, (*ids.shape, shape[1]), dtype, tape.node((rows,), (ids,), backward))
+    return ids.new(name, (*ids.shape, shape[1]), dtype, tape.node((rows,), (ids,), backward))
 
 
 def table_gradient(tape: Tape, n_ids: int, shape: Shape, dtype: DType) -> Tensor:

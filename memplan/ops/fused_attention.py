@@ -55,14 +55,13 @@ def flash_attention_cuda(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> T
     def padded(x: Tensor) -> Tensor:
         x_shape = x.shape
         node = tape.node((x.node,), (), lambda grad, saved: (grad.tape.new("grad", x_shape, dtype),))
-        return tape.new("padded heads", (*x_shape[:3], width), dtype, node)
+        return x.new("padded heads", (*x_shape[:3], width), dtype, node)
 
     wide = _flash_attention(*(padded(x) for x in (q, k, v)), dropout=dropout)
     wide_shape = wide.shape
     node = tape.node((wide.node,), (), lambda grad, saved: (grad.tape.new("grad", wide_shape, dtype),))
-    y = Tensor(tape, shape, dtype, wide.storage, node, is_view=True)
-    y.head_major = True
-    return y
+    at = wide.placements
+    return Tensor(tape, shape, dtype, wide.storage, node, is_view=True, head_major=True, placements=at)
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tensor:
@@ -194,6 +193,6 @@ def _attended(
         return grads
 
     y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
-    y.head_major = q.head_major
+    y.head_major, y.placements = q.head_major, q.placements
     y.node = q.tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
     return y

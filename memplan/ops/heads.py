@@ -6,7 +6,7 @@ Queries, keys and values are (batch, seq, heads, d_head). Batched products need 
 
 from collections.abc import Sequence
 
-from memplan.ops.dims import dims, divided
+from memplan.ops.dims import BY_FEATURE, dims, divided
 from memplan.shapes import COMPLEX64, FP32, Buffer, DType, Shape, buffer_of, check_equal
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
 
@@ -20,7 +20,7 @@ def heads(x: Tensor, d_head: int, *, by_head: bool = False) -> Tensor:
 
     Source: torch:Tensor.unflatten.
     """
-    batch, seq, width = dims(x, "heads", "batch", "seq", "heads x d_head")
+    batch, seq, width = dims(x, "heads", "batch", "seq", "heads x d_head", allowed=BY_FEATURE)
     y = x.view(batch, seq, divided(width, d_head, "heads x d_head", by="d_head"), d_head)
     by_head = by_head and min(y.shape[1:3]) > 1
 
@@ -37,6 +37,7 @@ def feature_parts(x: Tensor, n: int) -> list[Tensor]:
 
     Source: torch:split, as `split`.
     """
+    x.check_placements("parts of the features", {})
     return split(x, [(*x.shape[:-1], divided(x.shape[-1], n, "width", by="parts"))] * n)
 
 
@@ -63,7 +64,8 @@ def split(x: Tensor, parts: Sequence[Shape], grad_name: str = "grad") -> list[Te
 
     nodes = [tape.node((None if i else x.node,), (), keep if i else join) for i in range(len(parts))]
     views = zip(parts, nodes, strict=True)
-    return [Tensor(tape, part, dtype, x.storage, node, is_view=True) for part, node in views]
+    placed = x.placements
+    return [Tensor(tape, part, dtype, x.storage, node, True, placements=placed) for part, node in views]
 
 
 def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
@@ -75,6 +77,7 @@ def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
     (`applySlice`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
+    x.check_placements("slices of the features", {})
     check_equal("slices of the features", sum(widths), shape[-1])
     by_head = len(shape) == len(DIMS) and min(shape[1:3]) > 1
 
@@ -90,7 +93,7 @@ def merged_heads(x: Tensor) -> Tensor:
 
     Source: torch:Tensor.flatten, a view where it can be.
     """
-    batch, seq, n_heads, d_head = dims(x, "merged heads", *DIMS)
+    batch, seq, n_heads, d_head = dims(x, "merged heads", *DIMS, allowed=BY_FEATURE)
     return token_major(x).view(batch, seq, n_heads * d_head)
 
 
@@ -100,14 +103,14 @@ def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tens
     Source: torch:repeat_interleave.
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    batch, seq, n_kv_heads, d_head = dims(x, "repeated heads", *DIMS)
+    batch, seq, n_kv_heads, d_head = dims(x, "repeated heads", *DIMS, allowed=BY_FEATURE)
     divided(n_heads, n_kv_heads, "n_heads", by="n_kv_heads")
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.tape.new("grad", shape, dtype, head_major=head_major and min(shape[1:3]) > 1),)
 
     node = tape.node((x.node,), (), backward)
-    return tape.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node, head_major=head_major)
+    return x.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node, head_major=head_major)
 
 
 def rotation(seq_len: int, d_head: int) -> Buffer:
@@ -128,7 +131,7 @@ def rope(x: Tensor) -> Tensor:
     aten/src/ATen/ConjugateFallback.cpp (`ConjFallback`), tools/autograd/derivatives.yaml (`view_as_real`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    _, seq, _, d_head = dims(x, "rope", *DIMS)
+    _, seq, _, d_head = dims(x, "rope", *DIMS, allowed=BY_FEATURE)
     half = divided(d_head, 2, "d_head", by="a pair's size")
     wide = tape.cast(x, FP32)
 
@@ -137,7 +140,7 @@ def rope(x: Tensor) -> Tensor:
             conjugate.new("conjugate of the angles", (seq, half), COMPLEX64)
             return (grad.tape.new("grad", shape, FP32),)
 
-    turned = tape.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
+    turned = x.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
     turned.node = tape.node((turned.node,), (), lambda grad, saved: (token_major(grad),))
     return tape.cast(turned, dtype)
 
@@ -179,7 +182,7 @@ def rope_by_halves(x: Tensor, cosines: Tensor, sines: Tensor, *others: Tensor) -
     straight = _times_table(x, "times cosines", cosines, *others)
     turned = _times_table(_halves_in_turn(x), "times sines", sines)
     node = x.tape.node((straight.node, turned.node), (), lambda grad, saved: (grad, grad))
-    return x.tape.new("rotated", x.shape, turned.dtype, node)
+    return x.new("rotated", x.shape, turned.dtype, node)
 
 
 def _times_table(x: Tensor, name: str, *tables: Tensor) -> Tensor:
@@ -194,7 +197,7 @@ def _times_table(x: Tensor, name: str, *tables: Tensor) -> Tensor:
     with tape.workspace() as copied:
         if dtype != wide and tape.context.device.casts_in_copies:
             copied.new(f"copy as {wide.name}", shape, wide)
-        return tape.new(name, shape, wide, node)
+        return x.new(name, shape, wide, node)
 
 
 def _halves_in_turn(x: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ def _halves_in_turn(x: Tensor) -> Tensor:
     node = tape.node((x.node,), (), backward)
     with tape.workspace() as negated:
         negated.new("negated half", half, dtype)
-        return tape.new("halves in turn", shape, dtype, node)
+        return x.new("halves in turn", shape, dtype, node)
 
 
 def rope_of_parts(
@@ -251,14 +254,14 @@ def _joined(turned: Tensor, rest: Tensor) -> Tensor:
         return grad.view(*shape), grad.view(*shape)
 
     node = tape.node((turned.node, rest.node), (), backward)
-    return tape.new("rotated", shape, turned.dtype, node, head_major=min(shape[1:3]) > 1)
+    return turned.new("rotated", shape, turned.dtype, node, head_major=min(shape[1:3]) > 1)
 
 
 def head_major(x: Tensor) -> Tensor:
     """x with one head after the other, as batched products need it: a copy unless one of these dims is 1."""
-    return x if x.head_major or 1 in x.shape[:3] else x.tape.new("by head", x.shape, x.dtype)
+    return x if x.head_major or 1 in x.shape[:3] else x.new("by head", x.shape, x.dtype)
 
 
 def token_major(x: Tensor) -> Tensor:
     """x with one token after the other: a copy if it is laid out by head."""
-    return x.tape.new("by token", x.shape, x.dtype, x.node) if x.head_major else x
+    return x.new("by token", x.shape, x.dtype, x.node) if x.head_major else x

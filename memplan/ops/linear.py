@@ -3,8 +3,8 @@
 from typing import Literal
 
 from memplan.ops.dims import dims, divided
-from memplan.ops.tensor_axis import reduced_over_tp
-from memplan.placements import Replicate, Shard
+from memplan.ops.redistribute import redistribute
+from memplan.placements import Partial, Replicate, Shard
 from memplan.record import ComputeKind
 from memplan.shapes import DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tensor
@@ -23,15 +23,16 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     `again`: selective recomputation computes this product again instead of saving its output.
 
     Under autocast the weight, the bias and x are first copied to its type, and the weight's copy is kept
-    until backward. With rows, partial outputs are summed over the tensor axis, or reduce-scattered over the
-    sequence, and each rank adds its part of the bias.
+    until backward. With columns, the output is sharded over the features, and x's gradient is partial. With
+    rows, partial outputs get the placements of the residual stream, and each rank adds its part of the bias.
 
     Source: aten/src/ATen/native/Linear.cpp (`linear`), tools/autograd/derivatives.yaml (`mm`, `addmm`),
     torch.distributed.tensor.placement_types:Partial._partition_value.
     """
-    tape, tp = x.tape, x.tape.context.tp
-    _, _, n_in = dims(x, f"linear {name}", "batch", "seq", "n_in")
-    columns = split == "columns"
+    tape, columns = x.tape, split == "columns"
+    tp, of_features = tape.mesh.get("tp", 1), tape.over("tp", Shard(2))
+    allowed = ({} if columns else of_features,)
+    _, _, n_in = dims(x, f"linear {name} by {split}", "batch", "seq", "n_in", allowed=allowed)
     if columns:
         divided(n_out, tp, f"n_out of {name}")
     whole = (n_out, n_in) if columns else (n_out, n_in * tp)
@@ -40,7 +41,8 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     if bias:
         b = tape.parameter(f"{name}.bias", (n_out,), placements={"tp": Shard(0) if columns else Replicate()})
     y = _product(x, weight, b, name, divides_bias=bias and tp > 1 and not columns, again=again)
-    return y if columns else reduced_over_tp(y)
+    y.placements = of_features if columns else tape.over("tp", Partial())
+    return y if columns else redistribute(y, "tp", tape.context.stream)
 
 
 def conv1d(x: Tensor, name: str, n_out: int) -> Tensor:
@@ -101,10 +103,15 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
         grad.tape.product(grad_x)
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
         grad.tape.product(grad_w)
-        rows = grad.view(n_rows, n_out)
+        rows = Tensor(grad.tape, (n_rows, n_out), grad.dtype, grad.storage)
         grad_b = Expanded(rows, (n_out,), dtype) if grad.tape.wants(0) else None
         return grad_b, grad_w, grad_x
 
+    of_x = x.placements or dict.fromkeys(weight.placements, Partial())
     if b is None:
-        return (used, w), tape.node((used.node, w.node), (used, w), mm_backward)
-    return (used, w), tape.node((b.node, w.node, used.node), (used, w), addmm_backward)
+        node = tape.node((used.node, w.node), (used, w), mm_backward)
+        node.grad_placements = of_x, {}
+    else:
+        node = tape.node((b.node, w.node, used.node), (used, w), addmm_backward)
+        node.grad_placements = {}, {}, of_x
+    return (used, w), node

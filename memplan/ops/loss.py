@@ -3,10 +3,11 @@
 from functools import reduce
 from operator import add
 
-from memplan.ops.dims import dims
+from memplan.ops.dims import BY_FEATURE, dims
 from memplan.ops.elementwise import passed_on, pointwise
 from memplan.ops.heads import split
-from memplan.ops.tensor_axis import all_reduced
+from memplan.ops.redistribute import moved
+from memplan.placements import Partial, Replicate
 from memplan.shapes import BOOL, FP32, INT64
 from memplan.tape import Grads, Saved, Tape, Tensor
 
@@ -22,7 +23,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
     (`cross_entropy_loss`), tools/autograd/derivatives.yaml (`_log_softmax` saves its result).
     """
     tape = logits.tape
-    dims(logits, "cross_entropy", "batch", "seq", "vocabulary")
+    dims(logits, "cross_entropy", "batch", "seq", "vocabulary", allowed=BY_FEATURE)
     if tape.context.loss_chunks == 1:
         return _cross_entropy(tape.cast(logits, FP32))
     total = reduce(add, map(_cross_entropy_of_piece, _pieces(logits, tape.context.loss_chunks)))
@@ -50,8 +51,8 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
     """The loss of float32 logits; saves `targets` that were made for it."""
     tape, shape = logits.tape, logits.shape
-    if tape.context.tp > 1:
-        return _vocabulary_parallel_cross_entropy(logits, targets)
+    for axis in logits.placements:
+        return _vocabulary_parallel_cross_entropy(logits, targets, axis)
 
     def softmax_backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.tape.new("grad of logits", shape, FP32),)
@@ -74,8 +75,7 @@ def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
     if batch == 1:
         return _cross_entropy(wide)
     if logits.dtype == FP32:
-        wide = tape.new("contiguous logits", logits.shape, FP32)
-        wide.node = logits.node
+        wide = logits.new("contiguous logits", logits.shape, FP32, logits.node)
     return _cross_entropy(wide, tape.new("targets of the piece", (batch, seq), INT64))
 
 
@@ -90,8 +90,8 @@ def _pieces(logits: Tensor, n: int) -> list[Tensor]:
     return split(logits, pieces, "grad of logits")
 
 
-def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor:
-    """The loss where each tensor rank has a part of the vocabulary.
+def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved, axis: str) -> Tensor:
+    """The loss where each rank of an axis has a part of the vocabulary.
 
     Maxima, sums and the targets' values are all-reduced. The loss's backward makes the logits' gradient as a
     whole; log-softmax's passes it on.
@@ -115,13 +115,21 @@ def _vocabulary_parallel_cross_entropy(logits: Tensor, targets: Saved) -> Tensor
                 temporary.new("probabilities less targets", shape, FP32)
             return (grad.tape.new("grad of logits", shape, FP32),)
 
-    log_p = _vocabulary_parallel_log_softmax(logits)
-    all_reduced(tape.new("targets' log-probabilities", tokens, FP32), "targets' log-probabilities")
+    log_p = _vocabulary_parallel_log_softmax(logits, axis)
+    _reduced(tape.new("targets' log-probabilities", tokens, FP32), axis, "targets' log-probabilities")
     total_weight = tape.new("total weight", (), FP32)
-    return tape.new("loss", (), FP32, tape.node((log_p.node,), (log_p, total_weight, *targets), nll_backward))
+    node = tape.node((log_p.node,), (log_p, total_weight, *targets), nll_backward)
+    node.grad_placements = (logits.placements,)
+    return tape.new("loss", (), FP32, node)
 
 
-def _vocabulary_parallel_log_softmax(logits: Tensor) -> Tensor:
+def _reduced(x: Tensor, axis: str, what: str) -> Tensor:
+    """What x, of each rank's part of the vocabulary, is for the whole."""
+    x.placements = {axis: Partial()}
+    return moved(x, axis, Replicate(), what)
+
+
+def _vocabulary_parallel_log_softmax(logits: Tensor, axis: str) -> Tensor:
     """Each rank's part of the log-probabilities.
 
     Source: torch.distributed.tensor.parallel.loss:_log_softmax.
@@ -129,11 +137,11 @@ def _vocabulary_parallel_log_softmax(logits: Tensor) -> Tensor:
     tape, shape = logits.tape, logits.shape
     tokens = shape[:-1]
     with tape.workspace() as temporary:
-        temporary.keep(all_reduced(tape.new("maxima", tokens, FP32), "maxima of logits"))
+        temporary.keep(_reduced(tape.new("maxima", tokens, FP32), axis, "maxima of logits"))
         temporary.new("logits less maxima", shape, FP32)
-        temporary.keep(all_reduced(_sums_of_exponentials(logits), "sums of exponentials"))
+        temporary.keep(_reduced(_sums_of_exponentials(logits), axis, "sums of exponentials"))
         temporary.new("logarithms of sums", tokens, FP32)
-        log_p = tape.new("log-probabilities", shape, FP32)
+        log_p = logits.new("log-probabilities", shape, FP32)
     log_p.node = tape.node((logits.node,), (log_p.detach(),), passed_on)
     return log_p
 

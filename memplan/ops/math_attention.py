@@ -112,7 +112,7 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     (y,) = tape.save_if_selective(
         lambda: (_product(tape, "attention", shape, v.dtype),), ComputeKind.BMM, operands
     )
-    y.head_major = apart
+    y.head_major, y.placements = apart, v.placements
     y.node = tape.node((node,), (), lambda grad, saved: (head_major(grad.view(*shape)),))
     return y
 

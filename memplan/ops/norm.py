@@ -1,9 +1,9 @@
 """Norms over the last dim, each with weights that are whole on every tensor rank."""
 
 from memplan.kernels import partial_rows
-from memplan.ops.dims import dims
+from memplan.ops.dims import BY_TOKEN, dims
 from memplan.ops.elementwise import plus_number, power, power_backward
-from memplan.ops.tensor_axis import divided_sequence, replicated_parameter
+from memplan.ops.redistribute import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tensor
 
@@ -17,8 +17,8 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     aten/src/ATen/native/cuda/layer_norm_kernel.cu (`layer_norm_cuda`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    *_, d = dims(x, f"layer_norm {name}", "batch", "seq", "d")
-    w, b = (replicated_parameter(tape, f"{name}.{part}", (d,)) for part in ("weight", "bias"))
+    *_, d = dims(x, f"layer_norm {name}", "batch", "seq", "d", allowed=BY_TOKEN)
+    w, b = (replicated_parameter(x, f"{name}.{part}", (d,)) for part in ("weight", "bias"))
     x = divided_sequence(x)
     statistics = FP32 if not tape.context.device.on_cpu or w.dtype == FP32 else dtype
 
@@ -31,7 +31,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
         sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
-    y = tape.new(name, shape, dtype)
+    y = x.new(name, shape, dtype)
     mean = tape.new("mean", shape[:-1], statistics)
     rstd = tape.new("rstd", shape[:-1], statistics)
     y.node = tape.node((x.node, w, b), (x, mean, rstd), backward)
@@ -109,7 +109,7 @@ def _centred(x: Tensor, mean: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return grad, Expanded(grad.tape.new("negated grad", shape, FP32), mean_shape, FP32)
 
-    return tape.new("centred", shape, FP32, tape.node((x.node, mean.node), (), backward))
+    return x.new("centred", shape, FP32, tape.node((x.node, mean.node), (), backward))
 
 
 def rms_norm_around_one(x: Tensor, name: str) -> Tensor:
@@ -124,8 +124,8 @@ def rms_norm_around_one(x: Tensor, name: str) -> Tensor:
 
 
 def _weight(x: Tensor, name: str) -> Parameter:
-    *_, d = dims(x, f"rms_norm {name}", "batch", "seq", "d")
-    return replicated_parameter(x.tape, f"{name}.weight", (d,))
+    *_, d = dims(x, f"rms_norm {name}", "batch", "seq", "d", allowed=BY_TOKEN)
+    return replicated_parameter(x, f"{name}.weight", (d,))
 
 
 def _composite_rms_norm(x: Tensor, w: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -160,11 +160,11 @@ def _mean(x: Tensor) -> Tensor:
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.tape.new("grad", shape, FP32),)
 
-    return tape.new("mean", (*shape[:-1], 1), FP32, tape.node((x.node,), (), backward))
+    return x.new("mean", (*shape[:-1], 1), FP32, tape.node((x.node,), (), backward))
 
 
 def _rsqrt(x: Tensor) -> Tensor:
-    y = x.tape.new("rstd", x.shape, FP32)
+    y = x.new("rstd", x.shape, FP32)
     y.node = x.tape.node((x.node,), (y.detach(),), power_backward)
     return y
 
@@ -177,7 +177,7 @@ def _mul_per_token(x: Tensor, r: Tensor) -> Tensor:
         terms = grad.tape.new("terms of grad", shape, FP32)
         return grad.tape.new("grad", shape, FP32), Expanded(terms, r_shape, FP32)
 
-    return tape.new("normed", shape, FP32, tape.node((x.node, r.node), (x, r), backward))
+    return x.new("normed", shape, FP32, tape.node((x.node, r.node), (x, r), backward))
 
 
 def _mul_by_weight(x: Tensor, w: Tensor, name: str, *, terms_first: bool = True) -> Tensor:
@@ -206,15 +206,16 @@ def _mul_by_weight(x: Tensor, w: Tensor, name: str, *, terms_first: bool = True)
     with tape.workspace() as copied:
         if copies:
             copied.new("weight as float32", shape[-1:], FP32)
-        return tape.new(name, shape, FP32, node)
+        return x.new(name, shape, FP32, node)
 
 
 def _scaled(left: Tensor, right: Tensor, name: str) -> Tensor:
     """A product of (batch, seq, d) and weights (d), in either order, in the wider type; saves both."""
     tape, factors = left.tape, (left, right)
-    shape = max(factors, key=lambda factor: len(factor.shape)).shape
+    x = max(factors, key=lambda factor: len(factor.shape))
+    shape = x.shape
     wide = max(factors, key=lambda factor: factor.dtype.itemsize).dtype
-    (left_shape, left_dtype), (right_shape, right_dtype) = ((x.shape, x.dtype) for x in factors)
+    (left_shape, left_dtype), (right_shape, right_dtype) = ((one.shape, one.dtype) for one in factors)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_right, grad_left = (grad.tape.grad_of(i, shape, wide) for i in (1, 0))
@@ -223,7 +224,7 @@ def _scaled(left: Tensor, right: Tensor, name: str) -> Tensor:
             None if grad_right is None else Expanded(grad_right, right_shape, right_dtype),
         )
 
-    return tape.new(name, shape, wide, tape.node((left.node, right.node), factors, backward))
+    return x.new(name, shape, wide, tape.node((left.node, right.node), factors, backward))
 
 
 def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
@@ -235,7 +236,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
         sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
-    y = tape.new(name, shape, dtype)
+    y = x.new(name, shape, dtype)
     rstd = tape.new("rstd", shape[:-1], FP32)
     y.node = tape.node((x.node, weight), (x, rstd), backward)
     return y
