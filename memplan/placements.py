@@ -5,7 +5,7 @@ Source: `torch.distributed.tensor.placement_types`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 
 @final
@@ -35,6 +35,9 @@ Placements = Mapping[str, Placement]
 is replicated over the axes that it does not name.
 """
 
+WHOLE: Final[Placements] = {}
+"""An activation that every rank has as a whole."""
+
 
 def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """The local shape of a tensor on a mesh of these sizes, which divide it evenly.
@@ -55,8 +58,10 @@ def changed(placements: Placements, axis: str, placement: Placement) -> Placemen
     >>> changed({"tp": Partial()}, "tp", Shard(1)), changed({"tp": Partial()}, "tp", Replicate())
     ({'tp': Shard(dim=1)}, {})
     """
-    others = {other: each for other, each in placements.items() if other != axis}
-    return others if placement == Replicate() else {**others, axis: placement}
+    placed = {**placements, axis: placement}
+    if isinstance(placement, Replicate):
+        del placed[axis]
+    return placed
 
 
 def shown(placements: Placements) -> str:

@@ -24,7 +24,7 @@ from memplan.kernels import (
     product_workspace_bytes,
     reduction_scratch,
 )
-from memplan.placements import Partial, Placement, Placements, Replicate, Shard, changed, shown
+from memplan.placements import WHOLE, Partial, Placement, Placements, Replicate, Shard, changed, shown
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
@@ -160,7 +160,7 @@ class Node:
 
     `backward` reads tensors from `saved` only, so that recomputation can supply them again. The output's
     gradients are never summed in place if it `has_dtensor_grad`. `released`: what it saved is freed.
-    `grad_placements`: of each input's gradient, {} for a weight's; None: the same as the output's gradient.
+    `grad_placements`: of each input's gradient, `WHOLE` for a weight's; None: those of the output's gradient.
     """
 
     inputs: "tuple[Node | Parameter | None, ...]"
@@ -248,7 +248,7 @@ class Tensor:
     def check_placements(self, operation: str, *allowed: Placements) -> None:
         """Raise a `MissingRule` unless the placements are allowed; by default all but partial ones are."""
         if self.placements not in allowed and (allowed or Partial() in self.placements.values()):
-            own, rule = shown(self.placements), " or ".join(map(shown, allowed or ({},)))
+            own, rule = shown(self.placements), " or ".join(map(shown, allowed or (WHOLE,)))
             raise MissingRule(f"{operation} of {self.name}, which is {own}, has no rule; make it {rule}.")
 
     def view(self, *shape: int) -> "Tensor":
@@ -260,7 +260,7 @@ class Tensor:
             )
         for placement in self.placements.values():
             if isinstance(placement, Shard) and shape[: placement.dim] != self.shape[: placement.dim]:
-                self.check_placements(f"a view as {shape}", {})
+                self.check_placements(f"a view as {shape}", WHOLE)
         return Tensor(self.tape, shape, self.dtype, self.storage, self.node, True, placements=self.placements)
 
     def alias(self, node: Source) -> "Tensor":
@@ -385,13 +385,12 @@ class Tape:
         kind: Kind = "temporaries",
         *,
         head_major: bool = False,
-        placements: Placements | None = None,
+        placements: Placements = WHOLE,
     ) -> Tensor:
         """A freshly allocated tensor, replicated over all axes; `Tensor.new` makes one placed as another."""
         n_bytes = n_elements(shape) * dtype.itemsize
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
-        placed, storage = placements or {}, Storage(buffer, self)
-        return Tensor(self, shape, dtype, storage, node, head_major=head_major, placements=placed)
+        return Tensor(self, shape, dtype, Storage(buffer, self), node, False, (), head_major, placements)
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
@@ -607,8 +606,8 @@ class Tape:
         self.events.append(Collective(kind=kind, axis=over, what=what, payload_bytes=payload_bytes))
 
     def over(self, axis: str, placement: Placement) -> Placements:
-        """An activation's placements if one is this, and if the mesh has the axis."""
-        return changed({}, axis, placement) if axis in self.mesh else {}
+        """The placements of an activation with this one over an axis; `WHOLE` if the mesh lacks the axis."""
+        return changed(WHOLE, axis, placement) if axis in self.mesh else WHOLE
 
     @contextmanager
     def named(self, scope: str) -> Iterator[None]:
@@ -743,18 +742,17 @@ class Tape:
         Source: torch/csrc/autograd/engine.cpp (`call_function`, `validate_outputs`).
         """
         self._wanted = wanted
-        found = list(node.backward(grad, node.unpacked()))
+        found, own = list(node.backward(grad, node.unpacked())), node.grad_placements
         self._wanted = ()
         for i, target in enumerate(node.inputs):
             part, found[i] = found[i], None
-            placements = grad.placements if node.grad_placements is None else node.grad_placements[i]
             if isinstance(part, Expanded):
                 dtype, part = part.dtype, self._sum_to(part.grad, part.shape)
                 if part.dtype != dtype:
                     part = self.new(f"grad as {dtype.name}", part.shape, dtype)
             if part is not None:
-                part.placements = placements
-                if placements and isinstance(target, Parameter) and not target.has_partial_grad:
+                part.placements = grad.placements if own is None else own[i]
+                if part.placements and isinstance(target, Parameter) and not target.has_partial_grad:
                     part.check_placements(f"an addition to {target.name}.grad")
             found[i] = part
         return cast("list[Tensor | None]", found)

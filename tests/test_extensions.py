@@ -505,6 +505,25 @@ def test_what_tensor_ranks_cannot_divide_is_refused_in_the_operations_words(inst
         memplan.estimate("mixed-tiny", tp=3)
 
 
+@pytest.mark.parametrize(
+    "sequence_parallel, refusal",
+    [
+        (False, r"an addition to head_norm\.weight\.grad of grad, which is Partial\(\) over tp, has no rule"),
+        (True, r"linear output by columns of head_norm, which is Shard\(dim=1\) over tp, has no rule"),
+    ],
+)
+def test_a_model_that_forgets_a_redistribution_is_refused(sequence_parallel, refusal, monkeypatch):
+    def head(self: Mixed, x: Tensor) -> Tensor:
+        return linear(rms_norm(x, "head_norm"), "output", 320, bias=False, split="columns")
+
+    monkeypatch.setattr(Mixed, "head", head)
+    model = Mixed(name="forgetful", d_model=64, max_seq_len=128, n_layers=3, every=3, widening=4)
+    plan: dict[str, Any] = {"seq_len": 128, "sequence_parallel": sequence_parallel}
+    with pytest.raises(MissingRule, match=refusal):
+        memplan.estimate(model, tp=2, **plan)
+    assert memplan.estimate(model, tp=1, seq_len=128).peak.total_bytes
+
+
 def test_closed_forms_are_not_about_several_kinds(installed):
     with pytest.raises(MissingRule, match=r"mixed-tiny is of the family mixed; use engine='torch'\."):
         memplan.estimate("mixed-tiny", engine="textbook")

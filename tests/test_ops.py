@@ -24,12 +24,11 @@ from memplan.ops import (
     rope,
     silu,
 )
-from memplan.placements import Partial, Placements, Replicate, Shard, shown
+from memplan.placements import WHOLE, Partial, Placements, Replicate, Shard, shown
 from memplan.record import Alloc, Collective
 from memplan.shapes import BF16, FP32, INT64, DType
 from memplan.tape import OpContext, Tape, Tensor
 
-WHOLE: Placements = {}
 PARTIAL, BY_TOKEN, BY_FEATURE = ({"tp": each} for each in (Partial(), Shard(1), Shard(2)))
 
 

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from typing import Final
 
 from memplan.errors import InvalidValue, divisors_text
-from memplan.placements import Placements, Shard
+from memplan.placements import WHOLE, Placements, Shard
 from memplan.shapes import Shape
 from memplan.tape import Tensor
 
-BY_TOKEN: Final[Sequence[Placements]] = ({}, {"tp": Shard(1)})
+BY_TOKEN: Final[Sequence[Placements]] = (WHOLE, {"tp": Shard(1)})
 """Every rank has all features of its tokens, of a (batch, seq, ...)."""
 
-BY_FEATURE: Final[Sequence[Placements]] = ({}, {"tp": Shard(2)})
+BY_FEATURE: Final[Sequence[Placements]] = (WHOLE, {"tp": Shard(2)})
 """Every rank has some features of all tokens, of a (batch, seq, features) or (batch, seq, heads, d_head)."""
 
 
-def dims(x: Tensor, operation: str, *names: str, allowed: Sequence[Placements] = ({},)) -> Shape:
+def dims(x: Tensor, operation: str, *names: str, allowed: Sequence[Placements] = (WHOLE,)) -> Shape:
     """The shape of `x`, which must have one dim for each name, and one of the allowed placements.
 
     Raises:

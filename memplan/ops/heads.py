@@ -7,6 +7,7 @@ Queries, keys and values are (batch, seq, heads, d_head). Batched products need 
 from collections.abc import Sequence
 
 from memplan.ops.dims import BY_FEATURE, dims, divided
+from memplan.placements import WHOLE
 from memplan.shapes import COMPLEX64, FP32, Buffer, DType, Shape, buffer_of, check_equal
 from memplan.tape import Expanded, Grads, Saved, Tape, Tensor
 
@@ -37,7 +38,7 @@ def feature_parts(x: Tensor, n: int) -> list[Tensor]:
 
     Source: torch:split, as `split`.
     """
-    x.check_placements("parts of the features", {})
+    x.check_placements("parts of the features", WHOLE)
     return split(x, [(*x.shape[:-1], divided(x.shape[-1], n, "width", by="parts"))] * n)
 
 
@@ -77,7 +78,7 @@ def feature_slices(x: Tensor, *widths: int) -> list[Tensor]:
     (`applySlice`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    x.check_placements("slices of the features", {})
+    x.check_placements("slices of the features", WHOLE)
     check_equal("slices of the features", sum(widths), shape[-1])
     by_head = len(shape) == len(DIMS) and min(shape[1:3]) > 1
 

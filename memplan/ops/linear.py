@@ -4,7 +4,7 @@ from typing import Literal
 
 from memplan.ops.dims import dims, divided
 from memplan.ops.redistribute import redistribute
-from memplan.placements import Partial, Replicate, Shard
+from memplan.placements import WHOLE, Partial, Replicate, Shard
 from memplan.record import ComputeKind
 from memplan.shapes import DType, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tensor
@@ -31,7 +31,7 @@ def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again:
     """
     tape, columns = x.tape, split == "columns"
     tp, of_features = tape.mesh.get("tp", 1), tape.over("tp", Shard(2))
-    allowed = ({} if columns else of_features,)
+    allowed = (WHOLE if columns else of_features,)
     _, _, n_in = dims(x, f"linear {name} by {split}", "batch", "seq", "n_in", allowed=allowed)
     if columns:
         divided(n_out, tp, f"n_out of {name}")
@@ -110,8 +110,8 @@ def _operands(x: Tensor, weight: Parameter, bias: Parameter | None, dtype: DType
     of_x = x.placements or dict.fromkeys(weight.placements, Partial())
     if b is None:
         node = tape.node((used.node, w.node), (used, w), mm_backward)
-        node.grad_placements = of_x, {}
+        node.grad_placements = of_x, WHOLE
     else:
         node = tape.node((b.node, w.node, used.node), (used, w), addmm_backward)
-        node.grad_placements = {}, {}, of_x
+        node.grad_placements = WHOLE, WHOLE, of_x
     return (used, w), node

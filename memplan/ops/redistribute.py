@@ -13,10 +13,11 @@ from memplan.tape import NCCL, Grads, Saved, Tensor
 def redistribute(x: Tensor, axis: str, target: Placement, *, waits: bool = True) -> Tensor:
     """x with another placement over one axis; x itself where the mesh has no such axis.
 
-    Its gradient gets x's own placement again. That of a partial x, the output of a region, is replicated:
-    when it is gathered, this rank's chunk is held until that is done, except under `fake`. `waits`: what is
-    sent is waited for at once, as by `PrepareModuleInput` for a region of several modules; `ColwiseParallel`,
-    for a single product, waits when the product reads it.
+    Its gradient gets x's own placement again. The input of a region stays a DTensor; its output, from a
+    partial x, becomes a plain tensor, and the gradient of x is replicated: when it is gathered, this rank's
+    chunk is held until that is done, except under `fake`. `waits`: what is sent is waited for at once, as by
+    `PrepareModuleInput` for a region of several modules; `ColwiseParallel`, for a single product, waits when
+    the product reads it.
 
     Source: torch.distributed.tensor._redistribute:Redistribute.backward,
     torch.distributed.tensor.parallel.style:PrepareModuleInput, Korthikanti et al. 2022 (g, f);
@@ -27,7 +28,8 @@ def redistribute(x: Tensor, axis: str, target: Placement, *, waits: bool = True)
     if axis not in x.tape.mesh:
         return x
     own = x.placements.get(axis, Replicate())
-    leaves, of_grad = own == Partial(), Replicate() if own == Partial() else own
+    leaves = isinstance(own, Partial)
+    of_grad = Replicate() if leaves else own
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         given = moved(grad, axis, of_grad, "activation gradients")
