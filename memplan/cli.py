@@ -423,6 +423,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     value or several, as in 1-4,8; those whose help names no default take, if left out, every value that makes
     a difference.
     """
+    _check_format(as_json, as_csv)
     asked = {name: value for name, value in asked.items() if value is not None}
     asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with _counting() as progress:
@@ -453,6 +454,7 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
+    _check_format(as_json, as_csv)
     with _counting() as progress:
         advice = advise(estimate(model, **asked), progress)
     if as_csv:
@@ -488,15 +490,15 @@ def compare_command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **as
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """The fields of a plan, as text.
+    """The fields of a plan, as text. What begins with a digit is no name, and belongs to the value before it.
 
-    >>> fields_of("tp=8,recompute=full,sequence_parallel,layers_per_stage=3+5")
+    >>> fields_of("tp=8,recompute=full,sequence_parallel,layers_per_stage=3,5")
     {'tp': 8, 'recompute': 'full', 'sequence_parallel': True, 'layers_per_stage': (3, 5)}
 
     Raises:
         UnknownName: a name that is no field of a plan.
     """
-    parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+", text))]
+    parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+(?![\d+,\s])", text))]
     said = {name.replace("-", "_"): value for name, _, value in parts}
     known = plan_fields(said.get("engine", USUAL_ENGINE))
     for name in said:
@@ -515,6 +517,11 @@ def _counting() -> Iterator[Callable[[int], None] | None]:
     click.echo("\r\033[K", nl=False, err=True)
 
 
+def _check_format(as_json: bool, as_csv: bool) -> None:
+    if as_json and as_csv:
+        raise Refused("--json and --csv are two formats of the same output; use one of them.")
+
+
 def _print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     click.echo(csv_of(rows, columns), nl=False)
 
@@ -531,7 +538,7 @@ def models_command(as_json: bool) -> None:
         ("model", "parameters", "layers", "d_model", "heads", "kv", "vocab", "context")
     ]
     rows += [_model_row(model) for model in models]
-    click.echo(text_table(rows, "<>>>>>>>", flexible=0))
+    click.echo(text_table(rows, "<>>>>>>>", flexible=[0]))
 
 
 @commands.command("gpus")
@@ -546,7 +553,7 @@ def gpus_command(as_json: bool) -> None:
         ("gpu", "GiB", "usable GiB", "TB/s", "bf16 TFLOP/s", "link", "GB/s one way")
     ]
     rows += [_gpu_row(each) for each in known]
-    click.echo(text_table(rows, "<>>>><>", flexible=5))
+    click.echo(text_table(rows, "<>>>><>", flexible=[5]))
 
 
 def _model_dict(model: Model) -> dict[str, Any]:

@@ -98,9 +98,10 @@ class Found:
 
     @cached_property
     def different(self) -> tuple[str, ...]:
-        """The fields of a plan in which the jobs differ."""
+        """The fields of a plan in which the jobs differ; those that a search varies are no job's."""
         said = [plan_dict(job) for job in self.jobs]
-        return tuple([name for name in said[0] if any(each[name] != said[0][name] for each in said)])
+        own = [name for name in said[0] if name not in VARIED]
+        return tuple([name for name in own if any(each[name] != said[0][name] for each in said)])
 
     @property
     def n_plans(self) -> int:

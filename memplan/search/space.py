@@ -174,6 +174,12 @@ class Space:
         """The values of a field: those asked for, else the usual ones."""
         return self.ranges.get(field, usual)
 
+    @property
+    def blocks_if_none(self) -> int | None:
+        """`recompute_blocks` of plans that recompute nothing; a number, if only numbers were asked for."""
+        asked = self.of("recompute_blocks", (None,))
+        return None if None in asked else asked[0]
+
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
         """The numbers of recomputed blocks per stage that make a difference."""
         largest_stage = max(self.base.layers_per_stage or (-(-self.model.n_blocks // n_stages),))
@@ -185,7 +191,8 @@ class Space:
     def schedules(self, pp: int) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""
         if pp == 1:
-            yield self.of("schedule", ("1f1b",))[0], 1
+            for virtual_stages in self.of("virtual_stages", (1,)):
+                yield self.of("schedule", ("1f1b",))[0], virtual_stages
             return
         for schedule in self.of("schedule", tuple(SCHEDULES.own)):
             for virtual_stages in self.of("virtual_stages", self._virtual_stages(schedule, pp)):
@@ -228,7 +235,7 @@ class _Pipelines:
 
     Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m), where
     `m` is the number of micro-batches. No rule reads how many replicas there are, only whether there are
-    `several` along dp and dp_replicate, nor how many blocks are recomputed.
+    `several` along dp and dp_replicate, nor how many blocks are recomputed if any are.
     """
 
     def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first: int) -> None:
@@ -265,8 +272,11 @@ class _Pipelines:
 
     def _axes(self) -> list[Choices]:
         """The axes of the rules."""
+        *others, recomputes = [[{name: value} for value in own] for name, own in self.values.items()]
+        blocks = {"none": self.space.blocks_if_none}
         return [
-            *[[{name: value} for value in values] for name, values in self.values.items()],
+            *others,
+            [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
             [{"tp": tp} for tp in self.tps],
             [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.several],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
@@ -343,7 +353,7 @@ class _Pipelines:
 
     def _recompute_blocks(self, schedule: int, place: tuple[int, ...]) -> tuple[int | None, ...]:
         if self.values["recompute"][place[-1]] == "none":
-            return (None,)
+            return (self.space.blocks_if_none,)
         return self.space.recompute_blocks(self.pp * self.schedules[schedule][1])
 
     def _ruled(
