@@ -14,7 +14,7 @@ from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
-from memplan.tables import figures_of, verdict_text
+from memplan.tables import figures_of, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -236,6 +236,8 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
         if advice.best.step_s is None:
             heading = f"A combination that fits; its time is not known: {'; '.join(advice.best.time_missing)}"
         parts.append("\n".join(map(wrapped, (heading, plan_text(advice.best), verdict_text(advice.best)))))
+    shown = {"asked for": asked} | ({} if advice.best is None else {"that fits": advice.best})
+    parts += notes_text(shown, "the plan")
     if (command := estimate_command(advice.best or asked, model)) is not None:
         parts.append(command_text(command))
     return "\n\n".join(parts)

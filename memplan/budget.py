@@ -6,7 +6,7 @@ from typing import Any, Final, final
 from memplan.checks import checked_count, checked_positive
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
-from memplan.models import TracedModel
+from memplan.models import has_sequence
 from memplan.tables import counted_in
 from memplan.text_tables import html_text, text_table, wrapped
 from memplan.version import versioned
@@ -169,8 +169,8 @@ def budget(
     asked = _optimal_tokens(estimate) if tokens is None else _checked_tokens(tokens)
     if asked is None:
         raise InvalidValue(
-            f"tokens=None: the inputs of {estimate.model.name} have no tokens, whose number per parameter is "
-            "known to be compute-optimal; use the number of samples, as tokens=1e9 (--tokens 1e9)."
+            f"the inputs of {estimate.model.name} have no tokens, of which alone it is known how many are "
+            "compute-optimal; use the number of samples to train on, as tokens=1e9 (--tokens 1e9)."
         )
     return Budget(
         estimate=estimate,
@@ -184,10 +184,7 @@ def budget(
 
 def _optimal_tokens(estimate: Estimate) -> int | None:
     """The compute-optimal tokens of an estimate's model; None if its inputs have no sequence of tokens."""
-    model = estimate.model
-    if isinstance(model, TracedModel) and not model.has_sequence:
-        return None
-    return chinchilla_tokens(estimate.n_parameters)
+    return chinchilla_tokens(estimate.n_parameters) if has_sequence(estimate.model) else None
 
 
 def _checked_tokens(tokens: object) -> int:

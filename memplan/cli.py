@@ -19,7 +19,7 @@ from memplan.comparison import compared_text, why
 from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
-from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
+from memplan.errors import InvalidValue, MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import device_of, estimate
 from memplan.fields import (
     Choice,
@@ -295,15 +295,16 @@ def _flag(name: str) -> str:
 
 
 def _ranges(text: str) -> tuple[int | str, ...]:
-    """Counts and ranges of counts.
+    """Counts and ranges of counts; the text of what is neither, to be refused.
 
-    >>> _ranges("1-4,8"), _ranges("8-x")
-    ((1, 2, 3, 4, 8), ('8-x',))
+    >>> _ranges("1-4,8"), _ranges("1,8-4,8-x")
+    ((1, 2, 3, 4, 8), (1, '8-4', '8-x'))
     """
     found: list[int | str] = []
     for part in text.split(","):
         ends = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", part)
-        found += [count_or_text(part)] if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+        counts = range(0) if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+        found += counts or [count_or_text(part)]
     return tuple(found)
 
 
@@ -374,6 +375,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 
 @commands.command("budget", cls=PlanCommand)
 @click.argument("model")
+@implementation_option()
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--tokens", type=number_or_text, metavar="N", help="As in 15e12; left out: 20 a parameter.")
@@ -497,9 +499,14 @@ def fields_of(text: str) -> dict[str, Any]:
 
     Raises:
         UnknownName: a name that is no field of a plan.
+        InvalidValue: a field with two values.
     """
     parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+(?![\d+,\s])", text))]
-    said = {name.replace("-", "_"): value for name, _, value in parts}
+    pairs = [(name.replace("-", "_"), value) for name, _, value in parts]
+    said = dict(pairs)
+    for name, value in pairs:
+        if said[name] != value:
+            raise InvalidValue(f"{name} has two values, {value!r} and {said[name]!r}; use one of them.")
     known = plan_fields(said.get("engine", USUAL_ENGINE))
     for name in said:
         if name not in known:

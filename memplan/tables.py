@@ -4,7 +4,7 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -131,9 +131,20 @@ def estimate_text(estimate: Estimate) -> str:
     Every line has at most `WIDTH` characters; every number of bytes has its unit.
     """
     parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
-    parts += [_collectives(estimate), _time(estimate), *[wrapped(f"Note: {note}") for note in estimate.notes]]
+    parts += [_collectives(estimate), _time(estimate), *notes_text({"": estimate})]
     parts.append(estimate.engine.assumes or CONFIRMED[estimate.confirmed])
     return "\n\n".join(part for part in parts if part)
+
+
+def notes_text(estimates: Mapping[str, Estimate], what: str = "plan") -> Iterator[str]:
+    """The notes on plans by name, each in lines of its own, with the plans that it is on unless on all."""
+    noted: dict[str, list[str]] = {}
+    for name, estimate in estimates.items():
+        for note in estimate.notes:
+            noted.setdefault(note, []).append(name)
+    for note, on in noted.items():
+        plans = "" if len(on) == len(estimates) else f" on {what}{'s' * (len(on) > 1)} {', '.join(on)}"
+        yield wrapped(f"Note{plans}: {note}")
 
 
 def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -83,7 +83,9 @@ def test_without_a_step_time_there_is_no_budget():
 
 def test_a_model_without_tokens_is_trained_on_samples():
     images = memplan.estimate("resnet-50", cluster="1xh100-sxm", micro_batch=8)
-    with pytest.raises(InvalidValue, match=r"resnet-50 have no tokens, .*; use the number of samples"):
+    with pytest.raises(
+        InvalidValue, match=r"resnet-50 have no tokens, .*; use the number of samples to train on"
+    ):
         memplan.budget(images)
     found = memplan.budget(images, tokens=1e6)
     assert ["samples", "1,000,000"] in map(str.split, str(found).splitlines())

@@ -390,6 +390,22 @@ def test_notes_are_of_the_plans_that_are_shown():
     assert all(f"Note: {note}" in alone for note in found[1 + sizes.index(3)])
 
 
+def test_compared_and_advised_plans_have_their_notes():
+    """cuDNN was asked about micro-batches of 24 and 256 of this model, not of 3."""
+    asked: dict[str, Any] = {"cluster": "1xh100-sxm", "global_batch": 768}
+    some, all_of_it = (memplan.estimate("resnet-50", micro_batch=n, **asked) for n in (3, 256))
+    assert some.notes
+    text = " ".join(memplan.why(some, all_of_it).split())
+    assert all(f"Note on plan a: {note}" in text for note in some.notes)
+    assert all(f"Note on plan b: {note}" in text for note in all_of_it.notes)
+    assert all(f"Note: {note}" in " ".join(str(memplan.advise(some)).split()) for note in some.notes)
+
+
+def test_the_longest_sequence_of_what_has_none_is_no_question():
+    with pytest.raises(InvalidValue, match=r"resnet-50 have no sequence .*; use objective='micro_batch'"):
+        searched("resnet-50", cluster="1xh100-sxm", global_batch=8, objective="seq_len")
+
+
 def test_what_has_no_tokens_is_counted_in_samples():
     found = str(searched("resnet-50", cluster="1xh100-sxm", global_batch=(8, 16), zero=0, tp=1))
     assert "8 or 16 samples a step" in found

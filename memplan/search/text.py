@@ -1,7 +1,7 @@
 """What a search found, for a terminal of 80 columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, groupby, islice
+from itertools import islice
 from typing import Any, Final
 
 from memplan.command import command_text
@@ -10,7 +10,7 @@ from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
 from memplan.search.search import Found
 from memplan.search.table import TIE, estimated_rows, search_rows
-from memplan.tables import cluster_text, counted_in, step_text
+from memplan.tables import cluster_text, counted_in, notes_text, step_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
 
@@ -53,34 +53,12 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
         parts.append(wrapped(f"Plan 1: {shown[0]['why']}."))
     if found.refused_by:
         parts.append(_refusals(found.refused_by))
-    parts += _notes(estimates)
+    parts += notes_text({str(number): each for number, each in enumerate(estimates, start=1)})
     if any(row["step_s"] is not None for _, row in kept):
         parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(shown) else ROUGH)
     if commands := "\n".join(_commands(shown)):
         parts.append(f"Each plan in full\n{commands}")
     return "\n\n".join(parts)
-
-
-def _notes(estimates: Sequence[Estimate]) -> Iterator[str]:
-    """The notes on plans, each with the numbers of the plans that it is on, unless it is on all."""
-    noted: dict[str, list[int]] = {}
-    for number, each in enumerate(estimates, start=1):
-        for note in each.notes:
-            noted.setdefault(note, []).append(number)
-    for note, on in noted.items():
-        plans = "" if len(on) == len(estimates) else f" on plan{'s' * (len(on) > 1)} {_numbers_text(on)}"
-        yield wrapped(f"Note{plans}: {note}")
-
-
-def _numbers_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers, for people.
-
-    >>> _numbers_text([1, 2, 3, 5])
-    '1-3, 5'
-    """
-    places = count()
-    runs = [list(run) for _, run in groupby(numbers, key=lambda n: n - next(places))]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def nothing_runs(found: Found) -> str:
