@@ -14,7 +14,7 @@ from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
-from memplan.tables import verdict_text
+from memplan.tables import figures_of, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -76,14 +76,9 @@ class Advice:
         if change.estimated is None:
             return row
         after, before = change.estimated, self.asked
-        held = after.device_bytes
         return row | {
             "freed_bytes": _freed_bytes(before, after),
-            "peak_bytes": after.peak.total_bytes,
-            "verdict": after.verdict,
-            "device_low_bytes": None if held is None else held.low_bytes,
-            "device_high_bytes": None if held is None else held.high_bytes,
-            "step_s": after.step_s,
+            **figures_of(after),
             "slower_s": _slower_s(before, after),
             "command": estimate_command(after, model),
         }
@@ -230,10 +225,10 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
         )
     parts = [
         f"{wrapped(plan_text(asked))}\n{wrapped(verdict_text(asked))}",
-        text_table(rows, "<>><>", flexible=0),
+        text_table(rows, "<>><>", flexible=[0]),
     ]
     if refused:
-        parts.append(text_table([("cannot run", "because"), *refused], "<<", flexible=1))
+        parts.append(text_table([("cannot run", "because"), *refused], "<<", flexible=[1]))
     if advice.best is None:
         parts.append(wrapped(NONE_FITS))
     elif advice.best is not asked:
@@ -241,6 +236,8 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
         if advice.best.step_s is None:
             heading = f"A combination that fits; its time is not known: {'; '.join(advice.best.time_missing)}"
         parts.append("\n".join(map(wrapped, (heading, plan_text(advice.best), verdict_text(advice.best)))))
+    shown = {"asked for": asked} | ({} if advice.best is None else {"that fits": advice.best})
+    parts += notes_text(shown, "the plan")
     if (command := estimate_command(advice.best or asked, model)) is not None:
         parts.append(command_text(command))
     return "\n\n".join(parts)

@@ -6,6 +6,8 @@ from typing import Any, Final, final
 from memplan.checks import checked_count, checked_positive
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
+from memplan.models import has_sequence
+from memplan.tables import counted_in
 from memplan.text_tables import html_text, text_table, wrapped
 from memplan.version import versioned
 
@@ -97,9 +99,9 @@ class Budget:
         return None if power_w is None else self.gpu_hours * power_w / 1000
 
     @property
-    def chinchilla_tokens(self) -> int:
-        """The model's compute-optimal tokens: `memplan.budget.chinchilla_tokens`."""
-        return chinchilla_tokens(self.estimate.n_parameters)
+    def chinchilla_tokens(self) -> int | None:
+        """The model's compute-optimal tokens: `memplan.budget.chinchilla_tokens`; None without tokens."""
+        return _optimal_tokens(self.estimate)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""
@@ -143,7 +145,8 @@ def budget(
 
     Args:
         estimate: of a plan on a cluster whose rates are known.
-        tokens: how many to train on; left out, the model's compute-optimal ones, 20 a parameter.
+        tokens: how many to train on, samples if the model's inputs have no sequence; left out, the model's
+            compute-optimal tokens, 20 a parameter.
         price_per_gpu_hour: in any currency; left out, no cost.
 
     >>> import memplan
@@ -153,7 +156,7 @@ def budget(
 
     Raises:
         InvalidValue: a value that is no estimate, tokens that are no whole number, a price that is none, or
-            an estimate without a step time.
+            an estimate without a step time; no tokens for a model whose inputs have none.
     """
     if not isinstance(estimate, Estimate):
         raise InvalidValue(f"{shown_value(estimate)} is no estimate; use memplan.estimate(...).")
@@ -163,14 +166,25 @@ def budget(
             f"there is no step time to plan by: {'; '.join(estimate.time_missing)}; use a plan and a cluster "
             "that have one, as cluster='8xh100-sxm'."
         )
+    asked = _optimal_tokens(estimate) if tokens is None else _checked_tokens(tokens)
+    if asked is None:
+        raise InvalidValue(
+            f"the inputs of {estimate.model.name} have no tokens, of which alone it is known how many are "
+            "compute-optimal; use the number of samples to train on, as tokens=1e9 (--tokens 1e9)."
+        )
     return Budget(
         estimate=estimate,
-        tokens=chinchilla_tokens(estimate.n_parameters) if tokens is None else _checked_tokens(tokens),
+        tokens=asked,
         step_s=step_s,
         price_per_gpu_hour=None
         if price_per_gpu_hour is None
         else checked_positive("price_per_gpu_hour", price_per_gpu_hour),
     )
+
+
+def _optimal_tokens(estimate: Estimate) -> int | None:
+    """The compute-optimal tokens of an estimate's model; None if its inputs have no sequence of tokens."""
+    return chinchilla_tokens(estimate.n_parameters) if has_sequence(estimate.model) else None
 
 
 def _checked_tokens(tokens: object) -> int:
@@ -182,14 +196,15 @@ def _checked_tokens(tokens: object) -> int:
 def budget_text(budget: Budget) -> str:
     """What `print(budget)` shows, in lines of at most 80 characters."""
     estimate, cluster = budget.estimate, budget.estimate.cluster
-    ratio = budget.tokens / budget.chinchilla_tokens
+    counted, optimal = counted_in(estimate.plan.seq_len), budget.chinchilla_tokens
+    optimally = f" times {TOKENS_PER_PARAMETER} a parameter (compute-optimal)"
     rows = [
         (
-            "tokens",
+            counted,
             f"{budget.tokens:,}",
-            f"{ratio:.2f} times {TOKENS_PER_PARAMETER} a parameter (compute-optimal)",
+            "" if optimal is None else f"{budget.tokens / optimal:.2f}{optimally}",
         ),
-        ("steps", f"{budget.n_steps:,}", f"of {budget.step_tokens:,} tokens, {budget.step_s:.3g} s each"),
+        ("steps", f"{budget.n_steps:,}", f"of {budget.step_tokens:,} {counted}, {budget.step_s:.3g} s each"),
         ("days", f"{budget.days:,.1f}", "every step at the estimated time, no restarts"),
         ("GPU-hours", f"{budget.gpu_hours:,.0f}", f"{budget.n_gpus:,} GPUs"),
     ]

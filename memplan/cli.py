@@ -19,7 +19,7 @@ from memplan.comparison import compared_text, why
 from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, engine_of_option, plan_fields
-from memplan.errors import MemplanError, PlanRefused, did_you_mean, unknown_name
+from memplan.errors import InvalidValue, MemplanError, PlanRefused, did_you_mean, unknown_name
 from memplan.estimate import device_of, estimate
 from memplan.fields import (
     Choice,
@@ -295,15 +295,16 @@ def _flag(name: str) -> str:
 
 
 def _ranges(text: str) -> tuple[int | str, ...]:
-    """Counts and ranges of counts.
+    """Counts and ranges of counts; the text of what is neither, to be refused.
 
-    >>> _ranges("1-4,8"), _ranges("8-x")
-    ((1, 2, 3, 4, 8), ('8-x',))
+    >>> _ranges("1-4,8"), _ranges("1,8-4,8-x")
+    ((1, 2, 3, 4, 8), (1, '8-4', '8-x'))
     """
     found: list[int | str] = []
     for part in text.split(","):
         ends = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", part)
-        found += [count_or_text(part)] if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+        counts = range(0) if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+        found += counts or [count_or_text(part)]
     return tuple(found)
 
 
@@ -374,6 +375,7 @@ def estimate_command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -
 
 @commands.command("budget", cls=PlanCommand)
 @click.argument("model")
+@implementation_option()
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--tokens", type=number_or_text, metavar="N", help="As in 15e12; left out: 20 a parameter.")
@@ -423,6 +425,7 @@ def search_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
     value or several, as in 1-4,8; those whose help names no default take, if left out, every value that makes
     a difference.
     """
+    _check_format(as_json, as_csv)
     asked = {name: value for name, value in asked.items() if value is not None}
     asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with _counting() as progress:
@@ -453,6 +456,7 @@ def advise_command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> 
 
     MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
     """
+    _check_format(as_json, as_csv)
     with _counting() as progress:
         advice = advise(estimate(model, **asked), progress)
     if as_csv:
@@ -488,16 +492,21 @@ def compare_command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **as
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """The fields of a plan, as text.
+    """The fields of a plan, as text. What begins with a digit is no name, and belongs to the value before it.
 
-    >>> fields_of("tp=8,recompute=full,sequence_parallel,layers_per_stage=3+5")
+    >>> fields_of("tp=8,recompute=full,sequence_parallel,layers_per_stage=3,5")
     {'tp': 8, 'recompute': 'full', 'sequence_parallel': True, 'layers_per_stage': (3, 5)}
 
     Raises:
         UnknownName: a name that is no field of a plan.
+        InvalidValue: a field with two values.
     """
-    parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+", text))]
-    said = {name.replace("-", "_"): value for name, _, value in parts}
+    parts = [part.partition("=") for part in filter(None, re.split(r"[,\s]+(?![\d+,\s])", text))]
+    pairs = [(name.replace("-", "_"), value) for name, _, value in parts]
+    said = dict(pairs)
+    for name, value in pairs:
+        if said[name] != value:
+            raise InvalidValue(f"{name} has two values, {value!r} and {said[name]!r}; use one of them.")
     known = plan_fields(said.get("engine", USUAL_ENGINE))
     for name in said:
         if name not in known:
@@ -513,6 +522,11 @@ def _counting() -> Iterator[Callable[[int], None] | None]:
         return
     yield lambda n: click.echo(f"\r\033[K{n:,} plans", nl=False, err=True)
     click.echo("\r\033[K", nl=False, err=True)
+
+
+def _check_format(as_json: bool, as_csv: bool) -> None:
+    if as_json and as_csv:
+        raise Refused("--json and --csv are two formats of the same output; use one of them.")
 
 
 def _print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
@@ -531,7 +545,7 @@ def models_command(as_json: bool) -> None:
         ("model", "parameters", "layers", "d_model", "heads", "kv", "vocab", "context")
     ]
     rows += [_model_row(model) for model in models]
-    click.echo(text_table(rows, "<>>>>>>>", flexible=0))
+    click.echo(text_table(rows, "<>>>>>>>", flexible=[0]))
 
 
 @commands.command("gpus")
@@ -546,7 +560,7 @@ def gpus_command(as_json: bool) -> None:
         ("gpu", "GiB", "usable GiB", "TB/s", "bf16 TFLOP/s", "link", "GB/s one way")
     ]
     rows += [_gpu_row(each) for each in known]
-    click.echo(text_table(rows, "<>>>><>", flexible=5))
+    click.echo(text_table(rows, "<>>>><>", flexible=[5]))
 
 
 def _model_dict(model: Model) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
-from memplan.tables import verdict_text
+from memplan.tables import notes_text, verdict_text
 from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
 
@@ -28,7 +28,8 @@ def why(a: Estimate, b: Estimate) -> str:
     _check_same_job(a, b)
     lines = [f"a: {plan_text(a)}", f"b: {plan_text(b)}", "", _verdict(a, b)]
     lines += [f"{name}: {verdict_text(each)}" for name, each in (("a", a), ("b", b))]
-    return "\n".join([*map(wrapped, lines), "", _table(a, b), *_traffic(a, b)])
+    notes = [line for note in notes_text({"a": a, "b": b}) for line in ("", note)]
+    return "\n".join([*map(wrapped, lines), "", _table(a, b), *_traffic(a, b), *notes])
 
 
 def compared_text(a: Estimate, b: Estimate, model: str | None = None) -> str:

@@ -527,6 +527,8 @@ def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]
             f"seq_len={plan.seq_len} is longer than {model.name}'s context of {model.max_seq_len} tokens "
             f"(max_seq_len). {runs} another question."
         )
+    if plan.pp == 1 and plan.schedule != Plan.__dataclass_fields__["schedule"].default:
+        yield f"schedule={plan.schedule!r} makes no difference: with pp=1 there is no pipeline to order."
     yield from model.notes(device_of(cluster), plan.micro_batch)
     yield from ENGINES.named(plan.engine).notes(model, plan)
 

@@ -82,13 +82,14 @@ class Counts(Field):
     def _checked(self, name: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise InvalidValue(
-                f"{name}={shown_value(value)} is not allowed; use the number of blocks of each stage, "
-                "as (3, 5)."
+                f"{name}={shown_value(value)} is not allowed; use the number of blocks of each stage, as "
+                "(3, 5), in a command 3,5 or 3+5."
             )
         return tuple(checked_count(name, n, least=0) for n in value)
 
-    def parsed(self, text: str) -> tuple[int | str, ...]:
-        return tuple(map(count_or_text, re.split("[+,]", text)))
+    def parsed(self, text: str) -> tuple[int | str, ...] | str:
+        numbers = tuple(map(count_or_text, re.split(r"\s*[+,]\s*", text)))
+        return text if any(isinstance(n, str) for n in numbers) else numbers
 
 
 @final

@@ -18,7 +18,7 @@ ever holds above its start (a loop's is in its first or in its last repetition);
 computation and each collective occurs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -30,6 +30,9 @@ Phase = Literal["forward", "backward", "recompute"]
 
 PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
 """A stage's pass of a micro-batch; schedules may split the backward pass."""
+
+StepPhase = Literal["forward", "backward", "optimizer"]
+"""What a rank does at an instant of its step."""
 
 Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
 """The ranks of a collective: an axis of the mesh, all ranks, or the rank and its host."""
@@ -345,3 +348,24 @@ def unrolled(stretch: Stretch) -> Iterator[tuple[str, Alloc | Free]]:
             yield stretch.name, event
         for part in stretch.parts:
             yield from unrolled(part)
+
+
+def phased(
+    stretch: Stretch, update: Collection[Stretch], before: StepPhase = "forward"
+) -> Generator[tuple[StepPhase, Alloc | Free], None, StepPhase]:
+    """Every allocation and free of `unrolled`, with its phase; returns the last one's.
+
+    `update`: the stretches of the optimizer. What is neither in one of them nor in a pass of a micro-batch
+    belongs to the phase `before`.
+    """
+    phase = before
+    if stretch in update:
+        phase = "optimizer"
+    elif stretch.micro_batch is not None:
+        phase = "forward" if stretch.micro_batch[1] == "forward" else "backward"
+    for _ in range(stretch.repeats):
+        for event in changes(stretch.events):
+            yield phase, event
+        for part in stretch.parts:
+            phase = yield from phased(part, update, phase)
+    return phase

@@ -4,7 +4,7 @@ Text needs nothing but this module; frames need pandas, which is imported when o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -107,6 +107,21 @@ def stages_frame(estimate: Estimate) -> "pandas.DataFrame":
     return frame(rows, tuple(rows[0]))
 
 
+def figures_of(estimate: Estimate) -> dict[str, Any]:
+    """The verdict and the figures of a plan in a table of plans, by column.
+
+    What a GPU holds, which takes a replay, is None where what is allocated is too much already.
+    """
+    held = None if estimate.over_bytes else estimate.device_bytes
+    return {
+        "verdict": estimate.verdict,
+        "device_low_bytes": None if held is None else held.low_bytes,
+        "device_high_bytes": None if held is None else held.high_bytes,
+        "peak_bytes": estimate.worst.peak_bytes,
+        "step_s": estimate.step_s,
+    }
+
+
 # --- Text -------------------------------------------------------------------------------------------------
 
 
@@ -116,14 +131,20 @@ def estimate_text(estimate: Estimate) -> str:
     Every line has at most `WIDTH` characters; every number of bytes has its unit.
     """
     parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
-    parts += [_collectives(estimate), _time(estimate), *notes_text(estimate.notes)]
+    parts += [_collectives(estimate), _time(estimate), *notes_text({"": estimate})]
     parts.append(estimate.engine.assumes or CONFIRMED[estimate.confirmed])
     return "\n\n".join(part for part in parts if part)
 
 
-def notes_text(notes: Iterable[str]) -> list[str]:
-    """The notes on a plan, each in lines of its own."""
-    return [wrapped(f"Note: {note}") for note in notes]
+def notes_text(estimates: Mapping[str, Estimate], what: str = "plan") -> Iterator[str]:
+    """The notes on plans by name, each in lines of its own, with the plans that it is on unless on all."""
+    noted: dict[str, list[str]] = {}
+    for name, estimate in estimates.items():
+        for note in estimate.notes:
+            noted.setdefault(note, []).append(name)
+    for note, on in noted.items():
+        plans = "" if len(on) == len(estimates) else f" on {what}{'s' * (len(on) > 1)} {', '.join(on)}"
+        yield wrapped(f"Note{plans}: {note}")
 
 
 def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -134,7 +155,9 @@ def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
         total = human_bytes(row["total_bytes"])
         cells.append((BRIEF_KINDS[row["kind"]], row["name"], row["dtype"], shape, f"{row['count']:,}", total))
     total_bytes = sum(row["total_bytes"] for row in rows)
-    return f"{text_table(cells, '<<<<>>', flexible=1)}\n\n{human_bytes(total_bytes)} = {total_bytes:,} bytes"
+    return (
+        f"{text_table(cells, '<<<<>>', flexible=[1])}\n\n{human_bytes(total_bytes)} = {total_bytes:,} bytes"
+    )
 
 
 def _header(estimate: Estimate) -> str:
@@ -169,10 +192,24 @@ def batch_text(plan: Plan) -> str:
     passes = f"{n} micro-batch{'es' * (n > 1)} of {plan.micro_batch}"
     each = f" for each of {replicas} replicas" if replicas > 1 else ""
     again = " (gradient accumulation)" if n > 1 and plan.pp == 1 else ""
-    whole = f"{plan.global_batch} x {plan.seq_len} tokens"
-    if plan.seq_len == 1:
-        whole = f"{plan.global_batch} sample{'s' * (plan.global_batch > 1)}"
-    return f"{whole}; {passes}{each}{again}"
+    return f"{step_text([plan.global_batch], [plan.seq_len])}; {passes}{each}{again}"
+
+
+def step_text(batches: Sequence[int], seq_lens: Sequence[int]) -> str:
+    """What a step trains on, in words: sequences of tokens, or samples.
+
+    >>> step_text([24], [8]), step_text([1], [1]), step_text([8, 16], [1])
+    ('24 x 8 tokens', '1 sample', '8 or 16 samples')
+    """
+    sequences, lengths = (" or ".join(map(str, values)) for values in (batches, seq_lens))
+    if counted_in(max(seq_lens)) == "tokens":
+        return f"{sequences} x {lengths} tokens"
+    return f"{sequences} sample{'s' * (max(batches) > 1)}"
+
+
+def counted_in(seq_len: int) -> str:
+    """What sequences of this length are counted in: "tokens", or "samples" if each is of length 1."""
+    return "tokens" if seq_len > 1 else "samples"
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -205,7 +242,7 @@ def _stages(estimate: Estimate) -> str:
         instant = _brief(stage.when.split(",")[0].replace(":", ""))
         rows.append((str(stage.stage), layers_text(stage.layers), *numbers, instant))
     title = "Worst instant of " + ("each stage" if len(rows) > 2 else "a step")
-    return f"{title}, {name} on the GPU that holds most\n{text_table(rows, '><>>>>>><', flexible=8)}"
+    return f"{title}, {name} on the GPU that holds most\n{text_table(rows, '><>>>>>><', flexible=[8])}"
 
 
 def _stages_shown(estimate: Estimate) -> list[StageEstimate]:
@@ -290,7 +327,7 @@ def _time(estimate: Estimate) -> str:
         return wrapped(f"No step time: {'; '.join(estimate.time_missing)}.")
     unit, name = time_unit(time.total_s)
     rate, each = estimate.tokens_per_s or 0.0, estimate.tokens_per_s_per_gpu or 0.0
-    counted = "tokens" if estimate.plan.seq_len > 1 else "samples"
+    counted = counted_in(estimate.plan.seq_len)
     total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} {counted}/s, "
     total += f"{_rate(each)} per GPU, MFU {estimate.mfu or 0.0:.1%}"
     parts = [
@@ -321,4 +358,4 @@ def _collectives(estimate: Estimate) -> str:
     pcie = sum(c.wire_bytes for c in calls if c.axis == "host")
     of = f" of stage {busiest.stage}, which sends most" if len(estimate.stages) > 1 else ""
     wire += f"; copied to and from its host: {human_bytes(pcie)}" if pcie else ""
-    return f"Sent in a step by a GPU{of}: {wire}\n{text_table(rows, '<<<>>>', flexible=2)}"
+    return f"Sent in a step by a GPU{of}: {wire}\n{text_table(rows, '<<<>>>', flexible=[2])}"

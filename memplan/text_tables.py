@@ -21,8 +21,8 @@ WIDTH: Final = 80
 FORMULAS: Final = ("=", "+", "-", "@", "\t", "\r")
 """The characters with which a spreadsheet's formula may begin."""
 
-NARROWEST: Final = 8
-"""The least width of a column."""
+LEAST_WIDTH: Final = 8
+"""The least width of a column whose cells go on in further lines, unless every column must give way."""
 
 
 def frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "pandas.DataFrame":
@@ -43,31 +43,56 @@ def frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "pandas.
     return found
 
 
-def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: int | None = None) -> str:
+def text_table(rows: Sequence[Sequence[str]], sides: str, *, flexible: Sequence[int] = ()) -> str:
     """Rows of cells in columns two spaces apart, the first row their headings.
 
     `sides` has one of "<" and ">" per column. If the lines would be longer than `WIDTH`, the cells of the
-    column `flexible` go on in further lines.
+    columns `flexible` go on in further lines. If that is not enough, columns are one space apart; and if that
+    is not either, the cells of every column go on in further lines.
 
     >>> print(text_table([("name", "bytes"), ("wq", "4096"), ("norm", "16")], "<>"))
     name  bytes
     wq     4096
     norm     16
-    >>> print(text_table([("rule", "n"), ("tp=3 does not divide n_heads=32; " * 3, "1")], "<>", flexible=0))
+    >>> print(text_table([("rule", "n"), ("tp=3 does not divide n_heads=32; " * 3, "1")], "<>", flexible=[0]))
     rule                                                                           n
     tp=3 does not divide n_heads=32; tp=3 does not divide n_heads=32; tp=3 does    1
     not divide n_heads=32;
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    too_wide = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-    if flexible is not None and too_wide > 0:
-        widths[flexible] = max(NARROWEST, widths[flexible] - too_wide)
+    gap, n_gaps = 2, len(widths) - 1
+    if flexible and sum(widths) + gap * n_gaps > WIDTH:
+        natural = widths
+        widths = _narrowed(natural, WIDTH - gap * n_gaps, flexible, LEAST_WIDTH)
+        if sum(widths) + gap * n_gaps > WIDTH:
+            gap = 1
+            widths = _narrowed(natural, WIDTH - gap * n_gaps, flexible, LEAST_WIDTH)
+            widths = _narrowed(widths, WIDTH - gap * n_gaps, range(len(widths)), 1)
     columns = list(zip(sides, widths, strict=True))
     return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(line, columns, strict=True)).rstrip()
+        (" " * gap)
+        .join(f"{cell:{side}{width}}" for cell, (side, width) in zip(line, columns, strict=True))
+        .rstrip()
         for row in rows
         for line in _lines(row, widths)
     )
+
+
+def _narrowed(widths: Sequence[int], total: int, columns: Sequence[int], least: int) -> list[int]:
+    """Widths that add up to `total` or, with the chosen columns at `least`, are as near as they can be.
+
+    The widest of the chosen columns gives way first.
+
+    >>> _narrowed([9, 30, 20], 45, [1, 2], 8), _narrowed([9, 30, 20], 20, [1, 2], 8)
+    ([9, 18, 18], [9, 8, 8])
+    """
+    narrowed = list(widths)
+    for _ in range(sum(widths) - total):
+        widest = max(columns, key=lambda i: narrowed[i])
+        if narrowed[widest] <= least:
+            break
+        narrowed[widest] -= 1
+    return narrowed
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, ...]]:

@@ -79,3 +79,16 @@ def test_without_a_step_time_there_is_no_budget():
         memplan.budget(memplan.estimate("gpt2"))
     with pytest.raises(InvalidValue, match="'gpt2' is no estimate"):
         memplan.budget("gpt2")  # type: ignore[arg-type]
+
+
+def test_a_model_without_tokens_is_trained_on_samples():
+    images = memplan.estimate("resnet-50", cluster="1xh100-sxm", micro_batch=8)
+    with pytest.raises(
+        InvalidValue, match=r"resnet-50 have no tokens, .*; use the number of samples to train on"
+    ):
+        memplan.budget(images)
+    found = memplan.budget(images, tokens=1e6)
+    assert ["samples", "1,000,000"] in map(str.split, str(found).splitlines())
+    assert found.to_dict()["chinchilla_tokens"] is None
+    assert "of 8 samples, " in str(found)
+    assert "token" not in str(found)

@@ -243,6 +243,7 @@ def test_search_takes_ranges_and_several_batches():
         (["--tp", "16"], "no mesh of 8 GPUs has tp=16; use degrees of 1, 2, 4, 8 "),
         (["--tp", "8", "--pp", "1"], "none of 1 plans can run; the first: tp=8 does not divide n_heads=12"),
         (["--tp", "1-x"], "tp='1-x' is not allowed"),
+        (["--tp", "1,8-2"], "tp='8-2' is not allowed"),
     ],
 )
 def test_a_search_without_a_plan_says_why(asked: list[str], told: str):
@@ -307,6 +308,46 @@ def test_compare_says_which_is_better_and_why():
     wrong = run("compare", "llama-3-70b", "tq=8", "zero=3", *asked[4:])
     assert wrong.exit_code == 2
     assert "did you mean 'tp'" in wrong.stderr
+    twice = run("compare", "llama-3-70b", "zero=1,tp=8,zero=3", "zero=3", *asked[4:])
+    assert twice.exit_code == 2
+    assert "zero has two values, '1' and '3'; use one of them." in twice.stderr
+
+
+@pytest.mark.parametrize(
+    "said", ["layers_per_stage=3,29", "layers-per-stage=3 + 29", "layers_per_stage=3+29"]
+)
+def test_compare_reads_the_layers_of_each_stage_as_estimate_does(said: str):
+    asked = ["llama-3-8b", f"pp=2,{said},zero=0", "pp=2", "--cluster", "2xh100-sxm", "--global-batch", "4"]
+    compared = json.loads(run("compare", *asked, "--seq-len", "64", "--json").stdout)
+    assert compared["a"]["plan"]["layers_per_stage"] == [3, 29]
+    _, _, value = said.partition("=")
+    alone = ["estimate", "llama-3-8b", "--pp", "2", "--layers-per-stage", value, "--seq-len", "64", "--json"]
+    assert json.loads(run(*alone).stdout)["plan"]["layers_per_stage"] == [3, 29]
+
+
+@pytest.mark.parametrize("value", ["(3,29)", "3+x", "3;29", ""])
+def test_layers_of_each_stage_that_cannot_be_read_name_the_spelling(value: str):
+    compare = ["compare", "llama-3-8b", f"pp=2,layers_per_stage={value}", "pp=2", "--cluster", "2xh100-sxm"]
+    estimate = ["estimate", "llama-3-8b", "--pp", "2", "--layers-per-stage", value]
+    for asked in ([*compare, "--global-batch", "4"], estimate):
+        result = run(*asked)
+        assert result.exit_code == 2
+        assert f"layers_per_stage='{value.partition(',')[0]}" in result.stderr
+        assert "in a command 3,5 or 3+5" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise", "compare"])
+def test_every_command_about_plans_takes_whose_code_trains_the_model(command: str):
+    flags = {flag for each in commands.commands[command].params for flag in each.opts}
+    assert "--implementation" in flags
+
+
+@pytest.mark.parametrize("command", ["search", "advise"])
+def test_two_formats_at_once_are_refused(command: str):
+    asked = [command, "gpt2", "--cluster", "1xh100-sxm", "--global-batch", "8", "--json", "--csv"]
+    result = run(*asked)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--json and --csv are two formats of the same output; use one of them." in result.stderr
 
 
 def test_a_search_in_which_nothing_runs_ends_alike_in_every_format():

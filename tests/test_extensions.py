@@ -448,7 +448,7 @@ def test_closed_forms_are_not_searched():
         memplan.search("gpt2", engine="textbook", **ASKED)
 
 
-ENDS, NARROW, WIDE = 2 * 320 * 64 + 64, 64 + 2 * 64 * 64, 2 * 64 * 256
+ENDS, NARROW_BLOCK, WIDE_BLOCK = 2 * 320 * 64 + 64, 64 + 2 * 64 * 64, 2 * 64 * 256
 """Elements of a mixed-tiny's ends and of a block of each kind: two are narrow, one wide, and so on."""
 
 
@@ -457,7 +457,7 @@ def test_a_familys_model_is_named_and_counted(installed):
     assert isinstance(model, Mixed)
     assert (model.kinds, model.n_blocks) == (("narrow", "wide"), 7)
     assert model.layers_in(range(1, 6)) == (("narrow", 1), ("wide", 1), ("narrow", 2), ("wide", 1))
-    assert parameter_count(model) == ENDS + 5 * NARROW + 2 * WIDE
+    assert parameter_count(model) == ENDS + 5 * NARROW_BLOCK + 2 * WIDE_BLOCK
     with pytest.raises(UnknownName, match=r"'mixed-tinny'; did you mean 'mixed-tiny'\?"):
         resolve("mixed-tinny")
 
@@ -473,7 +473,11 @@ def test_a_familys_config_is_read(installed, tmp_path):
 def test_a_stage_holds_its_own_blocks(installed):
     e = memplan.estimate("mixed-tiny", pp=3, layers_per_stage=(1, 4, 2), precision="fp32", seq_len=128)
     held = [stage.states.weights_bytes // 4 for stage in e.stages]
-    assert held == [320 * 64 + NARROW, 3 * NARROW + WIDE, 321 * 64 + WIDE + NARROW]
+    assert held == [
+        320 * 64 + NARROW_BLOCK,
+        3 * NARROW_BLOCK + WIDE_BLOCK,
+        321 * 64 + WIDE_BLOCK + NARROW_BLOCK,
+    ]
 
 
 def test_units_of_several_kinds_are_gathered_block_by_block(installed):
@@ -481,7 +485,7 @@ def test_units_of_several_kinds_are_gathered_block_by_block(installed):
     for size, calls in ((1, 7), (2, 4), (3, 3)):
         found = memplan.estimate("mixed-tiny", **plan, fsdp_blocks=size).collectives
         gathered = next(c for c in found if c.kind == "all_gather")
-        n_blocks = 5 * NARROW + 2 * WIDE
+        n_blocks = 5 * NARROW_BLOCK + 2 * WIDE_BLOCK
         assert (gathered.calls, gathered.payload_bytes) == (2 * calls + 1, 2 * (2 * n_blocks + ENDS))
 
 

@@ -1,5 +1,6 @@
 """Charts: what is drawn equals what was estimated; nothing is cut off, nothing warns."""
 
+import dataclasses
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from memplan.plots.measured import _pair
 from memplan.plots.style import KINDS as PARTS
 from memplan.plots.time import PASSES, SECONDS
 from memplan.plots.timeline import _drawn, _held
+from memplan.record import Stretch, chain, unrolled
 from memplan.shapes import KINDS
 from memplan.units import GiB, MiB
 from tests.gallery import EXAMPLES, gallery
@@ -192,7 +194,7 @@ def test_the_legend_leaves_out_what_is_not_seen(one):
 @pytest.mark.parametrize("stage", [None, 0, 3])
 def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
     of = staged.stage(stage)
-    held = _held(staged.timeline(of.stage), of.peak)
+    held = _held(of)
     expected = [n_bytes for _, n_bytes in running_bytes(staged.timeline(of.stage), of.rest_bytes)]
     assert held.total.tolist() == expected
     assert (held.by_kind >= 0).all()
@@ -201,9 +203,31 @@ def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
     assert highest.sum() == of.peak.total_bytes
 
 
+def renamed(stretch):
+    """The stretch with no names."""
+    parts = tuple(map(renamed, stretch.parts))
+    marks = (stretch.repeats, stretch.net_bytes, stretch.high_bytes, stretch.micro_batch)
+    return Stretch("", stretch.events, parts, *marks)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_phases_follow_from_the_record_and_not_from_names(staged, stage):
+    of = staged.stage(stage)
+    update = tuple(map(renamed, of.record.update))
+    passes = of.record.step.parts[: -len(update)]
+    step = chain("", *map(renamed, passes), *update)
+    record = dataclasses.replace(of.record, step=step, update=update)
+    unnamed = dataclasses.replace(of, record=record)
+    assert _held(unnamed).phases == _held(of).phases
+    assert {name for name, _ in _held(of).phases} == {"forward", "backward", "optimizer"}
+    allocated = sum(event.buffer.kind == "temporaries" for _, event in unrolled(update[0]))
+    assert _held(of).phases[-1] == ("optimizer", len(list(unrolled(update[0]))))
+    assert allocated
+
+
 def test_drawing_a_long_step_keeps_every_maximum(staged):
     of = staged.worst
-    held = _held(staged.timeline(), of.peak)
+    held = _held(of)
     starts, points = _drawn(held)
     assert len(starts) == len(points) + 1
     assert (np.diff(starts) > 0).all()

@@ -28,6 +28,7 @@ from memplan.search.search import bases
 from memplan.search.space import Space, divisors
 from memplan.search.table import search_rows
 from memplan.steptime import Roofline, StepTime
+from memplan.tables import figures_of
 from memplan.units import GiB, MiB
 from tests.grids import running
 
@@ -315,6 +316,128 @@ def test_nothing_beats_the_front_and_it_beats_all_else():
     assert plans_of(searched(LLAMA, **asked, objective="front", keep=2).within) == plans_of(found[:2])
 
 
+@pytest.mark.parametrize("keep", [20, None])
+def test_a_front_shows_no_plan_that_another_one_shown_beats(keep: int | None):
+    """Whatever their verdicts: here plans that fit, and one of which memplan cannot say."""
+    asked: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 64, "seq_len": 8192, "pp": 1}
+    asked |= {"zero": 3, "offload": False, "objective": "front", "keep": keep}
+    found = searched("llama-3-8b", **asked)
+    rows = [row for row in search_rows(found) if row["verdict"] != "refused"]
+    assert {row["verdict"] for row in rows} == {"fits", "cannot say"}
+    assert found.beyond
+    figures = sorted((row["step_s"], row["peak_bytes"]) for row in rows)
+    held = [peak_bytes for _, peak_bytes in figures]
+    assert held == sorted(held, reverse=True)
+    assert len({*figures}) == len({*held}) == len(rows)
+
+
+def test_a_field_that_a_search_varies_is_no_difference_of_its_jobs():
+    found = searched(LLAMA, cluster="1xh100-sxm", global_batch=(4, 8), seq_len=32, objective="gpus")
+    assert found.different == ("global_batch",)
+    assert "4 or 8 x 32 tokens a step: " in str(found)
+
+
+@pytest.mark.parametrize(
+    "asked, kind",
+    [
+        ({"recompute_blocks": 1, "recompute": ("none", "full")}, "recompute_blocks although nothing is"),
+        ({"virtual_stages": 2, "schedule": "interleaved-1f1b"}, "virtual stages without a pipeline"),
+    ],
+)
+def test_a_search_refuses_what_an_estimate_refuses(asked: dict[str, Any], kind: str):
+    job: dict[str, Any] = {"cluster": "2xh100-sxm", "global_batch": 8, "seq_len": 32, "tp": 1, "keep": None}
+    rows = list(search_rows(searched(LLAMA, **job, **asked)))
+    for row in rows:
+        (name, value), *_ = asked.items()
+        assert row[name] == value
+        fields = {field: row[field] for field in VARIED}
+        if row["verdict"] == "refused":
+            with pytest.raises(PlanRefused, match=re.escape(row["why"])):
+                memplan.estimate(LLAMA, cluster="2xh100-sxm", global_batch=8, seq_len=32, **fields)
+    assert any(kind in refused for refused in searched(LLAMA, **job, **asked).refused_by)
+
+
+def test_a_schedule_without_a_pipeline_makes_no_difference_and_both_say_so():
+    asked: dict[str, Any] = {"cluster": "2xh100-sxm", "global_batch": 8, "seq_len": 32, "schedule": "gpipe"}
+    said = "schedule='gpipe' makes no difference: with pp=1 there is no pipeline to order."
+    assert memplan.estimate(LLAMA, **asked).notes == (said,)
+    assert memplan.estimate(LLAMA, pp=2, **asked).notes == ()
+    assert f"Note: {said}" in " ".join(str(searched(LLAMA, pp=1, **asked)).split())
+
+
+def test_notes_are_of_the_plans_that_are_shown():
+    """cuDNN was asked about micro-batches of 24 of this model, not of 3."""
+    asked: dict[str, Any] = {
+        "cluster": "1xh100-sxm",
+        "global_batch": 24,
+        "zero": 0,
+        "precision": "bf16-mixed",
+    }
+    both = searched("resnet-50", micro_batch=(3, 24), **asked)
+    text = " ".join(str(both).split())
+    sizes = [row["micro_batch"] for row in search_rows(both) if row["verdict"] != "refused"]
+    assert sorted(sizes) == [3, 24]
+    found = {
+        number: memplan.estimate("resnet-50", cluster="1xh100-sxm", global_batch=24, micro_batch=n).notes
+        for number, n in enumerate(sizes, start=1)
+    }
+    assert found[1] != found[2]
+    for number, notes in found.items():
+        for note in notes:
+            assert f"Note on plan {number}: {note}" in text
+    assert "Note: " not in text
+    alone = " ".join(str(searched("resnet-50", micro_batch=3, **asked)).split())
+    assert all(f"Note: {note}" in alone for note in found[1 + sizes.index(3)])
+
+
+def test_compared_and_advised_plans_have_their_notes():
+    """cuDNN was asked about micro-batches of 24 and 256 of this model, not of 3."""
+    asked: dict[str, Any] = {"cluster": "1xh100-sxm", "global_batch": 768}
+    some, all_of_it = (memplan.estimate("resnet-50", micro_batch=n, **asked) for n in (3, 256))
+    assert some.notes
+    text = " ".join(memplan.why(some, all_of_it).split())
+    assert all(f"Note on plan a: {note}" in text for note in some.notes)
+    assert all(f"Note on plan b: {note}" in text for note in all_of_it.notes)
+    assert all(f"Note: {note}" in " ".join(str(memplan.advise(some)).split()) for note in some.notes)
+
+
+def test_the_longest_sequence_of_what_has_none_is_no_question():
+    with pytest.raises(InvalidValue, match=r"resnet-50 have no sequence .*; use objective='micro_batch'"):
+        searched("resnet-50", cluster="1xh100-sxm", global_batch=8, objective="seq_len")
+
+
+def test_what_has_no_tokens_is_counted_in_samples():
+    found = str(searched("resnet-50", cluster="1xh100-sxm", global_batch=(8, 16), zero=0, tp=1))
+    assert "8 or 16 samples a step" in found
+    assert "samples/s/GPU" in found
+    assert "tok" not in found
+
+
+WIDE: dict[str, Any] = {
+    "dp_replicate": (1, 2),
+    "fsdp_units": ("block", "block+ends"),
+    "optimizer_impl": ("foreach", "for-loop"),
+    "sequence_parallel": True,
+    "recompute": "full",
+    "recompute_blocks": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"schedule": "interleaved-1f1b", "virtual_stages": 4, "recompute": ("selective", "full")},
+        {"schedule": "interleaved-1f1b", "virtual_stages": 4, "zero": (2, 3), "tp": 2, **WIDE},
+    ],
+)
+def test_what_a_search_prints_fits_80_columns(asked: dict[str, Any]):
+    model = replace(LARGER, n_layers=32)
+    job: dict[str, Any] = {"pp": 4, "global_batch": (1024, 2048), "seq_len": (512, 1024), "keep": 4}
+    text = str(searched(model, cluster="128xh100-sxm", **job | asked))
+    assert re.search(r"\n#? +#? *pp ", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_several_batches_and_lengths_are_compared_by_the_token():
     job: dict[str, Any] = {"cluster": "4xh100-sxm", "keep": 20, "schedule": "1f1b", "offload": False}
     together = searched(LLAMA, global_batch=(8, 12), seq_len=(32, 64), **job)
@@ -504,6 +627,7 @@ def test_advice_frees_what_it_says_and_ends_in_a_plan_that_fits():
     for change, row in zip(advice.changes, advice.rows(), strict=True):
         if change.estimated is not None:
             assert row["verdict"] == change.estimated.verdict
+            assert figures_of(change.estimated).items() <= row.items()
             assert row["freed_bytes"] == asked.peak.total_bytes - change.estimated.peak.total_bytes
             after_s, before_s = change.estimated.step_s, asked.step_s
             assert row["slower_s"] == (None if after_s is None or before_s is None else after_s - before_s)

@@ -1,5 +1,6 @@
 """Tables: frames that add up, and text that fits a terminal."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import memplan
 from memplan.shapes import KINDS
 from memplan.tables import layers_text, stages_frame
+from memplan.text_tables import WIDTH, text_table
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "one GPU": ("gpt2", {"cluster": "1xh100-sxm"}),
@@ -77,6 +79,14 @@ def test_text_fits_80_columns_of_ascii(estimate):
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("wide", [2, 5, 9, 12])
+def test_a_table_with_flexible_columns_fits_80_columns_whatever_is_in_it(wide: int):
+    rows = [("name", *["number"] * wide, "long"), ("a b " * 30, *["1,234,567"] * wide, "word" * 30)]
+    text = text_table(rows, "<" + ">" * wide + "<", flexible=[0, wide + 1])
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert Counter("".join(text.split())) == Counter("".join("".join(sum(rows, ())).split()))
 
 
 def test_the_verdict_is_said_in_words():

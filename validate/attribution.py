@@ -88,8 +88,9 @@ class Attribution:
 class Comparison:
     """A measured step beside the predicted one.
 
-    `rest` is what is predicted to be alive between steps, `held` the blocks alive when the events began. If
-    these are not `one_step` from its beginning, as in a snapshot, states are the oldest blocks of their size.
+    `rest` is what is predicted to be alive between steps, `update` the optimizer's stretches of the predicted
+    step, `held` the blocks alive when the events began. If these are not `one_step` from its beginning, as in
+    a snapshot, states are the oldest blocks of their size.
     """
 
     rest: Alive
@@ -97,6 +98,7 @@ class Comparison:
     held: Sequence[Block]
     events: Sequence[MemoryEvent]
     one_step: bool = True
+    update: tuple[Stretch, ...] = ()
 
     @cached_property
     def predicted(self) -> list[tuple[str, Alloc | Free]]:
@@ -252,7 +254,9 @@ def comparison(case: Case, measured: RankMeasurement) -> Comparison:
     """
     record = estimated_rank(case, measured.rank).record
     memory = measured.memory
-    return Comparison(rest=record.rest, step=record.step, held=memory.held, events=memory.events)
+    return Comparison(
+        rest=record.rest, step=record.step, update=record.update, held=memory.held, events=memory.events
+    )
 
 
 def _both(base: Matched, made: Matched, *, blocks: tuple[Block, ...]) -> Matched:

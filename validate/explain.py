@@ -4,13 +4,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from memplan.plots.style import MEASURED, MUTED, OUTSIDE, heading
-from memplan.plots.timeline import PHASES, SHADES
+from memplan.plots.timeline import SHADES
+from memplan.record import phased
 from memplan.shapes import Buffer
 from memplan.text_tables import WIDTH
 from memplan.units import MiB
@@ -274,14 +276,14 @@ def plot(explanation: Explanation) -> "Figure":
 
 def _shade(axes: "Axes", comparison: Comparison, places: Iterable[float]) -> None:
     """Forward, backward and optimizer, as the prediction knows them, named where there is room."""
-    phase, start, last = "forward", 0.0, float(len(comparison.events))
-    cuts = [(PHASES.get(name.partition(":")[0]), float(place))
-            for (name, _), place in zip(comparison.predicted, places, strict=True)]  # fmt: skip
-    for found, place in [*cuts, (None, last)]:
-        if found in (None, phase) and place < last:
-            continue
-        axes.axvspan(start, place, color=SHADES[phase], linewidth=0, zorder=0)
-        if place - start > 0.08 * last:
-            axes.text((start + place) / 2, 0.985, phase, transform=axes.get_xaxis_transform(), ha="center",
+    last = float(len(comparison.events))
+    phases = (phase for phase, _ in phased(comparison.step, comparison.update))
+    firsts = [
+        (phase, next(run)[1]) for phase, run in groupby(zip(phases, places, strict=True), itemgetter(0))
+    ]
+    starts = [0.0, *(float(place) for _, place in firsts[1:]), last]
+    for (phase, _), (start, stop) in zip(firsts, pairwise(starts), strict=True):
+        axes.axvspan(start, stop, color=SHADES[phase], linewidth=0, zorder=0)
+        if stop - start > 0.08 * last:
+            axes.text((start + stop) / 2, 0.985, phase, transform=axes.get_xaxis_transform(), ha="center",
                       va="top", fontsize=9, color=MUTED)  # fmt: skip
-        phase, start = found or phase, place

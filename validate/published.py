@@ -356,7 +356,7 @@ def _memory(source: str, rows: Sequence[Compared]) -> str:
     cells = [("row", "plan", "GiB", "memplan", "error", "nogpu", "but for")]
     cells += [(c.number, c.plan, *_figures(c), "+".join(c.differences)) for c in measured]
     held = measured[0].row["mem_kind"].partition(" ")[0]
-    return f"{source}: {held}\n{text_table(cells, '<<>>>><', flexible=1)}"
+    return f"{source}: {held}\n{text_table(cells, '<<>>>><', flexible=[1])}"
 
 
 def _figures(c: Compared) -> tuple[str, str, str, str]:
@@ -372,7 +372,7 @@ def _verdicts(source: str, rows: Iterable[Compared]) -> str:
         for c in rows
         if c.plan and c.error is None
     ]
-    return f"{source}: ran or not\n{text_table(cells, '<<<<<', flexible=1)}" if len(cells) > 1 else ""
+    return f"{source}: ran or not\n{text_table(cells, '<<<<<', flexible=[1])}" if len(cells) > 1 else ""
 
 
 def _reasons(rows: Iterable[Compared]) -> str:

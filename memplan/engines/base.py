@@ -49,6 +49,7 @@ class RankRecord:
     Attributes whose meaning their name does not tell:
         layers: the blocks of each of the rank's stages.
         grads: the gradients that the optimizer reads.
+        update: the stretches of the step that are the optimizer's.
         step_counts: Adam's step counts, which a rank on a GPU keeps on the host.
         host: what the host holds instead of the device; None where nothing is offloaded.
         program: the rank's first steps as a caching allocator sees them; None where there is none.
@@ -59,6 +60,7 @@ class RankRecord:
     rest: Alive
     step: Stretch
     grads: Alive
+    update: tuple[Stretch, ...] = ()
     step_counts: Alive = field(default_factory=Counter)
     host: HostRecord | None = None
     program: Callable[[], AllocatorProgram] | None = field(default=None, repr=False, compare=False)

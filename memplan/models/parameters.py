@@ -1,4 +1,4 @@
-"""The weights of a model, as its forward pass uses them."""
+"""The weights and the inputs of a model, as its forward pass uses them."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -30,6 +30,11 @@ def parameter_count(model: Model) -> int:
             "memplan.model_from_config(path)."
         )
     return _counted(model)
+
+
+def has_sequence(model: Model) -> bool:
+    """Whether a sample is a sequence of tokens; a model of images, say, is traced without one."""
+    return not isinstance(model, TracedModel) or model.has_sequence
 
 
 def ends_are_tied(model: Model) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.plots.style import DASHED, MUTED, PAPER, Line, Part, legend_below, new_axes
+from memplan.plots.style import DASHED, MUTED, PAPER, Line, Swatch, legend_below, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ class Bar:
 
 def stacked_bars(
     bars: Sequence[Bar],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Swatch],
     *,
     title: str,
     subtitle: str,
@@ -83,7 +83,7 @@ def _ends(bars: Sequence[Bar], line: Line | None, reach: float) -> list[float]:
     return [line.value if crossed and end <= line.value else end for end in ends]
 
 
-def _draw_part(axes: "Axes", part: Part, values: Sequence[float], below: list[float], reach: float) -> None:
+def _draw_part(axes: "Axes", part: Swatch, values: Sequence[float], below: list[float], reach: float) -> None:
     """One part of every bar upon those below, with its value where there is room for it."""
     if not any(values):
         return

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Final
 
 from memplan.checks import checked_count
-from memplan.plots.style import Part, legend_of, new_axes
+from memplan.plots.style import Swatch, legend_of, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 MOST_RANKS: Final = 16
 """The most ranks that can be told apart by eye."""
 
-SUMS: Final = Part("reduce-scatter: partial sums", "#56B4E9")
-RESULTS: Final = Part("all-gather: finished sums", "#009E73", ink="white")
+SUMS: Final = Swatch("reduce-scatter: partial sums", "#56B4E9")
+RESULTS: Final = Swatch("all-gather: finished sums", "#009E73", ink="white")
 
 FADED: Final = 0.3
 """Opacity of all chunks but the first, so that the path of the first one stands out."""

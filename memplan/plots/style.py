@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Swatch:
     """A part of a stack: its name in legends, its color, and the color of what is written on it."""
 
     label: str
@@ -33,12 +33,12 @@ class Part:
     hatch: str = ""
 
 
-KINDS: Final[Mapping[str, Part]] = {
-    "weights": Part("weights", "#0072B2", ink="white"),
-    "optimizer": Part("optimizer state", "#56B4E9"),
-    "grads": Part("gradients", "#009E73", ink="white"),
-    "activations": Part("activations", "#F0E442"),
-    "temporaries": Part("temporaries", "#E69F00"),
+KINDS: Final[Mapping[str, Swatch]] = {
+    "weights": Swatch("weights", "#0072B2", ink="white"),
+    "optimizer": Swatch("optimizer state", "#56B4E9"),
+    "grads": Swatch("gradients", "#009E73", ink="white"),
+    "activations": Swatch("activations", "#F0E442"),
+    "temporaries": Swatch("temporaries", "#E69F00"),
 }
 """Kinds of bytes, from the bottom or the left: blue stays, green are gradients, warm comes and goes."""
 
@@ -210,7 +210,7 @@ def legend_top_down(figure: "Figure", axes: "Axes") -> None:
     figure.legend(handles[::-1], labels[::-1], **BESIDE)
 
 
-def legend_of(figure: "Figure", parts: Sequence[Part], *, in_a_row: int = 5) -> None:
+def legend_of(figure: "Figure", parts: Sequence[Swatch], *, in_a_row: int = 5) -> None:
     """A legend of `parts` below the figure, in rows of equal length, at most `in_a_row`."""
     from matplotlib.patches import Patch
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
 from memplan.plots.bars import Bar, stacked_bars
-from memplan.plots.style import Part, checked_some, common_text, legend_of, new_axes
+from memplan.plots.style import Swatch, checked_some, common_text, legend_of, new_axes
 from memplan.timetable import TimedPass, timetable
 from memplan.units import scaled, time_unit
 
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SECONDS: Final[Mapping[str, Part]] = {
-    "compute_s": Part("compute", "#0072B2", ink="white"),
-    "recompute_s": Part("recompute", "#56B4E9"),
-    "tp_s": Part("tensor axis", "#D55E00"),
-    "dp_s": Part("data axes", "#E69F00"),
-    "pp_s": Part("pipeline's sends", "#F0E442"),
-    "bubble_s": Part("bubble", "white", edge="0.6", hatch="////"),
-    "update_s": Part("update", "#009E73", ink="white"),
+SECONDS: Final[Mapping[str, Swatch]] = {
+    "compute_s": Swatch("compute", "#0072B2", ink="white"),
+    "recompute_s": Swatch("recompute", "#56B4E9"),
+    "tp_s": Swatch("tensor axis", "#D55E00"),
+    "dp_s": Swatch("data axes", "#E69F00"),
+    "pp_s": Swatch("pipeline's sends", "#F0E442"),
+    "bubble_s": Swatch("bubble", "white", edge="0.6", hatch="////"),
+    "update_s": Swatch("update", "#009E73", ink="white"),
 }
 """The parts of `memplan.steptime.StepTime`: blue computes, warm waits for others, green updates."""
 
-PASSES: Final[Mapping[str, tuple[Part, Part]]] = {
+PASSES: Final[Mapping[str, tuple[Swatch, Swatch]]] = {
     "forward": (
-        Part("forward", "#0072B2", ink="white"),
-        Part("forward, 2nd stage", "#3D8FC4", ink="white"),
+        Swatch("forward", "#0072B2", ink="white"),
+        Swatch("forward, 2nd stage", "#3D8FC4", ink="white"),
     ),
-    "backward": (Part("backward", "#E69F00"), Part("backward, 2nd stage", "#F6CE7A")),
-    "backward-input": (Part("backward: input", "#D55E00"), Part("backward: input, 2nd stage", "#EFA876")),
+    "backward": (Swatch("backward", "#E69F00"), Swatch("backward, 2nd stage", "#F6CE7A")),
+    "backward-input": (Swatch("backward: input", "#D55E00"), Swatch("backward: input, 2nd stage", "#EFA876")),
     "backward-weight": (
-        Part("backward: weights", "#F0E442"),
-        Part("backward: weights, 2nd stage", "#F9F4B3"),
+        Swatch("backward: weights", "#F0E442"),
+        Swatch("backward: weights, 2nd stage", "#F9F4B3"),
     ),
 }
 """The passes of a rank's stages: full colors for one, lighter ones for the next; forward is dark with white
 numbers, so that a print in grey tells it from backward."""
 
-IDLE: Final = Part("idle", "white", edge="0.75", hatch="////")
+IDLE: Final = Swatch("idle", "white", edge="0.75", hatch="////")
 
 CHARACTER: Final = 0.0085
 """About how much of the axis' width a character of a micro-batch's number takes."""
@@ -117,7 +117,7 @@ def _rank_text(estimate: Estimate, rank: int) -> str:
     return f"rank {rank}: stages {', '.join(map(str, stages))}"
 
 
-def _part(of: TimedPass, pp: int) -> Part:
+def _part(of: TimedPass, pp: int) -> Swatch:
     """A pass' color: by its place among its rank's stages, of which there are `pp` in a row."""
     return PASSES[of.part][of.stage // pp % 2]
 

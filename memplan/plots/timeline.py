@@ -1,7 +1,7 @@
 """Bytes held over a step."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,7 +19,7 @@ from memplan.plots.style import (
     stage_text,
     upright,
 )
-from memplan.record import Stretch, unrolled
+from memplan.record import StepPhase, Stretch, phased
 from memplan.units import binary_unit, human_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
     keeps every maximum.
     """
     of = estimate.stage(stage)
-    held = _held(of.record.step, of.peak)
+    held = _held(of)
     unit, name = binary_unit(of.peak.total_bytes)
     title = f"Bytes held over one training step, {stage_text(estimate, of)}"
     figure, axes = new_axes(title, common_text([estimate]), height_in=4.6)
@@ -84,7 +84,7 @@ class _Held:
 
     by_kind: "NDArray[np.int64]"
     total: "NDArray[np.int64]"
-    phases: tuple[tuple[str, int], ...]
+    phases: tuple[tuple[StepPhase, int], ...]
     """Each phase in order: its name and its number of events."""
 
     @property
@@ -94,15 +94,15 @@ class _Held:
         return cast("NDArray[np.float64]", np.maximum(counts, counts.sum() / (2 * max(len(counts), 4))))
 
 
-def _held(step: Stretch, peak: Bytes) -> _Held:
+def _held(of: StageEstimate) -> _Held:
     row = {kind: i for i, kind in enumerate(KINDS)}
-    names, found = zip(*unrolled(step), strict=True)
+    phases, found = zip(*phased(of.record.step, of.record.update), strict=True)
     deltas = np.zeros((len(KINDS), len(found)), dtype=np.int64)
     for i, event in enumerate(found):
         deltas[row[event.buffer.kind], i] = event.sign * event.buffer.n_bytes
-    by_kind = deltas.cumsum(axis=1) + _at_rest(step, peak)[:, None]
-    phases = groupby(_phases(names))
-    return _Held(by_kind, by_kind.sum(axis=0), tuple((name, len(list(run))) for name, run in phases))
+    by_kind = deltas.cumsum(axis=1) + _at_rest(of.record.step, of.peak)[:, None]
+    runs = tuple((phase, len(list(run))) for phase, run in groupby(phases))
+    return _Held(by_kind, by_kind.sum(axis=0), runs)
 
 
 def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
@@ -113,27 +113,7 @@ def _at_rest(step: Stretch, peak: Bytes) -> "NDArray[np.int64]":
     return np.array([peak.of(kind) - rises.of(kind) for kind in KINDS], dtype=np.int64)
 
 
-PHASES: Final = {
-    "forward": "forward",
-    "loss": "forward",
-    "backward": "backward",
-    "gradient reduction": "backward",
-    "unscaling of gradients": "optimizer",
-    "gradient clipping": "optimizer",
-    "optimizer step": "optimizer",
-    "broadcast of updated weights": "optimizer",
-}
-"""The phase that a stretch belongs to, by the first words of its name."""
-
-SHADES: Final = {"forward": "white", "backward": "0.93", "optimizer": "0.84"}
-
-
-def _phases(names: Iterable[str]) -> Iterator[str]:
-    """Each event's phase; an event without one belongs to the phase before."""
-    phase = "forward"
-    for name in names:
-        phase = PHASES.get(name.partition(":")[0], phase)
-        yield phase
+SHADES: Final[Mapping[StepPhase, str]] = {"forward": "white", "backward": "0.93", "optimizer": "0.84"}
 
 
 def _drawn(held: _Held) -> "tuple[NDArray[np.float64], NDArray[np.int64]]":

@@ -8,7 +8,7 @@ from typing import Any, Final, Unpack, cast
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.hardware import Cluster, gpus_per_node
-from memplan.models import Model, parameter_count, preset, preset_names, resolve
+from memplan.models import Model, has_sequence, parameter_count, preset, preset_names, resolve
 from memplan.models.families import implementations_of
 from memplan.search.options import SearchOptions
 from memplan.search.search import Found, cluster_of, resolved, searched
@@ -118,6 +118,7 @@ def longest_sequence(
     Assumes: what fits at one length fits at every shorter one.
 
     Raises:
+        InvalidValue: a model whose inputs have no sequence.
         PlanRefused: if no plan fits the shortest one: with what the nearest plan lacks.
         MemplanError: as `memplan.search`.
     """
@@ -125,6 +126,11 @@ def longest_sequence(
     asked = SMALLEST | asked
     if "seq_len" in asked:
         raise InvalidValue(f"seq_len={shown_value(asked['seq_len'])} is what is asked for; leave it out.")
+    if not has_sequence(model):
+        raise InvalidValue(
+            f"the inputs of {model.name} have no sequence whose length could be found; use "
+            "objective='micro_batch', the largest micro-batch."
+        )
 
     def fits(n: int) -> bool:
         return _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)[1]

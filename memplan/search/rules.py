@@ -16,7 +16,7 @@ from memplan.models import Model
 from memplan.plan import PLAN_RULES, Plan
 from memplan.search.plans import Column
 
-RUNS: Final = -1
+NOT_REFUSED: Final = -1
 """The number of a plan that no rule refuses."""
 
 Choices = Sequence[Mapping[str, Any]]
@@ -24,7 +24,7 @@ Choices = Sequence[Mapping[str, Any]]
 
 
 class RefusedBy(NamedTuple):
-    """The number of the rule that refuses each plan of a grid, or `RUNS`.
+    """The number of the rule that refuses each plan of a grid, or `NOT_REFUSED`.
 
     An axis that makes no difference has length 1. `always` is for one micro-batch for each pipeline stage and
     has no axis of numbers of micro-batches; `at` has it as its last axis, for the rules that read the number.
@@ -56,13 +56,13 @@ class Rules:
         """
         common = self.base | {"pp": pp, "micro_batch": 1}
         every = [*axes, [{"n_micro_batches": n} for n in (0, *n_micro_batches)]]
-        always: Column = np.full([1] * len(axes), RUNS)
-        at: Column = np.full([1] * len(every), RUNS)
+        always: Column = np.full([1] * len(axes), NOT_REFUSED)
+        at: Column = np.full([1] * len(every), NOT_REFUSED)
         for rule in self.rules:
             said = self._said(rule, common, every)
-            always = np.where(always == RUNS, said[..., 0], always)
+            always = np.where(always == NOT_REFUSED, said[..., 0], always)
             if said.shape[-1] > 1:
-                at = np.where(at == RUNS, said[..., 1:], at)
+                at = np.where(at == NOT_REFUSED, said[..., 1:], at)
         return RefusedBy(always, at)
 
     def _said(self, rule: "_Rule", common: Mapping[str, Any], axes: Sequence[Choices]) -> Column:
@@ -80,8 +80,8 @@ class Rules:
         return np.array(numbers).reshape([len(axis) for axis in chosen])
 
     def number(self, text: str | None) -> int:
-        """The number of a kind of refusal; `RUNS` for None."""
-        return RUNS if text is None else self.texts.setdefault(text, len(self.texts))
+        """The number of a kind of refusal; `NOT_REFUSED` for None."""
+        return NOT_REFUSED if text is None else self.texts.setdefault(text, len(self.texts))
 
 
 def _makes(name: str) -> set[str]:

@@ -39,7 +39,7 @@ from memplan.search.judge import (
 from memplan.search.options import Objective, PlanOptions, Progress, SearchOptions
 from memplan.search.plans import VARIED, Grid
 from memplan.search.pool import Pool
-from memplan.search.rules import RUNS
+from memplan.search.rules import NOT_REFUSED
 from memplan.search.space import Ruled, Space
 from memplan.search.table import search_dict, search_frame
 from memplan.steptime import Roofline, TimeModel
@@ -98,9 +98,10 @@ class Found:
 
     @cached_property
     def different(self) -> tuple[str, ...]:
-        """The fields of a plan in which the jobs differ."""
+        """The fields of a plan in which the jobs differ; those that a search varies are no job's."""
         said = [plan_dict(job) for job in self.jobs]
-        return tuple([name for name in said[0] if any(each[name] != said[0][name] for each in said)])
+        own = [name for name in said[0] if name not in VARIED]
+        return tuple([name for name in own if any(each[name] != said[0][name] for each in said)])
 
     @property
     def n_plans(self) -> int:
@@ -442,7 +443,7 @@ class _Refused:
 
     def _note(self, ruled: Ruled) -> None:
         self._n_seen += len(ruled.grid)
-        chosen = np.flatnonzero(ruled.rule != RUNS)
+        chosen = np.flatnonzero(ruled.rule != NOT_REFUSED)
         grid = ruled.grid[chosen]
         self._pool.add(grid, [ruled.order[chosen, None]], np.ones(grid.shape, bool))
         for rule, n in Counter(ruled.rule[chosen].tolist()).items():

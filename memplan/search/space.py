@@ -15,7 +15,7 @@ from memplan.models import Model
 from memplan.plan import MESH_AXES, RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
 from memplan.search.plans import CELL, Column, Grid, number_of
-from memplan.search.rules import RUNS, Choices, Rules
+from memplan.search.rules import NOT_REFUSED, Choices, Rules
 
 MOST_CELLS: Final = 2**17
 """Cells of a batch of grids, about."""
@@ -44,7 +44,7 @@ class Mesh(NamedTuple):
 
 
 class Ruled(NamedTuple):
-    """A grid, and for each cell the number of the rule that refuses it (see `Space.rules`), or `RUNS`.
+    """A grid, and for each cell the number of the rule that refuses it (see `Space.rules`), or `NOT_REFUSED`.
 
     `order`: each cell's place among all plans, by mesh, then by structure.
     """
@@ -56,7 +56,7 @@ class Ruled(NamedTuple):
     @property
     def running(self) -> Grid:
         """The cells that no rule refuses."""
-        runs = self.rule == RUNS
+        runs = self.rule == NOT_REFUSED
         return self.grid if runs.all() else self.grid[runs]
 
     @classmethod
@@ -97,7 +97,7 @@ class Space:
         for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.pp):
             first = sum([each.n_structures * len(each.meshes) for each in pipelines])
             pipelines.append(_Pipelines(self, rules, list(meshes), first))
-        offload, divided, recompute = [self.of(name, usual) for name, usual in BLOCKS.items()]
+        offload, divided, recompute = [self.of(name, usual) for name, usual in GRID_FIELDS.items()]
         for data, recomputed in product(DATA, reversed(recompute)):
             for own in product(offload, divided):
                 yield from _joined(
@@ -174,6 +174,12 @@ class Space:
         """The values of a field: those asked for, else the usual ones."""
         return self.ranges.get(field, usual)
 
+    @property
+    def blocks_if_none(self) -> int | None:
+        """`recompute_blocks` of plans that recompute nothing; a number, if only numbers were asked for."""
+        asked = self.of("recompute_blocks", (None,))
+        return None if None in asked else asked[0]
+
     def recompute_blocks(self, n_stages: int) -> tuple[int | None, ...]:
         """The numbers of recomputed blocks per stage that make a difference."""
         largest_stage = max(self.base.layers_per_stage or (-(-self.model.n_blocks // n_stages),))
@@ -185,7 +191,8 @@ class Space:
     def schedules(self, pp: int) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""
         if pp == 1:
-            yield self.of("schedule", ("1f1b",))[0], 1
+            for virtual_stages in self.of("virtual_stages", (1,)):
+                yield self.of("schedule", ("1f1b",))[0], virtual_stages
             return
         for schedule in self.of("schedule", tuple(SCHEDULES.own)):
             for virtual_stages in self.of("virtual_stages", self._virtual_stages(schedule, pp)):
@@ -203,7 +210,7 @@ class Space:
         return tuple(sorted(largest_stage.values()))
 
 
-BLOCKS: Final[dict[str, tuple[Any, ...]]] = {
+GRID_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "offload": (False, True),
     "sequence_parallel": (False, True),
     "recompute": RECOMPUTES,
@@ -228,13 +235,13 @@ class _Pipelines:
 
     Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m), where
     `m` is the number of micro-batches. No rule reads how many replicas there are, only whether there are
-    `several` along dp and dp_replicate, nor how many blocks are recomputed.
+    `several` along dp and dp_replicate, nor how many blocks are recomputed if any are.
     """
 
     def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first: int) -> None:
         self.space, self.meshes, self.pp, self.first = space, meshes, meshes[0].pp, first
         self.schedules = list(space.schedules(self.pp))
-        blocks = {name: space.of(name, usual) for name, usual in BLOCKS.items()}
+        blocks = {name: space.of(name, usual) for name, usual in GRID_FIELDS.items()}
         self.values: dict[str, tuple[Any, ...]] = {"zero": space.of("zero", (0, 1, 2, 3)), **blocks}
         self.structures = (len(self.schedules), *map(len, self.values.values()))
         self.n_structures = prod(self.structures)
@@ -265,8 +272,11 @@ class _Pipelines:
 
     def _axes(self) -> list[Choices]:
         """The axes of the rules."""
+        *others, recomputes = [[{name: value} for value in own] for name, own in self.values.items()]
+        blocks = {"none": self.space.blocks_if_none}
         return [
-            *[[{name: value} for value in values] for name, values in self.values.items()],
+            *others,
+            [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
             [{"tp": tp} for tp in self.tps],
             [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.several],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
@@ -287,7 +297,7 @@ class _Pipelines:
 
     def _strays(self, rules: Rules, undivided: Sequence[bool]) -> dict[int, tuple[int, int]]:
         """For each mesh on which no plan can run, the index of its first structure, and the rule."""
-        runs = (self.always == RUNS).any(axis=(3, -1))
+        runs = (self.always == NOT_REFUSED).any(axis=(3, -1))
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
         for i, mesh in enumerate(self.meshes):
@@ -302,7 +312,7 @@ class _Pipelines:
         return found
 
     def grids(self, data: Iterable[tuple[int, bool]], *blocks: Any) -> Iterator[Ruled]:
-        """The grids with these uses of the data axis, and these values of `BLOCKS`."""
+        """The grids with these uses of the data axis, and these values of `GRID_FIELDS`."""
         for zero, several in data:
             if zero in self.values["zero"]:
                 chosen = zip(self.values.values(), (zero, *blocks), strict=True)
@@ -331,8 +341,8 @@ class _Pipelines:
             return
         mesh, micro_batch, tp, replicas, m, is_first = [column[chosen] for column in self.cells]
         always = self.always[place][tp, replicas].T
-        rules = np.where(always == RUNS, self.at[place][tp, replicas, :, m].T, always)
-        once = (always == RUNS) | (is_first > 0)
+        rules = np.where(always == NOT_REFUSED, self.at[place][tp, replicas, :, m].T, always)
+        once = (always == NOT_REFUSED) | (is_first > 0)
         limits = [self._recompute_blocks(i, place) for i in range(len(self.schedules))]
         for blocks in dict.fromkeys(limits):
             same = np.array([own == blocks for own in limits])
@@ -343,7 +353,7 @@ class _Pipelines:
 
     def _recompute_blocks(self, schedule: int, place: tuple[int, ...]) -> tuple[int | None, ...]:
         if self.values["recompute"][place[-1]] == "none":
-            return (None,)
+            return (self.space.blocks_if_none,)
         return self.space.recompute_blocks(self.pp * self.schedules[schedule][1])
 
     def _ruled(

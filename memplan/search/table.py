@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 from memplan.command import estimate_command
 from memplan.engines.options import not_usual, plan_dict
 from memplan.estimate import Estimate
+from memplan.search.judge import Judged
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
+from memplan.tables import figures_of
 from memplan.text_tables import frame, interval_text, margin_text
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -93,26 +95,35 @@ def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, 
     First the plans that fit, then the plans that may fit, then the plans that do not fit: each group
     the best first, the last one the nearest first. `model`: how the model was named on the command line.
     """
+    columns = columns_of(found)
+    for _, row in estimated_rows(found, model):
+        yield row
+    for job, values in found.refused:
+        said, why = plan_dict(job), str(refusal(found.model, job, values))
+        yield {name: said.get(name) for name in columns} | values | {"verdict": "refused", "why": why}
+
+
+def estimated_rows(found: "Found", model: str | None = None) -> Iterator[tuple[Estimate, dict[str, Any]]]:
+    """The plans that are not refused, each with its row of `search_rows`."""
     estimates, columns = shown(found), columns_of(found)
     for verdict in ORDER:
         own = [each for each in estimates if each.verdict == verdict]
         for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
             row = _row(each, tie, model)
-            yield {name: row[name] for name in columns}
-    for job, values in found.refused:
-        said, why = plan_dict(job), str(refusal(found.model, job, values))
-        yield {name: said.get(name) for name in columns} | values | {"verdict": "refused", "why": why}
+            yield each, {name: row[name] for name in columns}
 
 
 def shown(found: "Found") -> list[Estimate]:
     """The `keep` best plans that fit or may fit, then those that do not fit, the nearest first.
 
     If faster plans may fit too, at least half of the places go to plans that do fit. Verdicts, which take
-    replays, are computed in the order of plans until enough are found.
+    replays, are computed in the order of plans until enough are found. A front has no plan that another one
+    beats in both figures.
     """
     surer = found.fitting
-    roomier = () if surer is None else surer.within
-    judged = {one.plan: one for one in (*roomier, *found.within, *found.beyond)}
+    within = (*(() if surer is None else surer.within), *found.within)
+    beyond = _extending(found, within) if found.objective == "front" else found.beyond
+    judged = {one.plan: one for one in (*within, *beyond)}
     keep = len(judged) if found.keep is None else found.keep
     n_sure, sure, others = -(-keep // 2), list[int](), list[int]()
     estimates = [found.estimate(one) for one in sorted(judged.values(), key=found.keys)]
@@ -122,8 +133,20 @@ def shown(found: "Found") -> list[Estimate]:
         if each.verdict != "does not fit":
             (sure if each.verdict != "cannot say" and len(sure) < n_sure else others).append(i)
     possible = [estimates[i] for i in sorted([*sure, *others[: keep - len(sure)]])]
-    nearest = [found.estimate(one) for one in found.beyond]
+    nearest = [found.estimate(one) for one in beyond]
     return [*possible, *(each for each in nearest if each.verdict == "does not fit")]
+
+
+def _extending(found: "Found", within: Iterable[Judged]) -> list[Judged]:
+    """The plans beyond the budget that extend the front of those within it: none beats the other in both."""
+    front = [found.keys(one)[:2] for one in within]
+    kept = set()
+    for one in sorted(found.beyond, key=found.keys):
+        step_s, peak_bytes = found.keys(one)[:2]
+        if all((step_s < other_s) != (peak_bytes < other_bytes) for other_s, other_bytes in front):
+            front.append((step_s, peak_bytes))
+            kept.add(one.plan)
+    return [one for one in found.beyond if one.plan in kept]
 
 
 def ties(rates: Iterable[float | None]) -> Iterator[int | None]:
@@ -140,21 +163,17 @@ def ties(rates: Iterable[float | None]) -> Iterator[int | None]:
 
 
 def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, Any]:
-    plan, worst, verdict = estimated.plan, estimated.worst, estimated.verdict
-    held = None if estimated.over_bytes else estimated.device_bytes
-    return plan_dict(plan) | {
+    plan, worst = estimated.plan, estimated.worst
+    return {
+        **plan_dict(plan),
+        **figures_of(estimated),
         "n_micro_batches": plan.n_micro_batches,
-        "verdict": verdict,
         "tie": tie,
         "why": why_not(estimated),
-        "device_low_bytes": None if held is None else held.low_bytes,
-        "device_high_bytes": None if held is None else held.high_bytes,
-        "peak_bytes": worst.peak_bytes,
         "over_bytes": estimated.over_bytes,
         "rest_bytes": worst.rest_bytes,
         "worst_stage": worst.stage,
         "when": worst.when,
-        "step_s": estimated.step_s,
         "tokens_per_s": estimated.tokens_per_s,
         "tokens_per_s_per_gpu": estimated.tokens_per_s_per_gpu,
         "mfu": estimated.mfu,

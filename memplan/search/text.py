@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from memplan.command import command_text
 from memplan.engines.options import plan_dict
-from memplan.estimate import notes_of
+from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
 from memplan.search.search import Found
-from memplan.search.table import TIE, search_rows
-from memplan.tables import cluster_text, notes_text
+from memplan.search.table import TIE, estimated_rows, search_rows
+from memplan.tables import cluster_text, counted_in, notes_text, step_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
 
@@ -36,25 +36,25 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
 
     `model`: how the model was named on the command line; `most`: plans of each verdict, None: all.
     """
-    rows = list(search_rows(found, model))
+    kept = list(estimated_rows(found, model))
     parts = [_head(found)]
-    fit = any(row["verdict"] in ("fits", None) for row in rows)
-    shown: list[dict[str, Any]] = []
+    fit = any(row["verdict"] in ("fits", None) for _, row in kept)
+    estimates, shown = list[Estimate](), list[dict[str, Any]]()
     for verdict, heading in HEADINGS.items():
-        chosen = [row for row in rows if row["verdict"] == verdict]
+        chosen = [(each, row) for each, row in kept if row["verdict"] == verdict]
         if chosen and not (fit and verdict == "does not fit"):
-            first = chosen[:most]
-            parts.append(f"{heading}\n{_plans(first, len(shown) + 1, found.different)}")
+            first = [row for _, row in chosen[:most]]
+            parts.append(f"{heading}\n{_plans(first, len(shown) + 1, found)}")
             if more := len(chosen) - len(first):
                 parts.append(f"{more} more of these are kept: see to_frame().")
             shown += first
+            estimates += [each for each, _ in chosen[:most]]
     if not fit and shown:
         parts.append(wrapped(f"Plan 1: {shown[0]['why']}."))
     if found.refused_by:
         parts.append(_refusals(found.refused_by))
-    notes = (note for job in found.jobs for note in notes_of(found.model, job, found.cluster))
-    parts += dict.fromkeys(notes_text(notes))
-    if any(row["step_s"] is not None for row in rows):
+    parts += notes_text({str(number): each for number, each in enumerate(estimates, start=1)})
+    if any(row["step_s"] is not None for _, row in kept):
         parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(shown) else ROUGH)
     if commands := "\n".join(_commands(shown)):
         parts.append(f"Each plan in full\n{commands}")
@@ -77,14 +77,14 @@ def _has_ties(rows: Sequence[Mapping[str, Any]]) -> bool:
 def _head(found: Found) -> str:
     cluster = found.cluster
     said = [plan_dict(job) for job in found.jobs]
-    values = {
-        name: " or ".join(dict.fromkeys(str(each[name]) for each in said))
-        for name in (*JOB, *found.different)
-    }
-    others = "".join([f", {name}={text}" for name, text in values.items() if name not in JOB])
+    values = {name: list(dict.fromkeys(each[name] for each in said)) for name in (*JOB, *found.different)}
+    step = step_text(values["global_batch"], values["seq_len"])
+    others = "".join(
+        [f", {name}={' or '.join(map(str, own))}" for name, own in values.items() if name not in JOB]
+    )
     lines = [
-        f"{printable(found.model.name)} on {printable(cluster.name)}, {values['global_batch']} x "
-        f"{values['seq_len']} tokens a step{others}: {found.n_plans:,} plans",
+        f"{printable(found.model.name)} on {printable(cluster.name)}, {step} a step{others}: "
+        f"{found.n_plans:,} plans",
         cluster_text(cluster),
     ]
     refused = f"{found.n_refused:,} are refused"
@@ -105,12 +105,13 @@ def _head(found: Found) -> str:
     return "\n".join(map(wrapped, [*lines, *found.left_out]))
 
 
-def _plans(rows: Sequence[Mapping[str, Any]], first: int, different: Sequence[str]) -> str:
+def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
     hybrid = any(row["dp_replicate"] > 1 for row in rows)
     mesh = [axis for axis in MESH_AXES if hybrid or axis != "dp_replicate"]
     heads = {"dp_replicate": "rep"}
     several = [name for name in JOB if len({row[name] for row in rows}) > 1]
-    others = [name for name in different if name not in JOB]
+    others = [name for name in found.different if name not in JOB]
+    counted = counted_in(max(job.seq_len for job in found.jobs))
     limited = any(row["device_low_bytes"] is not None for row in rows)
     holds = "a GPU holds" if limited else "peak"
     cells: list[tuple[str, ...]] = [
@@ -123,7 +124,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, different: Sequence[st
             "schedule",
             "options",
             holds,
-            "tok/s/GPU",
+            f"{counted.replace('tokens', 'tok')}/s/GPU",
         )
     ]
     for number, row in zip(_numbered(rows, first), rows, strict=True):
@@ -143,7 +144,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, different: Sequence[st
             )
         )
     n_numbers = len(mesh) + len(several) + 3
-    return text_table(cells, ">" * n_numbers + "<<>>", flexible=n_numbers + 1)
+    return text_table(cells, ">" * n_numbers + "<<>>", flexible=[n_numbers, n_numbers + 1])
 
 
 def _numbered(rows: Sequence[Mapping[str, Any]], first: int) -> list[str]:
@@ -189,4 +190,4 @@ def _refusals(refused_by: Mapping[str, int]) -> str:
     if len(refused_by) > SHOWN:
         n_others = sum(islice(refused_by.values(), SHOWN, None))
         rows.append((f"{n_others:,}", f"{len(refused_by) - SHOWN} more kinds"))
-    return text_table(rows, "><", flexible=1)
+    return text_table(rows, "><", flexible=[1])

@@ -119,7 +119,7 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **named)
 
 
-Example = Mapping[str, Tensor]
+Inputs = Mapping[str, Tensor]
 
 
 def _tokens(settings: Any, length: int) -> dict[str, Tensor]:
@@ -129,32 +129,32 @@ def _tokens(settings: Any, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids}
 
 
-def _next_tokens(settings: Any, length: int) -> Example:
+def _next_tokens(settings: Any, length: int) -> Inputs:
     found = _tokens(settings, length)
     return {**found, "labels": found["input_ids"].clone()}
 
 
-def _classes_of_tokens(settings: Any, length: int) -> Example:
+def _classes_of_tokens(settings: Any, length: int) -> Inputs:
     return {**_tokens(settings, length), "labels": torch.zeros(2, length, dtype=torch.int64)}
 
 
-def _classes_of_texts(settings: Any, length: int) -> Example:
+def _classes_of_texts(settings: Any, length: int) -> Inputs:
     return {**_tokens(settings, length), "labels": torch.zeros(2, dtype=torch.int64)}
 
 
-def _spans(settings: Any, length: int) -> Example:
+def _spans(settings: Any, length: int) -> Inputs:
     at = torch.zeros(2, dtype=torch.int64)
     return {**_tokens(settings, length), "start_positions": at, "end_positions": at.clone()}
 
 
-def _images(settings: Any, _length: int) -> Example:
+def _images(settings: Any, _length: int) -> Inputs:
     size = getattr(settings, "image_size", IMAGE)
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
     images = torch.empty(2, settings.num_channels, rows, columns, device="meta")
     return {"pixel_values": images, "labels": torch.zeros(2, dtype=torch.int64)}
 
 
-TASKS: Final[Mapping[str, Callable[[Any, int], Example]]] = {
+TASKS: Final[Mapping[str, Callable[[Any, int], Inputs]]] = {
     "SEQ_TO_SEQ_CAUSAL_LM": _next_tokens,
     "MASKED_LM": _next_tokens,
     "CAUSAL_LM": _next_tokens,

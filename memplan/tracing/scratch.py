@@ -20,7 +20,7 @@ SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
 """Sums whose operand may be of another type; a sum of narrow floats in float32 reads them as they are."""
 
 SCATTERED_SUMS: Final = (ATEN.scatter_add, ATEN.scatter_add_)
-NARROW: Final = (torch.bfloat16, torch.float16)
+HALVES: Final = (torch.bfloat16, torch.float16)
 """Types that CPU sums scattered elements of in float32.
 
 Source: aten/src/ATen/native/cpu/ScatterGatherKernel.cpp (`create_acc_buffer`).
@@ -126,7 +126,7 @@ def _on_cpu(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterat
         yield from _convolved(func, args, results)
     if func._overloadpacket in ARITHMETIC:
         yield "widened operand", _widened(args, results[0]), results[0].dtype
-    if func._overloadpacket in SCATTERED_SUMS and results[0].dtype in NARROW:
+    if func._overloadpacket in SCATTERED_SUMS and results[0].dtype in HALVES:
         yield "sums in float32", results[0].numel(), torch.float32
 
 

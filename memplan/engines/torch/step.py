@@ -41,6 +41,7 @@ class Player:
             rest=rest + left if left else rest,
             step=chain("step", *schedule(stages, own), *self._updates[stages.stages]),
             grads=stages.grads,
+            update=tuple(self._updates[stages.stages]),
             step_counts=stages.step_counts,
             host=host_of(stages),
             program=None if stages.device.on_cpu else partial(program, stages, self.modules),
