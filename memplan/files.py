@@ -9,6 +9,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from memplan.errors import InvalidValue, MemplanError
@@ -34,8 +35,9 @@ class Table(Mapping[str, dict[str, Any]]):
         return len(self._texts)
 
 
+@cache
 def toml_table(name: str) -> Table:
-    """The entries of one of the package's tables, as they stand there; `name` is its path in the package."""
+    """The entries of one of the package's tables, read at first use; `name` is its path in the package."""
     with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
         return Table(file.read())
 

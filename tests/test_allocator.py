@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import memplan
 from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, rounded_bytes
 from memplan.errors import InvalidValue
-from memplan.hardware.overheads import overhead_table
+from memplan.files import toml_table
+from memplan.hardware.overheads import OVERHEADS
 from memplan.record import Alloc, Free, Stretch, allocs, chain, events, passed, repeated, unrolled
 from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import SCHEDULES
@@ -395,7 +396,7 @@ def test_hopper_has_larger_workspaces():
 
 
 def test_every_overhead_says_where_it_stands():
-    for entry in overhead_table().values():
+    for entry in toml_table(OVERHEADS).values():
         assert entry["source"]
         assert entry["retrieved"]
         low, high = entry.get("low_mib", entry.get("mib")), entry.get("high_mib", entry.get("mib"))

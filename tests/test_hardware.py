@@ -7,24 +7,25 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from memplan.errors import InvalidValue, UnknownName
+from memplan.files import toml_table
 from memplan.hardware import Cluster, cluster, gpu, gpu_names, resolve_cluster
-from memplan.hardware.cluster import node_table
-from memplan.hardware.gpu import gpu_table
+from memplan.hardware.cluster import NODES
+from memplan.hardware.gpu import GPUS
 from memplan.units import GiB
 
 
 @pytest.mark.parametrize("name", gpu_names())
 def test_every_gpu_has_sources_a_date_and_a_node(name):
-    entry = gpu_table()[name]
+    entry = toml_table(GPUS)[name]
     assert len(entry["source"]) > 15
     assert isinstance(entry["retrieved"], datetime.date)
     assert ("usable_gib" in entry) == ("usable_source" in entry)
-    assert sum(name in node["gpus"] for node in node_table().values()) == 1
+    assert sum(name in node["gpus"] for node in toml_table(NODES).values()) == 1
 
 
-@pytest.mark.parametrize("name", node_table())
+@pytest.mark.parametrize("name", toml_table(NODES))
 def test_every_node_has_a_source_a_date_and_known_gpus(name):
-    entry = node_table()[name]
+    entry = toml_table(NODES)[name]
     assert len(entry["source"]) > 15
     assert isinstance(entry["retrieved"], datetime.date)
     assert set(entry["gpus"]) <= set(gpu_names())

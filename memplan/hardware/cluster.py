@@ -2,12 +2,11 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Final, Literal, final
 
 from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
 from memplan.errors import InvalidValue, shown_value
-from memplan.files import Table, toml_table
+from memplan.files import toml_table
 from memplan.hardware.gpu import Gpu, Link, check_link, gpu, gpu_names
 from memplan.hardware.overheads import Interval
 
@@ -84,7 +83,7 @@ class Cluster:
         return None if usable is None else int(usable * (1 - self.margin))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: those that a plan's verdict and time depend on."""
+        """The values that a plan's verdict and time depend on, as plain values."""
         return {
             "name": self.name,
             "n_gpus": self.n_gpus,
@@ -117,10 +116,8 @@ class Cluster:
         return "does not fit" if held.low_bytes > usable else "cannot say"
 
 
-@cache
-def node_table() -> Table:
-    """The entries of `clusters.toml`, read once, at first use."""
-    return toml_table("hardware/clusters.toml")
+NODES: Final = "hardware/clusters.toml"
+"""The table of nodes."""
 
 
 def cluster(
@@ -151,7 +148,7 @@ def cluster(
     True
 
     Raises:
-        UnknownName: a GPU that is in no table, with those that it may stand for.
+        UnknownName: a GPU that is in no table, with the names that it may stand for.
         InvalidValue: a text of another form, or a count that is zero, huge or leaves a node half full.
     """
     n_gpus, name = _count_and_name(text)
@@ -177,15 +174,12 @@ def changed(
     Raises:
         InvalidValue: as `cluster`.
     """
-    changes: dict[str, Any] = {}
     if gpus_per_node is not None:
         most = checked_count("gpus_per_node", gpus_per_node, most=LARGEST_CLUSTER)
-        changes["gpus_per_node"] = min(most, found.n_gpus)
+        found = replace(found, gpus_per_node=min(most, found.n_gpus))
     if network is not None:
-        changes["inter_node"] = network if isinstance(network, Link) else network_link(network)
-    if margin is not None:
-        changes["margin"] = margin
-    return replace(found, **changes) if changes else found
+        found = replace(found, inter_node=network if isinstance(network, Link) else network_link(network))
+    return found if margin is None else replace(found, margin=margin)
 
 
 RATES: Final = {"gbit/s": 1e9 / 8, "gb/s": 1e9}
@@ -226,7 +220,7 @@ def gpus_per_node(name: str) -> int:
 
 
 def _node_of(name: str) -> dict[str, Any]:
-    return next(entry for entry in node_table().values() if name in entry["gpus"])
+    return next(entry for entry in toml_table(NODES).values() if name in entry["gpus"])
 
 
 def resolve_cluster(

@@ -1,4 +1,4 @@
-"""One GPU, in bytes and bytes per second, and the table of those whose datasheets are known."""
+"""One GPU, in bytes and bytes per second, and the table of GPUs with a known datasheet."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,7 +7,7 @@ from typing import Final, final, get_args
 from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked_positive
 from memplan.device import CPU, Device, DeviceType
 from memplan.errors import InvalidValue, shown_value, unknown_name
-from memplan.files import Table, toml_table
+from memplan.files import toml_table
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
@@ -119,10 +119,8 @@ def check_link(name: str, link: object) -> None:
         )
 
 
-@cache
-def gpu_table() -> Table:
-    """The entries of `gpus.toml`, read once, at first use."""
-    return toml_table("hardware/gpus.toml")
+GPUS: Final = "hardware/gpus.toml"
+"""The table of GPUs."""
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -131,7 +129,7 @@ def gpu_names() -> tuple[str, ...]:
     >>> gpu_names()[:2]
     ('v100-32', 'a100-40-sxm')
     """
-    return tuple(gpu_table())
+    return tuple(toml_table(GPUS))
 
 
 def gpu(name: str) -> Gpu:
@@ -144,22 +142,22 @@ def gpu(name: str) -> Gpu:
     Raises:
         UnknownName: with the nearest name.
     """
-    table = gpu_table()
-    if not isinstance(name, str) or name not in table:
-        raise unknown_name("GPU", name, table)
+    if not isinstance(name, str) or name not in toml_table(GPUS):
+        raise unknown_name("GPU", name, toml_table(GPUS))
     return _gpu(name)
 
 
 @cache
 def _gpu(name: str) -> Gpu:
-    entry = gpu_table()[name]
+    entry = toml_table(GPUS)[name]
+    major, _, minor = entry.get("compute_capability", "").partition(".")
     return Gpu(
         name=name,
         title=entry["title"],
         kind=entry["kind"],
         memory_bytes=_whole(entry.get("memory_gib"), GiB),
         usable_bytes=_whole(entry.get("usable_gib"), GiB),
-        capability=_capability(entry.get("compute_capability")),
+        capability=(int(major), int(minor)) if major else None,
         multiprocessors=entry.get("multiprocessors", 0),
         memory_bytes_per_s=_scaled(entry.get("memory_tb_per_s"), TB),
         **{f"{dtype}_flops_per_s": _scaled(entry.get(f"{dtype}_tflops"), TFLOP) for dtype in DTYPES},
@@ -167,13 +165,6 @@ def _gpu(name: str) -> Gpu:
         link=Link(name=entry["link"], bytes_per_s=_scaled(entry.get("link_gb_per_s"), GB / 2)),
         source=entry["source"],
     )
-
-
-def _capability(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -1,9 +1,8 @@
 """What a process holds on a GPU outside the caching allocator: CUDA's context, NCCL's buffers."""
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from memplan.files import Table, toml_table
+from memplan.files import toml_table
 from memplan.units import MiB
 
 
@@ -14,10 +13,8 @@ class Interval(NamedTuple):
     high_bytes: int
 
 
-@cache
-def overhead_table() -> Table:
-    """The entries of `overheads.toml`, read once, at first use."""
-    return toml_table("hardware/overheads.toml")
+OVERHEADS: Final = "hardware/overheads.toml"
+"""The table of bytes outside the allocator."""
 
 
 def n_communicators(*axes: Any) -> Any:
@@ -38,7 +35,7 @@ def outside_allocator(n_communicators: int) -> Interval:
     >>> [n_bytes // MiB for n_bytes in outside_allocator(0)]
     [300, 1008]
     """
-    context, nccl = overhead_table()["cuda-context"], overhead_table()["nccl-communicator"]
+    context, nccl = (toml_table(OVERHEADS)[name] for name in ("cuda-context", "nccl-communicator"))
     low, high = (
         int((context[f"{end}_mib"] + n_communicators * nccl[f"{end}_mib"]) * MiB) for end in ("low", "high")
     )

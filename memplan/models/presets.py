@@ -12,14 +12,13 @@ from memplan.models.families import FAMILIES
 from memplan.models.traced import model_from_trace
 
 
-@cache
 def preset_table() -> Table:
-    """The entries of `presets.toml`, read once at first use."""
+    """The entries of `presets.toml`."""
     return toml_table("models/presets.toml")
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names of all presets, in the table's order, those of other packages last.
+    """The names of all presets in the table's order, then the names of other packages' presets.
 
     >>> preset_names()[:2]
     ('gpt2', 'gpt2-medium')
