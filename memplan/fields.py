@@ -31,7 +31,7 @@ class Field(ABC):
             value.
     """
 
-    text: str
+    text: str = field(kw_only=False)
     left_out: str = ""
     optional: bool = False
     varied: bool = False
@@ -136,7 +136,7 @@ class Registered(Field):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names, those of other packages included."""
+        """All names, other packages' included."""
         return self.registry.names()
 
     def _checked(self, name: str, value: object) -> str:

@@ -55,6 +55,11 @@ class Rank:
     tp: int = 0
 
 
+def _ranks(text: str, *, left_out: str = "") -> Count:
+    """The description of a mesh axis."""
+    return Count(text, left_out=left_out, most=LARGEST_CLUSTER, varied=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One way of dividing a training job.
@@ -81,27 +86,14 @@ class Plan:
             check: `memplan.engines.checks.check_plan`.
     """
 
-    dp: int = described(
-        1,
-        Count(
-            text="Data-parallel ranks",
-            left_out="what the cluster has left",
-            most=LARGEST_CLUSTER,
-            varied=True,
-        ),
-    )
-    tp: int = described(1, Count(text="Tensor-parallel ranks", most=LARGEST_CLUSTER, varied=True))
-    pp: int = described(1, Count(text="Pipeline-parallel ranks", most=LARGEST_CLUSTER, varied=True))
-    dp_replicate: int = described(
-        1,
-        Count(
-            text="Replicas of the dp ranks that shard between them (HSDP)", most=LARGEST_CLUSTER, varied=True
-        ),
-    )
+    dp: int = described(1, _ranks("Data-parallel ranks", left_out="what the cluster has left"))
+    tp: int = described(1, _ranks("Tensor-parallel ranks"))
+    pp: int = described(1, _ranks("Pipeline-parallel ranks"))
+    dp_replicate: int = described(1, _ranks("Replicas of the dp ranks that shard between them (HSDP)"))
     zero: int = described(
         0,
         Count(
-            text="0 DDP, 1 shards optimizer state (DDP with torch's ZeroRedundancyOptimizer, whose ranks are "
+            "0 DDP, 1 shards optimizer state (DDP with torch's ZeroRedundancyOptimizer, whose ranks are "
             "uneven), 2 gradients too, 3 weights too (both FSDP2)",
             least=0,
             most=3,
@@ -109,25 +101,25 @@ class Plan:
         ),
     )
     sequence_parallel: bool = described(
-        False, Flag(text="Divide the sequence over the tensor axis too", varied=True)
+        False, Flag("Divide the sequence over the tensor axis too", varied=True)
     )
     micro_batch: int = described(
-        1, Count(text="Sequences in one forward and backward pass of a replica", varied=True, word="mb")
+        1, Count("Sequences in one forward and backward pass of a replica", varied=True, word="mb")
     )
     global_batch: int = described(
         0,
         Count(
-            text="Sequences per optimizer step, by gradient accumulation if need be",
+            "Sequences per optimizer step, by gradient accumulation if need be",
             left_out="one micro-batch per pipeline stage and replica",
         ),
     )
-    seq_len: int = described(1024, Count(text="Tokens per sequence", left_out="the model's context"))
-    precision: str = described("bf16-mixed", Registered(text="Number formats", registry=PRECISIONS))
-    optimizer: Optimizer = described("adamw", Choice(text="Optimizer", choices=OPTIMIZERS))
+    seq_len: int = described(1024, Count("Tokens per sequence", left_out="the model's context"))
+    precision: str = described("bf16-mixed", Registered("Number formats", registry=PRECISIONS))
+    optimizer: Optimizer = described("adamw", Choice("Optimizer", choices=OPTIMIZERS))
     recompute: Recompute = described(
         "none",
         Choice(
-            text="Activation checkpointing: what is computed again in backward",
+            "Activation checkpointing: what is computed again in backward",
             choices=RECOMPUTES,
             varied=True,
             word="recompute",
@@ -135,37 +127,27 @@ class Plan:
     )
     recompute_blocks: int | None = described(
         None,
-        Count(
-            text="Recompute only in the first N blocks of each stage",
-            optional=True,
-            varied=True,
-            word="first",
-        ),
+        Count("Recompute only in the first N blocks of each stage", optional=True, varied=True, word="first"),
     )
     schedule: str = described(
-        "1f1b", Registered(text="Order of micro-batches in a pipeline", registry=SCHEDULES, varied=True)
+        "1f1b", Registered("Order of micro-batches in a pipeline", registry=SCHEDULES, varied=True)
     )
-    virtual_stages: int = described(1, Count(text="Pipeline stages on each pipeline rank", varied=True))
+    virtual_stages: int = described(1, Count("Pipeline stages on each pipeline rank", varied=True))
     layers_per_stage: tuple[int, ...] | None = described(
-        None,
-        Counts(text="Blocks of each stage", left_out="as even as possible", optional=True, word="layers"),
+        None, Counts("Blocks of each stage", left_out="as even as possible", optional=True, word="layers")
     )
-    offload: bool = described(
-        False, Flag(text="Keep the states on the host (FSDP2)", varied=True, word="offload")
-    )
+    offload: bool = described(False, Flag("Keep the states on the host (FSDP2)", varied=True, word="offload"))
     clip_grad_norm: float | None = described(
         None,
-        Number(
-            text="Clip the norm of the gradient to this", left_out="no clipping", optional=True, word="clip"
-        ),
+        Number("Clip the norm of the gradient to this", left_out="no clipping", optional=True, word="clip"),
     )
     loss_chunks: int = described(
-        1, Count(text="Pieces of the sequence whose loss is computed in turn", word="chunks")
+        1, Count("Pieces of the sequence whose loss is computed in turn", word="chunks")
     )
     engine: str = described(
         "torch",
         Name(
-            text="Whose rules: torch, what PyTorch allocates; textbook, the papers' formulas, for teaching, "
+            "Whose rules: torch, what PyTorch allocates; textbook, the papers' formulas, for teaching, "
             "never a verdict; or another package's"
         ),
     )
@@ -203,7 +185,7 @@ class Plan:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are stored in another type than the one that is computed in."""
+        """Whether weights are stored in another type than they are computed with."""
         return self.formats.stored != self.formats.compute
 
     @property
@@ -258,7 +240,7 @@ class Plan:
 
 
 FIELDS: Final[dict[str, Field]] = described_fields(Plan)
-"""The description of each field of a plan: the one table of them."""
+"""The description of each field of a plan, by name."""
 
 
 def _check_world(plan: Plan) -> None:

@@ -36,32 +36,22 @@ class Precision:
     loss_scaled: bool = False
 
 
-def _of_one(dtype: DType, matmul: Literal["fp32", "bf16"]) -> Precision:
-    """Everything in one format."""
-    return Precision(stored=dtype, compute=dtype, gather=dtype, reduce=dtype, accumulate=dtype, matmul=matmul)
-
-
-def _mixed(narrow: DType, matmul: Literal["bf16", "fp16"], *, loss_scaled: bool = False) -> Precision:
-    """Products and gathered weights in a narrow format, the rest in float32."""
-    return Precision(
-        stored=FP32,
-        compute=narrow,
-        gather=narrow,
-        reduce=FP32,
-        accumulate=FP32,
-        matmul=matmul,
-        loss_scaled=loss_scaled,
-    )
+def _precision(
+    compute: DType, rest: DType, matmul: Literal["fp32", "bf16", "fp16"], *, loss_scaled: bool = False
+) -> Precision:
+    """Products and gathered weights in one format, the rest in another."""
+    types = {"compute": compute, "gather": compute, "stored": rest, "reduce": rest, "accumulate": rest}
+    return Precision(**types, matmul=matmul, loss_scaled=loss_scaled)
 
 
 PRECISIONS: Final = Registry(
     what="precision",
     kind=Precision,
     own={
-        "fp32": _of_one(FP32, "fp32"),
-        "bf16": _of_one(BF16, "bf16"),
-        "bf16-mixed": _mixed(BF16, "bf16"),
-        "fp16-mixed": _mixed(FP16, "fp16", loss_scaled=True),
+        "fp32": _precision(FP32, FP32, "fp32"),
+        "bf16": _precision(BF16, BF16, "bf16"),
+        "bf16-mixed": _precision(BF16, FP32, "bf16"),
+        "fp16-mixed": _precision(FP16, FP32, "fp16", loss_scaled=True),
     },
 )
 """The precisions by name."""

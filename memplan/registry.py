@@ -1,4 +1,4 @@
-"""Registries: values of one kind by name, memplan's own and those of other packages.
+"""Registries: values of one kind by name, memplan's own and other packages'.
 
 Another package adds a value by an entry point of the registry's group, and it is known wherever names are:
 

@@ -21,43 +21,38 @@ class TorchOptions:
     fsdp_units: str = described(
         "block",
         Choice(
-            text="What FSDP2 gathers together: each block, the ends too, or the whole model",
+            "What FSDP2 gathers together: each block, the ends too, or the whole model",
             choices=FSDP_UNITS,
             word="units",
         ),
     )
-    fsdp_blocks: int = described(1, Count(text="Blocks in a row that share a unit", word="blocks"))
+    fsdp_blocks: int = described(1, Count("Blocks in a row that share a unit", word="blocks"))
     optimizer_impl: str = described(
         "default",
         Choice(
-            text="One parameter at a time, all at once, one kernel, or torch's choice of these",
+            "One parameter at a time, all at once, one kernel, or torch's choice of these",
             choices=OPTIMIZER_IMPLS,
             word="impl",
         ),
     )
     set_to_none: bool = described(
-        True, Flag(text="Free the gradients after a step rather than zero them", word="set-to-none")
+        True, Flag("Free the gradients after a step rather than zero them", word="set-to-none")
     )
     gradient_as_bucket_view: bool = described(
-        False, Flag(text="DDP's gradients are views of its buckets", word="bucket-view")
+        False, Flag("DDP's gradients are views of its buckets", word="bucket-view")
     )
     static_graph: bool = described(
-        False, Flag(text="DDP may rely on the same graph in each step", word="static-graph")
+        False, Flag("DDP may rely on the same graph in each step", word="static-graph")
     )
     bucket_cap_bytes: int | None = described(
         None,
-        Count(
-            text="Bytes of DDP's buckets",
-            left_out="25 MiB, the first one 1 MiB",
-            optional=True,
-            word="bucket",
-        ),
+        Count("Bytes of DDP's buckets", left_out="25 MiB, the first one 1 MiB", optional=True, word="bucket"),
     )
     ddp_comm_hook: str = described(
-        "none", Choice(text="DDP's compression of gradients", choices=DDP_COMM_HOOKS, word="hook")
+        "none", Choice("DDP's compression of gradients", choices=DDP_COMM_HOOKS, word="hook")
     )
     torch_version: str = described(
-        "2.13", Choice(text="Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
+        "2.13", Choice("Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
     )
 
     @property
