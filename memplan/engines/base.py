@@ -81,7 +81,7 @@ class Costs(NamedTuple):
 
     Elements of its trained weights; FLOPs of its forward pass, and of the part that is recomputed; bytes sent
     over the tensor axis in both passes; bytes that the forward pass saves for the backward pass. An engine
-    gives numbers; a search makes functions of the micro-batch of them, and arrays over plans.
+    gives numbers; a search turns them into functions of the micro-batch, and into arrays over plans.
     """
 
     elements: Any

@@ -95,13 +95,10 @@ def ready(segment: Segment) -> list[Parameter]:
 
 def bucket_of(parameters: Iterable[Parameter], hook: str) -> Bucket:
     """The sizes of a bucket of these parameters."""
-    if hook != "powersgd":
-        n_elements = sum([parameter.n_elements for parameter in parameters])
-        return Bucket(n_elements, p=0, q=0, uncompressed=n_elements)
     n_elements = sum_p = sum_q = uncompressed = 0
     for parameter in parameters:
         n_elements += parameter.n_elements
-        p, q = low_rank(parameter) or (0, 0)
+        p, q = (low_rank(parameter) if hook == "powersgd" else None) or (0, 0)
         sum_p, sum_q = sum_p + p, sum_q + q
         uncompressed += 0 if p else parameter.n_elements
     return Bucket(n_elements, sum_p, sum_q, uncompressed)
@@ -139,16 +136,8 @@ def reduction(hook: str, bucket: Bucket, dtype: DType) -> tuple[Event, ...]:
 
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
-    sent = [
-        Collective(
-            kind="all_reduce",
-            axis="dp",
-            what="all-reduce gradients",
-            payload_bytes=n_bytes,
-            overlap="backward",
-        )
-        for n_bytes in payloads(hook, bucket, dtype)
-    ]
+    all_reduce = partial(Collective, kind="all_reduce", axis="dp", what="all-reduce gradients")
+    sent = [all_reduce(payload_bytes=n, overlap="backward") for n in payloads(hook, bucket, dtype)]
     if hook in COMPRESSED and COMPRESSED[hook] != dtype:
         narrow = COMPRESSED[hook]
         copy = buffer_of(f"gradients as {narrow.name} (DDP bucket)", (bucket.n_elements,), narrow)
@@ -169,7 +158,7 @@ class Reducer:
     Attributes:
         buckets: the parameters of each bucket, in the order they are reduced.
         sizes: of each bucket.
-        fills: for each gradient in the order they are ready, the bucket that it is the last of.
+        fills: for each gradient in the order they are ready, the bucket that it completes, or None.
         partial: the buffer of each partial gradient that is ready late, before it is summed.
 
     Plays torch/csrc/distributed/c10d/reducer.cpp (`Reducer`).
@@ -206,25 +195,15 @@ _reducer = lru_cache(maxsize=256)(Reducer)
 
 def reducer_of(stage: Stage) -> Reducer:
     """The reducer of a stage under DDP."""
-    options = stage.options
-    return _reducer(
-        stage.trace,
-        stage.runs,
-        stage.weight_dtype,
-        options.bucket_cap_bytes,
-        options.ddp_comm_hook,
-        last=stage.last,
-    )
+    cap_bytes, hook = stage.options.bucket_cap_bytes, stage.options.ddp_comm_hook
+    return _reducer(stage.trace, stage.runs, stage.weight_dtype, cap_bytes, hook, last=stage.last)
 
 
 class _Backward:
     """One backward pass, and the buckets that its gradients are still to fill."""
 
     def __init__(self, reducer: Reducer, drops: int, *, reduces: bool) -> None:
-        self.reducer = reducer
-        self.trace = reducer.trace
-        self.drops = drops
-        self.reduces = reduces
+        self.reducer, self.trace, self.drops, self.reduces = reducer, reducer.trace, drops, reduces
         self.left = iter(reducer.fills if reduces else ())
 
     def parts(self) -> Iterator[Stretch]:
@@ -234,7 +213,7 @@ class _Backward:
         yield from self._end()
 
     def _filled(self, n: int) -> tuple[Bucket | None, ...]:
-        """For each of the next n gradients, the bucket that it is the last of."""
+        """For each of the next n gradients, the bucket that it completes, or None."""
         return tuple(islice(self.left, n))
 
     def _filled_by_each(self, n_gradients: int, n: int) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
@@ -250,9 +229,7 @@ class _Backward:
         Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
         """
         own = self.reducer
-        reduced: tuple[Event, ...] = ()
-        if bucket is not None:
-            reduced = reduction(own.hook, bucket, own.dtype)
+        reduced = () if bucket is None else reduction(own.hook, bucket, own.dtype)
         return (*frees(grad) * (self.drops - 1), *reduced, *frees(grad) * min(self.drops, 1))
 
     def _ready(self, segment: Segment, filled: Sequence[Bucket | None] | None = None) -> tuple[Event, ...]:
@@ -285,7 +262,7 @@ class _Backward:
         return tuple(found)
 
     def _blocks(self) -> Iterator[Stretch]:
-        """The blocks' backward passes, the last first; those that fill equal buckets are counted."""
+        """The blocks' backward passes, the last first; equal ones that fill equal buckets are counted."""
         outside = not self.reducer.last
         for segment, n in backward_order(self.reducer.blocks):
             for filled, times in self._filled_by_each(len(ready(segment)), n):

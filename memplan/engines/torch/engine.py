@@ -10,7 +10,7 @@ from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
-from memplan.engines.trace import EMPTY, Segment
+from memplan.engines.trace import EMPTY, Block, Segment
 from memplan.models import Layers, Model
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
@@ -73,6 +73,9 @@ class TorchEngine(Engine):
                 saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
             )
 
+        def block_costs(block: Block, flops: Segment) -> Costs:
+            return costs(block.parameters, (block.forward, block.casts), block.backward, flops)
+
         blocks = [block for each in traces for block in each.blocks.items()]
         plain = {kind.kind: block for kind, block in blocks if kind.recompute == "none"}
         again = {kind.kind: block for kind, block in blocks if kind.recompute != "none"} or plain
@@ -81,14 +84,8 @@ class TorchEngine(Engine):
         return PartCosts(
             embedding=costs(trace.embed_parameters, embedding, trace.embed_backward, EMPTY),
             head=costs(trace.head_parameters, head, trace.head_backward, trace.head),
-            blocks={
-                kind: costs(b.parameters, (b.forward, b.casts), b.backward, b.forward)
-                for kind, b in plain.items()
-            },
-            recomputed={
-                kind: costs(b.parameters, (b.forward, b.casts), b.backward, b.backward)
-                for kind, b in again.items()
-            },
+            blocks={kind: block_costs(block, block.forward) for kind, block in plain.items()},
+            recomputed={kind: block_costs(block, block.backward) for kind, block in again.items()},
             boundary_bytes=trace.boundary.n_bytes,
             received_bytes=trace.boundary.n_bytes if stages[0].keeps_received else 0,
         )
@@ -102,13 +99,12 @@ class TorchEngine(Engine):
 def ranks_of(model: Model, plan: Plan, device: Device) -> Iterator[RankStages]:
     """The data-parallel rank that holds most, for each rank of the pipeline."""
     known: dict[StageKind, Stage] = {}
-    alike: dict[tuple[Stage, ...], RankStages] = {}
+    fullest: dict[tuple[Stage, ...], RankStages] = {}
     for pp_rank in range(plan.pp):
         stages = RankStages(model, plan, Rank(pp=pp_rank), device, known)
-        like = alike.get(stages.stages)
-        stages = stages.on_fullest_rank() if like is None else like.moved(pp_rank)
-        alike[stages.stages] = stages
-        yield stages
+        like = fullest.get(stages.stages)
+        fullest[stages.stages] = stages.on_fullest_rank() if like is None else like.at(pp=pp_rank)
+        yield fullest[stages.stages]
 
 
 TORCH = TorchEngine()

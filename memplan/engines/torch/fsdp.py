@@ -20,7 +20,7 @@ Weights = Literal["sharded", "freed after forward", "whole"]
 
 
 class FsdpState(NamedTuple):
-    """The state after some passes of a step; as it is before the first, by default.
+    """The state after the passes so far; the defaults are the state before the first pass of a step.
 
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
@@ -68,8 +68,7 @@ class FSDPModule(StageModule[FsdpState]):
     @property
     def sums_in_reduce_dtype(self) -> bool:
         """Whether a schedule's micro-batches are summed in another type than autograd makes them in."""
-        formats = self.stage.plan.formats
-        return self.pipelined and formats.gather != formats.reduce
+        return self.pipelined and self.stage.reduces_in_other_dtype
 
     @property
     def defers(self) -> bool:
@@ -85,9 +84,8 @@ class FSDPModule(StageModule[FsdpState]):
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`.
         """
         split = self.stage.plan.splits_backward and not self.stage.first
-        if self.stage.autograd_casts_grads:
-            return False
-        return self.sums_in_reduce_dtype and split and self.n_recomputed > 0
+        summed = self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads
+        return split and summed and self.n_recomputed > 0
 
     @property
     def n_recomputed(self) -> int:
@@ -104,10 +102,7 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward`.
         """
-        if group is None:
-            return
-        weights = self.state.weights
-        if weights == "sharded" or (weights == "freed after forward" and group.reshards):
+        if group is not None and not self._is_whole(group):
             yield from group.unshard()
             yield from group.wait_for_unshard(self.comms.all_gather)
             self.comms.all_gather = group
@@ -130,6 +125,11 @@ class FSDPModule(StageModule[FsdpState]):
             self.comms.prefetched = group
             yield from group.unshard()
 
+    def _is_whole(self, group: ParamGroup) -> bool:
+        """Whether a group's weights are unsharded."""
+        weights = self.state.weights
+        return weights == "whole" or (weights == "freed after forward" and not group.reshards)
+
     def pre_backward(self, group: ParamGroup | None, following: ParamGroup | None) -> Iterator[CountedEvents]:
         """Gathers a group's weights if they were freed, and prefetches the group that is needed next.
 
@@ -147,14 +147,12 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
         """
-        if group is None:
-            return
-        if not self.pipelined:
+        if group is not None and not self.pipelined:
             yield from group.post_backward(self.grads, self.comms)
-        elif self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
+        elif group is not None and self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
             yield from self._accumulated(group)
 
-    def _accumulated(self, group: "ParamGroup") -> Iterator[CountedEvents]:
+    def _accumulated(self, group: ParamGroup) -> Iterator[CountedEvents]:
         return group.accumulate_unsharded_grads(self.grads, self.wide, has_sums=self.state.has_sums)
 
     # --- Passes ---
@@ -164,38 +162,31 @@ class FSDPModule(StageModule[FsdpState]):
         self._begin_pass()
         trace, units = self.trace, self.units
 
-        def called(name: str, group: ParamGroup | None, *segments: tuple[Segment, int]) -> Stretch:
-            opened = [*self.pre_forward(group)]
-            passed = [(segment.events, n) for segment, n in segments]
-            return in_order(name, (*opened_when_called(opened, passed), *self.post_forward(group)))
-
         def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
             if group is None:
                 return segment.stretch(name)
-            opened = [*self.pre_forward(group)]
-            before, own, after = (
-                (segment.events[i:j], 1) for i, j in pairwise((0, *places, len(segment.events)))
-            )
-            return in_order(name, (before, *opened, own, *self.post_forward(group), after))
+            cuts = pairwise((0, *places, len(segment.events)))
+            before, own, after = ((segment.events[start:stop], 1) for start, stop in cuts)
+            return in_order(name, (before, *self.pre_forward(group), own, *self.post_forward(group), after))
 
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
         parts.append(in_order("forward: embedding", self.pre_forward(units.root)))
         parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
-            parts.append(repeated(called("forward: block", group, *segments), times))
+            passed = [(segment.events, n) for segment, n in segments]
+            turns = (*opened_when_called([*self.pre_forward(group)], passed), *self.post_forward(group))
+            parts.append(repeated(in_order("forward: block", turns), times))
         if self.stage.last:
             parts.append(end("forward: head", units.head, trace.head, trace.ends.head))
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
         gathered = self.comms.all_gather
         parts.append(events("forward: end", frees(gathered.flat) if gathered else ()))
-        if release is not None:
-            parts.append(release)
+        parts += [] if release is None else [release]
         if self.stage.last:
             parts.append(events("loss", trace.loss.events))
-        self.state = self.state._replace(
-            weights="freed after forward" if self.stage.plan.zero == 3 else "whole", unshard_issued=False
-        )
+        weights: Weights = "freed after forward" if self.stage.plan.zero == 3 else "whole"
+        self.state = self.state._replace(weights=weights, unshard_issued=False)
         if self.defers:
             deferring = *self.state.deferring, self.state.recomputed_last
             self.state = self.state._replace(recomputed_last=False, deferring=deferring)
@@ -237,18 +228,18 @@ class FSDPModule(StageModule[FsdpState]):
         turns += self.post_backward(units.embed) if goes_on else self._not_visited()
         turns += self.finalize_backward()
         parts.append(in_order("backward: embedding", turns))
-        self._passed_backward()
+        self._passed_backward(made_grads=self.pipelined)
         return chain("backward", *parts, *self.returned())
 
-    def _passed_backward(self) -> None:
-        """The state after a whole backward pass."""
+    def _passed_backward(self, *, made_grads: bool) -> None:
+        """The state after a backward pass or its first part; `made_grads`: they are there unsharded."""
         state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
         if not self.pipelined:
             self.state = state._replace(weights="sharded", has_sharded_grads=True)
-        elif self.sums_in_reduce_dtype:
+        elif made_grads and self.sums_in_reduce_dtype:
             self.state = state._replace(weights="whole", has_grads=False, has_sums=True)
         else:
-            self.state = state._replace(weights="whole", has_grads=True)
+            self.state = state._replace(weights="whole", has_grads=made_grads)
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones that are not summed yet."""
@@ -313,10 +304,7 @@ class FSDPModule(StageModule[FsdpState]):
         end = [(segment.events, n) for segment, n in split.end]
         sums = self._late() if has_grads and late else ()
         parts.append(in_order("backward: end", (*closed(units.root), *sums, *end)))
-        state = self.state._replace(weights="whole", unshard_issued=False, deferring=self.state.deferring[1:])
-        if has_grads and self.sums_in_reduce_dtype:
-            state = state._replace(has_grads=False, has_sums=True)
-        self.state = state
+        self._passed_backward(made_grads=has_grads)
         return chain("backward", *parts)
 
     def _weights(self, segment: Segment) -> Stretch:
@@ -337,14 +325,9 @@ class FSDPModule(StageModule[FsdpState]):
                     yield event
 
     def _made_grads(self) -> None:
-        has_sums = self.state.has_sums or self.stage.autograd_casts_grads
-        self.state = self.state._replace(
-            weights="whole",
-            unshard_issued=False,
-            has_grads=not self.stage.autograd_casts_grads,
-            has_sums=has_sums,
-            recomputed_last=self.defers,
-        )
+        cast = self.stage.autograd_casts_grads
+        state = self.state._replace(weights="whole", unshard_issued=False, recomputed_last=self.defers)
+        self.state = state._replace(has_grads=not cast, has_sums=state.has_sums or cast)
 
     def _rows(
         self, order: Iterable[tuple[Segment, int]], *, late: bool
@@ -367,12 +350,11 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
-        rows = [(row.group, row.times) for row in self.units.rows]
         yield from self._freed(self.units.embed)
         if self.trace.blocks_require_grad:
-            yield from self.post_backward(rows[0][0])
+            yield from self.post_backward(self.units.rows[0].group)
             return
-        for group, times in rows:
+        for group, _, times in self.units.rows:
             for n in (1, times - 1):
                 yield from repeatedly(self._freed(group), n)
 
@@ -398,10 +380,9 @@ class FSDPModule(StageModule[FsdpState]):
         """
         if self.comms.reduced:
             yield from self._of_units(lambda group: group.finalize_backward(self.comms))
-        if self.comms.prefetched is not None:
-            yield frees(self.comms.prefetched.flat), 1
-        if self.comms.reduce_scatter is not None:
-            yield frees(self.comms.reduce_scatter.reduce_input), 1
+        ahead, reduced = self.comms.prefetched, self.comms.reduce_scatter
+        yield () if ahead is None else frees(ahead.flat), 1
+        yield () if reduced is None else frees(reduced.reduce_input), 1
 
     # --- What a schedule does between passes ---
 
@@ -443,14 +424,10 @@ class FSDPModule(StageModule[FsdpState]):
 
     def reshard(self) -> list[Stretch]:
         """Frees all unsharded weights."""
-        weights = self.state.weights
+        turns = self._of_units(lambda group: group.reshard() if self._is_whole(group) else ())
+        parts = [in_order("freeing of a stage's weights", turns)]
         self.state = self.state._replace(weights="sharded")
-
-        def freed(group: ParamGroup) -> Iterable[CountedEvents]:
-            whole = weights == "whole" or (weights == "freed after forward" and not group.reshards)
-            return group.reshard() if whole else ()
-
-        return [in_order("freeing of a stage's weights", self._of_units(freed))]
+        return parts
 
     def _of_units(self, play: Callable[[ParamGroup], Iterable[CountedEvents]]) -> Iterator[CountedEvents]:
         """What happens to each of the stage's groups, one after the other."""
@@ -461,7 +438,10 @@ class FSDPModule(StageModule[FsdpState]):
 def opened_when_called(
     opened: Sequence[CountedEvents], passed: Sequence[CountedEvents]
 ) -> tuple[CountedEvents, ...]:
-    """The events with the all-gather where the group's first module is called: after checkpointing's own."""
+    """The events with the all-gather where the group's first module is called.
+
+    Under checkpointing that is after the random state has been saved.
+    """
     first, n = passed[0] if passed else ((), 0)
     starts_with = buffer_in(first[0]) if first else None
     if not (opened and starts_with is not None and starts_with.role is Role.RNG_STATE):

@@ -8,7 +8,7 @@ Source: `torch.distributed.pipelining.schedules:_add_send_recv`.
 
 from collections import Counter, deque
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from memplan.engines.torch.orders import with_weights
 from memplan.errors import MissingRule
@@ -18,7 +18,12 @@ from memplan.schedules import SCHEDULES, Schedule
 
 StepKind = ActionKind | Literal["receive-input", "receive-gradient", "wait-reduce"]
 
-GIVES_INPUT_GRAD = ("backward", "backward-input")
+RECEIVES: Final[dict[StepKind, tuple[StepKind, int]]] = {
+    "forward": ("receive-input", 1),
+    "backward": ("receive-gradient", -1),
+    "backward-input": ("receive-gradient", -1),
+}
+"""The receive that a pass makes possible, and where: in the next stage (1) or in the one before (-1)."""
 
 
 class Step(NamedTuple):
@@ -45,38 +50,21 @@ def _lowered(schedule: str, pp: int, v: int, m: int) -> tuple[tuple[Step, ...], 
         n_left = sum(map(len, ahead.values()))
         for rank in list(ahead):
             step = ahead[rank][0]
-            if not _is_ready(step, there[rank], pp * v):
+            receive, way = RECEIVES.get(step.kind, (step.kind, 0))
+            waits = way and step.stage - way in rank_of
+            if waits and step._replace(kind=receive) not in there[rank]:
                 continue
             ahead[rank].popleft()
             found[rank].append(step)
-            given = _given_by(step, pp * v)
-            if given is not None:
-                to = rank_of[given.stage]
+            if way and step.stage + way in rank_of:
+                given, to = Step(receive, step.stage + way, step.micro_batch), rank_of[step.stage + way]
                 there[to].add(given)
-                if to != rank:
-                    found[to].append(given)
+                found[to] += [] if to == rank else [given]
             if not ahead[rank]:
                 del ahead[rank]
         if sum(map(len, ahead.values())) == n_left:
             raise MissingRule(f"schedule={schedule!r}: passes of its ranks wait for each other.")
     return tuple(map(tuple, found))
-
-
-def _given_by(step: Step, n_stages: int) -> Step | None:
-    """The receive that a pass makes possible in another stage; None if it sends nothing."""
-    if step.kind == "forward" and step.stage < n_stages - 1:
-        return Step("receive-input", step.stage + 1, step.micro_batch)
-    if step.kind in GIVES_INPUT_GRAD and step.stage > 0:
-        return Step("receive-gradient", step.stage - 1, step.micro_batch)
-    return None
-
-
-def _is_ready(step: Step, there: set[Step], n_stages: int) -> bool:
-    if step.kind == "forward" and step.stage > 0:
-        return step._replace(kind="receive-input") in there
-    if step.kind in GIVES_INPUT_GRAD and step.stage < n_stages - 1:
-        return step._replace(kind="receive-gradient") in there
-    return True
 
 
 def _computed(schedule: Schedule, rank: int, pp: int, v: int, m: int) -> list[Step]:

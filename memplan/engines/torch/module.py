@@ -102,7 +102,7 @@ class StageModule(ABC, Generic[State]):
     def forward(self, *, replaces: bool = False) -> Stretch:
         """The forward pass up to the loss.
 
-        `replaces`: the schedule's variable for the output is overwritten, which frees the micro-batch before.
+        `replaces`: it overwrites the schedule's variable for the output, which frees the previous output.
         """
         release = self.release if replaces else None
         return self.play(("forward", replaces), lambda: self._forward(release))
@@ -160,14 +160,13 @@ class StageModule(ABC, Generic[State]):
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
         if self.stage.op_context.autocast:
-            parts.append(trace.embed_casts.stretch("forward: end of autocast"))
-            (entry, n_entry), *others = self.stage.blocks
+            name, ((entry, n_entry), *others) = "forward: end of autocast", self.stage.blocks
             casts = [(entry.entry_casts, min(1, n_entry)), (entry.casts, n_entry - 1)]
-            for segment, n in (*casts, *[(block.casts, n) for block, n in others]):
-                parts.append(repeated(segment.stretch("forward: end of autocast"), max(0, n)))
-            parts.append(trace.head_casts.stretch("forward: end of autocast"))
-        if release is not None:
-            parts.append(release)
+            casts += [(block.casts, n) for block, n in others]
+            parts.append(trace.embed_casts.stretch(name))
+            parts += [repeated(segment.stretch(name), n) for segment, n in casts]
+            parts.append(trace.head_casts.stretch(name))
+        parts += [] if release is None else [release]
         if self.stage.last:
             parts.append(trace.loss.stretch("loss"))
         return parts
@@ -265,7 +264,7 @@ def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[An
 
 
 def turns(n: int, cuts: set[int], turn: Callable[[int], Stretch], module: StageModule[Any]) -> list[Stretch]:
-    """Plays turns 0 to n - 1 of a schedule on one stage; those between two neighbouring `cuts` are equal."""
+    """Plays turns 0 to n - 1 of a schedule on one stage; turns between neighbouring `cuts` are equal."""
     found: list[Stretch] = []
     for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
         found += repeat(stop - start, partial(turn, start), [module])
@@ -328,14 +327,20 @@ def with_p2p(
     return *[module.bwd_recv] * (not last), *parts, *[module.bwd_send] * (not first)
 
 
-def computed(module: StageModule[Any], kind: ActionKind) -> list[Stretch]:
-    """What a stage's module computes in a pass.
+def played(module: StageModule[Any], kind: ActionKind) -> list[Stretch]:
+    """What a stage's module does in an action, without what it receives, sends and waits for.
 
     The pipeline's first stage runs its whole backward pass where other stages run the second part.
 
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.backward_weight_one_chunk`.
     """
     match kind:
+        case "unshard":
+            return module.unshard()
+        case "reshard":
+            return module.reshard()
+        case "reduce":
+            return module.reduce_grads()
         case "forward":
             return [module.forward()]
         case "backward-input":

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages, trained
 from memplan.placements import Partial, Shard
-from memplan.plan import MESH_AXES, MOMENTS, N_MOMENTS, Plan
+from memplan.plan import MESH_AXES, MOMENTS, N_MOMENTS
 from memplan.record import Axis, Collective, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
 
@@ -32,7 +32,14 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
     clips = stages.plan.clip_grad_norm is not None
     clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
     unscaling, scaled = _unscaling(stages)
-    stepping = chain(UPDATE_NAME, *_stepping(stages, in_order))
+    match implementation(stages):
+        case "for-loop":
+            steps = list(_one_by_one(stages, in_order))
+        case "foreach":
+            steps = [events(UPDATE_NAME, _all_at_once(stages, in_order))]
+        case _:
+            steps = [events(UPDATE_NAME, _in_one_kernel(stages, in_order))]
+    stepping = chain(UPDATE_NAME, *steps)
     return chain("update", *unscaling, *clipping, stepping, *_sync_parameters(stages), *scaled)
 
 
@@ -81,16 +88,6 @@ def implementation(stages: RankStages) -> str:
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
-def _stepping(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
-    match implementation(stages):
-        case "for-loop":
-            yield from _one_by_one(stages, in_order)
-        case "foreach":
-            yield events(UPDATE_NAME, _all_at_once(stages, in_order))
-        case _:
-            yield events(UPDATE_NAME, _in_one_kernel(stages, in_order))
-
-
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     """The for-loop: Adam's denominator and its square root; a denominator lives until the next parameter's.
 
@@ -99,22 +96,17 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     before: Buffer | None = None
     denominators: dict[Parameter, Buffer] = {}
     for parameters, times in _one_after_the_other(stages, in_order):
-        if not times:
-            continue
         found: list[Event] = []
         for parameter in parameters:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
             if N_MOMENTS[stages.plan.optimizer] == 2:
+                names = [f"{parameter.name} ({what})" for what in ("square root", "denominator")]
                 elements = _elements(stages, parameter)
-                root = buffer_of(f"{parameter.name} (square root)", (elements,), stages.weight_dtype)
-                if parameter not in denominators:
-                    name = f"{parameter.name} (denominator)"
-                    denominators[parameter] = buffer_of(name, (elements,), stages.weight_dtype)
-                denominator = denominators[parameter]
+                root, made = (buffer_of(name, (elements,), stages.weight_dtype) for name in names)
+                denominator = denominators.setdefault(parameter, made)
                 found += (*allocs(root, denominator), *frees(root))
-                if before is not None:
-                    found += frees(before)
+                found += () if before is None else frees(before)
                 before = denominator
         yield repeated(events(UPDATE_NAME, found), times)
     if before is not None:
@@ -130,10 +122,8 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
         for copies in _reads(stages, group):
             yield from copies.events()
         if N_MOMENTS[stages.plan.optimizer] == 2:
-            made = [
-                buffer_of(f"{p.name} (square root)", (n * _elements(stages, p),), stages.weight_dtype)
-                for p, n in group
-            ]
+            sizes = [(f"{p.name} (square root)", n * _elements(stages, p)) for p, n in group]
+            made = [buffer_of(name, (elements,), stages.weight_dtype) for name, elements in sizes]
             yield from (*allocs(*made), *frees(*made))
 
 
@@ -184,16 +174,10 @@ def _copies(stages: RankStages, counted: Counted) -> Copies:
     if stages.plan.tp == 1 or stages.plan.ddp or stages.plan.fsdp:
         return Copies([], [])
     sums = [partial_sum(p.n_bytes, n) for p, n in counted if p.has_partial_grad]
-    buffers = [
-        buffer_of(
-            f"{p.name}.grad ({'summed' if p.has_partial_grad else 'own rows'})",
-            (n, *p.shape),
-            stages.weight_dtype,
-        )
-        for p, n in counted
-        if p.grad_placements != p.placements
-    ]
-    return Copies(buffers, sums)
+    copied = [(p, n) for p, n in counted if p.grad_placements != p.placements]
+    names = [f"{p.name}.grad ({'summed' if p.has_partial_grad else 'own rows'})" for p, _ in copied]
+    shapes = [(n, *p.shape) for p, n in copied]
+    return Copies([buffer_of(*one, stages.weight_dtype) for one in zip(names, shapes, strict=True)], sums)
 
 
 def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
@@ -205,12 +189,13 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     Source: `torch.nn.utils.clip_grad:_get_total_norm`, `torch.distributed.tensor._ops._math_ops:_NormPartial`
     (raised to the power, all-reduced, and back).
     """
-    one_by_one = stages.options.optimizer_impl == "for-loop"
-    for group in _lists(_held(stages, in_order), apart=stages.plan.tp > 1):
+    plan, one_by_one = stages.plan, stages.options.optimizer_impl == "for-loop"
+    for group in _lists(_held(stages, in_order), apart=plan.tp > 1):
         partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)
         names = ["norms of gradients", "stacked norms of gradients"]
-        divided_over = _divided_over(stages.plan, group)
+        axes: dict[Axis, bool] = {"dp": plan.fsdp, "tp": plan.tp > 1 and group[0][0].is_dtensor}
+        divided_over = [axis for axis, divided in axes.items() if divided]
         if divided_over:
             names += ["powers of norms", "all-reduced powers of norms", "all-reduced norms"]
         norms, *others = (buffer_of(name, (n_norms,), stages.weight_dtype) for name in names)
@@ -224,12 +209,12 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
         n_bytes = n_norms * stages.weight_dtype.itemsize
         sent = [_all_reduce(axis, "norms of gradients", n_bytes) for axis in divided_over]
         yield from (*allocs(*others), *sent, *frees(*others, norms))
-    if stages.plan.pp > 1:
+    if plan.pp > 1:
         yield _all_reduce("pp", "norms of gradients", stages.weight_dtype.itemsize)
 
 
 def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
-    """The norms of chunks in the CUDA kernel over a list of gradients; each has as many as the largest.
+    """The CUDA kernel's norms of chunks of gradients; each gradient has room for the chunks of the largest.
 
     Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu (`_foreach_tensor_norm_cuda_impl`).
     """
@@ -237,12 +222,6 @@ def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
         return []
     n_chunks = -(-max(stages.weight_elements(parameter) for parameter, _ in group) // CUDA_CHUNK_ELEMENTS)
     return [buffer_of("norms of chunks of gradients", (n_chunks * sum(n for _, n in group),), FP32)]
-
-
-def _divided_over(plan: Plan, group: Counted) -> list[Axis]:
-    """The mesh axes over which a list of gradients is divided; none for plain tensors."""
-    over: list[Axis] = ["dp"] if plan.fsdp else []
-    return [*over, "tp"] if plan.tp > 1 and group[0][0].is_dtensor else over
 
 
 def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
@@ -288,17 +267,12 @@ def _updated_lists(stages: RankStages, in_order: bool) -> list[Counted]:
 
 def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[Sequence[Parameter], int]]:
     """The parameters that this rank updates, in the module's order."""
-    if stages.owned is not None:
-        yield stages.owned, 1
-    elif in_order:
-        yield stages.trained_parameters(), 1
-    else:
-        for stage in stages:
-            yield trained(stage.trace.embed_parameters), 1
-            for block, n in stage.blocks:
-                yield trained(block.parameters), min(1, n)
-                yield trained(block.parameters), max(0, n - 1)
-            yield trained(stage.trace.head_parameters), 1
+    if in_order or stages.owned is not None:
+        yield stages.trained_parameters() if stages.owned is None else stages.owned, 1
+        return
+    for stage in stages:
+        for parameters, n in stage.counted_parts:
+            yield from ((trained(parameters), times) for times in (min(1, n), n - 1) if times > 0)
 
 
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:

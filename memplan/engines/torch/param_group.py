@@ -36,12 +36,10 @@ class ParamGroup:
         self, stage: Stage, dp_rank: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
     ) -> None:
         n, formats = stage.plan.dp, stage.plan.formats
-        self.stage = stage
-        self.dp_rank = dp_rank
+        self.stage, self.dp_rank, self.reshards = stage, dp_rank, reshards
         self.parts = [part for part in parts if part.parameters and part.n]
         trained_parts = [EqualParameters(tuple(trained(part.parameters)), part.n) for part in self.parts]
         self.trained = [part for part in trained_parts if part.parameters]
-        self.reshards = reshards
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
         self.dtype = formats.reduce
         shards, reduced = (
@@ -61,6 +59,10 @@ class ParamGroup:
         self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
         self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
+        self.all_gather = Collective(
+            kind="all_gather", axis="dp", what="gather weights",
+            payload_bytes=self.flat.n_bytes, overlap="compute",
+        )  # fmt: skip
         self.reduce_scatter = Collective(
             kind="reduce_scatter", axis="dp", what="reduce gradients",
             payload_bytes=self.reduce_input.n_bytes, overlap="backward",
@@ -99,14 +101,7 @@ class ParamGroup:
         """
         for inputs, times in self.inputs:
             yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
-        gathered = Collective(
-            kind="all_gather",
-            axis="dp",
-            what="gather weights",
-            payload_bytes=self.flat.n_bytes,
-            overlap="compute",
-        )
-        yield (*allocs(self.flat), gathered), 1
+        yield (*allocs(self.flat), self.all_gather), 1
         if self.stage.op_context.gathers_in_copies:
             yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
         for inputs, times in self.inputs:
@@ -115,12 +110,8 @@ class ParamGroup:
     @cached_property
     def gathered(self) -> dict[Buffer, Buffer]:
         """The buffers of an all-gather, each with its copy for all-gathers that a schedule asks for."""
-        found = [
-            self.flat,
-            *(buffer for inputs, _ in self.inputs for buffer in inputs),
-            *self.uploads.values(),
-        ]
-        return {buffer: copy(buffer) for buffer in found}
+        inputs = [buffer for found, _ in self.inputs for buffer in found]
+        return {buffer: copy(buffer) for buffer in (self.flat, *inputs, *self.uploads.values())}
 
     def ahead(self, counted: Iterable[CountedEvents]) -> Iterator[CountedEvents]:
         """The all-gather that a schedule asks for: as `unshard`, but on the default stream."""
@@ -137,13 +128,7 @@ class ParamGroup:
         if not self.stage.offloads:
             return allocs(shard)
         uploaded = self.uploads.get(shard, shard)
-        copied = Collective(
-            kind="copy",
-            axis="host",
-            what="weights to the GPU",
-            payload_bytes=uploaded.n_bytes,
-            overlap="compute",
-        )
+        copied = _copied("weights to the GPU", uploaded.n_bytes, "compute")
         if uploaded is shard:
             return (*allocs(shard), copied)
         return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
@@ -253,8 +238,8 @@ class ParamGroup:
         for parameters, times in self.trained:
             narrow = [p for p in parameters if grads[p].dtype != self.dtype]
             if self.stage.device.on_cpu or any(grads[p].dtype != BF16 for p in narrow):
-                name = "{}.grad ({})".format
-                yield [buffer_of(name(p.name, self.dtype.name), p.shape, self.dtype) for p in narrow], times
+                what = f"grad ({self.dtype.name})"
+                yield [buffer_of(f"{p.name}.{what}", p.shape, self.dtype) for p in narrow], times
 
     def _downloads(self, comms: "CommContext") -> Iterator[CountedEvents]:
         """The copy of sharded gradients to the host: it overlaps, unless they are added to older ones."""
@@ -265,10 +250,7 @@ class ParamGroup:
         for parameters, times in self.trained:
             for p in parameters:
                 n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
-                copied = Collective(
-                    kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap
-                )
-                yield (copied,), times
+                yield (_copied(what, n_bytes, overlap),), times
 
     def passes_on(self, comms: "CommContext") -> bool:
         """Whether reduced gradients are freed after being added to older ones or copied to the host."""
@@ -279,11 +261,9 @@ class ParamGroup:
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:AllReduceState`.
         """
-        if not self.trained:
-            return
-        if self.casts_reduced:
+        if self.trained and self.casts_reduced:
             yield frees(self.reduce_output), self.replicates
-        elif self.passes_on(comms):
+        elif self.trained and self.passes_on(comms):
             yield frees(self.passing), self.replicates
 
     def _pads_in_kernel(self, dtype: DType) -> bool:
@@ -321,6 +301,10 @@ class ParamGroup:
                 copied = (*allocs(wide[p]), *frees(wide[p])) if self.stage.device.casts_in_copies else ()
                 found += [*(copied if has_sums else allocs(wide[p])), *frees(grads[p])]
             yield tuple(found), times
+
+
+def _copied(what: str, n_bytes: int, overlap: Overlap) -> Collective:
+    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap)
 
 
 class CommContext:

@@ -16,9 +16,9 @@ from memplan.engines.torch import releasing
 from memplan.engines.torch.module import (
     StageModule,
     backward_pass,
-    computed,
     forward_pass,
     named_pass,
+    played,
     repeat,
     turns,
     with_p2p,
@@ -71,25 +71,20 @@ def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     Source: `torch.distributed.pipelining.schedules:ScheduleGPipe._step_microbatches`.
     """
     stage, m = module.stage, stages.plan.n_micro_batches
-    keeps_sent = stage.keeps_sent
+    keeps_outputs = stage.keeps_sent and not stage.last
+    keeps_grads = stage.keeps_sent or stage.first
 
     def backward(i: int) -> Stretch:
         if i == m - 1:
             module.require_gradient_sync()
-        drops_sent = i > 0 and not (keeps_sent or stage.first)
-        drops_output = i < m - 1 and not (keeps_sent and not stage.last)
-        return backward_pass(
-            module,
-            *([module.release_input_grad] if drops_sent else []),
-            module.backward(),
-            *([module.release] if drops_output else []),
-        )
+        sent = [module.release_input_grad] * (i > 0 and not keeps_grads)
+        output = [module.release] * (i < m - 1 and not keeps_outputs)
+        return backward_pass(module, *sent, module.backward(), *output)
 
     steps = repeat(m, lambda: forward_pass(module, module.forward()), [module])
     steps += turns(m, {0, 1, m - 1, m}, backward, module)
-    outputs = m if keeps_sent and not stage.last else 1
-    input_grads = 0 if stage.first else m if keeps_sent else 1
-    return [*steps, *_ended(module, outputs, input_grads, m)]
+    input_grads = 0 if stage.first else m if keeps_grads else 1
+    return [*steps, *_ended(module, m if keeps_outputs else 1, input_grads, m)]
 
 
 def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch]:
@@ -107,17 +102,14 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
     last_turn, sent_alone = m - warm_up, warm_up - 2
     holds = stage.keeps_sent and not stage.last and 0 <= sent_alone < last_turn
 
-    def done(i: int) -> list[Stretch]:
-        if stage.last or i == m - 1 or (holds and i == sent_alone):
-            return []
-        return [module.release] * (2 if holds and i == last_turn else 1)
-
     def turn(i: int) -> Stretch:
         forward = forward_pass(module, module.forward(replaces=stage.last)) if 0 < i <= last_turn else None
         if i == m - 1:
             module.require_gradient_sync()
-        sent = [module.release_input_grad] if i > 0 and not stage.first else []
-        backward = backward_pass(module, module.backward(), *sent, *done(i))
+        sent = [module.release_input_grad] * (i > 0 and not stage.first)
+        is_freed = not (stage.last or i == m - 1 or (holds and i == sent_alone))
+        outputs = [module.release] * (is_freed + (holds and i == last_turn))
+        backward = backward_pass(module, module.backward(), *sent, *outputs)
         return backward if forward is None else chain("forward and backward", forward, backward)
 
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())
@@ -161,12 +153,9 @@ class _Runtime:
     """
 
     def __init__(self, stages: RankStages, modules: Sequence[Module]) -> None:
-        plan = stages.plan
-        self.stages = stages
-        self.indices = stages.indices
-        self.modules = modules
+        self.stages, self.indices, self.modules = stages, stages.indices, modules
         self.keeps_sent = stages.stages[0].keeps_sent
-        self.order = plan_order(plan, stages.rank.pp)
+        self.order = plan_order(stages.plan, stages.rank.pp)
         self.done: dict[tuple[ActionKind, Module | int, Any], tuple[Stretch, Any]] = {}
         self.own: dict[tuple[Stretch, int], Stretch] = {}
         self.played_as: list[Module | int] = [
@@ -176,11 +165,9 @@ class _Runtime:
 
     def step(self) -> list[Stretch]:
         """The frees of what the last step left, all actions, then the frees when the schedule returns."""
-        left = [
-            repeated(events("start of the schedule", frees(buffer)), n)
-            for buffer, n in left_behind(self.stages).items()
-        ]
-        return [*left, *self._run(self.order), *self._end()]
+        name, left = "start of the schedule", left_behind(self.stages)
+        dropped = [repeated(events(name, frees(buffer)), n) for buffer, n in left.items()]
+        return [*dropped, *self._run(self.order), *self._end()]
 
     def _run(self, loop: Loop) -> list[Stretch]:
         if loop.times == 1:
@@ -211,48 +198,35 @@ class _Runtime:
         return self.own[made, local]
 
     def _acted(self, action: Action, module: Module) -> Stretch:
-        match action.kind:
-            case "unshard":
-                return _one(module.unshard())
-            case "reshard":
-                return _one(module.reshard())
-            case "reduce":
-                return _one(module.reduce_grads())
-        if action.kind == "last-backward":
-            module.require_gradient_sync()
         local, kind = action.local, action.kind
+        if kind in ("unshard", "reshard", "reduce"):
+            return _one(played(module, kind))
+        if kind == "last-backward":
+            module.require_gradient_sync()
         after, before = self._next_is_here(local), self._previous_is_here(local)
         waited = module.wait_for_unshard()
-        turns = with_p2p(module, kind, computed(module, kind), next_is_here=after, previous_is_here=before)
+        turns = with_p2p(module, kind, played(module, kind), next_is_here=after, previous_is_here=before)
         return named_pass(module, local, kind, [*waited, *turns, *self._dropped(action, module)])
 
     def _dropped(self, action: Action, module: Module) -> Iterator[Stretch]:
-        """The frees after a pass: the stage's output, and its input's gradient if no handle holds it."""
-        local, stage = action.local, module.stage
-        match action.kind:
-            case "forward" if self._next_is_here(local):
+        """The frees after a pass: the output and the input's gradient, unless a send's handle holds them.
+
+        A tensor that goes to another stage on this rank frees the receive buffer that it replaces.
+        """
+        (kind, local), stage = action, module.stage
+        after, before = self._next_is_here(local), self._previous_is_here(local)
+        if kind == "forward":
+            if after:
                 yield events("hand-over to the next stage", frees(self._received(local, 1)[0]))
-            case "backward" | "last-backward":
-                yield from self._outputs(local, dropped=True)
-                yield from self._input_grad(local, dropped=not self.keeps_sent)
-            case "backward-input" if not stage.first:
-                yield from self._outputs(local, dropped=stage.last)
-                yield from self._input_grad(local, dropped=False)
-            case "backward-weight":
-                yield from self._outputs(local, dropped=not stage.last)
-
-    def _outputs(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
-        """Frees the stage's output, unless a send's handle or the next stage on this rank holds it."""
-        kept = self._next_is_here(local) or (self.keeps_sent and not self.modules[local].stage.last)
-        if dropped and not kept:
-            yield self.modules[local].release
-
-    def _input_grad(self, local: int, *, dropped: bool) -> Iterator[Stretch]:
-        """Frees the input's gradient, or the buffer that it replaces in the stage before on this rank."""
-        if self._previous_is_here(local):
+            return
+        whole = kind in ("backward", "last-backward")
+        ends_output = whole or (kind == "backward-input") == stage.last
+        if ends_output and not (after or (self.keeps_sent and not stage.last)):
+            yield module.release
+        if before and kind != "backward-weight":
             yield events("hand-over to the stage before", frees(self._received(local, -1)[1]))
-        elif dropped and not self.modules[local].stage.first:
-            yield self.modules[local].release_input_grad
+        elif whole and not (self.keeps_sent or stage.first):
+            yield module.release_input_grad
 
     def _received(self, local: int, beyond: int) -> tuple[Buffer, Buffer]:
         """The receive buffers of a neighbouring stage on this rank."""

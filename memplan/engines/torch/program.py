@@ -35,16 +35,21 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     own = _own(stages, modules)
     fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
+
+    def step(of: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
+        return chain("step", *schedule(of, modules), *([] if of.offloads else [update(of, in_order=True)]))
+
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
+    later = [bucket for stage in stages for bucket in reducer_of(stage).buckets] if stages.plan.ddp else []
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
         start=tuple(_received(stages)),
-        first_step=None if fresh is None else _step(fresh, first),
+        first_step=None if fresh is None else step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
-            *allocs(*_later_buckets(stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
+            *allocs(*_flat(later, stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
         ),
-        step=_step(stages, own),
+        step=step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
         beside=stages.kept_workspaces,
@@ -58,7 +63,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
 
 
 def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[StageModule[Any]]:
-    """The module of each stage; under FSDP2 equal stages have groups, and so streams, of their own."""
+    """The module of each stage; under FSDP2 equal stages have separate groups, and so separate streams."""
     found: dict[Stage, StageModule[Any]] = {}
     made: list[StageModule[Any]] = []
     for stage in stages:
@@ -66,11 +71,6 @@ def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[
         found[stage] = known or module_of(stage, stages.rank.dp)
         made.append(found[stage].fresh())
     return made
-
-
-def _step(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
-    updates = [] if stages.offloads else [update(stages, in_order=True)]
-    return chain("step", *schedule(stages, modules), *updates)
 
 
 def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
@@ -89,8 +89,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
         else:
             yield from (*allocs(*_weights(stages, stage.parameters())), *buffers)
         if plan.ddp:
-            yield from _broadcast(stages, stage)
-            yield from allocs(*first_buckets[stage])
+            yield from (*_broadcast(stages, stage), *allocs(*first_buckets[stage]))
     if plan.formats.loss_scaled:
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))
@@ -173,21 +172,12 @@ def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[
 def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
     """DDP's bucket in the first step: one for all gradients, since the order in which they come is not known.
 
-    Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`.
+    From the second step on there are several, rebuilt in the order in which gradients came.
+
+    Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`,
+    torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
     """
     return _flat([trained(stage.parameters())], stages) if stages.plan.ddp else []
-
-
-def _later_buckets(stages: RankStages) -> list[Buffer]:
-    """DDP's buckets from the second step on, rebuilt in the order in which gradients came.
-
-    Source: torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
-    """
-    return (
-        _flat([bucket for stage in stages for bucket in reducer_of(stage).buckets], stages)
-        if stages.plan.ddp
-        else []
-    )
 
 
 def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buffer]:

@@ -18,9 +18,9 @@ from memplan.engines.torch.lowering import Step, steps
 from memplan.engines.torch.module import (
     StageModule,
     backward_pass,
-    computed,
     forward_pass,
     named_pass,
+    played,
     repeat,
     turns,
     with_p2p,
@@ -54,15 +54,14 @@ def gpipe(stages: RankStages, module: Module) -> list[Stretch]:
     def backward(i: int) -> Stretch:
         if i == m - 1:
             module.require_gradient_sync()
-        replaced = module.release_received_grad if keeps else module.release_input_grad
-        parts = [module.receive_grad, *([replaced] if i > 0 else []), module.backward()]
-        parts += _returned(module)
-        return backward_pass(module, *parts, *([] if keeps else [module.release_received_grad]))
+        replaced = [module.release_received_grad if keeps else module.release_input_grad] * (i > 0)
+        parts = [module.receive_grad, *replaced, module.backward(), *_returned(module)]
+        return backward_pass(module, *parts, *[module.release_received_grad] * (not keeps))
 
     steps = repeat(m, lambda: forward_pass(module, module.receive_input, module.forward()), [module])
     steps.append(repeated(module.release, m if early else 0))
     steps += turns(m, {0, 1, m - 1, m}, backward, module)
-    last_grad = [module.release_received_grad] if keeps else []
+    last_grad = [module.release_received_grad] * keeps
     ended = list(_ended(module, m if keeps else 1, m))
     return [*steps, *ended, *last_grad] if stage.first else [*steps, *last_grad, *ended]
 
@@ -79,7 +78,7 @@ def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch
     early = lets_outputs_go(module)
 
     def warm(i: int) -> Stretch:
-        released = [module.release] if early and i > 0 else []
+        released = [module.release] * (early and i > 0)
         return forward_pass(module, module.receive_input, module.forward(), *released)
 
     def turn(i: int) -> Stretch:
@@ -87,25 +86,17 @@ def one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretch
         forward = forward_pass(module, module.receive_input, module.forward()) if ahead else None
         if i == m - 1:
             module.require_gradient_sync()
-        parts = [module.receive_grad]
-        if i <= last_turn and early:
-            parts.append(module.release)
-        if i > last_turn + 1:
-            parts.append(module.release_received_grad)
-        parts += [module.backward(), *_returned(module, is_held=i == m - 1)]
-        if i <= last_turn:
-            parts.append(module.release_received_grad)
-        backward = backward_pass(module, *parts, *([module.release_input_grad] if i > 0 else []))
+        freed = [module.release] * (early and i <= last_turn)
+        freed += [module.release_received_grad] * (i > last_turn + 1)
+        parts = [module.receive_grad, *freed, module.backward(), *_returned(module, is_held=i == m - 1)]
+        freed = [module.release_received_grad] * (i <= last_turn) + [module.release_input_grad] * (i > 0)
+        backward = backward_pass(module, *parts, *freed)
         return backward if forward is None else chain("forward and backward", forward, backward)
 
     steps = turns(warm_up, {0, 1, warm_up}, warm, module)
     steps += turns(m, {0, 1, last_turn, last_turn + 1, last_turn + 2, m - 1, m}, turn, module)
-    steps += _ended(module, 1, m)
-    if not module.stage.last:
-        steps.append(module.release_received_input)
-    if warm_up > 1:
-        steps.append(module.release_received_grad)
-    return steps
+    steps += [*_ended(module, 1, m), *[module.release_received_input] * (not module.stage.last)]
+    return steps + [module.release_received_grad] * (warm_up > 1)
 
 
 def _returned(module: Module, *, is_held: bool = False) -> Iterator[Stretch]:
@@ -128,9 +119,9 @@ class Runtime:
     """The actions of one rank's step where it has several stages, or where backward passes are split.
 
     Holders of a tensor are counted, and it is freed with its last one. Holders are the stage's state of the
-    micro-batch, up to the end of its backward pass; a stage of the same rank that was given the tensor; the
-    handle of a gradient's send, up to the end of the step; the losses, unless the first part of a split
-    backward pass has detached them.
+    micro-batch, up to the end of its backward pass (a split one's also as `grad` of its input); a stage of
+    the same rank that was given the tensor; the handle of a gradient's send, up to the end of the step; the
+    losses, unless the first part of a split backward pass has detached them.
 
     Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`, torch 2.15's
     `_PendingSendTracker`, `_add_wait_send` (pipelining/schedules.py).
@@ -168,12 +159,8 @@ class Runtime:
         kind, index, i = step
         module = self.modules[index]
         match kind:
-            case "unshard":
-                return module.unshard()
-            case "reshard":
-                return module.reshard()
-            case "reduce":
-                return module.reduce_grads()
+            case "unshard" | "reshard" | "reduce":
+                return played(module, kind)
             case "wait-reduce":
                 return []
             case "receive-input":
@@ -189,27 +176,20 @@ class Runtime:
         module, action = self.modules[index], cast(ActionKind, kind)
         after, before = index + 1 in self.modules, index - 1 in self.modules
         parts = [*module.wait_for_unshard()]
-        run = computed(module, action)
+        run = played(module, action)
         parts += with_p2p(module, action, run, next_is_here=after, previous_is_here=before)
         if kind == "forward":
             self.holders["output", index, i] += 1 + after
         else:
             if kind != "backward-weight" and not module.stage.first:
-                self._gave_input_grad(step)
+                held = "gradient of the input", index, i
+                self.holders[held] += 2 if kind == "backward-input" else 1
+                self.sent += [] if before else [held]
             parts += self._let_go(step)
         key = kind, index, tuple(parts)
         if key not in self.made:
             self.made[key] = named_pass(module, self.local[index], action, parts)
         return self.made[key]
-
-    def _gave_input_grad(self, step: Step) -> None:
-        """Count the holders of the input's gradient: its send or the stage before, and the input's `grad`."""
-        held = "gradient of the input", step.stage, step.micro_batch
-        self.holders[held] += 1
-        if step.kind == "backward-input":
-            self.holders[held] += 1
-        if step.stage - 1 not in self.modules:
-            self.sent.append(held)
 
     def _let_go(self, step: Step) -> Iterator[Stretch]:
         """The frees of what the stage drops of a micro-batch after a backward pass or a part of one."""
@@ -221,7 +201,7 @@ class Runtime:
             return
         if not stage.first:
             here = index - 1 in self.modules
-            held: Held = ("output", index - 1, i) if here else ("received input", index, i)
+            held = ("output", index - 1, i) if here else ("received input", index, i)
             if stage.last and kind == "backward":
                 self.with_losses.append(held)
             else:
@@ -230,9 +210,8 @@ class Runtime:
                 yield from self._dropped(("gradient of the input", index, i))
         if not stage.last:
             here = index + 1 in self.modules
-            yield from self._dropped(
-                ("gradient of the input", index + 1, i) if here else ("received gradient", index, i)
-            )
+            held = ("gradient of the input", index + 1, i) if here else ("received gradient", index, i)
+            yield from self._dropped(held)
 
     def _dropped(self, held: Held) -> list[Stretch]:
         """Take one holder away; the free of the tensor if it was the last."""
@@ -241,12 +220,10 @@ class Runtime:
             return []
         what, index, _ = held
         module = self.modules[index]
-        match what:
-            case "output":
-                return [module.release]
-            case "received input":
-                return [module.release_received_input]
-            case "received gradient":
-                return [module.release_received_grad]
-            case _:
-                return [module.release_input_grad]
+        frees = {
+            "output": module.release,
+            "received input": module.release_received_input,
+            "received gradient": module.release_received_grad,
+            "gradient of the input": module.release_input_grad,
+        }
+        return [frees[what]]

@@ -1,4 +1,4 @@
-"""Pipeline stages, and one rank of them: its part of the parameters, what it holds between steps."""
+"""Pipeline stages, and the stages of one rank: its parameters, and what it holds between steps."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -76,8 +76,12 @@ class Stage:
 
         Source: torch 2.15's `FSDPParamGroup._set_unsharded_grad_dtypes` (`Tensor.grad_dtype`).
         """
-        formats = self.plan.formats
-        return self.plan.fsdp and formats.reduce != formats.gather and self.options.release >= (2, 15)
+        return self.plan.fsdp and self.reduces_in_other_dtype and self.options.release >= (2, 15)
+
+    @property
+    def reduces_in_other_dtype(self) -> bool:
+        """Whether gradients are reduced in another type than they are computed in."""
+        return self.plan.formats.reduce != self.plan.formats.gather
 
     @property
     def widens_grads(self) -> bool:
@@ -166,6 +170,12 @@ class Stage:
         known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
         return tuple([(known[kind], n) for kind, n in self.layers])
 
+    @property
+    def counted_parts(self) -> list[tuple[tuple[Parameter, ...], int]]:
+        """The parameters of the embedding, of one block of each run, and of the head, with their number."""
+        blocks = [(block.parameters, n) for block, n in self.blocks]
+        return [(self.trace.embed_parameters, 1), *blocks, (self.trace.head_parameters, 1)]
+
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
         blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
@@ -224,10 +234,10 @@ class RankStages:
         other.received = self.received
         return other
 
-    def moved(self, pp_rank: int) -> "RankStages":
-        """The same on another pipeline rank with stages of the same kinds; traces are kept."""
+    def at(self, **place: int) -> "RankStages":
+        """The same at another place on the mesh, with stages of the same kinds; traces are kept."""
         other = copy(self)
-        other.rank = replace(self.rank, pp=pp_rank)
+        other.rank = replace(self.rank, **place)
         return other
 
     def __iter__(self) -> Iterator[Stage]:
@@ -243,23 +253,16 @@ class RankStages:
         """Whether the rank has the pipeline's last stage."""
         return any(stage.last for stage in self.stages)
 
-    def parameters(self) -> list[Parameter]:
-        """Every parameter of the rank, stage by stage, in the module's order."""
-        return [parameter for stage in self.stages for parameter in stage.parameters()]
-
     def trained_parameters(self) -> list[Parameter]:
         """The optimizer's parameters: the ones that require gradients, in the module's order."""
-        return trained(self.parameters())
+        return trained(parameter for stage in self.stages for parameter in stage.parameters())
 
     @cached_property
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
-        for stage in self.stages:
-            found.update(stage.trace.embed_parameters)
-            for block, n in stage.blocks:
-                found.update(dict.fromkeys(block.parameters, n))
-            found.update(stage.trace.head_parameters)
+        for parameters, n in (part for stage in self.stages for part in stage.counted_parts):
+            found.update(dict.fromkeys(parameters, n))
         return list(found.items())
 
     def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
@@ -272,13 +275,8 @@ class RankStages:
             return self
         per_element = N_MOMENTS[self.plan.optimizer] * self.weight_dtype.itemsize
         per_tensor = FP32.itemsize * self.counts_steps
-        sizes = [
-            sum([p.n_elements for p in owned]) * per_element + len(owned) * per_tensor
-            for owned in self.partition
-        ]
-        other = copy(self)
-        other.rank = replace(self.rank, dp=sizes.index(max(sizes)))
-        return other
+        sizes = [sum([p.n_elements * per_element + per_tensor for p in owned]) for owned in self.partition]
+        return self.at(dp=sizes.index(max(sizes)))
 
     @cached_property
     def partition(self) -> list[list[Parameter]]:
@@ -318,8 +316,8 @@ class RankStages:
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
         held: Alive = Counter() if self.offloads else self.states - self.step_counts
-        kept = self.workspaces, self.hook_workspaces, self.loss_scale
-        for more in (self.inputs, self.mesh, self.barrier, *kept):
+        held.update(workspace for _, workspace in self.kept_workspaces)
+        for more in (self.inputs, self.mesh, self.barrier, self.hook_workspaces, self.loss_scale):
             held.update(more)
         return held
 
@@ -372,14 +370,11 @@ class RankStages:
             if in_buckets:
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] += n
             kept = n if owned is None else owned[parameter]
-            if kept:
-                for name in names:
-                    moment = buffer_of(
-                        f"{parameter.name}.{name}", self.state_shape(parameter), dtype, "optimizer"
-                    )
-                    alive[moment] += kept
-                if len(names) == 2:
-                    alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
+            for name in names if kept else ():
+                state = self.state_shape(parameter)
+                alive[buffer_of(f"{parameter.name}.{name}", state, dtype, "optimizer")] += kept
+            if kept and len(names) == 2:
+                alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
         if self.options.static_graph:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())
             in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
@@ -402,29 +397,18 @@ class RankStages:
         idle = not any(stage.n_blocks or stage.last for stage in self.stages)
         if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
             return ()
+        forward = [stage.trace.products for stage in self.stages]
+        backward = [stage.trace.products_backward for stage in self.stages]
+        if self.plan.splits_backward:
+            backward += [stage.split.products for stage in self.stages if not stage.first]
         cublas = buffer_of("cuBLAS workspace", (product_workspace_bytes(self.device, release),), UINT8)
-        found = [(products, cublas) for products in self.products]
+        lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
+        passes = [frozenset[Buffer]().union(*products) for products in (forward, backward)]
+        found = [(products, cublas) for products in passes]
         if release < (2, 12):
-            lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
-            for products in self.products:
-                biased = frozenset([y for y in products if y.role is Role.BIASED_PRODUCT])
-                found += [(biased, lt)] if biased else []
+            biased = [frozenset(y for y in own if y.role is Role.BIASED_PRODUCT) for own in passes]
+            found += [(products, lt) for products in biased if products]
         return tuple(found)
-
-    @property
-    def products(self) -> tuple[frozenset[Buffer], frozenset[Buffer]]:
-        """The results of the matrix products of the forward and of the backward passes."""
-        forward = frozenset().union(*[stage.trace.products for stage in self.stages])
-        backward = frozenset().union(
-            *[stage.trace.products_backward for stage in self.stages],
-            *[stage.split.products for stage in self.stages if self.plan.splits_backward and not stage.first],
-        )
-        return forward, backward
-
-    @property
-    def workspaces(self) -> Alive:
-        """The workspaces that cuBLAS keeps from its first products on."""
-        return Counter([workspace for _, workspace in self.kept_workspaces])
 
     @property
     def hook_workspaces(self) -> Alive:
@@ -466,11 +450,10 @@ class RankStages:
         alive.update(others)
         for buffer in self.buffers:
             alive[buffer] += len(self.stages)
-        for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
-            if stage.keeps_received and not stage.first:
-                alive[received_input] += plan.n_micro_batches
-            if stage.keeps_received and not stage.last:
-                alive[received_grad] += plan.n_micro_batches
+        for stage, received in zip(self.stages, self.received, strict=True):
+            for buffer, comes in zip(received, (not stage.first, not stage.last), strict=True):
+                if comes and stage.keeps_received:
+                    alive[buffer] += plan.n_micro_batches
         return alive
 
     @cached_property
@@ -481,16 +464,16 @@ class RankStages:
     @cached_property
     def received(self) -> list[tuple[Buffer, Buffer]]:
         """Each stage's receive buffers for a micro-batch: its input and its output's gradient."""
+        own = [stage.trace.boundary for stage in self.stages]
         names = "received input", "received gradient"
-        shapes = [(stage.trace.boundary.shape, stage.trace.boundary.dtype) for stage in self.stages]
-        return [(buffer_of(names[0], *shape), buffer_of(names[1], *shape)) for shape in shapes]
+        first, second = ([buffer_of(name, one.shape, one.dtype) for one in own] for name in names)
+        return list(zip(first, second, strict=True))
 
     @cached_property
     def grads(self) -> Alive:
         """The gradients that the optimizer sees."""
         found: Alive = Counter()
-        dtype, sharded = self.plan.formats.accumulate, self.plan.fsdp
-        for parameter, n in self.counted_trained_parameters():
-            shape: Shape = (self.weight_elements(parameter),) if sharded else parameter.grad_shape
-            found[buffer_of(f"{parameter.name}.grad", shape, dtype, "grads")] += n
+        for p, n in self.counted_trained_parameters():
+            shape = (self.weight_elements(p),) if self.plan.fsdp else p.grad_shape
+            found[buffer_of(f"{p.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n
         return found

@@ -1,7 +1,7 @@
-"""A whole step of one rank."""
+"""A rank's record: its step (passes, then the update), and what it holds between steps."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,7 @@ class Player:
 
     def __init__(self) -> None:
         self.modules: dict[Stage, StageModule[Any]] = {}
-        self._rest: dict[tuple[Stage, ...], Alive] = {}
-        self._updates: dict[tuple[Stage, ...], list[Stretch]] = {}
+        self._known: dict[tuple[Stage, ...], tuple[Alive, list[Stretch]]] = {}
 
     def __call__(self, stages: RankStages) -> RankRecord:
         """The rank's record: what it holds between steps, and its step."""
@@ -31,17 +30,17 @@ class Player:
             if stage not in self.modules:
                 self.modules[stage] = module_of(stage, stages.rank.dp)
         own = [self.modules[stage].fresh() for stage in stages]
-        if stages.stages not in self._rest:
-            self._rest[stages.stages] = stages.rest + kept_grads(stages, own)
-            self._updates[stages.stages] = updates(stages)
-        rest, left = self._rest[stages.stages], left_behind(stages)
+        if stages.stages not in self._known:
+            kept = grads_at_rest(stages, own) + kept_by_hooks(own)
+            self._known[stages.stages] = stages.rest + kept, updates(stages)
+        (rest, updated), left = self._known[stages.stages], left_behind(stages)
         return RankRecord(
             rank=stages.rank,
             layers=stages.layers,
             rest=rest + left if left else rest,
-            step=chain("step", *schedule(stages, own), *self._updates[stages.stages]),
+            step=chain("step", *schedule(stages, own), *updated),
             grads=stages.grads,
-            update=tuple(self._updates[stages.stages]),
+            update=tuple(updated),
             step_counts=stages.step_counts,
             host=host_of(stages),
             program=None if stages.device.on_cpu else partial(program, stages, self.modules),
@@ -57,19 +56,14 @@ def updates(stages: RankStages) -> list[Stretch]:
     return [repeated(events("update on the host", [event]), n) for event, n in sent]
 
 
-def kept_grads(stages: RankStages, modules: Sequence[StageModule[Any]]) -> Alive:
-    """Gradients kept from step to step: zeroed ones, and the state of a DDP communication hook."""
-    grads = Counter() if stages.options.set_to_none else _grads_at_rest(stages, modules)
-    return grads + kept_by_hooks(modules)
-
-
-def _grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
+def grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
     """Zeroed gradients between steps, apart from DDP's buckets; FSDP2 has one flat tensor per unit."""
+    if stages.options.set_to_none or stages.options.gradient_as_bucket_view or stages.offloads:
+        return Counter()
     if not stages.plan.fsdp:
-        return Counter() if stages.options.gradient_as_bucket_view else stages.grads
+        return stages.grads
+    units = [unit for one in modules if isinstance(one, FSDPModule) for unit in one.units]
     found: Alive = Counter()
-    for one in modules:
-        if isinstance(one, FSDPModule) and not stages.offloads:
-            for unit, times in one.units:
-                found[unit.reduced] += times * bool(unit.trained)
+    for unit, times in units:
+        found[unit.reduced] += times * bool(unit.trained)
     return found
