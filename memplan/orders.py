@@ -3,6 +3,7 @@
 An action need not name its micro-batch: each kind of pass of a stage takes the micro-batches in turn.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import repeat
@@ -112,15 +113,9 @@ def in_rows(loop: Loop) -> Iterator[tuple[Action, int]]:
 
 def counts(loop: Loop) -> dict[Action, int]:
     """The occurrences of each action."""
-    found: dict[Action, int] = {}
+    found: Counter[Action] = Counter()
     for part in loop.parts:
-        if isinstance(part, Action):
-            found[part] = found.get(part, 0) + 1
-        else:
-            for action, n in counts(part).items():
-                found[action] = found.get(action, 0) + n
-    if loop.times == 1:
-        return found
+        found.update({part: 1} if isinstance(part, Action) else counts(part))
     return {action: n * loop.times for action, n in found.items()}
 
 

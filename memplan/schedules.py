@@ -3,8 +3,8 @@
 `SCHEDULES` has memplan's own. Another package adds one by an entry point of the group `memplan.schedules`
 (see `memplan.registry`), and it is planned, searched and asked for by its name like these.
 
-Source: `torch.distributed.pipelining.schedules:ScheduleLoopedBFS._calculate_single_rank_operations`, and that
-of each other schedule's class.
+Source: `torch.distributed.pipelining.schedules:ScheduleLoopedBFS._calculate_single_rank_operations`, and the
+same method of each other schedule's class.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +69,8 @@ class Schedule:
     def bubble_fraction(self, pp: Any, virtual_stages: Any, n_micro_batches: Any) -> Any:
         """A rank's waiting time in a step as a fraction of its busy time: numbers or arrays.
 
-        Assumes: all stages are alike; a forward pass takes as long as either half of a backward pass, which
-        matters where it is split.
+        Assumes: all stages take equally long; a forward pass takes as long as either half of a backward pass
+        (which matters where backward passes are split).
 
         >>> [float(SCHEDULES.named(s).bubble_fraction(4, 1, 8)) * 8 for s in ("gpipe", "1f1b", "zero-bubble")]
         [3.0, 3.0, 1.0]
@@ -117,12 +117,8 @@ def _one_forward_one_backward(pp: int, rank: int, v: int, m: int) -> Loop:
 
 def _looped_bfs(pp: int, rank: int, v: int, m: int) -> Loop:
     """All micro-batches through a stage before the next one; backward passes take them in reverse."""
-    return Loop(
-        (
-            *[Loop(listed(f"F{i}"), m) for i in range(v)],
-            *[Loop(listed(f"B{i}"), m) for i in reversed(range(v))],
-        )
-    )
+    passes = [f"F{i}" for i in range(v)] + [f"B{i}" for i in reversed(range(v))]
+    return Loop(tuple([Loop(listed(each), m) for each in passes]))
 
 
 def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Loop:
@@ -135,23 +131,20 @@ def _interleaved(pp: int, rank: int, v: int, m: int, *, split: bool) -> Loop:
     per_round = m // max(1, m // pp)
     warm_up = min((v - 1) * per_round + (1 if split else 2) * (pp - 1 - rank), m * v)
 
-    def stage_ahead(i: int) -> int:
+    def local(i: int) -> int:
         return index(i // per_round % v)
 
-    def stage_back(i: int) -> int:
-        return v - 1 - stage_ahead(i)
-
     def ahead(i: int) -> tuple[Action, ...]:
-        return listed(f"F{stage_ahead(i)}")
+        return listed(f"F{local(i)}")
 
     def back(i: int) -> tuple[Action, ...]:
-        return listed(f"I{stage_back(i)}" if split else f"B{stage_back(i)}")
+        return listed(f"{'I' if split else 'B'}{v - 1 - local(i)}")
 
     def weights(i: int) -> tuple[Action, ...]:
-        return listed(f"W{stage_back(i)}")
+        return listed(f"W{v - 1 - local(i)}") if split else ()
 
     def back_whole(i: int) -> tuple[Action, ...]:
-        return back(i) + weights(i - rank) if split else back(i)
+        return back(i) + weights(i - rank)
 
     n, late = m * v - warm_up, min(rank, m * v) if split else 0
     rounds = _Rounds(per_round, v * per_round)
@@ -251,8 +244,7 @@ def _dualpipe_v(pp: int, rank: int, v: int, m: int) -> Loop:
 
     def back(local: int, *, split: bool) -> None:
         end.extend(listed(f"I{local}" if split else f"B{local}"))
-        if split:
-            waiting.append(local)
+        waiting.extend([local] * split)
 
     def weights() -> None:
         if waiting:

@@ -19,6 +19,9 @@ from memplan.search.plans import Column
 NOT_REFUSED: Final = -1
 """The number of a plan that no rule refuses."""
 
+COUNTED: Final = {"dp", "dp_replicate", "virtual_stages", "n_micro_batches"}
+"""The values of an axis that the global batch follows from."""
+
 Choices = Sequence[Mapping[str, Any]]
 """An axis of a grid of plans: for each index the values of the same fields."""
 
@@ -70,7 +73,8 @@ class Rules:
         n_read = -1
         while len(rule.read) > n_read:
             n_read = len(rule.read)
-            reads = [any(_makes(name) & rule.read for name in axis[0]) for axis in axes]
+            read = rule.read | (COUNTED if "global_batch" in rule.read else set())
+            reads = [not read.isdisjoint(axis[0]) for axis in axes]
             chosen = [axis if read else axis[:1] for axis, read in zip(axes, reads, strict=True)]
             rest = dict(common)
             for axis in chosen:
@@ -82,12 +86,6 @@ class Rules:
     def number(self, text: str | None) -> int:
         """The number of a kind of refusal; `NOT_REFUSED` for None."""
         return NOT_REFUSED if text is None else self.texts.setdefault(text, len(self.texts))
-
-
-def _makes(name: str) -> set[str]:
-    """The fields of a plan that one value of an axis sets."""
-    counted = name in ("dp", "dp_replicate", "virtual_stages", "n_micro_batches")
-    return {name, "global_batch"} if counted else {name}
 
 
 def _values(rest: dict[str, Any], place: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -111,22 +109,19 @@ class _Rule:
     def said(self, values: Mapping[str, Any]) -> str | None:
         """The kind of the refusal; None if the plan is not refused."""
         key = tuple([values[name] for name in self.read])
-        if key not in self.known:
-            plan = _Read(values)
-            text = self._text(plan)
-            if not plan.read <= self.read:
-                self.read |= plan.read
-                self.known.clear()
-                return text
-            self.known[key] = text
-        return self.known[key]
-
-    def _text(self, plan: "_Read") -> str | None:
+        if key in self.known:
+            return self.known[key]
+        plan, text = _Read(values), None
         try:
             self.rule(cast("Plan", plan))
         except MemplanError as error:
-            return kind_of(error)
-        return None
+            text = kind_of(error)
+        if plan.read <= self.read:
+            self.known[key] = text
+        else:
+            self.read |= plan.read
+            self.known.clear()
+        return text
 
 
 class _Read:

@@ -171,7 +171,7 @@ class Space:
         return tuple(n for n in asked if each % n == 0) or asked[:1]
 
     def of(self, field: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values of a field: those asked for, else the usual ones."""
+        """The values of a field that were asked for, else the usual ones."""
         return self.ranges.get(field, usual)
 
     @property
@@ -324,14 +324,14 @@ class _Pipelines:
         """One plan for each mesh on which none can run."""
         structure = int(np.ravel_multi_index((0, *place), self.structures))
         found = [
-            (i, self.space.micro_batches(self.meshes[i].n_replicas)[0], rule)
+            (0, i, self.space.micro_batches(self.meshes[i].n_replicas)[0], rule)
             for i, (first, rule) in self.strays.items()
             if first == structure and (self.meshes[i].dp > 1) == several
         ]
         if found:
-            mesh, micro_batch, rule = np.array(found, np.int64).T.copy()
-            blocks = self._recompute_blocks(0, place)[:1]
-            yield self._ruled(place, np.zeros_like(mesh), mesh, micro_batch, rule, blocks)
+            yield self._ruled(
+                place, self._recompute_blocks(0, place)[:1], *np.array(found, np.int64).T.copy()
+            )
 
     def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
         """The other meshes, with the schedules whose stages are recomputed by the same numbers of blocks."""
@@ -348,24 +348,20 @@ class _Pipelines:
             same = np.array([own == blocks for own in limits])
             schedule, cell = np.nonzero(once & same[:, None])
             if len(cell):
-                rule = rules[schedule, cell]
-                yield self._ruled(place, schedule, mesh[cell], micro_batch[cell], rule, blocks)
+                columns = schedule, mesh[cell], micro_batch[cell], rules[schedule, cell]
+                yield self._ruled(place, blocks, *columns)
 
     def _recompute_blocks(self, schedule: int, place: tuple[int, ...]) -> tuple[int | None, ...]:
         if self.values["recompute"][place[-1]] == "none":
             return (self.space.blocks_if_none,)
         return self.space.recompute_blocks(self.pp * self.schedules[schedule][1])
 
-    def _ruled(
-        self,
-        place: tuple[int, ...],
-        schedule: Column,
-        mesh: Column,
-        micro_batch: Column,
-        rule: Column,
-        blocks: tuple[int | None, ...],
-    ) -> Ruled:
-        """The plans of one structure but for the schedule; `schedule` and `mesh` are indices."""
+    def _ruled(self, place: tuple[int, ...], blocks: tuple[int | None, ...], *columns: Column) -> Ruled:
+        """The plans of one structure but for the schedule.
+
+        `columns`: each cell's schedule and mesh, as indices, its micro-batch, and the rule that refuses it.
+        """
+        schedule, mesh, micro_batch, rule = columns
         shared = {name: values[i] for (name, values), i in zip(self.values.items(), place, strict=True)}
         cells = {name: np.full(len(mesh), number_of(name, value)) for name, value in shared.items()}
         cells |= zip(Mesh._fields, np.array(self.meshes)[mesh].T.copy(), strict=True)
@@ -379,7 +375,7 @@ class _Pipelines:
 
 
 def _joined(parts: Iterable[Ruled], most: int) -> Iterator[Ruled]:
-    """Grids of one kind, joined where they use the data axis alike and recompute equal numbers of blocks."""
+    """Grids, joined where all have several data-parallel ranks, or all one, and equal `recompute_blocks`."""
     kinds: dict[tuple[bool, bytes], list[Ruled]] = {}
     n_cells = 0
     for part in parts:
