@@ -48,7 +48,7 @@ def stacked_bars(
     xlabel: str,
     line: Line | None = None,
 ) -> "Figure":
-    """Bars of parts in the order of `parts`; the legend leaves out those too small to be seen in any bar."""
+    """Bars of parts in the order of `parts`; the legend leaves out a part that is too small in every bar."""
     reach = max([bar.total for bar in bars] + ([line.value] if line else []))
     labels = ["\n".join(fill(text, LABEL_LENGTH) for text in bar.label.splitlines()) for bar in bars]
     n_lines = max(label.count("\n") for label in labels) + 1
@@ -84,7 +84,7 @@ def _ends(bars: Sequence[Bar], line: Line | None, reach: float) -> list[float]:
 
 
 def _draw_part(axes: "Axes", part: Swatch, values: Sequence[float], below: list[float], reach: float) -> None:
-    """One part of every bar upon those below, with its value where there is room for it."""
+    """One part of every bar, stacked on the parts drawn before, with its value where there is room."""
     if not any(values):
         return
     rectangles = axes.barh(

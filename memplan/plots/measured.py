@@ -1,8 +1,7 @@
 """Predictions beside measurements."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memplan.plots.style import (
     BELOW,
@@ -31,7 +30,12 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     every = list(records)
     pairs = [_pair(r) for r in every if r.get("outcome") == "ok" and r.get("predicted") and r.get("measured")]
     checked_some("records that ran and were predicted", pairs)
-    figure, left, right = _two_axes(len(pairs))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, 2.2 + 0.2 * len(pairs)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
+    plain(left)
+    plain(right)
     rows = range(len(pairs))
     unit, name = binary_unit(max(pair.measured_bytes for pair in pairs))
     left.barh(rows, [p.measured_bytes / unit for p in pairs], height=0.7, color=MEASURED,
@@ -50,13 +54,13 @@ def predicted_beside_measured(records: Iterable[Mapping[str, Any]], tolerance: f
     return figure
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
+    """A case's fullest rank; of the rank farthest off prediction / measurement - 1, and the difference."""
+
     name: str
     predicted_bytes: int
     measured_bytes: int
     error: float
-    """Prediction / measurement - 1 of the rank farthest off, and its ..."""
     off_bytes: int
 
 
@@ -93,13 +97,3 @@ def _draw_errors(axes: "Axes", pairs: Sequence[_Pair], tolerance: float) -> None
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"prediction / measurement - 1 (%)\nshaded: within {tolerance:g} %")
     axes.tick_params(axis="y", length=0)
-
-
-def _two_axes(n_rows: int) -> "tuple[Figure, Axes, Axes]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_IN, 2.2 + 0.2 * n_rows), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
-    plain(left)
-    plain(right)
-    return figure, left, right

@@ -1,17 +1,15 @@
 """Peak bytes by kind: of stages, of plans, against a keyword; and the ledger at the peak."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from memplan.checks import checked_count
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
-from memplan.estimate import Estimate
+from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Verdict
-from memplan.memory import Bytes
 from memplan.plots.bars import Bar, stacked_bars
 from memplan.plots.style import (
     DASHED,
@@ -52,12 +50,7 @@ def stage_peaks(estimate: Estimate) -> "Figure":
     """The worst instant of each pipeline stage by kind, the verdict at the worst; the cluster's budget."""
     stages, worst = estimate.stages, estimate.worst
     peaks = [
-        _Peak(
-            f"stage {s.stage}\n{stage_layers_text(s.layers)}",
-            s.peak,
-            s.when,
-            estimate.verdict if s is worst else None,
-        )
+        _Peak(f"stage {s.stage}\n{stage_layers_text(s.layers)}", s, estimate.verdict if s is worst else None)
         for s in stages
     ]
     one = len(stages) == 1
@@ -71,31 +64,24 @@ def compare(estimates: Mapping[str, Estimate]) -> "Figure":
     The budget is drawn where all plans have the same one.
     """
     checked_some("estimates", estimates)
-    peaks = [_Peak(name, e.peak, e.worst.when, e.verdict) for name, e in estimates.items()]
+    peaks = [_Peak(name, e.worst, e.verdict) for name, e in estimates.items()]
     return _peaks("Peak bytes of the fullest GPU", list(estimates.values()), peaks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Peak:
+class _Peak(NamedTuple):
     label: str
-    peak: Bytes
-    when: str
+    of: StageEstimate
     verdict: Verdict | None
 
 
 def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) -> "Figure":
     budget = budget_line(estimates)
-    highest = max([each.peak.total_bytes for each in peaks] + ([budget.value] if budget else []))
+    highest = max([each.of.peak.total_bytes for each in peaks] + ([budget.value] if budget else []))
     unit, name = binary_unit(highest)
-    bars = [
-        Bar(
-            each.label,
-            {kind: each.peak.of(kind) / unit for kind in KINDS},
-            human_bytes(each.peak.total_bytes) + ("" if each.verdict is None else f", {each.verdict}"),
-            each.when,
-        )
-        for each in peaks
-    ]
+    bars = []
+    for label, of, verdict in peaks:
+        total = human_bytes(of.peak.total_bytes) + ("" if verdict is None else f", {verdict}")
+        bars.append(Bar(label, {kind: of.peak.of(kind) / unit for kind in KINDS}, total, of.when))
     return stacked_bars(
         bars,
         KINDS,
@@ -118,11 +104,8 @@ def ledger_at_peak(estimate: Estimate, stage: int | None = None, top: int = 12) 
     part = sum(row["total_bytes"] for row in shown) / of.peak.total_bytes
     title = f"The {len(shown)} largest of {len(rows)} entries alive at the peak hold {part:.0%} of it"
     peak_text = f"peak of {stage_text(estimate, of)}: {human_bytes(of.peak.total_bytes)}, {of.when}"
-    figure, axes = new_axes(
-        title,
-        f"{peak_text}\n{common_text([estimate])}",
-        height_in=1.7 + 0.31 * len(shown),
-    )
+    subtitle = f"{peak_text}\n{common_text([estimate])}"
+    figure, axes = new_axes(title, subtitle, height_in=1.7 + 0.31 * len(shown))
     values = [row["total_bytes"] / unit for row in shown]
     colors = [KINDS[row["kind"]].color for row in shown]
     bars = axes.barh(range(len(shown)), values, height=0.72, color=colors)

@@ -44,6 +44,7 @@ def front(found: "pandas.DataFrame") -> "Figure":
     known = found[found["verdict"].isin(VERDICTS) & found["tokens_per_s_per_gpu"].notna()]
     known = known[known["device_high_bytes"].notna()]
     checked_some("plans with a step time that fit or may fit", list(known.index))
+    from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
 
     figure, axes = new_axes("Speed against memory", _subtitle(found), height_in=5.0)
@@ -71,7 +72,9 @@ def front(found: "pandas.DataFrame") -> "Figure":
     axes.margins(y=0.12)
     axes.set_xlim(left=0)
     names = [f"{i + 1}  {_plan_name(row)}" for i, row in enumerate(named)]
-    _legend_beside(figure, axes, names)
+    handles, labels = axes.get_legend_handles_labels()
+    handles += [Line2D([], [], linestyle="")] * len(names)
+    figure.legend(handles, [*labels, *names], **{**BESIDE, "fontsize": 8.5}, handlelength=1.4)
     return figure
 
 
@@ -93,7 +96,7 @@ def _unbeaten(rows: "pandas.DataFrame") -> "pandas.DataFrame":
 
 
 def _apart(best: "pandas.DataFrame") -> list[Any]:
-    """The plans of a front that get a name: not those right beside one that has one; the fastest first."""
+    """The plans of a front that get a name, the fastest first; none is close to another one with a name."""
     held, speed = (best[name].to_numpy(float) for name in ("device_high_bytes", "tokens_per_s_per_gpu"))
     named: list[int] = []
     for i in range(len(best) - 1, -1, -1):
@@ -119,14 +122,6 @@ def _plan_name(row: Any) -> str:
         blocks = row["recompute_blocks"]
         words.append(row["recompute"] + ("" if isna(blocks) else f" of {int(blocks)}"))
     return " ".join(words + ["offload"] * bool(row["offload"])) or "one GPU"
-
-
-def _legend_beside(figure: "Figure", axes: Any, names: Sequence[str]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles, labels = axes.get_legend_handles_labels()
-    handles += [Line2D([], [], linestyle="")] * len(names)
-    figure.legend(handles, [*labels, *names], **{**BESIDE, "fontsize": 8.5}, handlelength=1.4)
 
 
 def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
