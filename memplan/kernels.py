@@ -102,13 +102,13 @@ def flash_splits(device: Device, batch: int, n_heads: int, seq_len: int, d_head:
     places = 2 * device.multiprocessors
     if n_blocks >= 0.8 * places:
         return 1
-    best, efficiencies = 0.0, {}
+    efficiencies = {}
     for n in range(1, min(128, places, n_columns) + 1):
         if n == 1 or ceil(n_columns / n) != ceil(n_columns / (n - 1)):
             waves = n_blocks * n / places
             efficiencies[n] = waves / ceil(waves)
-            best = max(best, efficiencies[n])
-    return next((n for n, efficiency in efficiencies.items() if efficiency >= 0.85 * best), 1)
+    best = max(efficiencies.values())
+    return next(n for n, efficiency in efficiencies.items() if efficiency >= 0.85 * best)
 
 
 def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_head: int) -> int:

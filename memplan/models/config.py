@@ -6,18 +6,22 @@ The file comes from outside: whatever is in it, the result is a Model or a Mempl
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
-from memplan.errors import InvalidValue, unknown_name
-from memplan.files import file_text, json_value
+from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.files import file_text, json_value, shown_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
 """A config.json is a few KiB; a larger file is taken for a mistake."""
+
+
+_shown = partial(shown_value, most=120)
 
 
 class WithoutRule(InvalidValue):
@@ -77,9 +81,8 @@ class Config:
 
     def window(self, default: int) -> int:
         """`sliding_window`: how many tokens back a query looks; 0: no window."""
-        if self.values.get("sliding_window", default) is None:
-            return 0
-        return checked_count("sliding_window", self.values.get("sliding_window", default), least=0)
+        found = self.values.get("sliding_window", default)
+        return 0 if found is None else checked_count("sliding_window", found, least=0)
 
     def rotary_part(self, default: float) -> float:
         """The rotated fraction of a head: `partial_rotary_factor`, more than 0 and up to 1."""
@@ -108,7 +111,7 @@ class Config:
         return names[0]
 
     def model_type(self, known: Mapping[str, str]) -> str:
-        """The `model_type`, or that of the architecture; `known` are architectures by type.
+        """The `model_type`, or the type of the architecture; `known` are architectures by type.
 
         Raises:
             UnknownName: an architecture without a type that memplan does not know, by name.
@@ -127,7 +130,7 @@ class Config:
 
 
 def config_file(path: str | os.PathLike[str]) -> "Path":
-    """The config.json that `path` names: the file, or the one in a folder.
+    """The config.json that `path` names: the file itself, or the config.json in a folder.
 
     Raises:
         InvalidValue: what is no path.
@@ -140,7 +143,8 @@ def config_file(path: str | os.PathLike[str]) -> "Path":
     try:
         return file / "config.json" if file.is_dir() else file
     except (OSError, ValueError) as error:
-        raise InvalidValue(f"path={_shown(file)} cannot be looked up ({error}); use another path.") from None
+        shown = shown_path(file)
+        raise InvalidValue(f"path={shown} cannot be looked up ({error}); use another path.") from None
 
 
 def model_name(file: "Path") -> str:
@@ -187,12 +191,6 @@ def _finite(text: str) -> float:
     if not isfinite(value):
         raise InvalidValue(f"{_shown(text)} overflows a float; replace it with a finite number.")
     return value
-
-
-def _shown(value: object) -> str:
-    text = os.fspath(value) if isinstance(value, os.PathLike) else repr(value)
-    text = text if isinstance(text, str) else repr(text)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _kind(value: object) -> str:

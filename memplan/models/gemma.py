@@ -33,8 +33,7 @@ class GemmaDecoder(WindowedDecoder):
         scale = () if x.dtype == FP32 else (tape.new("embed_scale", (), x.dtype),)
         return times_number(x, *scale)
 
-    def normed_twice(self, x: Tensor, kind: str) -> Tensor:
-        """A block whose layers have norms before and after them, as Gemma 2 and 3 have them."""
+    def block(self, x: Tensor, kind: str) -> Tensor:  # norms before and after each layer: Gemma 2 and 3
         y = self.attention(self.norm(x, "input_layernorm"), kind)
         y = self.norm(y, "post_attention_layernorm")
         x = x + y
@@ -54,6 +53,9 @@ class Gemma(GemmaDecoder):
 
     family: ClassVar[str] = "gemma"
     code: ClassVar[str] = "transformers 5.23, GemmaForCausalLM"
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        return WindowedDecoder.block(self, x, kind)
 
 
 GEMMA: Final = decoder_family(

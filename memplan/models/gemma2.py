@@ -1,7 +1,7 @@
 """Gemma 2: Gemma with norms before and after its layers, and with scores and logits bounded by a tanh."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import Any, ClassVar, Final, final
 
 from memplan.models.gemma import GemmaDecoder
 from memplan.models.huggingface import GELU, causal_mask, decoder_family, window_mask
@@ -37,9 +37,6 @@ class Gemma2(GemmaDecoder):
                     allowed.new(value, (), tape.context.weight_dtype)
                 tape.shared[name] = tape.new(name, (batch, 1, seq, seq), tape.context.weight_dtype)
 
-    def block(self, x: Tensor, kind: str) -> Tensor:
-        return self.normed_twice(x, kind)
-
     def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
         return capped_attention(q, k, v, q.tape.shared["full mask"], capped=self.caps_scores)
 
@@ -47,6 +44,17 @@ class Gemma2(GemmaDecoder):
         x = self.norm(x, self.last_norm)
         return soft_capped(self.logits(x)) if self.caps_logits else self.logits(x)
 
+
+SIZES: Final[dict[str, Any]] = {
+    "n_layers": 26,
+    "d_model": 2304,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "d_head": 256,
+    "d_ff": 9216,
+    "tied_head": True,
+}
+"""The default sizes of Gemma 2 and 3 that are the same."""
 
 GEMMA2: Final = decoder_family(
     Gemma2,
@@ -58,13 +66,7 @@ GEMMA2: Final = decoder_family(
         "caps_scores": bool(config.values.get("attn_logit_softcapping", True)),
         "caps_logits": bool(config.values.get("final_logit_softcapping", True)),
     },
-    n_layers=26,
-    d_model=2304,
-    n_heads=8,
-    n_kv_heads=4,
-    d_head=256,
-    d_ff=9216,
     vocab_size=256000,
     max_seq_len=8192,
-    tied_head=True,
+    **SIZES,
 )

@@ -8,6 +8,7 @@ from typing import ClassVar, Final, final
 from memplan.checks import checked_count
 from memplan.models.base import Layers
 from memplan.models.gemma import GemmaDecoder
+from memplan.models.gemma2 import SIZES
 from memplan.models.huggingface import GELU, SLIDING, HuggingFaceDecoder, WindowedDecoder, decoder_family
 from memplan.ops import heads
 from memplan.shapes import FP32, Buffer, buffer_of
@@ -62,9 +63,6 @@ class Gemma3(GemmaDecoder):
             tables = self.tables(tokens)
             tokens.tape.shared.update(zip(("other cosines", "other sines"), tables, strict=True))
 
-    def block(self, x: Tensor, kind: str) -> Tensor:
-        return self.normed_twice(x, kind)
-
     def head_projection(self, x: Tensor, name: str, n: int) -> Tensor:
         x = self.projected(x, f"self_attn.{name}", n * self.d_head)
         return heads(x, self.d_head, by_head=name != "v_proj")
@@ -90,13 +88,7 @@ GEMMA3: Final = decoder_family(
         "window": config.window(4096),
         "pattern": config.count("sliding_window_pattern", 6),
     },
-    n_layers=26,
-    d_model=2304,
-    n_heads=8,
-    n_kv_heads=4,
-    d_head=256,
-    d_ff=9216,
     vocab_size=262208,
     max_seq_len=131072,
-    tied_head=True,
+    **SIZES,
 )

@@ -34,10 +34,10 @@ from memplan.shapes import BOOL, FP32, INT64, Buffer, buffer_of
 from memplan.tape import Tensor, Workspace
 
 SILU: Final = "hidden_act", "silu", ("silu", "swish")
-"""Llama's activation: its key in a config.json, what it is if the file does not say, and what is allowed."""
+"""Llama's activation: its key in a config.json, its default, and the allowed values."""
 
 GELU: Final = "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu")
-"""The tanh form of GELU if the file does not say, and that or the exact one."""
+"""The default activation of several families, GELU's tanh form, and the allowed values."""
 
 SLIDING: Final = "sliding"
 """The kind of the blocks with a window, in a model that has others too."""
@@ -232,7 +232,7 @@ def offset_positions(tokens: Tensor) -> Tensor:
 
 
 def look_for_packed_sequences(tokens: Tensor) -> None:
-    """Allocate and free what it takes to see that the positions are those of one sequence in each row.
+    """Allocate and free the tensors of the check that each row's positions are of one sequence.
 
     Source: transformers.masking_utils, find_packed_sequence_indices.
     """
@@ -307,7 +307,7 @@ def decoder_family(
 
     Of a config.json, `model_type` is the family's name if left out; settings that it `refuses` must not be
     set; `activation` is as `SILU`; `flags` are fields of `cls` that it calls the same; `own` reads further
-    fields. `sizes` are the defaults in transformers' configuration that are not those of `decoder_sizes`.
+    fields. `sizes` are the defaults in transformers' configuration that differ from `decoder_sizes`.
     """
     defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
 

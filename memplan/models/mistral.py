@@ -1,4 +1,4 @@
-"""Mistral: Llama with heads of their own width, and windows in its first release."""
+"""Mistral: Llama with a head width of its own, and windows in its first release."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Final, final

@@ -27,7 +27,7 @@ OFFSET: Final = 2
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opt(HuggingFaceDecoder):
-    """`OPTForCausalLM` with norms before its layers, as all but the one of 350 million parameters are.
+    """`OPTForCausalLM` with norms before its layers, as in every released size but 350 million parameters.
 
     Pipeline stages after the first call its blocks alone, which need no positions.
 

@@ -68,7 +68,7 @@ def _counted(model: Model) -> int:
 
 @cache
 def _used(model: Model) -> tuple[Weights, Mapping[str, Weights], Weights]:
-    """The weights of the embedding, of a block of each kind, and those that the head uses."""
+    """The weights that the embedding uses, that a block of each kind uses, and that the head uses."""
     tape = Tape(OpContext(micro_batch=1, seq_len=1))
     found = []
     for _ in _passes(model, tape):
