@@ -69,11 +69,11 @@ def smallest_part(
     no_mesh = ""
     for where in parts_of_cluster(whole):
         try:
-            last, fits = _probed(model, where, global_batch, asked)
+            last = _probed(model, where, global_batch, asked)
         except PlanRefused as refusal:
             no_mesh = f" ({refusal})"
             continue
-        if fits:
+        if last.fitting is not None:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else no_mesh
     raise PlanRefused(
@@ -82,13 +82,10 @@ def smallest_part(
     )
 
 
-def _probed(
-    model: Model, where: Cluster, global_batch: int, asked: dict[str, Any], **also: Any
-) -> tuple[Found, bool]:
-    """A search that keeps few plans, and whether one of them fits."""
+def _probed(model: Model, where: Cluster, global_batch: int, asked: dict[str, Any], **also: Any) -> Found:
+    """A search that keeps few plans, to find out whether one fits."""
     few = asked | {"keep": min(asked.get("keep") or PROBED, PROBED)} | also
-    found = searched(model, cluster=where, global_batch=global_batch, **few)
-    return found, found.fitting is not None
+    return searched(model, cluster=where, global_batch=global_batch, **few)
 
 
 def parts_of_cluster(whole: Cluster) -> Iterator[Cluster]:
@@ -133,11 +130,12 @@ def longest_sequence(
         )
 
     def fits(n: int) -> bool:
-        return _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)[1]
+        found = _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)
+        return found.fitting is not None
 
     most = (model.longest_seq_len or 2**22) // SEQ_LEN_STEP
-    shortest, any_fits = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
-    if not any_fits:
+    shortest = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
+    if shortest.fitting is None:
         raise PlanRefused(
             f"no plan was found of which it is sure that {model.name} fits with {SEQ_LEN_STEP} tokens"
             f"{nearest_text(shortest)}; use more GPUs."
@@ -184,8 +182,8 @@ def largest_model(
     _, where, asked = resolved(models[0], cluster, options)
     asked = SMALLEST | asked
     for model in sorted(models, key=parameter_count, reverse=True):
-        last, fits = _probed(model, where, global_batch, asked)
-        if fits:
+        last = _probed(model, where, global_batch, asked)
+        if last.fitting is not None:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else ""
     raise PlanRefused(
