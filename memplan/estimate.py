@@ -75,12 +75,12 @@ class StageEstimate:
 
     @property
     def layers(self) -> tuple[range, ...]:
-        """The blocks of each of its stages: one range, or one for each of its `virtual_stages`."""
+        """The blocks of each stage on this rank: one range, or `virtual_stages` of them."""
         return self.record.layers
 
     @property
     def program(self) -> Callable[[], AllocatorProgram] | None:
-        """Allocations and frees of its first steps; None without a caching allocator (CPU, accounting)."""
+        """Makes the program of its first steps; None without a caching allocator (CPU, accounting)."""
         return self.record.program
 
     @cached_property
@@ -96,7 +96,7 @@ class StageEstimate:
     def replay(
         self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
     ) -> Replayed | None:
-        """The rank's first steps replayed by PyTorch's caching allocator; None without one (CPU, accounting).
+        """Replays the first steps in memplan's caching allocator; None without a program (CPU, accounting).
 
         Args:
             alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, as "expandable_segments:True".
@@ -115,11 +115,11 @@ class StageEstimate:
 
     @property
     def replayed(self) -> Replayed | None:
-        """`replay` with the allocator's defaults and no limit, which is kept."""
+        """`replay` with the allocator's defaults and no limit; computed once."""
         return self.replayed_within(None)
 
     def replayed_within(self, limit_bytes: int | None) -> Replayed | None:
-        """`replay` within a limit, which is kept; None if it runs out of memory."""
+        """`replay` within a limit, computed once; None if memory runs out."""
         if self.program is not None and limit_bytes not in self.replays:
             unlimited = None if limit_bytes is None else self.replayed
             try:
@@ -211,7 +211,7 @@ class StageEstimate:
 
     @property
     def stage(self) -> int:
-        """Its place in the pipeline, from 0."""
+        """The pipeline rank, from 0."""
         return self.rank.pp
 
     def to_dict(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
-    """What a plan takes of each GPU; each pipeline stage is shown by the rank that holds most.
+    """What a plan takes of a GPU; `stages`: each pipeline rank's fullest data-parallel rank.
 
     Attributes:
         device: whose kernels' rules apply.
@@ -301,11 +301,11 @@ class Estimate:
 
     @property
     def device_bytes(self) -> Interval | None:
-        """What the worst stage's process holds on its GPU, as `nvidia-smi` shows it; None on CPU.
+        """Bytes of the worst stage's process on its GPU (`nvidia-smi`); None on CPU and for accounting.
 
-        The lower end is what is allocated: other reserved blocks are given back before memory runs out. The
-        upper end is what is reserved, or, if that is more than the cluster's budget and a replay within the
-        budget settles (`gives_back`), what is reserved there. To both are added the least and the most that
+        The lower end is the allocated bytes: cached blocks are given back before memory runs out. The upper
+        end is the reserved bytes: of the replay without a limit, or, if they exceed the cluster's budget, of
+        a replay within it, if that settles (`gives_back`). To the ends are added the least and the most that
         CUDA's context and NCCL's buffers take.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
@@ -355,13 +355,13 @@ class Estimate:
         if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.engine.is_accounting:
             return None
         if self.over_bytes:
-            return "does not fit"  # as `device_bytes` would say, which takes a replay
+            return "does not fit"  # `device_bytes` agrees, but takes a replay
         held = self.device_bytes
         return None if held is None else self.cluster.verdict(held)
 
     @property
     def over_bytes(self) -> int | None:
-        """Bytes of the worst stage's tensors beyond what is usable beside CUDA's context; None: no limit.
+        """Bytes by which tensors exceed what CUDA's context and NCCL leave usable; None: no limit.
 
         If it is more than 0 the plan does not fit. No replay is needed, since the allocator reserves at least
         the bytes of the tensors.
@@ -373,13 +373,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the `verdict` is "fits" or "does not fit"; None: "cannot say", or there is none."""
+        """True if the `verdict` is "fits", False if "does not fit"; None: "cannot say", or none."""
         said: dict[Verdict | None, bool] = {"fits": True, "does not fit": False}
         return said.get(self.verdict)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about the plan that no figure says."""
+        """Notes on the plan beside its figures."""
         return tuple(notes_of(self.model, self.plan, self.cluster))
 
     @property
@@ -518,7 +518,7 @@ class Estimate:
 
 
 def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]:
-    """Sentences about a plan that no figure says."""
+    """Notes on a plan beside its figures."""
     if plan.seq_len > model.max_seq_len:
         runs = "It runs, since rotary positions have no table of weights; whether the model learns from it is"
         if isinstance(model, TracedModel):
@@ -595,7 +595,7 @@ def estimate(
         precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed" (with a loss scaler).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
         recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
-        recompute_blocks: recompute only the first that many blocks of each stage; left out, all.
+        recompute_blocks: recompute only the first N blocks of each stage; left out, all.
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".
         virtual_stages: pipeline stages on each rank of the pipeline.
         layers_per_stage: blocks of each stage in model order; left out, as even as possible.

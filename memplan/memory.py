@@ -92,7 +92,7 @@ def repeat_text(i: int, stretch: Stretch) -> str:
 
 
 def alive_at_high(stretch: Stretch, alive: Alive) -> str:
-    """Add the buffers alive at a stretch's worst instant, relative to its start; that instant's name."""
+    """Add to `alive` what a stretch holds beyond its start at its worst instant; the instant's name."""
     if stretch.repeats > 1:
         part = stretch.parts[0]
         if part.net_bytes > 0:

@@ -5,17 +5,17 @@ a name, and a loop is one stretch with a count: a step of thousands of equal blo
 small tree.
 
 ```text
-step -- forward -- embedding                         events
-     |          |- block, 32 times -- block          events
-     |          `- head                              events
-     |- backward ...
-     `- update                                       events
+step -- micro-batch, 8 times -- forward -- embedding
+     |                       |          |- block, 32 times
+     |                       |          `- head, loss
+     |                       `- backward ...
+     `- update                        (leaves are events)
 ```
 
-Memory, traffic, time, the allocator's replay and the charts are folds over that tree. Each stretch knows
-what they need of it, composed from its parts: `net_bytes`, what it leaves behind; `high_bytes`, the most it
-ever holds above its start (a loop's is in its first or in its last repetition); `counts`, how often each
-computation and each collective occurs.
+Memory, traffic, time, the allocator's replay and the charts are folds over that tree. Each stretch has three
+figures, composed from its parts: `net_bytes`, allocated less freed; `high_bytes`, the most that it ever holds
+above its start (in a loop's first or last repetition), so that the peak is `high_bytes` of the step plus the
+bytes held between steps; `counts`, how often each computation and each collective occurs.
 """
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
@@ -118,10 +118,10 @@ def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
-    """A computation that FLOPs are counted of, in a forward pass or a recomputation. It equals only itself.
+    """An operation with FLOPs, in a forward pass or a recomputation; compared by identity.
 
     `operands`: their shapes, as its kind says; empty for an unknown one. `shape`, `dtype`: its result's.
-    Backward computes two more for each in a forward pass (`memplan.steptime.backward_flops`).
+    Backward runs two more for each in a forward pass (`memplan.steptime.backward_flops`).
     """
 
     kind: ComputeKind
@@ -134,7 +134,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collective:
-    """`calls` equal collectives in a row; it equals only itself.
+    """`calls` equal collectives in a row; compared by identity.
 
     `payload_bytes` is the operand of each call as the framework passes it: the full tensor of an all-gather
     or a reduce-scatter. `what` is for people.
@@ -254,7 +254,7 @@ def _count_passes(
     times: dict[Stretch, int],
     found: dict[Compute | Collective | Pass, int],
 ) -> None:
-    """Add n times the passes of a stretch that has some, and the parts that are still to be counted."""
+    """Add n times a stretch's passes to `found`, and its parts without passes to `times`."""
     for part in stretch.parts:
         if part.has_passes:
             _count_passes(part, n * stretch.repeats, times, found)

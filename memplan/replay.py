@@ -3,10 +3,10 @@
 In a step's record, equal layers and micro-batches share their buffers. The replay keeps the allocator's
 blocks of each buffer by micro-batch: a pass frees the newest block of its own micro-batch.
 
-Of hundreds of micro-batches only some are replayed. Where the allocator's state after a micro-batch is one
-that it has had before, the repetitions in between are left out. Where no state recurs, steps of a few
-micro-batches are replayed, of one and of two more, and the growth of the peaks is extrapolated; what those
-steps have in common is played once.
+Of hundreds of micro-batches only some are replayed. Where the allocator's state after a micro-batch recurs,
+whole cycles between equal states are left out. Where no state recurs, three short steps of
+different lengths are replayed, and the growth of their peaks is extrapolated; what these steps have in common
+is played once.
 """
 
 from collections import Counter, deque
@@ -40,8 +40,7 @@ LONGEST_PERIOD: Final = 3
 """The growth of the peaks may be constant for every micro-batch, every second, or every third."""
 
 MOST_EVENTS: Final = 500_000
-"""If it is not constant, a step of up to this many events is replayed in full, a longer one with few of its
-micro-batches."""
+"""Events of the longest step that is replayed in full if the growth is not constant; others are shortened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +90,8 @@ class Replayed:
 
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
     each that is not split off. `after_step` has the peaks of allocated and of reserved bytes after each step.
-    `tried_bytes`: what was reserved when it was given up to wait for a state that recurs, if it was; a limit
-    that is not lower changes nothing until then.
+    `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
+    limit of at least that changes nothing until then.
     """
 
     allocated_bytes: int
@@ -356,10 +355,10 @@ WITHOUT_REFERENCES: Final = 2
 """The form of `marshal.dumps` in which equal values are equal bytes."""
 
 _Operation = tuple[Pool, int, int, Buffer | None]
-"""A pool; the bytes of an allocation, or less than 0 those of a free; an index; the buffer.
+"""A pool; the bytes of an allocation, negative for a free; an index; the buffer.
 
-A block that is allocated and freed within one stretch is known by the index of its allocation, and the buffer
-is None. Of another free the index is that among the blocks of the buffer: -1 is the newest.
+A block that is allocated and freed within one stretch has the index of its allocation, and no buffer. The
+index of any other free is among the blocks of its buffer: -1 is the newest.
 """
 
 
@@ -479,7 +478,7 @@ class _Replay:
         return True
 
     def _skipped(self, reached: _Reached, so_far: tuple[Any, ...]) -> int:
-        """The parts of a step up to the end of the last loop that has been reached, whose state it sets."""
+        """Restore the state after the last loop reached before; the number of parts up to there."""
         for i in reversed(range(2, len(so_far))):
             if so_far[i][0] >= FEW and so_far[: i + 1] in reached.states:
                 self._restore(reached.states[so_far[: i + 1]], list(reached.numbers))
@@ -524,8 +523,8 @@ class _Replay:
     def state(self) -> object:
         """The state that the rest of the replay depends on: free blocks, and used ones by micro-batch age.
 
-        Addresses are counted without the gaps of segments that were given back. What stays where it
-        is from step to step takes up the rest.
+        Addresses are counted without the gaps of segments that were given back. Blocks that no step
+        frees are left out: they fill the rest.
         """
         passes, allocator = self.passes, self.allocator
         halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]

@@ -344,7 +344,7 @@ class Workspace:
 
 
 class Tape:
-    """The record of one pass over a model: its events, nodes and parameters."""
+    """Records one micro-batch's passes: events, nodes and parameters."""
 
     def __init__(self, context: OpContext) -> None:
         self.context = context
@@ -521,7 +521,7 @@ class Tape:
         return known
 
     def weight(self, parameter: Parameter, dtype: DType | None = None) -> Tensor:
-        """A parameter as a tensor without bytes: the engine records weights.
+        """A parameter as a tensor without bytes: the engine counts weights.
 
         In another `dtype` it is a copy that autocast keeps until `leave_autocast`. Autocast keeps copies of
         leaves only, so not of a DTensor that DDP makes in each pass.
@@ -582,7 +582,7 @@ class Tape:
         return Tensor(self, x.shape, dtype, x.storage, self._cast_node(x), placements=x.placements)
 
     def product(self, result: Tensor | None, *, biased: bool = False) -> None:
-        """Compute a matrix product, whose result is allocated last, in a workspace of cuBLAS.
+        """Record a matrix product, whose result was just allocated, and cuBLAS's workspace.
 
         From torch 2.15 on the workspace is freed with each product. Before, the first product of a pass
         allocates one that stays; the results of products are noted, so that the first is known. None: the

@@ -214,8 +214,8 @@ class Comparison:
     def _alive(self, place: int) -> tuple[list[Buffer], list[tuple[str, Buffer]]]:
         """The tensors alive after a predicted event: those held since before the step, and those made in it.
 
-        Equal tensors, as each block's, have one name: which of them is freed next is the one whose measured
-        block is, or one held since before where none is.
+        Equal tensors, as each block's, have one name: freed is the one whose measured block is freed next,
+        or, if none is, one held since before the step.
         """
         freed_at = dict(self._frees())
         ends = {i: freed_at.get(j, len(self.events)) for i, j in self.pairs}

@@ -37,8 +37,8 @@ def alive_after(
 
     What other threads free shows in the allocator's running total only. The freed block (or blocks) has as
     many bytes as the total fell by, and no later event frees it. Candidates, in this order: blocks whose
-    address is given out again before the total falls so again; blocks whose address is given out again at
-    all; the oldest block of exactly that size that was made for a collective and is not `held`. Blocks at
+    address is given out again before the next such fall; blocks whose address is given out again at all;
+    the oldest block of exactly that size that was made for a collective and is not `held`. Blocks at
     addresses that are `kept` are no candidates. Without a candidate the blocks are more than the total.
     """
     walk = _Walk(events, held, kept)

@@ -82,8 +82,8 @@ class Memory:
     it happened in, if asked for.
 
     On a GPU `peak_allocated_bytes` is the peak of the blocks that tensors are in, `peak_reserved_bytes` the
-    most that the allocator held of the device, both in that step; `allocator` says the same of all steps up
-    to some. Of the device `device_bytes` were in use after the step, by whomever, and `context_bytes` when
+    most that the allocator held of the device, both in that step; `allocator` has both since the training
+    began. `device_bytes` of the device were in use after the step, by any process, and `context_bytes` when
     this rank had CUDA's context and no tensor.
     """
 
@@ -144,7 +144,7 @@ def measured_rank(
     steps only, so that no peak depends on when, and among what came after the imports only, since looking
     through those takes half a second. On a GPU collectives are counted in a step beyond the case's: a counted
     step frees some tensors later, and the allocator would have them elsewhere ever after. Without data one
-    step is counted and observed, for none is like another's.
+    step is both counted and observed.
 
     The process group of all ranks must exist if there is more than one.
     """
@@ -204,10 +204,10 @@ def measured_rank(
 
 
 def n_warm_up(case: Case) -> int:
-    """Steps until all is there that is kept from step to step.
+    """Steps until everything that is kept from step to step exists.
 
-    With data another step follows before memory is observed, in which PowerSGD makes what it keeps. Without,
-    none does, and none is gone through in vain.
+    With data one more step follows before memory is observed, in which PowerSGD allocates its state; without
+    data that step counts here.
     """
     options = torch_options(case.plan)
     if case.tensors == "real":

@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """So many bytes on a stream; or, if `freed`, no longer the tensor of that number among those alive."""
+    """An allocation of `n_bytes` on a stream, or the free of the `freed`-th of the tensors alive."""
 
     n_bytes: int = 0
     stream: int = 0
@@ -99,7 +99,7 @@ class Program:
         self.n_requests = random.choice((30, 60, 200))
 
     def next(self, n_alive: int) -> Request:
-        """The next request where so many tensors are alive."""
+        """The next request if `n_alive` tensors are alive."""
         if n_alive and self._random.random() < 0.48:
             return Request(freed=self._random.randrange(n_alive))
         return Request(self._random.choice(self._sizes), self._random.choice((0, 0, 0, 1)))
@@ -141,7 +141,7 @@ def of_memplan(program: Program, setting: Setting, *, takes_oldest: bool = False
 
 
 def n_equal(record: Mapping[str, Any]) -> int:
-    """How many programs of a line of `record_requests` memplan says the same of, after each request."""
+    """In how many programs of a line of `record_requests` memplan's figures equal PyTorch's."""
     setting = Setting(**{field.name: record[field.name] for field in fields(Setting)})
     takes_oldest = record["environment"]["torch"].startswith("2.12.")
     return sum(
@@ -151,7 +151,7 @@ def n_equal(record: Mapping[str, Any]) -> int:
 
 
 def record_requests(gpu_name: str, n_programs: int) -> Iterator[dict[str, Any]]:
-    """For each setting, what PyTorch's allocator says of so many programs on a GPU that is not there."""
+    """For each setting, what PyTorch's allocator says of `n_programs` on a GPU that is not there."""
     environment = environment_for(gpu(gpu_name))
     for setting in settings():
         yield {

@@ -24,7 +24,7 @@ Rule = Callable[[Model, Plan], None]
 """Raises `PlanRefused` or `MissingRule` for a plan that the engine cannot run on a model."""
 
 Confirmation = Literal["measured", "unmeasured", "unconfirmed"]
-"""What rules were compared with: runs on the device, of its software without it, or none."""
+"""Rules were compared with runs on the device, with runs of its software, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class HostRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What an engine says of one rank: the buffers alive between steps, and the record of a step.
+    """An engine's record of one rank: the buffers alive between steps (`rest`), and its `step`.
 
     Attributes whose meaning their name does not tell:
         layers: the blocks of each of the rank's stages.
@@ -94,8 +94,8 @@ class Costs(NamedTuple):
 class PartCosts:
     """The costs of the embedding, of the head, and of a block of each kind, recomputed or not.
 
-    `boundary_bytes`: what one stage sends to the next; `received_bytes`: what each of a stage's neighbours on
-    the pipeline has it keep for every micro-batch from step to step (a receive buffer).
+    `boundary_bytes`: what one stage sends to the next; `received_bytes`: of the receive buffer that a stage
+    keeps for each neighbour in the pipeline and each micro-batch.
     """
 
     embedding: Costs
@@ -115,7 +115,7 @@ class DataParallelism:
         reductions: bytes sent beside backward passes.
         gathers: bytes sent beside any computation.
         reducing: the share of backward passes that reduce gradients.
-        states_bytes: weights, what is kept beside them, and optimizer state.
+        states_bytes: weights, DDP's buckets, and optimizer state.
         unsharded_bytes: gathered weights that live from the first forward pass to the last backward pass.
         grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
         updated_bytes: the weights that the rank's optimizer updates.
@@ -152,7 +152,7 @@ class Engine(ABC):
 
     @abstractmethod
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
-        """The record of each pipeline rank, of its fullest data-parallel peer; computed when it is read."""
+        """The record of each pipeline rank, of its fullest data-parallel rank; played as it is read."""
 
     @abstractmethod
     def play_rank(
@@ -161,7 +161,7 @@ class Engine(ABC):
         """The record of one given rank; `backend` runs its collectives, by default the device's usual one."""
 
     def check_device(self, plan: Plan, device: Device) -> None:
-        """Raise if the plan runs on this device, but not correctly."""
+        """Raise if the plan's results are wrong on this device."""
         return
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
@@ -175,13 +175,13 @@ class Engine(ABC):
 
         `elements` counts the elements of the rank's weights before sharding, `block_elements` of its blocks.
 
-        The plan's fields may be arrays over plans that all have one data-parallel rank, or all several, and
-        all ZeRO 0 or 1, or all 2 or 3; `single_stage`: whether their schedules have one stage per rank.
+        The plan's fields may be arrays over plans that agree on whether `dp` is 1 and on whether `zero` is at
+        least 2; `single_stage`: whether their schedules have one stage per rank.
         """
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:
-        """Sentences about a plan under this engine, for what no figure says."""
+        """Notes on a plan under this engine, beside its figures."""
         return ()
 
     def wire_bytes(self, kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:

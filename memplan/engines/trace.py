@@ -37,7 +37,7 @@ class Segment:
         )
 
     def made_once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What depends on the segment and the key only, made once and shared."""
+        """The result of `make`, which is called once for each key."""
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = make()
@@ -58,9 +58,9 @@ class BlockKind(NamedTuple):
 class Block:
     """The forward and backward pass of one kind of block, and its parameters in the module's order.
 
-    `entry`, `entry_backward`, `entry_casts`: the same as a stage's first block, which waits for the
-    embedding's collective. An input that was received is freed by the schedule, not here. `casts` frees
-    autocast's copies of the block's weights, when the forward pass ends.
+    `entry`, `entry_backward`, `entry_casts`: the same for a stage's first block, which waits for the
+    embedding's collective and does not free a received input: the schedule does. `casts` frees autocast's
+    copies of the block's weights, when the forward pass ends.
     """
 
     forward: Segment
@@ -74,27 +74,27 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """Forward and backward pass of a stage's embedding, head and kinds of blocks; it equals only itself.
+    """Forward and backward pass of a stage's embedding, head and kinds of blocks; compared by identity.
 
     Attributes whose meaning their name does not tell:
         cast_inputs: makes inputs of the weights' type, before the module is called.
-        blocks: one for each kind that was asked for. They share the boundary and its gradient; those that
-            differ in their recomputation only, parameters and the buffers of their gradients too.
+        blocks: one for each `BlockKind`. All share the boundary and its gradient; a block and the same one
+            recomputed also share parameters and the buffers of their gradients.
         embed_casts, head_casts: free what autocast kept of a part's weights, when the forward pass ends.
-        end_of_forward: frees what the module's own code holds until it returns, where that is not the head's.
+        end_of_forward: on a stage without the head, frees what the forward function holds until it returns.
         n_loss_backward: how many of `head_backward`'s events are the loss's.
         ends: where the modules outside the blocks run.
-        end_of_backward: frees what the backward pass has begun with, and the loss unless a schedule holds it.
+        end_of_backward: frees the gradient that backward began with, and the loss unless a schedule holds it.
         release_loss: frees the loss that a pipeline schedule holds until it returns.
         release: frees the stage's output, which a pipeline schedule holds until the backward pass is over.
         release_input_grad: frees the gradient that is sent to the stage before.
         products, products_backward: the results of the matrix products of either pass.
-        boundary: the tensor handed from block to block; `sent` is that from stage to stage.
+        boundary: the tensor passed from block to block; `sent`: from stage to stage.
         boundary_grad: its gradient, which blocks add to in place and hand on.
         in_flight: what the embedding's collective holds until the first block reads its result.
         blocks_require_grad: whether a backward pass goes through the blocks, for something that is trained in
             or before them.
-        entry_requires_grad: whether it goes on to what is before them.
+        entry_requires_grad: whether it goes on to the embedding.
     """
 
     cast_inputs: Segment = EMPTY
@@ -200,7 +200,7 @@ def traced(
 
 
 def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
-    """The first of these traces, each of a block of one kind, with the blocks of all."""
+    """One trace with the blocks of all `traces`: each has one block, of one kind."""
     one, *others = traces
     blocks = dict(one.blocks)
     for kind, other in zip(kinds[1:], others, strict=True):
@@ -227,7 +227,7 @@ def without_blocks(trace: Trace) -> Trace:
 
 
 def places_in(kept: Segment, whole: Segment, places: tuple[int, int]) -> tuple[int, int]:
-    """Places among the events of a whole segment, as places among those that were kept of it."""
+    """Positions among a whole segment's events as positions among the `kept` ones."""
     own = set(map(id, kept.events))
     begins, ends = (sum([id(event) in own for event in whole.events[:place]]) for place in places)
     return begins, ends
@@ -309,7 +309,7 @@ class _TracedStage:
         self.segments[name] = self.cut.segment()
 
     def _end_forward(self, name: str) -> int:
-        """End the forward pass of a part, and autocast; the number of nodes so far."""
+        """End a part's forward segment and autocast; return the number of nodes."""
         self._end(name)
         found = self.cut.parameters()
         self.parameters[name] = tuple(sorted(found, key=lambda one: self.model.place_in_module(one.name)))

@@ -102,7 +102,7 @@ class TracedBuffer(NamedTuple):
 
 
 class TracedEvent(NamedTuple):
-    """What happens to the buffer of this number: it comes, it goes, it is the parameter's gradient.
+    """What happens to the buffer of this number: allocated, freed, made the parameter's gradient.
 
     Or another gradient is added in place to this one, which came from the next block. Or the computation of a
     product of these FLOPs and this shape. Or a kernel of CUDA (`memplan.ops.kernel_calls`) is called with
@@ -168,7 +168,7 @@ class Ends(NamedTuple):
 
     `embed`, `head`: the number of that part's events before the first of the unit's modules is called, and
     before the last one has returned. `embed_backward`, `head_backward`: the number of that part's events
-    before the gradient of what the last one has returned is there.
+    before the gradient of the unit's output exists.
     """
 
     embed: tuple[int, int]

@@ -1,7 +1,7 @@
-"""The best of all plans of a cluster, on the formulas of `memplan.estimate`.
+"""Search: all plans of a cluster, ranked by the figures of `memplan.estimate`.
 
-The package is also its main function: `memplan.search(...)` calls `memplan.search.search.search`, so that the
-name of the one does not hide the modules of the other.
+The package can be called: `memplan.search(...)` is `memplan.search.search.search(...)`. A function of the
+package's name would hide its modules.
 """
 
 import sys

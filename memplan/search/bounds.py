@@ -83,9 +83,9 @@ def _traced(model: Model, plan: Plan, device: Device) -> list[PartCosts]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pipeline:
-    """A pipeline's schedule, and what its first rank and all its stages have of each part.
+    """A pipeline's schedule, and how many of each part of the model it has.
 
-    `on_first`: on each stage of the first rank, for each limit on a stage's recomputed blocks
+    `on_first`: the number of a part on each stage of the first rank, by the limit on recomputed blocks
     [stage, limit]; `recomputed`: recomputed blocks of each kind in the whole pipeline [limit]; `n_crossing`:
     boundaries between stages on different ranks; `n_neighbours`: the stages beside each of the first rank's,
     added up.
@@ -155,9 +155,9 @@ def _recomputed(kind: str, layers: Sequence[Layers], limits: Sequence[int]) -> C
 
 
 class _Instant(NamedTuple):
-    """The forward passes of each part that the first rank of a pipeline has saved at an instant [m, limit].
+    """How many forward passes of each part a pipeline's first rank has saved at an instant [m, limit].
 
-    `every_stage`: whether each of its stages has saved one; `there`: whether the instant is there [m, 1].
+    `every_stage`: whether each of its stages has saved one; `there`: whether a step has the instant [m, 1].
     """
 
     saved: Mapping[Part, Column]
@@ -231,7 +231,7 @@ class _Plans:
         return self.for_micro_batch(lambda costs: getattr(_costs_of(part, costs), figure))
 
     def for_micro_batch(self, figure: Callable[[PartCosts], int]) -> Any:
-        """A figure with a cell's micro-batch: on a line through those of two sequences and of three.
+        """A figure at each cell's micro-batch: on a line through its values for two and for three.
 
         A single sequence has a value of its own because PyTorch copies less of it: its heads are contiguous.
         """
@@ -283,7 +283,7 @@ class _Plans:
 
 
 Bounds = tuple[Bytes, Seconds]
-"""Of each plan of a grid the least bytes and the least seconds: arrays that broadcast to its shape."""
+"""Lower bounds of each plan's bytes and seconds in a grid: arrays that broadcast to its shape."""
 
 
 def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> Bounds:
@@ -303,7 +303,7 @@ def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:
 
 
 def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
-    """Seconds that no plan's step is shorter than; infinitely many where a rate is missing."""
+    """A lower bound of each plan's step time in seconds; infinite where a rate is missing."""
     known = _has_rates(plans, cluster)
     if not known.any():
         return np.full((len(known), 1), inf)
@@ -366,7 +366,7 @@ def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
 
 
 def _least_bytes(plans: _Plans) -> Bytes:
-    """Bytes that no plan holds less than on its first rank, at the worst of two instants."""
+    """A lower bound of the peak of each plan's first rank: the worse of two instants."""
     own: list[Part] = ["embedding", "head", *(block for _, block, _ in plans.runs)]
     elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
     data = plans.data_parallelism(elements)

@@ -32,7 +32,7 @@ OBJECTIVES: Final = {
 """The figures that an objective minimises: the first decides, of plans with equal ones the next."""
 
 HELD: Final = 2**16
-"""Plans that the first pool holds; if the best may be missing from it, the next holds eight times more."""
+"""Plans that the first pool holds; if it may lack one of the best, the next holds eight times as many."""
 
 
 def simpler(plan: Plan) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Judge:
         self._room = np.array([budget - slack_bytes - each.high_bytes for each in outside], np.float64)
         """Bytes that may be allocated within the budget, by the number of communicators."""
         self._most = np.array([usable - each.low_bytes for each in outside], np.float64)
-        """Bytes of which more surely do not fit."""
+        """Bytes beyond which no plan fits."""
         self._is_again = slack_bytes > 0
 
     def bounds(self, grid: Grid) -> Bounds:
@@ -96,7 +96,7 @@ class Judge:
         return np.asarray(self._room[_communicators(grid)], np.float64)
 
     def may_be_shown(self, grid: Grid, memory: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whether each plan may be within the budget; in a search without slack, whether it may fit."""
+        """Whether each plan's bound is within the budget, or, without slack, within what is usable."""
         most = self._room if self._is_again else np.maximum(self._room, self._most)
         return np.asarray(memory <= most[_communicators(grid)], np.bool_)
 
@@ -187,7 +187,7 @@ def _ranked(
 
 
 def _pooled(judge: Judge, grids: Grids, objective: str, most: int) -> tuple[Pool, int, int]:
-    """The best plans by their bounds; the numbers of all plans and of those beyond the budget by theirs."""
+    """The best plans by their bounds; how many plans there are, and how many bounds exceed the budget."""
     pool, n_plans = Pool(most), 0
     for grid in grids():
         memory, seconds = judge.bounds(grid)

@@ -22,8 +22,8 @@ def replay_ahead(found: Found) -> None:
 def replay_at_once(estimates: Iterable[Estimate]) -> None:
     """Replays each plan's worst stage in a process of its own, as many at a time as this one has cores.
 
-    Only on Linux, where a process can be forked safely: it has the estimates, which cannot be sent to another
-    one. A plan whose process dies is replayed when its verdict is read.
+    Only on Linux, where a process can be forked safely: it inherits the estimates, which cannot be sent. A
+    plan whose process dies is replayed when its verdict is read.
     """
     if not hasattr(os, "sched_getaffinity"):
         return

@@ -29,8 +29,8 @@ Choices = Sequence[Mapping[str, Any]]
 class RefusedBy(NamedTuple):
     """The number of the rule that refuses each plan of a grid, or `NOT_REFUSED`.
 
-    An axis that makes no difference has length 1. `always` is for one micro-batch for each pipeline stage and
-    has no axis of numbers of micro-batches; `at` has it as its last axis, for the rules that read the number.
+    An axis that makes no difference has length 1. `always`: with one micro-batch for each pipeline stage. The
+    last axis of `at` is the number of micro-batches, for the rules that read it.
     """
 
     always: Column
@@ -69,7 +69,7 @@ class Rules:
         return RefusedBy(always, at)
 
     def _said(self, rule: "_Rule", common: Mapping[str, Any], axes: Sequence[Choices]) -> Column:
-        """The rule's verdict on each index; axes that the rule does not read have length 1."""
+        """The rule's answer for each index; axes that it does not read have length 1."""
         n_read = -1
         while len(rule.read) > n_read:
             n_read = len(rule.read)

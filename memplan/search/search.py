@@ -67,16 +67,15 @@ class Found:
     may take. Verdicts are computed for the kept plans only, when they are read: each is its estimate's
     (`kept`), so a search never contradicts `memplan.estimate` on a plan that it shows. If none of them fits,
     because the caching allocator reserves more than is allocated, the search is repeated (`again`) for plans
-    that leave room for that (`fitting`). So a plan that is said to fit does; that no faster one fits is sure
-    only if it is among those kept at first.
+    that leave room for that (`fitting`), which may miss a faster plan that fits with less room.
 
     `jobs` has a plan for each job that was searched for: each combination of the values of `global_batch`,
     `seq_len` and other fields that are not varied within a search. `keep` says how many plans are shown that
     fit or may fit.
 
-    `n_within` and `n_beyond` count the plans that are known to be within the budget and beyond it, `n_slower`
-    those whose bound is worse than all the best, within it or not, `n_refused` all that are refused;
-    `refused_by` how many of each kind are.
+    `n_within` and `n_beyond` count the plans known to be within and beyond the budget, `n_slower` the ones
+    left out by their bounds, within it or not, `n_refused` the refused ones, and `refused_by` these by the
+    kind of refusal.
     """
 
     model: Model
@@ -194,18 +193,17 @@ def search(
         global_batch: sequences per step; several are compared by tokens per second.
         seq_len: tokens per sequence, one number or several; left out, the model's context.
         objective: "speed" (most tokens per second), "memory" (least peak), "micro_batch" (largest), or
-            "front" (all plans that none beats in both speed and memory). Or what else is to be found, then
-            with the fastest plans for it, of micro-batches of 1 unless told otherwise: "gpus" (the fewest of
-            the cluster that suffice: some of a node's, or whole nodes), "seq_len" (the longest sequence).
-        keep: how many to keep of the best plans that fit or may fit, of those that do not, and of the refused
-            ones; None: all, every plan estimated, which takes some milliseconds each. Otherwise plans whose
-            bounds are worse than all the best are left out, within the budget or not; the others beyond it
-            are the most promising of the plans that it took an estimate to tell, or the nearest if none is
-            within.
+            "front" (all plans that no other beats in both speed and memory). Two more find a size, and the
+            fastest plans for it, with micro_batch=1 unless it is given: "gpus" (the fewest of the cluster
+            that suffice: part of a node, or whole nodes), "seq_len" (the longest sequence).
+        keep: how many plans to keep that fit or may fit, that do not fit, and that are refused; None: all,
+            and every plan is estimated, which takes some milliseconds each. Otherwise plans whose bounds are
+            worse than the best plans are not estimated. Kept plans that do not fit are the estimated ones
+            with the best bounds, or, if no plan is within the budget, the ones that exceed it least.
         tp_across_nodes: whether the ranks of a tensor axis may be on several nodes, which is slow: by default
             they are on one.
-        time_model: what makes seconds of counted work; left out, `memplan.steptime.Roofline()`. Of another
-            model it is assumed that no step is faster than a roofline at the full peak rates.
+        time_model: turns counted work into seconds; left out, `memplan.steptime.Roofline()`. Another one must
+            give each step at least the seconds of a roofline at the full peak rates.
         progress: called now and then with the number of plans seen.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
@@ -408,7 +406,7 @@ def together(found: Sequence[Found]) -> Found:
 def _uncollected() -> Iterator[None]:
     """Runs with Python's garbage collector off, which would take a sixth of the time.
 
-    What was made meanwhile joins the oldest generation: it is not looked through as soon as it is on again.
+    Objects made meanwhile join the oldest generation, so that the collector does not scan them at once.
     """
     was_enabled = gc.isenabled()
     gc.disable()

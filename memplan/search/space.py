@@ -215,7 +215,7 @@ GRID_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "sequence_parallel": (False, True),
     "recompute": RECOMPUTES,
 }
-"""The fields, beside the data axis, in which kinds of grids differ, with their usual values."""
+"""The fields that all plans of a grid have in common, with the values that a search tries."""
 
 
 class _Cells(NamedTuple):

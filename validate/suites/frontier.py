@@ -30,7 +30,7 @@ Along = Literal["micro-batch", "sequence", "layers"]
 """What grows: sequences in a micro-batch, tokens of a sequence, layers of the model."""
 
 TOKENS: Final = 128
-"""A sequence grows by so many tokens."""
+"""Tokens that a sequence grows by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

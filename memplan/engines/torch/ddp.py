@@ -183,7 +183,7 @@ class Reducer:
         self.played: dict[tuple[int, bool], Stretch] = {}
 
     def backward(self, drops: int, *, reduces: bool) -> Stretch:
-        """A backward pass: each gradient is freed `drops` times when it is ready, and buckets are reduced."""
+        """A backward pass that frees `drops` tensors of each ready gradient and, if `reduces`, reduces."""
         key = drops, reduces
         if key not in self.played:
             self.played[key] = chain("backward", *_Backward(self, drops, reduces=reduces).parts())
@@ -343,8 +343,8 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _sync_buffers(self) -> Iterator[Stretch]:
         """The broadcast of the first rank's module buffers: a flat copy per type, of a single buffer a view.
 
-        It happens once a step, not in passes under `no_sync`; so never under a schedule, whose passes all
-        are.
+        It happens in a step's first forward; never under a schedule, whose passes all run under
+        `no_sync`.
 
         Source: `torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers`,
         torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`).

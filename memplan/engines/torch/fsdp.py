@@ -16,7 +16,7 @@ from memplan.record import AccumulateGrad, Alloc, Event, Free, Stretch, chain, e
 from memplan.shapes import Parameter, Role, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
-"""Whether a stage's weights are sharded, unsharded, or unsharded only in groups that do not reshard."""
+"""A stage's weights: all sharded; unsharded only in groups that do not reshard; all unsharded."""
 
 
 class FsdpState(NamedTuple):
@@ -45,7 +45,7 @@ class FSDPModule(StageModule[FsdpState]):
     """A module under FSDP2.
 
     Without a pipeline, every backward pass frees each group's weights and reduces its gradients. Under a
-    pipeline schedule gradients are summed unsharded and the weights stay whole until the schedule's end.
+    schedule it sums gradients unsharded and leaves weights gathered; `reduce_grads` ends both.
 
     Plays `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule`.
     """
@@ -452,11 +452,10 @@ def opened_when_called(
 def grouped(
     order: Iterable[tuple[Segment, int]], groups: Iterable[Row]
 ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
-    """The blocks' passes in order, grouped by unit: the unit, a group's passes, the number of such groups.
+    """The blocks' passes in order, by unit: the unit, the passes of its blocks, the number of such units.
 
-    The first group of a row is yielded alone, and so is the last one unless its row is the last: the group
-    beside it, which is prefetched, is of another row. A single row of single blocks keeps the counts of
-    `order`.
+    A row's first unit is yielded alone, and so is its last one if another row follows: the unit next to it,
+    which is prefetched, is of another row. A single row of one-block units keeps the counts of `order`.
     """
     left = [(segment, n) for segment, n in order if n]
     all_groups = list(groups)

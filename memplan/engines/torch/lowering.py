@@ -27,7 +27,7 @@ RECEIVES: Final[dict[StepKind, tuple[StepKind, int]]] = {
 
 
 class Step(NamedTuple):
-    """An action of a rank on one micro-batch (0: on all) at one of the pipeline's stages."""
+    """An action of a rank at a stage of the pipeline; `micro_batch` is 0 if it has none."""
 
     kind: StepKind
     stage: int

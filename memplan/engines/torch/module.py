@@ -1,8 +1,7 @@
 """A stage's module as a state machine: each pass is a stretch of allocations, computation and traffic.
 
 A pass depends on what earlier passes of the step left behind: gradients, gathered weights. That is the
-module's `state`, which each pass changes. A pass from a state that it has been played from before is looked
-up.
+module's `state`, which each pass changes. Each pass is played once from each state, and looked up after.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +35,7 @@ from memplan.shapes import Buffer, buffer_of
 
 
 class ModuleState(Protocol):
-    """What the passes of a step have left of a module, a hashable value."""
+    """A module's state between two passes of a step: a hashable value."""
 
     @property
     def has_grads(self) -> bool:
@@ -251,7 +250,7 @@ class PlainModule(StageModule[PlainState]):
 
 
 def repeat(n: int, play: Callable[[], Stretch], modules: Sequence[StageModule[Any]]) -> list[Stretch]:
-    """Repeats a play `n` times, but counts the rest once one has left the state of all modules unchanged."""
+    """Calls `play` up to `n` times; once a call changes no module's state, the rest are counted."""
     found: list[Stretch] = []
     while n > 0:
         before = [module.state for module in modules]
@@ -272,7 +271,7 @@ def turns(n: int, cuts: set[int], turn: Callable[[int], Stretch], module: StageM
 
 
 def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
-    """The blocks' backward passes in order, with counts; the stage's last and first block stand alone."""
+    """The blocks' backward passes in order, with counts; the last and first block are listed alone."""
     (entry, n_entry), end = blocks[0], len(blocks) - 1
     if sum([n for _, n in blocks]) > 1:
         yield blocks[end][0].backward, 1
@@ -317,7 +316,7 @@ def with_p2p(
     next_is_here: bool = False,
     previous_is_here: bool = False,
 ) -> tuple[Stretch, ...]:
-    """A pass of a stage after its receive and before its send, which stages of the same rank do without."""
+    """A stage's pass between its receive and its send; two stages of one rank need neither."""
     first, last = module.stage.first or previous_is_here, module.stage.last or next_is_here
     match kind:
         case "forward":

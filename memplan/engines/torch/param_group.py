@@ -109,7 +109,7 @@ class ParamGroup:
 
     @cached_property
     def gathered(self) -> dict[Buffer, Buffer]:
-        """The buffers of an all-gather, each with its copy for all-gathers that a schedule asks for."""
+        """The buffers of an all-gather, each with its stand-in for those ahead of time."""
         inputs = [buffer for found, _ in self.inputs for buffer in found]
         return {buffer: copy(buffer) for buffer in (self.flat, *inputs, *self.uploads.values())}
 
@@ -134,7 +134,7 @@ class ParamGroup:
         return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
 
     def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[CountedEvents]:
-        """Copies the flat buffer into the parameters, then frees the flat buffer of the group before."""
+        """Copies the flat buffer into the parameters, then frees the flat buffer of `stale`, if any."""
         for buffers, times in self.unsharded:
             yield allocs(*buffers), times
         yield frees(stale.flat) if stale is not None else (), 1
@@ -325,7 +325,7 @@ class CommContext:
 
 
 class Row(NamedTuple):
-    """Consecutive blocks of one unit (None: the root): their number, and the number of such units."""
+    """`times` equal units in a row, each of `size` consecutive blocks (None: blocks of the root)."""
 
     group: "ParamGroup | None"
     size: int
@@ -365,7 +365,7 @@ class Units:
             self.rows.append(Row(made[shared], size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
-        """Every unit in the module's order, with the number of its equals."""
+        """Each different unit in module order, and how often it occurs."""
         groups = [(row.group, row.times) for row in self.rows]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)

@@ -164,7 +164,7 @@ class _Runtime:
         ]
 
     def step(self) -> list[Stretch]:
-        """The frees of what the last step left, all actions, then the frees when the schedule returns."""
+        """Frees of what the previous step left, all actions, then the frees when the schedule returns."""
         name, left = "start of the schedule", left_behind(self.stages)
         dropped = [repeated(events(name, frees(buffer)), n) for buffer, n in left.items()]
         return [*dropped, *self._run(self.order), *self._end()]

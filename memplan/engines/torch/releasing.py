@@ -32,7 +32,7 @@ from memplan.record import Stretch, chain, repeated
 Module = StageModule[Any]
 
 Held = tuple[str, int, int]
-"""A tensor of a stage and a micro-batch: ("input", "output", ...), the stage, the micro-batch."""
+"""A tensor of a stage and a micro-batch: its name ("output", ...), the stage, the micro-batch."""
 
 
 def lets_outputs_go(module: Module) -> bool:

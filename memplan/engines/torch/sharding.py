@@ -70,7 +70,7 @@ def partial_sum(n_bytes: int, calls: int = 1) -> Collective:
 
 
 def ddp_buckets(parameters: Iterable[Parameter], cap_bytes: int | None = None) -> list[list[Parameter]]:
-    """The parameters of each all-reduce bucket, given in the order their gradients become ready.
+    """The parameters of each all-reduce bucket; `parameters`: in the order of ready gradients.
 
     A bucket closes once it has reached its limit: `cap_bytes`, or 1 MiB for the first and 25 MiB after.
 

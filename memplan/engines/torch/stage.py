@@ -32,7 +32,7 @@ StageKind = tuple[bool, bool, tuple[Layers, ...]]
 
 
 class Stage:
-    """A pipeline stage under a plan, as any rank runs it; stages of one kind are equal."""
+    """A pipeline stage under a plan; ranks share the object of each `StageKind`."""
 
     def __init__(
         self, model: Model, plan: Plan, kind: StageKind, device: Device, backend: Backend | None = None
@@ -152,7 +152,7 @@ class Stage:
     def forward_order(self) -> tuple[tuple[Segment, int], ...]:
         """The blocks' forward passes in order, with counts.
 
-        The first block stands alone, and so does the last one of a stage whose output is sent.
+        A stage's first block is listed alone, and so is its last one if the output is sent.
         """
         (entry, n_entry), *others = self.blocks
         order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
@@ -349,7 +349,7 @@ class RankStages:
 
     @cached_property
     def states(self) -> Alive:
-        """Weights with what surrounds them, and optimizer state.
+        """Weights, padding or DDP's buckets, optimizer state.
 
         Moments have the weight's type. Adam also counts steps in a float32 scalar.
         """
@@ -383,11 +383,11 @@ class RankStages:
 
     @cached_property
     def kept_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
-        """Groups of matrix products, each with the workspace that its first product allocates and that stays.
+        """The workspaces that cuBLAS keeps, each with the matrix products whose first one allocates it.
 
-        One of cuBLAS for each thread that multiplies, the caller's and autograd's, in the forward and in the
-        backward pass; in torch 2.11 also one of cuBLASLt, which adds biases. None on a rank with no block and
-        no head, and none from 2.15 on.
+        One for the caller's thread (forward passes) and one for autograd's (backward passes); in torch 2.11
+        also one of cuBLASLt for each, which adds biases. None on a rank with neither block nor head, and none
+        from 2.15 on.
 
         Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`,
         `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp

@@ -34,8 +34,8 @@ KEPT_OPERATIONS: Final = [
 """The operations whose outputs selective recomputation keeps; all others are recomputed, all-gathers too.
 
 Source: torchtitan's list of operations to save (torchtitan/distributed/activation_checkpoint.py), which keeps
-every other `mm` and no all-reduce; here all products are kept, whoever they are of, and all-reduces, which
-stand where reduce-scatters do without sequence parallelism.
+every other `mm` and no all-reduce; here all products are kept, and all-reduces, which take the place of
+reduce-scatters without sequence parallelism.
 """
 
 

@@ -140,8 +140,8 @@ class _ShardedNeverSkips(_NeverSkips, ShardedGradScaler):
 def scaler_of(plan: Plan, device: torch.device, *, runs_kernels: bool = True) -> GradScaler:
     """Scales the loss in float16, and skips a step whose gradients overflowed on any rank.
 
-    Torch's own looks at this rank's gradients; of DTensors also at those of the ranks that divide the first
-    of them. Where others may overflow alone, FSDP1's asks all ranks.
+    `GradScaler` looks at this rank's gradients, and for DTensors at the ranks that shard the first one. Where
+    other ranks may overflow alone, FSDP1's asks all ranks.
 
     Source: torch/distributed/tensor/_dispatch.py (`found_inf_reduce_handler`).
     """

@@ -52,11 +52,10 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wild:
-    """A module of someone else's: how it is made, what it is called with, what its loss is.
+    """A module of someone else's: how it is made, and what it is called with.
 
-    `inputs` are of so many samples and tokens; `loss` is of its output and of all inputs, of which the module
-    is called with those that are not named `targets`. One of true size is for a GPU, with a micro-batch of
-    `gpu_batch`.
+    `inputs` makes the inputs for a number of samples and tokens; one named `targets` is for the loss only
+    (`loss_of`). A module of true size is for a GPU, with a micro-batch of `gpu_batch`.
     """
 
     module: Callable[[], nn.Module]
