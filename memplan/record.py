@@ -91,28 +91,43 @@ class ComputeKind(Enum):
     """A matrix product; operands (m, k) and (k, n). A bias may be added (addmm)."""
     BMM = "bmm"
     """Matrix products of a batch; operands (batch, m, k) and (batch, k, n)."""
+    GROUPED_MM = "grouped_mm"
+    """A matrix product for each group of rows; operands (rows, k) and (groups, k, n), or (m, rows) and
+    (rows, n), or as of `BMM`."""
     ATTENTION = "scaled_dot_product_attention"
     """Attention by one kernel; operands q, k, v (batch, seq, heads, d_head): k, v may have fewer heads."""
+    ATTENTION_BACKWARD = "scaled_dot_product_attention_backward"
+    """Its gradients by one kernel, which computes the scores again; operands as of `ATTENTION`."""
     CONVOLUTION = "convolution"
-    """A convolution in a traced module, which is no product of cuBLAS; operands are not known, only FLOPs."""
+    """A convolution, or one of its gradients, no product of cuBLAS; operands are the weight and the output,
+    or, if it is transposed, the weight and the input."""
     UNKNOWN = "unknown"
-    """Operands are not known, only FLOPs: an operation of a traced module, or a closed form."""
+    """Operands are not known, only FLOPs: another operation of a traced module, or a closed form."""
 
 
 def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
     """FLOPs of an operation: 2 m k n for each matrix product, two products for each head of an attention.
 
-    Causal attention is counted whole although half is masked (the convention of Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B).
+    Its backward pass has five. Each element of a convolution's weight is multiplied once for each position of
+    its window. Causal attention is counted whole although half is masked (the convention of Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B).
 
     >>> flops_of(ComputeKind.MM, ((2, 3), (3, 4))), flops_of(ComputeKind.BMM, ((5, 2, 3), (5, 3, 4)))
     (48, 240)
     >>> flops_of(ComputeKind.ATTENTION, ((1, 8, 2, 4), (1, 8, 1, 4), (1, 8, 1, 4)))
     2048
+    >>> flops_of(ComputeKind.CONVOLUTION, ((16, 3, 5, 5), (2, 16, 8, 8)))  # 1200 weights at 2 x 64 positions
+    307200
     """
-    left, right, *_ = operands
-    if kind is ComputeKind.ATTENTION:
-        return 4 * n_elements(left) * right[1]
+    left, right, *others = operands
+    if kind in (ComputeKind.ATTENTION, ComputeKind.ATTENTION_BACKWARD):
+        (value,) = others
+        of_keys, of_values = (1, 1) if kind is ComputeKind.ATTENTION else (3, 2)
+        return 2 * n_elements(left[:-1]) * right[1] * (of_keys * left[-1] + of_values * value[-1])
+    if kind is ComputeKind.CONVOLUTION:
+        return 2 * n_elements(left) * right[0] * n_elements(right[2:])
+    if len(left) > len(right):  # groups of columns
+        return 2 * left[-2] * n_elements(right)
     return 2 * n_elements(left) * right[-1]
 
 
@@ -120,8 +135,8 @@ def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
 class Compute:
     """An operation with FLOPs, in a forward pass or a recomputation; compared by identity.
 
-    `operands`: their shapes, as its kind says; empty for an unknown one. `shape`, `dtype`: its result's.
-    Backward runs two more for each in a forward pass (`memplan.steptime.backward_flops`).
+    `operands`: their shapes, as its kind says; empty where only FLOPs are known. `shape`, `dtype`: its
+    result's. Backward runs two more for each in a forward pass (`memplan.steptime.backward_flops`).
     """
 
     kind: ComputeKind

@@ -5,17 +5,21 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import flop_registry
 
 import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedModel, UnknownName
 from memplan.models.traced import model_from_trace
-from memplan.record import unrolled
+from memplan.record import Compute, ComputeKind, flops_of, unrolled
+from memplan.tracing.computed import computed_of
+from memplan.tracing.shapes import ATEN, tensors
 from memplan.tracing.tracer import _Tracer
 from tests.traced import trace_of
 from validate.cases import shipped_trace
@@ -158,6 +162,33 @@ def test_a_trace_of_an_earlier_memplan_is_to_be_taken_again(pair, tmp_path, key,
     memplan.estimate(str(tmp_path / "new.json"), **plan)
     with pytest.raises(MissingRule, match=r"earlier memplan.*trace it again"):
         memplan.estimate(str(tmp_path / "old.json"), **plan)
+
+
+def test_a_trace_in_the_first_format_says_what_it_said():
+    old = model_from_trace(Path(__file__).parent / "trace-of-format-1.json")
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+    new = memplan.trace(
+        module, torch.zeros(2, 3, 8, 8), loss=torch.sum, device="cuda", precisions=["fp32"], name=old.name
+    )
+    of_old, of_new = (
+        memplan.estimate(one, cluster="1xh100-sxm", precision="fp32", micro_batch=64, seq_len=1)
+        for one in (old, new)
+    )
+    assert of_old.peak.total_bytes == of_new.peak.total_bytes == 67_281_560
+    assert of_old.reserved_bytes == of_new.reserved_bytes
+    assert of_old.total_model_flops == of_new.total_model_flops == 1_769_472
+    computed = [
+        [(event.kind, event.operands) for event in e.worst.record.step.counts if isinstance(event, Compute)]
+        for e in (of_old, of_new)
+    ]
+    no_operands = [(kind, ()) for kind in (ComputeKind.UNKNOWN, ComputeKind.CONVOLUTION)]
+    assert set(computed[0]) == set(no_operands)
+    assert set(computed[1]) == {
+        (ComputeKind.CONVOLUTION, ((4, 3, 3, 3), (64, 4, 6, 6))),
+        (ComputeKind.MM, ((64, 144), (144, 5))),
+        (ComputeKind.MM, ((64, 5), (5, 144))),
+        (ComputeKind.MM, ((5, 64), (64, 144))),
+    }
 
 
 def test_tracing_leaves_the_module_as_it_was():
@@ -468,6 +499,82 @@ def test_what_pytorch_writes_in_place_has_no_storage_of_its_own_and_copies_have(
     assert [size for name, size in made if name == "less the largest"] == [4 * 2 * 3 * 2]
 
 
+def counted_by_pytorch(func: Any, args: tuple[Any, ...], results: tuple[torch.Tensor, ...]) -> int:
+    """The FLOPs that `torch.utils.flop_counter` counts."""
+    counted: int = flop_registry[func._overloadpacket](
+        *args, out_val=results[0] if len(results) == 1 else results
+    )
+    return counted
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+QUERY, KEY, VALUE = empty(2, 8, 10, 16), empty(2, 2, 12, 16), empty(2, 2, 12, 6)
+ATTENDED = empty(2, 8, 10, 6)
+
+
+@pytest.mark.parametrize(
+    "func, args, result",
+    [
+        (ATEN.mm.default, (empty(2, 3), empty(3, 4)), empty(2, 4)),
+        (ATEN.addmm.default, (empty(4), empty(2, 3), empty(3, 4)), empty(2, 4)),
+        (ATEN.bmm.default, (empty(5, 2, 3), empty(5, 3, 4)), empty(5, 2, 4)),
+        (ATEN.baddbmm.default, (empty(5, 2, 4), empty(5, 2, 3), empty(5, 3, 4)), empty(5, 2, 4)),
+        (ATEN._scaled_mm.default, (empty(2, 3), empty(3, 4), empty(), empty()), empty(2, 4)),
+        (ATEN._scaled_dot_product_flash_attention.default, (QUERY, KEY, VALUE), ATTENDED),
+        (ATEN._scaled_dot_product_flash_attention_backward.default, (ATTENDED, QUERY, KEY, VALUE), QUERY),
+        (ATEN._scaled_dot_product_efficient_attention.default, (QUERY, KEY, VALUE), ATTENDED),
+        (ATEN._scaled_dot_product_cudnn_attention_backward.default, (ATTENDED, QUERY, KEY, VALUE), QUERY),
+    ],
+    ids=str,
+)
+def test_flops_follow_from_operands_as_pytorch_counts_them(func, args, result):
+    (one,) = computed_of(func, args, {}, (result,), result)
+    assert (flops_of(one.kind, one.operands) if one.operands else one.flops) == counted_by_pytorch(
+        func, args, (result,)
+    )
+    assert (one.kind is ComputeKind.UNKNOWN) == (func is ATEN._scaled_mm.default)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("n_dims", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_convolution_has_the_flops_that_pytorch_counts_and_its_gradients_as_many(
+    n_dims, transposed, groups
+):
+    image, weight = (
+        empty(3, 4, *[11] * n_dims),
+        empty(*((4, 3) if transposed else (6, 4 // groups)), *[3] * n_dims),
+    )
+    how = [2] * n_dims, [1] * n_dims, [1] * n_dims, transposed, [1 * transposed] * n_dims, groups
+    args = image, weight, None, *how
+    output = ATEN.convolution.default(*args)
+    (one,) = computed_of(ATEN.convolution.default, args, {}, (output,), output)
+    flops = flops_of(one.kind, one.operands)
+    assert flops == counted_by_pytorch(ATEN.convolution.default, args, (output,))
+    backward = ATEN.convolution_backward.default
+    for mask in ([True, True, False], [True, False, True], [False, True, True], [False, False, True]):
+        given = output, image, weight, [output.shape[1]], *how, mask
+        out = backward(*given)
+        gradients = computed_of(backward, given, {}, tensors(out), out)
+        asked = [one for one, is_asked in zip((image, weight), mask, strict=False) if is_asked]
+        assert [one.shape for one in gradients] == [one.shape for one in asked]
+        assert [flops_of(one.kind, one.operands) for one in gradients] == [flops] * len(asked)
+        if groups == 1:  # of several groups it counts the weight's gradient as if all channels met
+            assert len(asked) * flops == counted_by_pytorch(backward, given, out)
+
+
+def test_a_product_of_groups_has_two_flops_for_each_row_and_element_of_its_matrix():
+    rows, matrices, columns = (7, 16), (4, 16, 24), (16, 24)
+    kind = ComputeKind.GROUPED_MM
+    assert flops_of(kind, (rows, matrices)) == 2 * 7 * 16 * 24
+    assert flops_of(kind, ((16, 7), (7, 24))) == 2 * 7 * 16 * 24
+    assert flops_of(kind, ((4, 7, 16), columns)) == 2 * 7 * 16 * 24
+    assert flops_of(kind, ((4, 7, 16), matrices)) == 4 * 2 * 7 * 16 * 24
+
+
 def test_floats_that_follow_from_positions_are_known():
     traced = memplan.trace(OnDistances(), torch.ones(6, 8), precisions=["fp32"])
     assert memplan.estimate(traced, seq_len=1, precision="fp32").worst.states.grads_bytes == 72 * 4
@@ -722,6 +829,19 @@ def changed(text: str, path: list[Any], value: object) -> str:
         (["recordings", 0, "cut"], [0]),
         (["recordings", 0, "ends"], [[0, 1], [0, 1], 0]),
         (["recordings", 0, "ends"], [[0, 1], [0, -1], 0, 0]),
+        (["recordings", 0, "parts", "embed", -2], ["forward", 100000]),
+        (["recordings", 0, "parts", "embed", -2], ["sideways", 0]),
+        (["computations"], None),
+        (["computations", 0], ["mm", [], [4], "float32"]),
+        (["computations", 0, 0], "magic"),
+        (["computations", 0, 0], "bmm"),
+        (["computations", 0, 0], "unknown"),
+        (["computations", 0, 1], [[4, 8]]),
+        (["computations", 0, 1], [[4, 8], 8]),
+        (["computations", 0, 1], [[4, 8], [8, [[1, 99]]]]),
+        (["computations", 0, 3], "float7"),
+        (["computations", 0], ["mm", [[4, 8], [8, 8]], [4, 8], "float32", 512]),
+        (["computations", 0], ["unknown", [], [4, 8], "float32", "many"]),
         (["frozen"], None),
         (["frozen"], ["w.weight"]),
         (["embed_parameters", 0], ["w", "shape", "float32"]),
@@ -736,7 +856,9 @@ def test_a_strangers_file_is_refused(tmp_path, path, value):
         model_from_trace(tmp_path / "t.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format":"memplan trace 1"}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format":"memplan trace 2"}', '{"format":"memplan trace 3"}', "[" * 100_000]
+)
 def test_what_is_no_trace_is_refused(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(InvalidValue, match=r"t\.json: "):

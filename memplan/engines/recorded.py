@@ -11,6 +11,7 @@ from memplan.errors import MissingRule
 from memplan.kernels import FREES_WORKSPACES
 from memplan.models.traced import (
     DTYPES,
+    Computation,
     Cut,
     Ends,
     Recording,
@@ -23,7 +24,18 @@ from memplan.models.traced import (
 )
 from memplan.models.workspaces import Asked
 from memplan.ops.kernel_calls import kernel_events
-from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Compute, ComputeKind, Event, Free, frees
+from memplan.record import (
+    AccumulateGrad,
+    AddToIncoming,
+    Alloc,
+    Compute,
+    ComputeKind,
+    Event,
+    Free,
+    Phase,
+    flops_of,
+    frees,
+)
 from memplan.shapes import FP32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import OpContext
 
@@ -382,10 +394,9 @@ def _events(
 ) -> Iterator[Sequence[Event]]:
     """The events of each traced one at a micro-batch and a length; a kernel's as they are on the device.
 
-    The results of a kernel are among its own events. A computation after a workspace is a convolution's.
+    The results of a kernel are among its own events.
     """
     batch, seq_len = context.micro_batch, context.seq_len
-    computes = ComputeKind.UNKNOWN
     ahead = iter(traced)
     for one in ahead:
         if one.kind == "kernel":
@@ -397,10 +408,8 @@ def _events(
             n_bytes = asked.n_bytes(one, context.device.name, batch)
             workspace = buffer_of("cuDNN's workspace", (n_bytes,), UINT8)
             yield (Alloc(workspace), Free(workspace)) if n_bytes else ()
-            computes = ComputeKind.CONVOLUTION
         elif one.kind == "compute":
-            yield (_computed(one, computes, batch, seq_len),)
-            computes = ComputeKind.UNKNOWN
+            yield (_computed(one.computation, one.phase, batch, seq_len),)
         else:
             yield (_event(one, buffers, named),)
 
@@ -417,12 +426,15 @@ def _event(traced: TracedEvent, buffers: list[Buffer], named: dict[str, Paramete
     return AccumulateGrad(buffers[traced.buffer], named[traced.parameter])
 
 
-def _computed(traced: TracedEvent, kind: ComputeKind, batch: int, seq_len: int) -> Compute:
+@lru_cache(maxsize=4096)
+def _computed(traced: Computation, phase: Phase, batch: int, seq_len: int) -> Compute:
     """A recorded computation at a micro-batch and a sequence length."""
+    operands = tuple([shape_at(operand, batch, seq_len) for operand in traced.operands])
     return Compute(
-        kind=kind,
-        phase=traced.phase,
-        flops=size_at(traced.flops, batch, seq_len),
+        kind=traced.kind,
+        operands=operands,
+        phase=phase,
+        flops=flops_of(traced.kind, operands) if operands else size_at(traced.flops, batch, seq_len),
         shape=shape_at(traced.shape, batch, seq_len),
         dtype=DTYPES[traced.dtype],
     )

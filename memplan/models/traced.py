@@ -6,7 +6,7 @@ and every field is checked when it is read.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
@@ -19,14 +19,14 @@ from memplan.files import file_text, json_value, of_file
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
 from memplan.models.workspaces import Asked, Run
 from memplan.ops.kernel_calls import KERNELS
-from memplan.record import Phase
+from memplan.record import ComputeKind, Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
 
-FORMAT: Final = "memplan trace 1"
-"""The format that a file names."""
+FORMATS: Final = ("memplan trace 1", "memplan trace 2")
+"""The formats that a file may name: in the first, computations have FLOPs only; the last one is written."""
 
-BEGINS: Final = f'{{"format":"{FORMAT}"'.encode()
+BEGINS: Final = b'{"format":"memplan trace '
 """How a file begins."""
 
 LARGEST_TRACE_BYTES: Final = 64 * 1024**2
@@ -91,6 +91,29 @@ def size_at(size: Size, batch: int, seq_len: int) -> int:
     return sum([factor * batch**i * seq_len**j for factor, i, j in size])
 
 
+class Computation(NamedTuple):
+    """A `memplan.record.Compute`; `flops` is only given where the operands are not known."""
+
+    kind: ComputeKind
+    operands: tuple[tuple[Size, ...], ...]
+    shape: tuple[Size, ...]
+    dtype: str
+    flops: Size = (Term(0),)
+
+
+PHASES: Final = get_args(Phase)
+
+OPERANDS: Final[Mapping[ComputeKind, tuple[int, tuple[int, ...]]]] = {
+    ComputeKind.MM: (2, (2,)),
+    ComputeKind.BMM: (2, (3,)),
+    ComputeKind.GROUPED_MM: (2, (2, 3)),
+    ComputeKind.ATTENTION: (3, (4,)),
+    ComputeKind.ATTENTION_BACKWARD: (3, (4,)),
+    ComputeKind.CONVOLUTION: (2, (3, 4, 5)),
+}
+"""How many operands a computation has, and how many dims each of them may have."""
+
+
 class TracedBuffer(NamedTuple):
     """A storage: the shape that it first had and its bytes."""
 
@@ -104,20 +127,19 @@ class TracedBuffer(NamedTuple):
 class TracedEvent(NamedTuple):
     """What happens to the buffer of this number: allocated, freed, made the parameter's gradient.
 
-    Or another gradient is added in place to this one, which came from the next block. Or the computation of a
-    product of these FLOPs and this shape. Or a kernel of CUDA (`memplan.ops.kernel_calls`) is called with
-    these sizes, `shape`; the next `n_results` buffers that come are its results. Or a convolution takes its
-    workspace for the "output", or for the gradient of "input" or "weight", which `kernel` names; its `shape`
-    are the dims of input and weight, then stride, padding, dilation and output padding along each dim of an
-    image, the number of groups, and whether it is transposed, and the channels of input and of weight are
-    last.
+    Or another gradient is added in place to this one, which came from the next block. Or something is
+    computed. Or a kernel of CUDA (`memplan.ops.kernel_calls`) is called with these sizes, `shape`; the next
+    `n_results` buffers that come are its results. Or a convolution takes its workspace for the "output", or
+    for the gradient of "input" or "weight", which `kernel` names; its `shape` are the dims of input and
+    weight, then stride, padding, dilation and output padding along each dim of an image, the number of
+    groups, and whether it is transposed, and the channels of input and of weight are last.
     """
 
     kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
-    flops: Size = ()
+    computation: Computation = Computation(ComputeKind.UNKNOWN, (), (), "")
     shape: tuple[Size, ...] = ()
     dtype: str = ""
     kernel: str = ""
@@ -406,12 +428,19 @@ def _variant_text(variant: Variant) -> str:
 # --- As JSON ---
 
 
+class _Tables(NamedTuple):
+    """What recordings share, each once, by its index."""
+
+    buffers: dict[str, int]
+    computations: dict[Computation, int]
+    convolutions: dict[TracedEvent, int]
+
+
 def _plain(model: TracedModel) -> dict[str, Any]:
     """Plain values, as they are written."""
-    table: dict[str, int] = {}
-    convolutions: dict[TracedEvent, int] = {}
+    tables = _Tables({}, {}, {})
     return {
-        "format": FORMAT,
+        "format": FORMATS[-1],
         "name": model.name,
         "device": model.device,
         "made_with": model.made_with,
@@ -429,11 +458,12 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         },
         "frozen": model.frozen,
         "recordings": [
-            {"run": _plain_variant(variant), **_plain_recording(recording, table, convolutions)}
+            {"run": _plain_variant(variant), **_plain_recording(recording, tables)}
             for variant, recording in model.recordings.items()
         ],
-        "buffers": list(map(json.loads, table)),
-        **(_plain_convolutions(model.asked, convolutions) if convolutions else {}),
+        "buffers": list(map(json.loads, tables.buffers)),
+        "computations": list(map(_plain_computation, tables.computations)),
+        **(_plain_convolutions(model.asked, tables.convolutions) if tables.convolutions else {}),
     }
 
 
@@ -472,18 +502,22 @@ def _plain_shape(shape: Iterable[Size]) -> list[Any]:
     return [_plain_size(dim) for dim in shape]
 
 
-def _plain_recording(
-    recording: Recording, table: dict[str, int], convolutions: dict[TracedEvent, int]
-) -> dict[str, Any]:
-    """A recording as plain values; its buffers and convolutions are indices into growing tables of all."""
+def _plain_computation(one: Computation) -> list[Any]:
+    """Its values; without the FLOPs where they follow from operands."""
+    row = [one.kind.value, [*map(_plain_shape, one.operands)], _plain_shape(one.shape), one.dtype]
+    return row if one.operands else [*row, _plain_size(one.flops)]
+
+
+def _plain_recording(recording: Recording, tables: _Tables) -> dict[str, Any]:
+    """A recording as plain values, of what is shared the indices in the growing tables."""
     rows = [
         json.dumps([one.name, _plain_shape(one.shape), one.dtype.name, _plain_size(one.n_bytes), one.kind])
         for one in recording.buffers
     ]
     return {
-        "buffers": [table.setdefault(row, len(table)) for row in rows],
+        "buffers": [_index(row, tables.buffers) for row in rows],
         "parts": {
-            part: [_plain_event(event, convolutions) for event in events]
+            part: [_plain_event(event, tables) for event in events]
             for part, events in recording.parts.items()
         },
         "boundary": [recording.boundary, recording.boundary_grad, recording.entry_requires_grad],
@@ -492,7 +526,12 @@ def _plain_recording(
     }
 
 
-def _plain_event(event: TracedEvent, convolutions: dict[TracedEvent, int]) -> Any:
+def _index(value: Hashable, table: dict[Any, int]) -> int:
+    """The place of a value in a table, at whose end it is put if it is new."""
+    return table.setdefault(value, len(table))
+
+
+def _plain_event(event: TracedEvent, tables: _Tables) -> Any:
     """A buffer that comes is its number, one that goes is -1 less its number, one that is added to a list."""
     match event.kind:
         case "alloc":
@@ -506,8 +545,8 @@ def _plain_event(event: TracedEvent, convolutions: dict[TracedEvent, int]) -> An
         case "kernel":
             return [event.kernel, event.n_results, _plain_shape(event.shape), event.dtype]
         case "workspace":
-            return [event.kind, convolutions.setdefault(event, len(convolutions))]
-    return [event.phase, _plain_size(event.flops), _plain_shape(event.shape), event.dtype]
+            return [event.kind, _index(event, tables.convolutions)]
+    return [event.phase, _index(event.computation, tables.computations)]
 
 
 def model_from_trace(path: str | os.PathLike[str]) -> TracedModel:
@@ -547,8 +586,10 @@ def is_trace(path: str | os.PathLike[str]) -> bool:
 
 
 def _model(data: Any) -> TracedModel:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise InvalidValue(f"is no trace; a trace's format is {FORMAT!r}: write one with TracedModel.save.")
+    if not isinstance(data, dict) or data.get("format") not in FORMATS:
+        raise InvalidValue(
+            f"is no trace; a trace's format is {' or '.join(FORMATS)}: write one with TracedModel.save."
+        )
     of = _Reader(data)
     limits = of("limits", list | None)
     frozen = of("frozen", list)
@@ -559,13 +600,18 @@ def _model(data: Any) -> TracedModel:
     device = of("device", str)
     if device not in get_args(DeviceType):
         raise InvalidValue(f"device={shown_value(device)} is not allowed; use one of {get_args(DeviceType)}.")
-    table = [_buffer(one) for one in of("buffers", list)]
-    convolutions = [_convolution(one) for one in of("convolutions", list | None) or []]
+    known = _Known(
+        [_buffer(one) for one in of("buffers", list)],
+        [_computation(one) for one in of("computations", list | None) or []],
+        [_convolution(one) for one in of("convolutions", list | None) or []],
+        names,
+    )
     asked = of("asked", dict | None)
     recordings = {}
     for one in of("recordings", list):
         within = _Reader(one)
-        recordings[_variant(within("run", list))] = _recording(within, table, convolutions, names)
+        read = _recording if data["format"] == FORMATS[-1] else _older_recording
+        recordings[_variant(within("run", list))] = read(within, known)
     if not recordings:
         raise _wrong("recordings is empty")
     return TracedModel(
@@ -579,7 +625,7 @@ def _model(data: Any) -> TracedModel:
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
         unused=_texts(of("unused", list | None) or [], "unused"),
-        asked=Asked() if asked is None else _asked(_Reader(asked), convolutions),
+        asked=Asked() if asked is None else _asked(_Reader(asked), known.convolutions),
         tied=of("tied", bool),
         recordings=recordings,
         **tensors,
@@ -666,6 +712,17 @@ def _convolution(value: Any) -> TracedEvent:
     return TracedEvent("workspace", kernel=part, shape=_shape(sizes), dtype=_dtype(dtype).name)
 
 
+def _computation(value: Any) -> Computation:
+    follows = isinstance(value, list) and len(value) == len(Computation._fields) - 1
+    kinds = str, list, list, str, int | list
+    name, operands, shape, dtype, flops = _items([*value, 0] if follows else value, "computation", *kinds)
+    kind = ComputeKind(checked_choice("kind", name, tuple([one.value for one in ComputeKind])))
+    n, dims = OPERANDS.get(kind, (0, ())) if follows else (0, ())
+    if len(operands) != n or not all(isinstance(one, list) and len(one) in dims for one in operands):
+        raise _wrong(f"operands {shown_value(operands)} of {name} are not allowed in a trace")
+    return Computation(kind, tuple(map(_shape, operands)), _shape(shape), _dtype(dtype).name, _size(flops))
+
+
 def _asked(within: _Reader, convolutions: list[TracedEvent]) -> Asked:
     batches = [checked_count("batch", one) for one in within("batches", list)]
     _check_ascends(batches, "batches")
@@ -692,26 +749,48 @@ def _check_ascends(values: list[int], what: str) -> None:
         raise _wrong(f"{what} {shown_value(values)} do not ascend")
 
 
-def _recording(
-    within: _Reader, table: list[TracedBuffer], convolutions: list[TracedEvent], parameters: set[str]
-) -> Recording:
-    buffers = [table[_place(one, len(table))] for one in within("buffers", list)]
+class _Known(NamedTuple):
+    """What recordings may refer to."""
+
+    buffers: list[TracedBuffer]
+    computations: list[Computation]
+    convolutions: list[TracedEvent]
+    parameters: set[str]
+
+
+def _recording(within: _Reader, known: _Known) -> Recording:
+    buffers = [known.buffers[_place(one, len(known.buffers))] for one in within("buffers", list)]
     parts = _Reader(within("parts", dict))
     boundary, boundary_grad, requires_grad = _items(within("boundary", list), "boundary", int, int, bool)
     for i in (boundary, boundary_grad):
         checked_count("boundary", i, least=-1, most=len(buffers) - 1)
     return Recording(
         tuple(buffers),
-        {
-            part: tuple([_event(e, len(buffers), convolutions, parameters) for e in parts(part, list)])
-            for part in PARTS
-        },
+        {part: tuple([_event(event, len(buffers), known) for event in parts(part, list)]) for part in PARTS},
         boundary,
         boundary_grad,
         requires_grad,
         _cut(within("cut", list | str | None), len(buffers)),
         _ends(within("ends", list | str | None), parts),
     )
+
+
+def _older_recording(within: _Reader, known: _Known) -> Recording:
+    """A recording in the first format, in which what is computed after a workspace is a convolution."""
+    recording = _recording(within, known)
+    parts = {part: tuple(_with_convolutions(events)) for part, events in recording.parts.items()}
+    return recording._replace(parts=parts)
+
+
+def _with_convolutions(events: Iterable[TracedEvent]) -> Iterator[TracedEvent]:
+    kind = ComputeKind.UNKNOWN
+    for one in events:
+        if one.kind == "workspace":
+            kind = ComputeKind.CONVOLUTION
+        elif one.kind == "compute":
+            one = one._replace(computation=one.computation._replace(kind=kind))
+            kind = ComputeKind.UNKNOWN
+        yield one
 
 
 def _ends(value: list[Any] | str | None, parts: _Reader) -> Ends | str | None:
@@ -751,31 +830,33 @@ def _buffer(value: Any) -> TracedBuffer:
     return TracedBuffer(name, _shape(shape), _dtype(dtype), _size(n_bytes), kind)
 
 
-def _event(value: Any, n_buffers: int, convolutions: list[TracedEvent], parameters: set[str]) -> TracedEvent:
+def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
     if isinstance(value, int) and value < 0:
         return TracedEvent("free", _place(-1 - value, n_buffers))
     if isinstance(value, int):
         return TracedEvent("alloc", _place(value, n_buffers))
     if isinstance(value, list) and len(value) == 1:
         return TracedEvent("add", _place(value[0], n_buffers))
-    if isinstance(value, list) and value[:1] == ["workspace"]:
-        return convolutions[_place(value[-1], len(convolutions))]
     if isinstance(value, list) and len(value) == 2:
-        buffer, parameter = value
-        if not isinstance(parameter, str) or parameter not in parameters:
-            raise _wrong(f"parameter {shown_value(parameter)} is none that the module trains")
-        return TracedEvent("grad", _place(buffer, n_buffers), parameter)
+        what, of = value
+        if what == "workspace":
+            return known.convolutions[_place(of, len(known.convolutions))]
+        if what in PHASES:
+            computation = known.computations[_place(of, len(known.computations))]
+            return TracedEvent("compute", phase=what, computation=computation)
+        if not isinstance(of, str) or of not in known.parameters:
+            raise _wrong(f"parameter {shown_value(of)} is none that the module trains")
+        return TracedEvent("grad", _place(what, n_buffers), of)
     phase, flops, shape, dtype = _items(value, "event", str, int | list, list, str)
     if phase in KERNELS and len(shape) == KERNELS[phase].n_sizes:
         n_results = checked_count("results", flops, least=0, most=MOST_RESULTS)
         return TracedEvent(
             "kernel", kernel=phase, n_results=n_results, shape=_shape(shape), dtype=_dtype(dtype).name
         )
-    if phase not in get_args(Phase):
-        raise unknown_name("phase", phase, get_args(Phase))
-    return TracedEvent(
-        "compute", phase=phase, flops=_size(flops), shape=_shape(shape), dtype=_dtype(dtype).name
-    )
+    if phase not in PHASES:
+        raise unknown_name("phase", phase, PHASES)
+    computation = Computation(ComputeKind.UNKNOWN, (), _shape(shape), _dtype(dtype).name, _size(flops))
+    return TracedEvent("compute", phase=phase, computation=computation)
 
 
 def shape_at(shape: Iterable[Size], batch: int, seq_len: int) -> Shape:

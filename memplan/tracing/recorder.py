@@ -5,7 +5,6 @@ so that Python code sees values where it looks at them. Autograd is PyTorch's ow
 something refers to it.
 """
 
-import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils.flop_counter import flop_registry
 
 from memplan.shapes import Kind
 from memplan.tracing.calls import OF_CUDNN, Called, convolution_called, grad_in_order, kernel_called
+from memplan.tracing.computed import Computed, computed_of
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.mode import ShapesMode
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, scratch_of
@@ -53,20 +52,6 @@ Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`), aten/src/ATen/nat
 (`_thnn_fused_lstm_cell_cuda`).
 """
 
-
-def _grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Two for each element of the rows and of each output column; every row belongs to one group.
-
-    >>> _grouped_product_flops(torch.empty(10, 16), torch.empty(4, 16, 8))
-    2560
-    """
-    n_products = len(a) if a.dim() == b.dim() == 3 else 1
-    return 2 * n_products * math.prod(a.shape[-2:]) * b.shape[-1]
-
-
-FLOPS: Final = {**flop_registry, ATEN._grouped_mm: _grouped_product_flops}
-"""For each operation that multiplies matrices, the function that counts its floating point operations."""
-
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
@@ -83,9 +68,10 @@ class Section(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event and the number of its storage; `detail` is a parameter's name, a computation, or a mark.
+    """An event and the number of its storage.
 
-    In the name of a block's parameter a * stands for the block's number.
+    `detail` is a parameter's name, in which a * stands for a block's number, a kernel's call, a mark, or a
+    computation and its phase.
     """
 
     kind: str
@@ -105,21 +91,12 @@ class Stored(NamedTuple):
     by_kernel: bool = False
 
 
-class Computed(NamedTuple):
-    """A matrix product, a convolution or an attention."""
-
-    phase: str
-    flops: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Taken(NamedTuple):
-    """What an operation takes beside its results (by its kernel's rule, or as scratch), and its FLOPs."""
+    """What an operation takes beside its results (by its kernel's rule, or as scratch), and computes."""
 
     kernel: Called | None
     scratch: tuple[Scratch, ...]
-    flops: int | None
+    computed: tuple[Computed, ...]
 
 
 class _Watch(weakref.ref[UntypedStorage]):
@@ -186,7 +163,8 @@ class Recorder(ShapesMode):
         self._alive: dict[int, _Watch] = {}
         self._made_in: list[int] = []
         self._from_weights = False
-        self._sums: set[Event] = set()
+        self._noted: set[Event] = set()
+        """The in-place additions that have been recorded."""
 
     # --- What the run tells ---
 
@@ -289,7 +267,7 @@ class Recorder(ShapesMode):
         if self.executes:
             out, scratch = executed(func, args, operation.kwargs, self.device)
             results = self._on_device(out)
-            taken = Taken(None, scratch, _flops(func, args, operation.kwargs, out))
+            taken = Taken(None, scratch, computed_of(func, args, operation.kwargs, results, out))
         else:
             if func is READ:
                 known_value(args[0])
@@ -330,7 +308,7 @@ class Recorder(ShapesMode):
         func, args, kwargs = operation.func, operation.args, operation.kwargs
         kernel = kernel_called(func, args, kwargs, results) if self.device.type == "cuda" else None
         scratch = () if kernel is not None else scratch_of(func, args, results, self.device)
-        return Taken(kernel, scratch, _flops(func, args, kwargs, out))
+        return Taken(kernel, scratch, computed_of(func, args, kwargs, results, out))
 
     def _record(self, operation: Operation, results: Sequence[Tensor], taken: Taken) -> None:
         """Record the events of an operation."""
@@ -347,11 +325,8 @@ class Recorder(ShapesMode):
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._freed_scratch(self._scratch(taken.scratch))
-        if taken.flops is not None:
-            phase = "recompute" if self.recomputing else self.section.phase
-            first = results[0]
-            done = Computed(phase, taken.flops, tuple(first.shape), dtype_name(first.dtype))
-            self.events.append(Event("compute", self.section, -1, done))
+        phase = "recompute" if self.recomputing else self.section.phase
+        self.events += [Event("compute", self.section, -1, (one, phase)) for one in taken.computed]
 
     def _convolved(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of a convolution, each with what computes it."""
@@ -393,8 +368,8 @@ class Recorder(ShapesMode):
     def _added(self, storage: int) -> None:
         """Note the first time that a gradient is added in place to the gradient of the unit's output."""
         event = Event("add", self.section, storage)
-        if self.output_grads.get(self.section.unit) == storage and event not in self._sums:
-            self._sums.add(event)
+        if self.output_grads.get(self.section.unit) == storage and event not in self._noted:
+            self._noted.add(event)
             self.events.append(event)
 
     def _scratch(self, scratch: Sequence[Scratch]) -> list[int]:
@@ -463,28 +438,12 @@ def executed(
     return out, (("memory of a kernel's own", n_bytes, torch.uint8),) if n_bytes > 0 else ()
 
 
-def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int | None:
-    """The FLOPs of a matrix product, a convolution or an attention; None of anything else."""
-    counted = FLOPS.get(func._overloadpacket)
-    return None if counted is None else counted(*_of_equal_heads(func, args), **kwargs, out_val=out)
-
-
 def _on_cuda(operation: Operation) -> Operation:
     """The operation with `device=cuda:0` where C++ code passed `meta`."""
     kwargs = on_cuda(operation.kwargs)
     if kwargs is operation.kwargs:
         return operation
     return Operation(operation.func, operation.types, operation.args, kwargs)
-
-
-def _of_equal_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of which FLOPs are counted: torch 2.11 wants as many heads of keys as of queries."""
-    at = int(func.__name__.partition(".")[0].endswith("_backward"))
-    if "scaled_dot_product" not in func.__name__ or args[at].shape[1] == args[at + 1].shape[1]:
-        return args
-    n_heads = args[at].shape[1]
-    keys, values = (x[:, :1].expand(-1, n_heads, -1, -1) for x in args[at + 1 : at + 3])
-    return *args[: at + 1], keys, values, *args[at + 3 :]
 
 
 def _is_summed_in_place(older: Any, newer: Any, *more: Any) -> bool:

@@ -14,6 +14,7 @@ from memplan.errors import MissingRule
 from memplan.models.traced import (
     DTYPES,
     PARTS,
+    Computation,
     Cut,
     Ends,
     Recording,
@@ -24,6 +25,7 @@ from memplan.models.traced import (
     size_at,
 )
 from memplan.shapes import DType, Kind
+from memplan.tracing.computed import Computed
 from memplan.tracing.recorder import Event, Recorder, Section, Stored
 
 CALLS: Final = ("compute", "kernel", "workspace")
@@ -398,6 +400,9 @@ def _skeleton(event: Event) -> Any:
             return event.kind, event.storage, event.detail
         case "kernel" | "workspace":
             return event.kind, event.detail.name, event.detail.dtype, event.detail.n_results
+        case "compute":
+            computed, phase = event.detail
+            return event.kind, phase, computed.kind, computed.dtype
     return event.kind, event.storage
 
 
@@ -433,6 +438,16 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             if one.kind == "workspace" and all(batch == 1 for batch, _ in points):
                 sizes = ((Term(sizes[0][0].factor, 1),), *sizes[1:])  # cuDNN's engine depends on nothing else
             return TracedEvent(one.kind, kernel=name, n_results=n_results, shape=sizes, dtype=dtype)
-    shape = shape_of([event.detail.shape for event in events], points)
-    flops = size_of([event.detail.flops for event in events], points)
-    return TracedEvent("compute", phase=one.detail.phase, flops=flops, shape=shape, dtype=one.detail.dtype)
+    computation = _computation([event.detail[0] for event in events], points)
+    return TracedEvent("compute", phase=one.detail[1], computation=computation)
+
+
+def _computation(computed: Sequence[Computed], points: Sequence[Point]) -> Computation:
+    kind, each = computed[0].kind, zip(*[one.operands for one in computed], strict=True)
+    return Computation(
+        kind,
+        tuple([shape_of(operand, points) for operand in each]),
+        shape_of([one.shape for one in computed], points),
+        computed[0].dtype,
+        size_of([one.flops for one in computed], points),
+    )
