@@ -180,9 +180,9 @@ Counts = Mapping[Compute | Collective | Pass, int]
 class Stretch:
     """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
 
-    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `micro_batch`: the stretch
-    is a pass (or a part of one) of the rank's stage of this index, over its next micro-batch; `has_passes`:
-    it is one, or contains one. Never changed.
+    `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `stage_pass`: the index of
+    the rank's stage whose pass this is, over its next micro-batch, and which part of it; None if it is no
+    pass. `has_passes`: it is a pass, or contains one. Never changed.
     """
 
     __slots__ = (
@@ -191,11 +191,11 @@ class Stretch:
         "events",
         "has_passes",
         "high_bytes",
-        "micro_batch",
         "name",
         "net_bytes",
         "parts",
         "repeats",
+        "stage_pass",
     )
 
     def __init__(
@@ -206,7 +206,7 @@ class Stretch:
         repeats: int,
         net_bytes: int,
         high_bytes: int,
-        micro_batch: tuple[int, PassPart] | None = None,
+        stage_pass: tuple[int, PassPart] | None = None,
     ) -> None:
         self.name = name
         self.events = events
@@ -214,8 +214,8 @@ class Stretch:
         self.repeats = repeats
         self.net_bytes = net_bytes
         self.high_bytes = high_bytes
-        self.micro_batch = micro_batch
-        self.has_passes = micro_batch is not None
+        self.stage_pass = stage_pass
+        self.has_passes = stage_pass is not None
         if not self.has_passes:
             for part in parts:
                 if part.has_passes:
@@ -275,8 +275,8 @@ def _count_passes(
             _count_passes(part, n * stretch.repeats, times, found)
         else:
             times[part] = times.get(part, 0) + n * stretch.repeats
-    if stretch.micro_batch is not None:
-        _, kind = stretch.micro_batch
+    if stretch.stage_pass is not None:
+        _, kind = stretch.stage_pass
         reduces = kind != "forward" and any(map(_reduces, stretch.parts))
         one = Pass(kind, reduces)
         found[one] = found.get(one, 0) + n
@@ -376,8 +376,8 @@ def phased(
     phase = before
     if stretch in update:
         phase = "optimizer"
-    elif stretch.micro_batch is not None:
-        phase = "forward" if stretch.micro_batch[1] == "forward" else "backward"
+    elif stretch.stage_pass is not None:
+        phase = "forward" if stretch.stage_pass[1] == "forward" else "backward"
     for _ in range(stretch.repeats):
         for event in changes(stretch.events):
             yield phase, event

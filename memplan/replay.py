@@ -294,7 +294,7 @@ def _n_events(stretch: Stretch) -> int:
 
 def _most_repeats(stretch: Stretch) -> int:
     """The repetitions of the longest loop over micro-batches."""
-    if stretch.micro_batch is not None or not stretch.has_passes:
+    if stretch.stage_pass is not None or not stretch.has_passes:
         return 0
     return max(stretch.repeats, *map(_most_repeats, stretch.parts))
 
@@ -316,7 +316,7 @@ def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
 
 def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
     """Add the buffers that `n` repetitions of a step's passes leave allocated."""
-    if stretch.micro_batch is None and stretch.has_passes:
+    if stretch.stage_pass is None and stretch.has_passes:
         for part in stretch.parts:
             if stretch.repeats > n:
                 add_net(part, left_out, n)
@@ -325,7 +325,7 @@ def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
 
 def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
     """A step without `n` repetitions of its passes, and without the frees of the buffers that these leave."""
-    if stretch.micro_batch is not None or not stretch.parts:
+    if stretch.stage_pass is not None or not stretch.parts:
         return stretch
     repeats = stretch.repeats
     if stretch.has_passes:
@@ -390,7 +390,7 @@ class _Reached:
 
 def _repetitions(stretch: Stretch) -> tuple[Any, ...]:
     """How often a stretch of passes is repeated, and how often its parts are."""
-    parts = () if stretch.micro_batch is not None else stretch.parts
+    parts = () if stretch.stage_pass is not None else stretch.parts
     if stretch.repeats == 1 and len(parts) == 1:
         return _repetitions(parts[0])
     return stretch.repeats, *map(_repetitions, parts)
@@ -571,15 +571,15 @@ class _Replay:
                     if i == n:
                         return
                 seen[state] = i
-            if i == self.patience and stretch.micro_batch is None and stretch.has_passes:
+            if i == self.patience and stretch.stage_pass is None and stretch.has_passes:
                 raise _NotRecurring(self.allocator.peak_reserved_bytes)
             self._once(stretch)
             i += 1
 
     def _once(self, stretch: Stretch) -> None:
         before = self.current
-        if stretch.micro_batch is not None:
-            self.current = self._micro_batch(*stretch.micro_batch)
+        if stretch.stage_pass is not None:
+            self.current = self._micro_batch(*stretch.stage_pass)
         if stretch.events:
             if stretch not in self.compiled:
                 self.compiled[stretch] = self._operations(stretch.events)

@@ -88,7 +88,7 @@ def timetable(estimate: Estimate) -> tuple[TimedPass, ...]:
 
 def _passes(stretch: Stretch) -> Iterator[Stretch]:
     for _ in range(stretch.repeats):
-        if stretch.micro_batch is not None:
+        if stretch.stage_pass is not None:
             yield stretch
         else:
             for part in stretch.parts:
@@ -103,7 +103,7 @@ def _works(of: StageEstimate) -> Iterator[_Work]:
     seen: dict[tuple[int, PassPart], int] = {}
     known: dict[Stretch, tuple[int, int, int, int]] = {}
     for stretch in _passes(of.record.step):
-        local, part = stretch.micro_batch or (0, "forward")
+        local, part = stretch.stage_pass or (0, "forward")
         if stretch not in known:
             known[stretch] = _sums(stretch, of)
         forward, recomputed, tp_bytes, pp_bytes = known[stretch]

@@ -226,8 +226,8 @@ def literal(stretch: Stretch) -> Stretch:
     if not stretch.has_passes:
         return chain("step", *(events(name, [event]) for name, event in unrolled(stretch)))
     once = [literal(part) for part in stretch.parts]
-    if stretch.micro_batch is not None:
-        once = [passed(*stretch.micro_batch, *once)]
+    if stretch.stage_pass is not None:
+        once = [passed(*stretch.stage_pass, *once)]
     return chain("step", *once * stretch.repeats)
 
 

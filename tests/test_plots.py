@@ -206,7 +206,7 @@ def test_the_timeline_by_kind_is_the_running_sum(staged, stage):
 def renamed(stretch):
     """The stretch with no names."""
     parts = tuple(map(renamed, stretch.parts))
-    marks = (stretch.repeats, stretch.net_bytes, stretch.high_bytes, stretch.micro_batch)
+    marks = (stretch.repeats, stretch.net_bytes, stretch.high_bytes, stretch.stage_pass)
     return Stretch("", stretch.events, parts, *marks)
 
 

@@ -223,9 +223,9 @@ def one_by_one(stretch: Stretch) -> Counter[object]:
         found.update(event for event in stretch.events if event in SENT)
         for part in stretch.parts:
             found.update(one_by_one(part))
-    if stretch.micro_batch is not None:
-        backward = stretch.micro_batch[1] == "backward"
-        found[Pass(stretch.micro_batch[1], backward and found[SENT[1]] > 0)] += 1
+    if stretch.stage_pass is not None:
+        backward = stretch.stage_pass[1] == "backward"
+        found[Pass(stretch.stage_pass[1], backward and found[SENT[1]] > 0)] += 1
     return found
 
 

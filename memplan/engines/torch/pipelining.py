@@ -191,10 +191,10 @@ class _Runtime:
 
     def _own(self, made: Stretch, local: int) -> Stretch:
         """A pass that was played for an equal stage, renamed to this stage."""
-        if made.micro_batch is None or made.micro_batch[0] == local:
+        if made.stage_pass is None or made.stage_pass[0] == local:
             return made
         if (made, local) not in self.own:
-            self.own[made, local] = passed(local, made.micro_batch[1], *made.parts)
+            self.own[made, local] = passed(local, made.stage_pass[1], *made.parts)
         return self.own[made, local]
 
     def _acted(self, action: Action, module: Module) -> Stretch:
