@@ -191,6 +191,14 @@ def test_a_trace_in_the_first_format_says_what_it_said():
     }
 
 
+@pytest.mark.parametrize("name", WILD)
+def test_a_shipped_trace_knows_the_operands_of_all_that_it_computes(name):
+    recordings = shipped_trace(name).recordings.values()
+    computed = [e for one in recordings for part in one.parts.values() for e in part if e.kind == "compute"]
+    assert computed
+    assert all(event.computation.operands for event in computed)
+
+
 def test_tracing_leaves_the_module_as_it_was():
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
     before = {name: (id(t), t.clone()) for name, t in [*module.named_parameters(), *module.named_buffers()]}
