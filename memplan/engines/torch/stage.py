@@ -166,6 +166,16 @@ class Stage:
         known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
         return tuple([(known[kind], n) for kind, n in self.layers])
 
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The module's buffers, such as rotary angles."""
+        return (*self.embedding_buffers, *self.model.buffers(self.plan.seq_len))
+
+    @property
+    def embedding_buffers(self) -> tuple[Buffer, ...]:
+        """The embedding's buffers."""
+        return self.model.embedding_buffers() if self.first else ()
+
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
         blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
@@ -464,19 +474,14 @@ class RankStages:
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
         alive.update(others)
-        for buffer in self.buffers:
-            alive[buffer] += len(self.stages)
+        for stage in self:
+            alive.update(stage.buffers)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
             if stage.keeps_received and not stage.first:
                 alive[received_input] += plan.n_micro_batches
             if stage.keeps_received and not stage.last:
                 alive[received_grad] += plan.n_micro_batches
         return alive
-
-    @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """The module's buffers of each stage, such as rotary angles."""
-        return self.model.buffers(self.plan.seq_len)
 
     @cached_property
     def received(self) -> list[tuple[Buffer, Buffer]]:
