@@ -114,6 +114,15 @@ class Model(ABC):
         """The module's buffers, such as rotary angles: each pipeline stage has its own."""
         return ()
 
+    @property
+    def made_after_buffers(self) -> str:
+        """The name of the module that comes after the one with the buffers; empty: they are made last."""
+        return ""
+
+    def embedding_buffers(self) -> tuple[Buffer, ...]:
+        """The embedding's buffers, which only the first pipeline stage has."""
+        return ()
+
     def notes(self, device: Device, micro_batch: int) -> Iterator[str]:
         """Sentences about the model, trained on such a device, that no figure says."""
         yield from ()

@@ -18,9 +18,8 @@ class GemmaDecoder(WindowedDecoder):
     def has_bias(self, name: str) -> bool:
         return self.attention_bias and name.startswith("self_attn.")
 
-    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        rotary = WindowedDecoder.buffers(self, seq_len)
-        return (buffer_of("model.embed_tokens.embed_scale", (), FP32), *rotary)
+    def embedding_buffers(self) -> tuple[Buffer, ...]:
+        return (buffer_of("model.embed_tokens.embed_scale", (), FP32),)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return rms_norm_around_one(x, name)

@@ -26,6 +26,9 @@ class Gemma3(GemmaDecoder):
     It takes the kinds of its first blocks for whichever it has, so that a pipeline stage must be given the
     kinds of its own (`config.layer_types`).
 
+    Neglects: backward frees a kind's tables after the first block of that kind; here the stage's first block
+    frees all of them.
+
     Source: transformers.models.gemma3.modeling_gemma3 (5.23).
     """
 
@@ -47,10 +50,9 @@ class Gemma3(GemmaDecoder):
         return tuple([Layers(kind, len(list(same))) for kind, same in groupby(kinds)])
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
-        scale, *tables = GemmaDecoder.buffers(self, seq_len)
-        return (
-            scale,
-            *[buffer_of(f"{kind} {one.name}", one.shape, FP32) for kind in self.kinds for one in tables],
+        tables = GemmaDecoder.buffers(self, seq_len)
+        return tuple(
+            [buffer_of(f"{kind} {one.name}", one.shape, FP32) for kind in self.kinds for one in tables]
         )
 
     def masks(self, tokens: Tensor) -> None:

@@ -64,6 +64,10 @@ class HuggingFaceModel(Decoder, ABC):
     def output_name(self) -> str:
         return self.token_table if self.tied_head else "lm_head"
 
+    @property
+    def made_after_buffers(self) -> str:
+        return self.output_name
+
     def loss(self, logits: Tensor) -> Tensor:
         found = shifted_cross_entropy(logits)
         logits.tape.let_go()

@@ -3,6 +3,7 @@
 Flat lists of models and of plans, crossed.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -57,6 +58,14 @@ PIPELINES: Final[tuple[dict[str, Any], ...]] = (
 )
 """Pipelines over blocks, of models whose embedding and head are not tied."""
 
+SHARDED_PIPELINES: Final[tuple[dict[str, Any], ...]] = tuple(
+    {"pp": 2, "dp": 2, "zero": zero, "precision": precision, "micro_batch": 2, "global_batch": 4 * n}
+    for zero in (2, 3)
+    for precision in ("fp32", "bf16", "bf16-mixed")
+    for n in (2, 4)
+)
+"""FSDP2 in a pipeline of two and of four micro-batches without recomputation, for GPUs."""
+
 FOUR_STAGES: Final[dict[str, Any]] = {
     "pp": 2, "virtual_stages": 2, "schedule": "zbv", "micro_batch": 2, "global_batch": 8, "recompute": "full",
 }  # fmt: skip
@@ -102,24 +111,30 @@ def families() -> tuple[Case, ...]:
     for name, quirks in QUIRKS.items():
         sizes = {**SIZES, **quirks}
         cases += [_case(name, sizes, {**options, "seq_len": 64}) for options in PLANS]
-        untied = {**sizes, "tied_head": False}
-        plans = PIPELINES if name in NOT_IN_FOUR else [*PIPELINES, FOUR_STAGES]
-        cases += [_case(name, untied, {**options, "seq_len": 64}) for options in plans]
+        cases += _untied(name, PIPELINES if name in NOT_IN_FOUR else [*PIPELINES, FOUR_STAGES])
     return tuple(cases)
 
 
 def gpu_families(gpus: Gpus | None) -> tuple[Case, ...]:
-    """The families in small, without pipelines, and windows at published widths on one GPU."""
+    """The families in small, and windows at published widths; pipelines where each rank has a GPU."""
     if gpus is None:
         return families()
+    sharded = (case for name in QUIRKS for case in _untied(name, SHARDED_PIPELINES))
+    small = dict.fromkeys([*families(), *sharded])
+    runs = (case for case in small if case.plan.pp == 1 or case.plan.world_size <= gpus.n)
     windowed = (
         _case(name, {"n_layers": 4, "max_seq_len": 8192, **sizes}, options)
         for name, sizes in WINDOWED
         for options in WINDOW_PLANS
     )
-    small = (case for case in families() if case.plan.pp == 1)
-    cases = (*small, *(replace(case, timeout_s=600.0) for case in windowed))
+    cases = (*runs, *(replace(case, timeout_s=600.0) for case in windowed))
     return tuple(placed(case, gpus) for case in cases)
+
+
+def _untied(name: str, plans: Sequence[dict[str, Any]]) -> Iterator[Case]:
+    """A family without tied weights under these plans."""
+    sizes = {**SIZES, **QUIRKS[name], "tied_head": False}
+    return (_case(name, sizes, {**options, "seq_len": 64}) for options in plans)
 
 
 def _case(family: str, sizes: dict[str, Any], options: dict[str, Any]) -> Case:

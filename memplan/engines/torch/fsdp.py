@@ -411,16 +411,23 @@ class FSDPModule(StageModule[FsdpState]):
     def unshard(self) -> list[Stretch]:
         """Gathers all groups ahead of the stage's first pass."""
         self.state = self.state._replace(weights="whole", unshard_issued=True)
-        turns = self._of_units(lambda group: group.ahead(group.unshard()))
-        return [in_order("gathering of a stage's weights", turns)]
+        return [self._gathering(ParamGroup.unshard)]
 
     def wait_for_unshard(self) -> list[Stretch]:
         """Copies all-gathers' outputs into the weights, group by group, before the stage's first pass."""
         if not self.state.unshard_issued:
             return []
         self.state = self.state._replace(unshard_issued=False)
-        turns = self._of_units(lambda group: group.ahead(group.wait_for_unshard(group)))
-        return [in_order("gathering of a stage's weights", turns)]
+        return [self._gathering(lambda group: group.wait_for_unshard(group))]
+
+    def _gathering(self, play: Callable[[ParamGroup], Iterable[CountedEvents]]) -> Stretch:
+        """A part of the all-gathers that a schedule asks for, group by group.
+
+        Source: `torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches`.
+        """
+        name = "gathering of a stage's weights"
+        found = [(in_order(name, group.ahead(play(group))), times) for group, times in self.units]
+        return chain(name, *[repeated(one, times) for one, times in found])
 
     def reshard(self) -> list[Stretch]:
         """Frees all unsharded weights."""

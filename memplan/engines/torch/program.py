@@ -81,13 +81,13 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
     for stage in stages:
-        buffers = allocs(*stages.buffers)
         if stages.offloads:
-            yield from buffers
+            yield from allocs(*stage.buffers)
         elif plan.fsdp:
-            yield from _shards(stages, stage, buffers)
+            yield from _shards(stages, stage)
         else:
-            yield from (*allocs(*_weights(stages, stage.parameters())), *buffers)
+            for parameters, buffers in _modules(stage):
+                yield from allocs(*_weights(stages, parameters), *buffers)
         if plan.ddp:
             yield from (*_broadcast(stages, stage), *allocs(*first_buckets[stage]))
     if plan.formats.loss_scaled:
@@ -97,9 +97,10 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
     if isinstance(stages.model, TracedModel):
         yield from allocs(*[named[one.name] for one in stages.model.inputs(*batch)])
         return
-    drawn = buffer_of("tokens and targets", (batch[0], batch[1] + 1), INT64)
+    both = buffer_of("tokens and targets", (batch[0], batch[1] + 1), INT64)
+    drawn = [] if stages.model.computes_loss else [both]  # one that does shifts the targets
     tokens = buffer_of("tokens", batch, INT64)
-    yield from (*allocs(drawn, tokens, named["targets"]), *frees(drawn))
+    yield from (*allocs(*drawn, tokens, named["targets"]), *frees(*drawn))
     if not stages.first:
         yield from frees(tokens)
 
@@ -131,6 +132,18 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
     yield from frees(*copies[-1:])
 
 
+def _modules(stage: Stage) -> Iterator[tuple[Sequence[Parameter], tuple[Buffer, ...]]]:
+    """The parameters and the buffers of a stage's modules in their order: the embedding, blocks, the head."""
+    model, head = stage.model, stage.trace.head_parameters
+    yield stage.trace.embed_parameters, stage.embedding_buffers
+    for parameters, n in stage.block_parameters:
+        yield from [(parameters, ())] * n
+    after = model.made_after_buffers
+    output = [one for one in head if after and one.name.startswith(f"{after}.")]
+    yield [one for one in head if one not in output], model.buffers(stage.plan.seq_len)
+    yield output, ()
+
+
 def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
     """The weights as they are first allocated: FSDP2's shards without padding."""
     for parameter in parameters:
@@ -138,7 +151,7 @@ def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Bu
         yield buffer_of(parameter.name, (stages.weight_elements(parameter),), dtype, "weights")
 
 
-def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Iterator[Event]:
+def _shards(stages: RankStages, stage: Stage) -> Iterator[Event]:
     """FSDP2's shards, module by module: shards with too few rows are then copied into padded ones.
 
     The root's shards are padded last, after the module's buffers.
@@ -146,18 +159,18 @@ def _shards(stages: RankStages, stage: Stage, buffers: tuple[Event, ...]) -> Ite
     Source: `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply`,
     `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param`.
     """
-    trace, units = stage.trace, stages.options.fsdp_units
-    blocks = [parameters for parameters, n in stage.block_parameters for _ in range(n)]
+    units = stages.options.fsdp_units
     of_the_root: list[Event] = []
-    for i, parameters in enumerate((trace.embed_parameters, *blocks, trace.head_parameters)):
+    for i, (parameters, buffers) in enumerate(_modules(stage)):
         made = list(_weights(stages, parameters))
         yield from allocs(*made)
         padded = list(_padded(stages, parameters, made))
-        if units == "model" or (units == "block" and i in (0, stage.n_blocks + 1)):
+        if units == "model" or (units == "block" and not 1 <= i <= stage.n_blocks):
             of_the_root += padded
         else:
             yield from padded
-    yield from (*buffers, *of_the_root)
+        yield from allocs(*buffers)
+    yield from of_the_root
 
 
 def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[Buffer]) -> Iterator[Event]:

@@ -176,6 +176,16 @@ class Stage:
         blocks = [(block.parameters, n) for block, n in self.blocks]
         return [(self.trace.embed_parameters, 1), *blocks, (self.trace.head_parameters, 1)]
 
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The module's buffers, such as rotary angles."""
+        return (*self.embedding_buffers, *self.model.buffers(self.plan.seq_len))
+
+    @property
+    def embedding_buffers(self) -> tuple[Buffer, ...]:
+        """The embedding's buffers."""
+        return self.model.embedding_buffers() if self.first else ()
+
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
         blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
@@ -448,18 +458,14 @@ class RankStages:
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
         alive.update(others)
-        for buffer in self.buffers:
-            alive[buffer] += len(self.stages)
-        for stage, received in zip(self.stages, self.received, strict=True):
-            for buffer, comes in zip(received, (not stage.first, not stage.last), strict=True):
-                if comes and stage.keeps_received:
-                    alive[buffer] += plan.n_micro_batches
+        for stage in self:
+            alive.update(stage.buffers)
+        for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
+            if stage.keeps_received and not stage.first:
+                alive[received_input] += plan.n_micro_batches
+            if stage.keeps_received and not stage.last:
+                alive[received_grad] += plan.n_micro_batches
         return alive
-
-    @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """The module's buffers of each stage, such as rotary angles."""
-        return self.model.buffers(self.plan.seq_len)
 
     @cached_property
     def received(self) -> list[tuple[Buffer, Buffer]]:

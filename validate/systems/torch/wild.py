@@ -679,9 +679,10 @@ def wild_passes(
         width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
         if isinstance(model, Decoder) and 0 not in modules:
             del inputs["input_ids"], own
-        return wild_pipeline(
+        run = wild_pipeline(
             modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
         )
+        return run if device.type == "cpu" else values_as_on_a_gpu()(run)
     (module,) = modules.values()
     n = plan.n_micro_batches
     compute = torch_dtype(plan.formats.compute)
@@ -695,10 +696,6 @@ def wild_passes(
             }
         return loss_of(module, part) / n
 
-    def run() -> float:
-        with nullcontext() if device.type == "cpu" else values_as_on_a_gpu():
-            return trained()
-
     def trained() -> float:
         total = 0.0
         for i in range(n):
@@ -711,4 +708,4 @@ def wild_passes(
             del found
         return total
 
-    return run
+    return trained if device.type == "cpu" else values_as_on_a_gpu()(trained)
