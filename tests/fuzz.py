@@ -30,7 +30,8 @@ import click
 from click.testing import CliRunner
 
 import memplan
-from memplan.cli import PlanCommand, commands
+from memplan.cli import commands
+from memplan.cli.flags import PlanCommand
 from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.errors import MemplanError
 from memplan.plan import Plan

@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 import memplan
-from memplan.cli import PlanCommand, commands
+from memplan.cli import commands
+from memplan.cli.flags import PlanCommand
 from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.hardware import gpu_names
 from memplan.models import preset_names

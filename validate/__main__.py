@@ -16,7 +16,8 @@ import click
 import torch
 
 from memplan.checks import checked_count
-from memplan.cli import SETTINGS, Commands, PlanCommand, command_line, plan_options
+from memplan.cli.flags import PlanCommand, plan_options
+from memplan.cli.program import SETTINGS, Commands, command_line
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
 from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value

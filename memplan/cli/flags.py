@@ -1,0 +1,208 @@
+"""The flags of a plan, a cluster and a search, made of the tables of their fields."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import click
+
+from memplan.cli.program import Refused
+from memplan.engines.base import ENGINES
+from memplan.engines.options import USUAL_ENGINE, engine_of_option
+from memplan.fields import (
+    Choice,
+    Count,
+    Counts,
+    Field,
+    Flag,
+    Name,
+    Number,
+    Registered,
+    count_or_text,
+    described_fields,
+    number_or_text,
+)
+from memplan.hardware import DEFAULT_MARGIN
+from memplan.plan import FIELDS, Plan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def count_option(flag: str, text: str, *, required: bool = False) -> Callable[[F], F]:
+    """A flag that takes a count."""
+    return click.option(flag, type=count_or_text, required=required, help=text, metavar="N")
+
+
+def choice_option(flag: str, choices: tuple[str, ...], default: str | None, text: str) -> Callable[[F], F]:
+    """A flag that takes one of several words."""
+    shown = default is not None
+    return click.option(flag, default=default, metavar="|".join(choices), help=text, show_default=shown)
+
+
+def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
+    """The cluster's flags: its name, GPUs per node, network and margin."""
+    return _all_of(
+        [
+            click.option("--cluster", required=required, metavar="NxGPU", help=text),
+            count_option("--gpus-per-node", "GPUs in a node; left out: as such GPUs are usually built in."),
+            click.option(
+                "--network",
+                metavar="RATE",
+                help="Each GPU's share of the network between nodes, as 200Gbit/s or 25GB/s.",
+            ),
+            click.option(
+                "--margin",
+                type=number_or_text,
+                metavar="X",
+                help=f"Part of usable memory that a plan which fits leaves free; left out: {DEFAULT_MARGIN}.",
+            ),
+        ]
+    )
+
+
+def implementation_option() -> Callable[[F], F]:
+    """The flag that says whose code trains a model."""
+    return click.option(
+        "--implementation",
+        metavar="NAME",
+        help="Whose code trains the model: reference, torchtitan, ...; left out: its family's default.",
+    )
+
+
+def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
+    """The flags of the fields of a Plan, for a command; `defaults` where they differ from the plan's."""
+    told = {name: _default(name) for name in FIELDS} | defaults
+    chosen = [name for name in FIELDS if name not in left_out]
+    return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
+
+
+METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
+"""The placeholder for a field's value in the help of its flag."""
+
+
+def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
+    """The flag of a field that takes one value."""
+    flag, told = _flag(name), {"default": default, "help": field.help, "show_default": default is not None}
+    match field:
+        case Flag() if default:
+            return click.option(f"{flag}/--no{flag[1:]}", **told)
+        case Flag():
+            return click.option(flag, is_flag=True, help=field.help)
+        case Choice() | Registered():
+            return click.option(flag, metavar="|".join(field.choices), **told)
+    return click.option(flag, type=field.parsed, metavar=METAVARS[type(field)], **told)
+
+
+def search_options() -> Callable[[F], F]:
+    """The flags of a search for a plan's fields."""
+    searched = [name for name in FIELDS if name not in ("global_batch", "seq_len")]
+    return _all_of([search_option(name, FIELDS[name], _default(name)) for name in searched])
+
+
+def search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
+    """The flag of a search for a field, which takes values and ranges between commas: 1-4,8."""
+    flag, text = _flag(name), field.text
+    if isinstance(field, Choice | Registered):
+        text += f": {', '.join(field.choices)}"
+    if not field.varied:
+        text += f"; left out: {field.left_out or default}"
+    match field:
+        case Flag():
+            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
+        case Choice() | Registered() if name != "engine":
+            return click.option(flag, type=_several(str), metavar="NAME,...", help=f"{text}.")
+        case Count():
+            return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{text}.")
+        case Number():
+            return click.option(flag, type=_several(number_or_text), metavar="X,X,...", help=f"{text}.")
+    return _plan_option(name, field, default)
+
+
+def _default(name: str) -> Any:
+    return Plan.__dataclass_fields__[name].default
+
+
+class PlanCommand(click.Command):
+    """A command with flags for a plan's fields and for the options of the engine named by `--engine`.
+
+    `defaults`: options whose default here differs from the engine's. `option`: makes an option's flag.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        defaults: Mapping[str, Any] | None = None,
+        option: Callable[[str, Field, Any], Callable[[Any], Any]] = _plan_option,
+        **attributes: Any,
+    ) -> None:
+        super().__init__(*args, **attributes)
+        self.defaults, self.option = defaults or {}, option
+
+    def options_of(self, engine: str) -> list[click.Parameter]:
+        """The flags of an engine's own options; none for an unknown engine, which is refused later."""
+        kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
+        flags = click.Command(None)
+        if kind is not None:
+            for name, field in described_fields(kind).items():
+                default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
+                self.option(name, field, default)(flags)
+        return flags.params
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))
+        ctx.meta["engine"] = engine = [USUAL_ENGINE, *said][-1]
+        ctx.meta["options"] = self.options_of(engine)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            owner = engine_of_option(error.option_name.strip("-").removeprefix("no-").replace("-", "_"))
+            if owner is None:
+                raise
+            whose = f"{error.option_name} is an option of engine {owner}, not of {engine}"
+            raise Refused(f"{whose}; leave it out, or use --engine {owner}.") from None
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *ctx.meta.get("options", ())]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = ctx.meta.pop("options")
+        super().format_options(ctx, formatter)
+        ctx.meta["options"] = own
+        if own:
+            with formatter.section(f"Options of engine {ctx.meta['engine']}"):
+                formatter.write_dl([row for each in own if (row := each.get_help_record(ctx)) is not None])
+
+
+def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
+    def decorated(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+def _several(parsed: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Parses values between commas."""
+    return lambda text: tuple(map(parsed, text.split(",")))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _ranges(text: str) -> tuple[int | str, ...]:
+    """Counts and ranges of counts; the text of what is neither, to be refused.
+
+    >>> _ranges("1-4,8"), _ranges("1,8-4,8-x")
+    ((1, 2, 3, 4, 8), (1, '8-4', '8-x'))
+    """
+    found: list[int | str] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", part)
+        counts = range(0) if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+        found += counts or [count_or_text(part)]
+    return tuple(found)
+
+
+COUNTS: Final = _several(count_or_text)

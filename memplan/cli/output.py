@@ -1,0 +1,42 @@
+"""What commands share of their output: JSON, CSV, progress."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from memplan.cli.program import Refused
+from memplan.text_tables import csv_of
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    yield lambda n: click.echo(f"\r\033[K{n:,} plans", nl=False, err=True)
+    click.echo("\r\033[K", nl=False, err=True)
+
+
+def check_format(as_json: bool, as_csv: bool) -> None:
+    """Refuses --json together with --csv.
+
+    Raises:
+        Refused: if both are asked for.
+    """
+    if as_json and as_csv:
+        raise Refused("--json and --csv are two formats of the same output; use one of them.")
+
+
+def print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Writes rows as CSV to stdout."""
+    click.echo(csv_of(rows, columns), nl=False)
+
+
+def print_json(value: Any) -> None:
+    """Writes plain values as JSON to stdout."""
+    click.echo(json.dumps(value, indent=2))
