@@ -216,5 +216,5 @@ def budget_text(budget: Budget) -> str:
     head = f"{estimate.model.name} on {cluster.name if cluster else 'no cluster'}, {estimate.plan.mesh_text}"
     said = "" if estimate.verdict is None else f"The plan: {estimate.verdict}. "
     return "\n\n".join(
-        [wrapped(head), text_table(rows, "<><"), wrapped(f"{said}Times are {estimate.time_model.label}")]
+        [wrapped(head), text_table(rows, "<><"), wrapped(f"{said}{estimate.time_model.label}")]
     )

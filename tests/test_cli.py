@@ -60,13 +60,13 @@ def test_every_flag_is_the_keyword_with_dashes():
 def test_json_is_one_object_with_the_peak_the_stages_and_the_collectives():
     result = json.loads(run(*GPT2, "--json").stdout)
     assert result["fits"] is True
-    assert result["confirmed"] == "unmeasured"
+    assert result["confirmed"] == "nogpu"
     kinds = {key: n for key, n in result["peak"].items() if key != "total_bytes"}
     assert sum(kinds.values()) == result["peak"]["total_bytes"]
     assert result["stages"][0]["peak"] == result["peak"]
     assert {c["kind"] for c in result["stages"][0]["collectives"]} == {"all_gather", "reduce_scatter"}
     assert sum(s for part, s in result["time"].items() if part.endswith("_s")) == result["step_s"]
-    assert "rough" in result["time"]["confidence"]
+    assert "roofline" in result["time"]["confidence"]
     assert "ledger" not in result
 
 

@@ -5,11 +5,12 @@ from itertools import islice
 from typing import Any, Final
 
 from memplan.command import command_text
+from memplan.comparison import TIE
 from memplan.engines.options import plan_dict
 from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
 from memplan.search.search import Found
-from memplan.search.table import TIE, estimated_rows, search_rows
+from memplan.search.table import estimated_rows, search_rows
 from memplan.tables import cluster_text, counted_in, notes_text, step_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
@@ -22,13 +23,17 @@ JOB: Final = {"global_batch": "batch", "seq_len": "tokens"}
 HEADINGS: Final = {
     "fits": "Best of those that fit",
     None: "Best",
+    "fits, tight": "These fit tightly: only if cached blocks are given back, which takes time",
     "cannot say": "Cannot say whether these fit",
     "does not fit": "Nearest of those that do not fit",
 }
 
 ROUGH: Final = "Times are rough: a roofline that no run has confirmed."
 
-TIED: Final = f"A plan marked = is within {TIE:.0%} of the first one above it without the mark: a tie."
+TIED: Final = (
+    f"A plan marked = ties with the first one above it without the mark (within {TIE:.0%}); of a tie, the "
+    "plan that holds least stands first."
+)
 
 
 def search_text(found: Found, model: str | None = None, most: int | None = None) -> str:
@@ -38,7 +43,7 @@ def search_text(found: Found, model: str | None = None, most: int | None = None)
     """
     kept = list(estimated_rows(found, model))
     parts = [_head(found)]
-    fit = any(row["verdict"] in ("fits", None) for _, row in kept)
+    fit = any(row["verdict"] in ("fits", "fits, tight", None) for _, row in kept)
     estimates, shown = list[Estimate](), list[dict[str, Any]]()
     for verdict, heading in HEADINGS.items():
         chosen = [(each, row) for each, row in kept if row["verdict"] == verdict]
