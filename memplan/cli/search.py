@@ -69,5 +69,10 @@ def command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
     reason = nothing_runs(result)
     if reason:
         raise PlanRefused(reason)
-    if not as_csv and not as_json:
-        click.echo(search_text(result, model))
+    if as_csv or as_json:
+        return
+    click.echo(search_text(result, model))
+    if result.best is None and result.fitting is None and result.cluster.budget_bytes is not None:
+        from memplan.search.alternatives import alternatives_text  # what it searches takes a few seconds
+
+        click.echo(f"\n{alternatives_text(result.model, result.cluster, result.jobs[0], model)}")
