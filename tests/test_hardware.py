@@ -6,11 +6,13 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+import memplan
 from memplan.errors import InvalidValue, UnknownName
 from memplan.files import toml_table
 from memplan.hardware import Cluster, cluster, gpu, gpu_names, resolve_cluster
 from memplan.hardware.cluster import NODES
 from memplan.hardware.gpu import GPUS
+from memplan.names import words
 from memplan.units import GiB
 
 
@@ -68,6 +70,31 @@ def test_a_cluster_is_its_text(text):
     assert pickle.loads(pickle.dumps(c)) == c
 
 
+@pytest.mark.parametrize(
+    "text,name",
+    [
+        ("8xh100", "8xh100-sxm"),
+        ("64xA100", "64xa100-80-sxm"),
+        ("h100-sxm", "1xh100-sxm"),
+        ("8xH100-80GB", "8xh100-sxm"),
+        ("8 x NVIDIA A100-SXM4-40GB", "8xa100-40-sxm"),
+        ("8xRTX4090", "8xrtx-4090"),
+        ("4090", "1xrtx-4090"),
+    ],
+)
+def test_a_cluster_by_another_name_is_read_and_said_aloud(text, name):
+    read = cluster(text)
+    assert (read, read.name) == (cluster(name), name)
+    assert read.remarks == (f"{''.join(text.split())} is read as {name}.",)
+    assert read.remarks[0] in memplan.estimate("gpt2", cluster=text, seq_len=64).notes
+    assert cluster(name).remarks == ()
+
+
+def test_no_two_gpus_share_a_name():
+    said = [words(name) for key, entry in toml_table(GPUS).items() for name in {key, *entry.get("also", ())}]
+    assert sorted(said) == sorted(set(said))
+
+
 def test_part_of_a_node_is_one_node():
     assert (cluster("3xh100-sxm").gpus_per_node, cluster("3xh100-sxm").n_nodes) == (3, 1)
 
@@ -80,14 +107,18 @@ def test_no_cluster_stays_none():
     "text,error,message",
     [
         ("64xh100-smx", UnknownName, r"unknown GPU 'h100-smx'; did you mean 'h100-sxm'\?"),
-        ("64xh1000", UnknownName, "unknown GPU 'h1000'; did you mean"),
+        (
+            "64xh1000",
+            UnknownName,
+            r"unknown GPU 'h1000'; did you mean 'h200'\? `memplan gpus` lists the \d+ that",
+        ),
+        ("rubin", UnknownName, r"unknown GPU 'rubin'\. `memplan gpus` lists the \d+ that are known\.$"),
         ("0xh100-sxm", InvalidValue, "n_gpus=0 is not allowed; use an integer from 1 to 1048576"),
         ("-8xh100-sxm", InvalidValue, "n_gpus=-8 is not allowed"),
         ("9" * 150 + "xh100-sxm", InvalidValue, "n_gpus=999"),
         ("9" * 9000 + "xh100-sxm", InvalidValue, "is not understood; use <n>x<gpu>"),
         ("12xh100-sxm", InvalidValue, "n_gpus=12 does not fill nodes of gpus_per_node=8; use 8 or 16"),
         ("1.5xh100-sxm", InvalidValue, "is not understood"),
-        ("h100-sxm", InvalidValue, "is not understood"),
         ("64x", InvalidValue, "is not understood"),
         ("", InvalidValue, "is not understood"),
         ("\u0664xh100-sxm", InvalidValue, "is not understood"),
