@@ -88,7 +88,8 @@ def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:
     near = did_you_mean(kind, known) if isinstance(kind, str) else "."
     return UnknownName(
         f"unknown model architecture {shown_value(kind)}{near} It is none of the {len(known)} that "
-        f"transformers {transformers.__version__} has{own}."
+        f"transformers {transformers.__version__} has{own}; use a release that has it, or trace the module "
+        "itself (memplan.trace)."
     )
 
 
