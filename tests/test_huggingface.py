@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memplan
 from memplan.errors import InvalidValue, MemplanError, UnknownName
 from memplan.models import TracedModel, implemented, model_from_config, preset
 from memplan.models.huggingface_llama import HuggingFaceLlama
@@ -107,6 +108,42 @@ def test_rope_theta_is_read_where_transformers_5_writes_it(read):
     config = {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     assert read(config).rope_theta == 500000.0
     assert read({"model_type": "llama"}).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ],
+    ids=lambda stored: stored["quant_method"],
+)
+@pytest.mark.parametrize("config", [GPT2, LLAMA_3_8B], ids=["gpt2", "llama"])
+def test_the_format_that_a_vendor_stores_weights_in_is_noted_and_ignored(read, config, stored):
+    plain, model = read(config), read(config | {"quantization_config": stored})
+    assert model == plain
+    (note,) = memplan.estimate(model, seq_len=64).notes
+    assert note.startswith(
+        "quantization_config is ignored: it says that the published weights are stored as "
+    )
+    assert stored["quant_method"] in note
+    assert memplan.estimate(plain, seq_len=64).notes == ()
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
+def test_weights_that_are_trained_through_adapters_are_not_planned_as_if_all_were(read, method):
+    stored = {"quant_method": method, "load_in_4bit": True}
+    with pytest.raises(
+        InvalidValue, match=r"is not planned by memplan; remove it to plan training of all weights .*QLoRA"
+    ):
+        read(LLAMA_3_8B | {"quantization_config": stored})
 
 
 def test_the_architecture_alone_is_enough(read):

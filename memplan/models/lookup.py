@@ -86,7 +86,8 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
     that is installed, with the kernels of `device`. Keys that are absent or null take transformers' defaults;
     keys that change no size are ignored.
 
-    Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
+    Neglects: `rope_scaling` (it changes angles, no size), `torch_dtype` and, with a remark, the format that a
+    vendor stores weights in (`quantization_config`): the plan's precision decides.
 
     Raises:
         UnknownName: an architecture that nobody here knows, by name.
@@ -99,21 +100,28 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
 def _of_config(file: "Path", name: str, device: DeviceType) -> Model:
     try:
         config = read_config(file)
-        families = map(FAMILIES.named, FAMILIES.names())
-        readers = {kind: reader for family in families for kind, reader in family.readers.items()}
-        known = {kind: reader.architecture for kind, reader in readers.items()}
-        kind = config.model_type(known)
-        if kind not in known or config.architecture not in (None, known[kind]):
-            return _traced_from(config, kind, name, known, device)
-        try:
-            return readers[kind].read(config, name)
-        except WithoutRule:
-            found = _traced(config, name, device)
-            if found is None:
-                raise
-            return found
+        remarks = config.quantization_remarks()
+        found = _of_values(config.without("quantization_config"), name, device)
+        return replace(found, remarks=remarks) if remarks else found
     except MemplanError as error:
         raise of_file(file, error) from None
+
+
+def _of_values(config: Config, name: str, device: DeviceType) -> Model:
+    """The model of a config.json's values."""
+    families = map(FAMILIES.named, FAMILIES.names())
+    readers = {kind: reader for family in families for kind, reader in family.readers.items()}
+    known = {kind: reader.architecture for kind, reader in readers.items()}
+    kind = config.model_type(known)
+    if kind not in known or config.architecture not in (None, known[kind]):
+        return _traced_from(config, kind, name, known, device)
+    try:
+        return readers[kind].read(config, name)
+    except WithoutRule:
+        found = _traced(config, name, device)
+        if found is None:
+            raise
+        return found
 
 
 def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str], device: DeviceType) -> Model:

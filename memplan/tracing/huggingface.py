@@ -58,7 +58,6 @@ def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise _unknown(kind, config, transformers)
-    config.refuse("quantization_config")
     for key in LAYERS:
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
