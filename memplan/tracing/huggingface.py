@@ -103,7 +103,9 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture is None and known:
         architecture = next(iter(known))
     if architecture not in known:
-        raise unknown_name(f"{kind} architecture", architecture, known)
+        traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"
+        way_out = f"{traced} trace the module itself, with its inputs and its loss (memplan.trace)."
+        raise unknown_name(f"{kind} architecture", architecture, known, way_out)
     return known[architecture], architecture
 
 
