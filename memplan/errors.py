@@ -76,7 +76,7 @@ def unknown_name(what: str, name: object, known: Iterable[str], listed: str = ""
 def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
     """The end of an error's first line: the known names that start with `name`, or the nearest one.
 
-    A name is near if `difflib` finds them similar by 0.6 or more, its usual cutoff.
+    A name is near if `difflib` finds them similar by 0.7 or more.
 
     >>> did_you_mean("h100", ["h100-sxm", "h100-pcie", "h200"])
     "; did you mean 'h100-sxm' or 'h100-pcie'?"
@@ -89,7 +89,7 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
 
     names, asked = list(known), name.strip().lower()
     begun = [each for each in names if asked and each.lower().startswith(asked)]
-    near = begun[:most] or get_close_matches(asked, names, n=1)
+    near = begun[:most] or get_close_matches(asked, names, n=1, cutoff=0.7)
     if not near:
         return "."
     *others, last = map(repr, near)

@@ -111,8 +111,12 @@ def test_the_command_names_the_model_as_it_was_typed():
     assert "8xH100 is read as 8xh100-sxm." in said
 
 
-def test_no_name_is_suggested_that_is_not_near():
-    assert did_you_mean("deepseek-v3", preset_names()) == "."
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5", "gpt-oss-20b", "whisper-large-v3", "t5-small"])
+def test_no_model_is_suggested_that_is_not_near(name):
+    assert did_you_mean(name, [each for each in preset_names() if each[:3] != name[:3]]) == "."
+
+
+def test_no_precision_is_suggested_that_is_not_near():
     assert did_you_mean("fp9", ["fp32", "bf16"]) == "."
 
 

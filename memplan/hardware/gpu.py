@@ -128,7 +128,7 @@ def gpu_names() -> tuple[str, ...]:
     """The known names, in the table's order.
 
     >>> gpu_names()[:2]
-    ('v100-32', 'a100-40-sxm')
+    ('v100-32', 't4')
     """
     return tuple(toml_table(GPUS))
 
