@@ -553,6 +553,8 @@ class Estimate:
 
 def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     """Notes on a plan beside its figures."""
+    yield from model.remarks
+    yield from cluster.remarks if cluster is not None else ()
     if plan.seq_len > model.max_seq_len:
         runs = "It runs, since rotary positions have no table of weights; whether the model learns from it is"
         if isinstance(model, TracedModel):

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value, unknown_name
@@ -9,25 +11,33 @@ from memplan.files import of_file
 from memplan.models.base import Model
 from memplan.models.config import Config, WithoutRule, config_file, model_name, read_config
 from memplan.models.families import FAMILIES, implemented
-from memplan.models.presets import preset
+from memplan.models.hub import hub_config, is_repository
+from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.traced import is_trace, model_from_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def resolve(
     model: Model | str | os.PathLike[str], implementation: str | None = None, device: DeviceType = "cuda"
 ) -> Model:
-    """The model: from a Model itself, a preset's name, or the path of a trace or a config.json.
+    """The model: from a Model itself, a name, or the path of a trace or a config.json.
 
-    `implementation`: whose code trains it; None: the model's own, or the default of the preset or file. A
-    preset's name goes before a folder of the same name: write ./gpt2 for the folder. `device`: whose kernels
-    are traced where the architecture of a config.json has no family.
+    A name is a preset's, or a repository of the Hugging Face Hub, as Qwen/Qwen3-8B: the preset of the same
+    sizes if there is one, else its config.json (`memplan.models.hub`). A preset's own name goes before a
+    path: write ./gpt2 for the folder; a path goes before other names. How a name was read is in `remarks`.
+
+    `implementation`: whose code trains it; None: the model's own, or the default of the preset or file.
+    `device`: whose kernels are traced where the architecture of a config.json has no family.
 
     >>> resolve("gpt2").n_blocks
     12
 
     Raises:
-        UnknownName: a name that is no preset and no path; an implementation that there is not.
-        InvalidValue: a path whose file is no model's configuration, or a value of another type.
+        UnknownName: a name that is none of these; an implementation that there is not.
+        InvalidValue: a path whose file is no model's configuration, or a value of another type; a repository
+            whose config.json cannot be read.
     """
     found = _resolved(model, device)
     return found if implementation is None else implemented(found, implementation)
@@ -48,12 +58,19 @@ def _resolved(model: Model | str | os.PathLike[str], device: DeviceType) -> Mode
             f"model={shown_value(model)} is not a model; use a preset's name, the path of a config.json, "
             "or a memplan.Model."
         )
-    try:
-        return preset(model)
-    except UnknownName:
-        if _looks_like_a_path(model):
-            return _of_file(model, device)
-        raise
+    if model not in preset_names() and _looks_like_a_path(model):
+        return _of_file(model, device)
+    if preset_named(model) is None and is_repository(model):
+        return _of_repository(model, device)
+    return preset(model)
+
+
+def _of_repository(repository: str, device: DeviceType) -> Model:
+    """The model of a repository of the Hub: of its config.json."""
+    file, revision = hub_config(repository)
+    remark = f"{repository} is read from its config.json on the Hugging Face Hub, revision {revision[:12]}."
+    found = _of_config(file, repository.rpartition("/")[2], device)
+    return replace(found, remarks=(remark, *found.remarks))
 
 
 def _of_file(path: str | os.PathLike[str], device: DeviceType) -> Model:
@@ -69,30 +86,42 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
     that is installed, with the kernels of `device`. Keys that are absent or null take transformers' defaults;
     keys that change no size are ignored.
 
-    Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
+    Neglects: `rope_scaling` (it changes angles, no size), `torch_dtype` and, with a remark, the format that a
+    vendor stores weights in (`quantization_config`): the plan's precision decides.
 
     Raises:
         UnknownName: an architecture that nobody here knows, by name.
         InvalidValue: a file that cannot be read as a model's configuration, and why.
     """
     file = config_file(path)
+    return _of_config(file, model_name(file), device)
+
+
+def _of_config(file: "Path", name: str, device: DeviceType) -> Model:
     try:
         config = read_config(file)
-        families = map(FAMILIES.named, FAMILIES.names())
-        readers = {kind: reader for family in families for kind, reader in family.readers.items()}
-        known = {kind: reader.architecture for kind, reader in readers.items()}
-        kind = config.model_type(known)
-        if kind not in known or config.architecture not in (None, known[kind]):
-            return _traced_from(config, kind, model_name(file), known, device)
-        try:
-            return readers[kind].read(config, model_name(file))
-        except WithoutRule:
-            found = _traced(config, model_name(file), device)
-            if found is None:
-                raise
-            return found
+        remarks = config.quantization_remarks()
+        found = _of_values(config.without("quantization_config"), name, device)
+        return replace(found, remarks=remarks) if remarks else found
     except MemplanError as error:
         raise of_file(file, error) from None
+
+
+def _of_values(config: Config, name: str, device: DeviceType) -> Model:
+    """The model of a config.json's values."""
+    families = map(FAMILIES.named, FAMILIES.names())
+    readers = {kind: reader for family in families for kind, reader in family.readers.items()}
+    known = {kind: reader.architecture for kind, reader in readers.items()}
+    kind = config.model_type(known)
+    if kind not in known or config.architecture not in (None, known[kind]):
+        return _traced_from(config, kind, name, known, device)
+    try:
+        return readers[kind].read(config, name)
+    except WithoutRule:
+        found = _traced(config, name, device)
+        if found is None:
+            raise
+        return found
 
 
 def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str], device: DeviceType) -> Model:
@@ -122,7 +151,7 @@ def _traced(config: Config, name: str, device: DeviceType) -> Model | None:
 
 
 def _looks_like_a_path(text: str) -> bool:
-    if text.endswith(".json") or os.sep in text or text in (".", ".."):
+    if text.endswith(".json") or text in (".", "..") or (os.sep in text and not is_repository(text)):
         return True
     try:
         return os.path.exists(text)
