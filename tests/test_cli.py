@@ -506,3 +506,21 @@ def test_a_search_counts_the_plans_that_a_module_was_not_traced_for_as_refused()
     refused = [row["zero"] for row in json.loads(result.stdout)["plans"] if row["verdict"] == "refused"]
     assert result.exit_code == 0
     assert {2, 3} <= {*refused}
+
+
+def test_validate_is_a_command_of_memplan_and_says_what_is_missing(tmp_path):
+    assert "published" in python("-m", "memplan", "validate", "-h").stdout
+    refused = python("-m", "memplan", "validate", "run", "--tq", "2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "No such option '--tq'" in refused.stderr
+    start = "import sys; sys.argv = ['memplan', 'validate', 'run']; {}; from memplan.cli import main; main()"
+    without = python("-c", start.format("sys.modules['torch'] = None"))
+    assert without.returncode == 2
+    assert "install it with: pip install 'memplan[validate]'" in without.stderr
+    (tmp_path / "validate.py").write_text("x = 1\n")
+    hidden = python("-c", start.format(f"sys.path.insert(0, {str(tmp_path)!r})"))
+    assert hidden.returncode == 2
+    assert "another module named validate comes before memplan's" in hidden.stderr
+    listed = python("-X", "importtime", "-m", "memplan", "-h")
+    assert "Run plans for real" in listed.stdout
+    assert not re.search(r"\| +torch$", listed.stderr, re.MULTILINE)

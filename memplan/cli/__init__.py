@@ -23,6 +23,7 @@ MODULES: Final = {
     "explain-oom": "memplan.cli.explain_oom:command",
     "models": "memplan.cli.listings:models_command",
     "gpus": "memplan.cli.listings:gpus_command",
+    "validate": "memplan.cli.validate:command",
 }
 """The commands by name, each imported when it is asked for."""
 
