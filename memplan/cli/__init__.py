@@ -15,10 +15,15 @@ MODULES: Final = {
     "estimate": "memplan.cli.estimate:command",
     "budget": "memplan.cli.budget:command",
     "search": "memplan.cli.search:command",
+    "smallest-cluster": "memplan.cli.questions:smallest_cluster_command",
+    "longest-sequence": "memplan.cli.questions:longest_sequence_command",
+    "largest-model": "memplan.cli.questions:largest_model_command",
     "advise": "memplan.cli.advise:command",
     "compare": "memplan.cli.compare:command",
+    "explain-oom": "memplan.cli.explain_oom:command",
     "models": "memplan.cli.listings:models_command",
     "gpus": "memplan.cli.listings:gpus_command",
+    "validate": "memplan.cli.validate:command",
 }
 """The commands by name, each imported when it is asked for."""
 
