@@ -4,7 +4,15 @@ import os
 from collections.abc import Mapping
 
 from memplan.device import DeviceType
-from memplan.errors import InvalidValue, MemplanError, UnknownName, shown_value, unknown_name
+from memplan.errors import (
+    InvalidValue,
+    MemplanError,
+    MissingPackage,
+    UnknownName,
+    installed,
+    shown_value,
+    unknown_name,
+)
 from memplan.files import of_file
 from memplan.models.base import Model
 from memplan.models.config import Config, WithoutRule, config_file, model_name, read_config
@@ -112,11 +120,12 @@ def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str],
 def _traced(config: Config, name: str, device: DeviceType) -> Model | None:
     """The model traced from transformers' code; None where that is not installed."""
     try:
-        from memplan.tracing.huggingface import traced_from_config
+        with installed("this architecture", "huggingface"):
+            from memplan.tracing.huggingface import traced_from_config
 
         return traced_from_config(config, name, device)
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "transformers", "huggingface_hub"):
+    except MissingPackage as missing:
+        if missing.absent not in ("torch", "transformers"):
             raise
     return None
 

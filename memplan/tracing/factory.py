@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from memplan.errors import InvalidValue, shown_value
+from memplan.errors import InvalidValue, reason, shown_value
 from memplan.models import TracedModel
 from memplan.tracing.tracer import trace
 
@@ -31,7 +31,7 @@ def traced_from_factory(name: str, **options: Any) -> TracedModel:
             made = found()
     except (ImportError, AttributeError) as error:
         raise InvalidValue(
-            f"{name} cannot be called ({error}); name a function as package.module:factory."
+            f"{name} cannot be called ({reason(error)}); name a function as package.module:factory."
         ) from None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return trace(*made, **options)

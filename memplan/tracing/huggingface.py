@@ -16,7 +16,16 @@ from torch.overrides import TorchFunctionMode
 
 from memplan.checks import checked_count
 from memplan.device import DeviceType
-from memplan.errors import InvalidValue, MemplanError, UnknownName, did_you_mean, shown_value, unknown_name
+from memplan.errors import (
+    InvalidValue,
+    MemplanError,
+    UnknownName,
+    did_you_mean,
+    installed,
+    reason,
+    shown_value,
+    unknown_name,
+)
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
@@ -44,7 +53,7 @@ def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedM
     Its class is that of `architectures`, else the first of its type's that `TASKS` knows.
 
     Raises:
-        ModuleNotFoundError: transformers is not installed.
+        MissingPackage: transformers, or what it imports for the class, is not installed or is broken.
         UnknownName: a type or an architecture that transformers does not have.
         InvalidValue: values with which transformers' own code fails.
         MissingRule: for code that cannot be traced.
@@ -54,7 +63,9 @@ def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedM
 
 @lru_cache(maxsize=16)
 def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
-    config, transformers = Config(loads(text)), import_module("transformers")
+    config = Config(loads(text))
+    with installed("this architecture", "huggingface"):
+        transformers: Any = import_module("transformers")
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise _unknown(kind, config, transformers)
@@ -64,10 +75,12 @@ def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
     task, class_name = _class_of(kind, config.architecture)
     own = {k: v for k, v in config.values.items() if k not in NOT_READ and not k.startswith("_")}
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
+    with installed(f"transformers' {class_name}", "huggingface"):
+        its_class = getattr(transformers, class_name)
     try:
         with offline, _Unfilled():
             settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
-            module = getattr(transformers, class_name)._from_config(settings)
+            module = its_class._from_config(settings)
         longest = next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
         inputs = TASKS[task](settings, min(LENGTH, longest))
         longest = longest if "input_ids" in inputs else None
@@ -75,10 +88,9 @@ def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
     except MemplanError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
         raise InvalidValue(
-            f"fails in transformers {transformers.__version__} ({class_name}: {why}); use the model's "
-            "own config.json."
+            f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
+            "model's own config.json."
         ) from error
 
 
