@@ -24,7 +24,7 @@ from memplan.version import version
 
 if TYPE_CHECKING:
     from memplan.advice import Advice, Change, advise
-    from memplan.comparison import why
+    from memplan.comparison import compare, why
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
     from memplan.tracing import trace
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ENGINES.named(USUAL_ENGINE)  # imports it: the first estimate need not
 LATER: Final = {
     "trace": "memplan.tracing",
-    "why": "memplan.comparison",
+    **dict.fromkeys(("compare", "why"), "memplan.comparison"),
     **dict.fromkeys(("Advice", "Change", "advise"), "memplan.advice"),
 }
 """The modules of names that are looked up when they are asked for; the others' is `memplan.search`."""
@@ -46,6 +46,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'memplan' has no attribute {name!r}")
     package = import_module(LATER.get(name, "memplan.search"))
     return package if name == "search" else getattr(package, name)  # a package that can be called
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion and `dir(memplan)`."""
+    return sorted([*__all__, "__version__"])
 
 
 __all__ = [
@@ -73,6 +78,7 @@ __all__ = [
     "advise",
     "budget",
     "cluster",
+    "compare",
     "estimate",
     "gpu",
     "gpu_names",

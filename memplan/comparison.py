@@ -16,7 +16,7 @@ RANK: Final = {"fits": 0, "cannot say": 1, "does not fit": 2}
 """The order of verdicts, the best first; unknown ones are not compared."""
 
 
-def why(a: Estimate, b: Estimate) -> str:
+def compare(a: Estimate, b: Estimate) -> str:
     """Which of two plans for the same job is better, and what makes the difference.
 
     Verdicts are compared first ("fits", "cannot say", "does not fit"), then step times (`memplan.steptime`),
@@ -32,11 +32,15 @@ def why(a: Estimate, b: Estimate) -> str:
     return "\n".join([*map(wrapped, lines), "", _table(a, b), *_traffic(a, b), *notes])
 
 
+why: Final = compare
+"""The former name of `compare`."""
+
+
 def compared_text(a: Estimate, b: Estimate, model: str | None = None) -> str:
-    """The text of `why` and each plan's command; `model`: its name on the command line."""
+    """The text of `compare` and each plan's command; `model`: its name on the command line."""
     commands = [(name, estimate_command(each, model)) for name, each in (("a", a), ("b", b))]
     shown = [command_text(command, head=f"{name}: ") for name, command in commands if command is not None]
-    return "\n".join([why(a, b), *([""] if shown else []), *shown])
+    return "\n".join([compare(a, b), *([""] if shown else []), *shown])
 
 
 def plan_text(estimated: Estimate) -> str:

@@ -39,11 +39,10 @@ from validate import published, report
 from validate.__main__ import main as validate_commands
 from validate.calibrate import read_timings
 from validate.cases import Case
-from validate.explain import explained
+from validate.explain import explained, snapshot_comparison
 from validate.records import Record, read_records
 from validate.report import page, tables
 from validate.shipped import data_folder
-from validate.snapshot import snapshot_comparison
 from validate.suites.file import CASE_KEYS, read_suite
 from validate.suites.models import SMALL
 from validate.where import RECORD_FIELDS, read_where, record_facts

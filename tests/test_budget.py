@@ -1,11 +1,12 @@
 """What a training takes: by hand, from one step's time; nothing where there is none."""
 
+import html
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 import memplan
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, PlanRefused
 from memplan.text_tables import WIDTH
 
 
@@ -42,8 +43,9 @@ def test_what_is_printed_and_what_is_plain(planned):
     found = memplan.budget(planned, price_per_gpu_hour=2)
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[-2].startswith(f"The plan: {planned.verdict}. Times are rough: roofline")
-    assert found._repr_html_() == f"<pre>{found}</pre>"
+    assert lines[0].startswith("FITS: a GPU holds ")
+    assert lines[-2].startswith("Times are rough: roofline")
+    assert found._repr_html_() == f"<pre>{html.escape(str(found))}</pre>"
     assert repr(found).startswith("<Budget of 160,605,224,960 tokens: ")
     plain = found.to_dict()
     assert plain["gpu_hours"] == found.gpu_hours
@@ -72,6 +74,12 @@ def test_a_board_of_unknown_power_has_no_energy(planned):
 def test_a_bad_value_is_refused(planned, asked, message):
     with pytest.raises(InvalidValue, match=message):
         memplan.budget(planned, **asked)
+
+
+def test_what_does_not_fit_has_no_price():
+    asked = memplan.estimate("llama-3-8b", cluster="8xh100-sxm")
+    with pytest.raises(PlanRefused, match=r"^DOES NOT FIT: .* So there is no budget of llama-3-8b .*advise"):
+        memplan.budget(asked, price_per_gpu_hour=2)
 
 
 def test_without_a_step_time_there_is_no_budget():

@@ -1,6 +1,7 @@
 """The command line: what it prints, as text and as JSON, and how it ends."""
 
 import csv
+import inspect
 import json
 import re
 import shlex
@@ -80,10 +81,28 @@ def test_the_ledger_adds_up_to_the_peak():
 
 def test_models_and_gpus_list_every_name():
     models, gpus = run("models").stdout, run("gpus").stdout
-    assert [line.split()[0] for line in models.splitlines()[1:]] == list(preset_names())
+    named = [line.split()[0] for line in models.splitlines() if re.search(r"  \d", line)]
+    assert named == list(preset_names())
     assert [line.split()[0] for line in gpus.splitlines()[1:]] == list(gpu_names())
     assert max(map(len, (models + gpus).splitlines())) <= 80
     assert "6,738,415,616" in models
+
+
+def test_models_are_in_groups_with_what_each_can_be_divided_by():
+    text = run("models").stdout
+    head, *groups = text.split("\n\n")
+    assert head.split()[-3:] == ["zero", "tp", "pp"]
+    llama = next(group for group in groups if group.startswith("llama (reference, torchtitan, huggingface)"))
+    rows = {line.split()[0]: line.split()[-3:] for group in groups[:-1] for line in group.splitlines()[1:]}
+    assert "llama-3-8b" in llama
+    assert rows["llama-3-8b"] == ["0-3", "8", "32"]
+    assert rows["resnet-50"] == ["0-1", "-", "-"]
+    for name in ("llama-3-8b", "gpt2", "resnet-50", "qwen2.5-7b"):
+        zero, tp, pp = rows[name]
+        most = {"zero": int(zero[-1]), "tp": 1 if tp == "-" else int(tp), "pp": 1 if pp == "-" else int(pp)}
+        for axis, n in most.items():
+            assert run("estimate", name, "--dp", "2", f"--{axis}", str(n)).exit_code == 0
+            assert run("estimate", name, "--dp", "2", f"--{axis}", str(n + 1)).exit_code == 2
 
 
 def test_models_and_gpus_as_json():
@@ -123,6 +142,26 @@ def test_help_is_printed_within_80_columns(args):
     result = run(*args)
     assert "Traceback" not in result.output
     assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_the_help_of_estimate_has_every_flag_in_a_group_and_ends_with_examples_that_run():
+    text = run("estimate", "-h").stdout
+    heads = [line for line in text.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
+    groups = ["Model and cluster", "Mesh", "Batch", "Memory saving", "Numbers", "Engine torch", "Output"]
+    assert heads == [f"{group}:" for group in (*groups, "Examples")]
+    examples = text.partition("Examples:\n")[2].replace("\\\n", " ").strip().splitlines()
+    assert len(examples) == 3
+    for example in examples:
+        program, *args = shlex.split(example)
+        assert (program, run(*args).exit_code) == ("memplan", 0)
+
+
+@pytest.mark.parametrize("command", ["search", "smallest-cluster", "longest-sequence", "largest-model"])
+def test_the_help_of_a_search_has_every_flag_in_a_group(command: str):
+    text = run(command, "-h").stdout
+    assert "Other options" not in text
+    assert "Examples:" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_module_is_the_command():
@@ -203,6 +242,53 @@ def test_search_prints_the_best_and_what_was_refused():
     )
     assert "Best of those that fit" in result.stdout
     assert "rough" in result.stdout
+
+
+def test_search_prints_three_plans_and_one_command_and_the_rest_with_all():
+    asked = ["search", "gpt2-medium", "--cluster", "8xh100-sxm", "--zero", "0,3", "--no-offload"]
+    short, full = run(*asked).stdout, run(*asked, "--all").stdout
+    plans = re.compile(r"^ ?\d+=? +\d+ +", re.MULTILINE)
+    assert (len(plans.findall(short)), short.count("memplan estimate")) == (3, 1)
+    n = len(plans.findall(full))
+    assert n > 3
+    assert full.count("memplan estimate") == n
+    assert f"{min(n, 10) - 3} more are kept: see --all" in short
+    assert "plans of this kind" in full
+    assert "plans of this kind" not in short
+    assert len(plans.findall(run(*asked, "--keep", "5").stdout)) == 5
+    command = short.partition("Plan 1 in full\n")[2].replace("\\\n", " ")
+    assert run(*shlex.split(command)[1:]).exit_code == 0
+
+
+def test_without_a_batch_every_command_takes_a_usual_one_and_says_so():
+    searched = run("search", "gpt2", "--cluster", "8xh100-sxm", "--tp", "1", "--pp", "1")
+    assert "gpt2 on 8xh100-sxm, 8 x 1024 tokens a step" in searched.stdout
+    assert "The batch was left out: one sequence for each GPU" in searched.stdout
+    assert "The batch was left out" not in run(*SEARCH).stdout
+    asked = ["compare", "gpt2", "zero=3", "zero=3,micro_batch=3", "--cluster", "2xh100-sxm"]
+    compared = run(*asked)
+    assert "The batch was left out: 6 is the least that both plans can divide" in compared.stdout
+    found = json.loads(run(*asked, "--json").stdout)
+    assert [found[name]["plan"]["global_batch"] for name in "ab"] == [6, 6]
+    same = json.loads(run(*asked[:3], "zero=2", *asked[4:], "--json").stdout)
+    alone = json.loads(run("estimate", "gpt2", "--zero", "3", *asked[4:], "--json").stdout)
+    assert same["a"]["plan"] == alone["plan"]
+
+
+def test_the_inverse_questions_are_commands_that_say_the_answer_first():
+    few = ["--tp", "1", "--pp", "1", "--no-offload"]
+    smallest = run("smallest-cluster", "gpt2-xl", "a100-40-sxm", "--seq-len", "512", *few).stdout
+    expected = memplan.smallest_cluster("gpt2-xl", "a100-40-sxm", seq_len=512, tp=1, pp=1, offload=False)
+    assert smallest.splitlines()[0] == f"The fewest GPUs: {expected.cluster.name}"
+    assert "memplan estimate gpt2-xl --cluster" in smallest
+    longest = run("longest-sequence", "gpt2-medium", "--cluster", "2xa100-40-sxm", *few).stdout
+    assert longest.splitlines()[0] == "The longest sequence: 1,024 tokens"
+    job = ["--cluster", "1xrtx-4090", "--seq-len", "512", "--zero", "0"]
+    largest = run("largest-model", "gpt2", "gpt2-medium", "gpt2-xl", *job)
+    assert largest.stdout.splitlines()[0] == "The largest model: gpt2-medium"
+    rows = json.loads(run("largest-model", "gpt2", *job, "--json").stdout)["plans"]
+    assert rows[0]["command"].startswith("memplan estimate gpt2 --cluster 1xrtx-4090")
+    assert all(len(line) <= 80 for text in (smallest, longest, largest.stdout) for line in text.splitlines())
 
 
 @pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise"])
@@ -312,6 +398,54 @@ def test_compare_says_which_is_better_and_why():
     twice = run("compare", "llama-3-70b", "zero=1,tp=8,zero=3", "zero=3", *asked[4:])
     assert twice.exit_code == 2
     assert "zero has two values, '1' and '3'; use one of them." in twice.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, fields",
+    [
+        ("--tp 2 --zero 3", "tp=2,zero=3"),
+        ("--zero=3 --recompute full --no-set-to-none", "zero=3,recompute=full,set_to_none=no"),
+        ("--pp 2 --layers-per-stage 3,29 --virtual-stages 1", "pp=2,layers_per_stage=3,29"),
+        ("--zero=3", "zero=3"),
+    ],
+)
+def test_compare_takes_the_flags_that_search_prints(flags: str, fields: str):
+    job = ["--cluster", "4xh100-sxm", "--global-batch", "8", "--seq-len", "128"]
+    found, same = (
+        run("compare", "llama-3-8b", plan, "zero=2", *job, "--json").stdout for plan in (flags, fields)
+    )
+    assert json.loads(found)["a"]["plan"] == json.loads(same)["a"]["plan"]
+    assert json.loads(found) == json.loads(same)
+
+
+@pytest.mark.parametrize(
+    "plan, told",
+    [
+        ("--tp 2 --clip-norm 1", "plan '--tp 2 --clip-norm 1': No such option '--clip-norm'."),
+        ("--tp 2 --zero", "Option '--zero' requires an argument. Give a plan's own flags, as "),
+        ("--tp '2", "No closing quotation."),
+        ("--zero 3 --fsdp-units bolck", "did you mean 'block'?"),
+    ],
+)
+def test_flags_that_are_no_plans_are_refused(plan: str, told: str):
+    result = run("compare", "gpt2", plan, "zero=2", "--cluster", "2xh100-sxm")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_one_name_for_the_comparison_and_the_old_one_still_works():
+    assert memplan.compare is memplan.why
+    assert {"search", "trace", "advise", "compare"} <= {*dir(memplan)}
+    assert {*dir(memplan)} == {*memplan.__all__, "__version__"}
+
+
+@pytest.mark.parametrize(
+    "function", ["estimate", "search", "smallest_cluster", "longest_sequence", "largest_model"]
+)
+def test_signatures_name_the_keywords_of_a_plan(function: str):
+    shown = inspect.signature(getattr(memplan, function)).parameters
+    assert {*FIELDS, *plan_fields()} - {"dp_replicate"} <= {*shown}
 
 
 @pytest.mark.parametrize(

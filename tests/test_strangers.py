@@ -21,10 +21,10 @@ from mypy import api as mypy
 import memplan
 from memplan.cli import commands
 from memplan.errors import InvalidValue, MemplanError
+from memplan.snapshot import Block
 from memplan.text_tables import csv_of
 from validate.__main__ import main as validate_commands
 from validate.attribution import _holding
-from validate.blocks import Block
 from validate.records import Outcome, read_records
 from validate.report import row, summary
 from validate.shipped import data_folder

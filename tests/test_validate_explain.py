@@ -9,18 +9,17 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from memplan import Plan
+from memplan import Plan, snapshot
 from memplan.device import H100
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.plan import Rank
 from memplan.record import unrolled
 from memplan.shapes import Buffer
-from validate import snapshot
+from memplan.snapshot import plain_data, read_snapshot
 from validate.__main__ import main
 from validate.cases import Case
-from validate.explain import explained, shortened
-from validate.snapshot import plain_data, read_snapshot, snapshot_comparison
+from validate.explain import explained, shortened, snapshot_comparison
 from validate.suites.models import LLAMA
 
 CASE = Case(

@@ -48,7 +48,6 @@ from validate.progress import progress
 from validate.records import Record, RecordFile, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
-from validate.snapshot import snapshot_comparison
 from validate.suites import NAMES, SEARCHES, Rounds, case_named, model_named, rounds
 from validate.suites.frontier import frontiers
 from validate.suites.gpu import GPU_SUITES
@@ -209,7 +208,7 @@ def explain(
 
     CASE is a case's name in any suite; or leave it out and give a plan's options, as for `run`.
     """
-    from validate.explain import Explanation, explained, ranks_text
+    from validate.explain import Explanation, explained, ranks_text, snapshot_comparison
 
     if case is not None:
         _refuse_both(context, ("model", "global_batch", *plan))

@@ -1,6 +1,6 @@
 """`memplan estimate`."""
 
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import click
 
@@ -11,8 +11,15 @@ from memplan.device import DeviceType
 from memplan.estimate import estimate
 from memplan.tables import estimate_text, ledger_rows, ledger_text
 
+EXAMPLES: Final = (
+    "memplan estimate llama-3-8b --cluster 8xh100-sxm --zero 3",
+    "memplan estimate llama-3-70b --cluster 64xh100-sxm --tp 8 --pp 4 --zero 1 --sequence-parallel "
+    "--recompute full --global-batch 512",
+    "memplan estimate llama-3-8b --cluster 8xh100-sxm --zero 3 --ledger",
+)
 
-@click.command("estimate", cls=PlanCommand)
+
+@click.command("estimate", cls=PlanCommand, examples=EXAMPLES)
 @click.argument("model")
 @implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")

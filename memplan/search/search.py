@@ -54,6 +54,9 @@ QUESTIONS: Final = ("gpus", "seq_len")
 KEEP: Final = 20
 """Plans of each verdict that a search keeps by default; the verdict of each takes a replay."""
 
+USUAL_BATCH: Final = "The batch was left out: one sequence for each GPU (global_batch, --global-batch)."
+"""What a search says if it was not told how many sequences a step trains on."""
+
 LOOKS: Final = 4
 """The most searches for a plan that fits, each leaving more room for the caching allocator."""
 
@@ -152,9 +155,9 @@ class Found:
         return search_dict(self)
 
     def __str__(self) -> str:
-        from memplan.search.text import SHOWN, search_text  # which imports this module
+        from memplan.search.text import search_text  # which imports this module
 
-        return search_text(self, most=SHOWN)
+        return search_text(self)
 
     def __repr__(self) -> str:
         return (
@@ -172,7 +175,7 @@ def search(
     *,
     implementation: str | None = None,
     cluster: Cluster | str,
-    global_batch: int | Iterable[int],
+    global_batch: int | Iterable[int] | None = None,
     seq_len: int | Iterable[int] | None = None,
     objective: Objective = "speed",
     keep: int | None = KEEP,
@@ -190,7 +193,8 @@ def search(
         model: a preset's name, the path of a Hugging Face config.json, or a Model.
         implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
-        global_batch: sequences per step; several are compared by tokens per second.
+        global_batch: sequences per step; several are compared by tokens per second; left out, one for each
+            GPU, so that all plans train on the same.
         seq_len: tokens per sequence, one number or several; left out, the model's context.
         objective: "speed" (most tokens per second), "memory" (least peak), "micro_batch" (largest), or
             "front" (all plans that no other beats in both speed and memory). Two more find a size, and the
@@ -244,7 +248,7 @@ def searched(
     model: Model | str | os.PathLike[str],
     *,
     cluster: Cluster | str,
-    global_batch: int | Iterable[int],
+    global_batch: int | Iterable[int] | None = None,
     objective: Objective = "speed",
     **options: Unpack[SearchOptions],
 ) -> Found:
@@ -269,14 +273,16 @@ def searched(
         asked |= how | {"cluster": where, "global_batch": global_batch}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
-    asked |= {"seq_len": model.max_seq_len if seq_len is None else seq_len, "global_batch": global_batch}
+    batch = where.n_gpus if global_batch is None else global_batch
+    asked |= {"seq_len": model.max_seq_len if seq_len is None else seq_len, "global_batch": batch}
     varied = {name: asked.pop(name, None) for name in VARIED}
     ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
     jobs = [job(base=base) for base in bases(**asked)]
     for one in jobs:
         one.check_time()
-    return jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
+    found = jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
+    return found if global_batch is not None else replace(found, left_out=(*found.left_out, USUAL_BATCH))
 
 
 def resolved(

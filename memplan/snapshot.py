@@ -15,18 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickletools import opcodes
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from memplan.checks import LARGEST_BYTES as MOST_BYTES
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, shown_value
-from memplan.estimate import rank_estimate
 from memplan.files import file_bytes, of_file, shown_path
 from memplan.text_tables import printable
-from validate.attribution import Comparison
-from validate.blocks import Block
-from validate.cases import Case
-from validate.memory import MemoryEvent
 
 LARGEST_BYTES: Final = 512 * 2**20
 """A larger file is refused: reading takes a second for some MiB, and many times their bytes of memory."""
@@ -59,6 +54,36 @@ class _Reader(pickle._Unpickler):
     """Python's own unpickler without the opcodes that make anything but plain data."""
 
     dispatch: ClassVar = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in PLAIN}
+
+
+class MemoryEvent(NamedTuple):
+    """One allocation (positive bytes) or free (negative) of the CPU allocator.
+
+    `total_bytes` is what the allocator held just after it, by the allocator's own count; `path` the
+    operations it happened in, outermost first. What threads outside the profile did between two events is
+    one event of its own, with pointer 0.
+    """
+
+    time_ns: int
+    n_bytes: int
+    pointer: int
+    total_bytes: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block that the allocator holds: its allocation's index and the operations around it, outermost first.
+
+    `kind` is "weights" or "optimizer" if its address is known to hold such a state, "" if it is known not to,
+    None if nothing is known.
+    """
+
+    n_bytes: int
+    pointer: int
+    born_ns: int
+    path: str
+    kind: str | None = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +121,6 @@ def read_snapshot(path: Path) -> Snapshot:
     if not snapshot.events:
         raise InvalidValue(f"{name} has no trace of allocations; {WAY_OUT}")
     return snapshot
-
-
-def snapshot_comparison(case: Case, rank: int, path: Path) -> Comparison:
-    """A snapshot beside what memplan predicts of a case's rank on its GPU.
-
-    Raises:
-        MemplanError: for a file that is no snapshot, or a plan that is refused.
-    """
-    snapshot = read_snapshot(path)
-    record = rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels).record
-    return Comparison(
-        rest=record.rest, step=record.step, held=snapshot.held, events=snapshot.events, one_step=False
-    )
 
 
 def plain_data(content: bytes, name: str) -> Any:
