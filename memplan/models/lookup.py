@@ -1,7 +1,8 @@
 """A model from its name, its file, or itself."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from memplan.device import DeviceType
 from memplan.errors import (
@@ -21,14 +22,29 @@ from memplan.models.presets import preset
 from memplan.models.traced import is_trace, model_from_trace
 
 
+class Tracing(NamedTuple):
+    """How a model that has no family is traced: see `resolve`."""
+
+    device: DeviceType
+    precisions: Sequence[str]
+    cache: bool
+
+
 def resolve(
-    model: Model | str | os.PathLike[str], implementation: str | None = None, device: DeviceType = "cuda"
+    model: Model | str | os.PathLike[str] | Any,
+    implementation: str | None = None,
+    device: DeviceType = "cuda",
+    *,
+    precisions: Sequence[str] = (),
+    cache: bool = True,
 ) -> Model:
-    """The model: from a Model itself, a preset's name, or the path of a trace or a config.json.
+    """The model: from a Model itself, a preset's name, the path of a trace or a config.json, or a module.
 
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file. A
     preset's name goes before a folder of the same name: write ./gpt2 for the folder. `device`: whose kernels
-    are traced where the architecture of a config.json has no family.
+    are traced where the architecture of a config.json has no family, or of a module: one of your own is given
+    with its example inputs, as `memplan.tracing.factory.traced_example` takes them, and is traced in these
+    `precisions`. `cache=False`: a config.json is traced anew (`memplan.tracing.cache`).
 
     >>> resolve("gpt2").n_blocks
     12
@@ -37,20 +53,20 @@ def resolve(
         UnknownName: a name that is no preset and no path; an implementation that there is not.
         InvalidValue: a path whose file is no model's configuration, or a value of another type.
     """
-    found = _resolved(model, device)
+    found = _resolved(model, Tracing(device, precisions, cache))
     return found if implementation is None else implemented(found, implementation)
 
 
-def _resolved(model: Model | str | os.PathLike[str], device: DeviceType) -> Model:
+def _resolved(model: Any, how: Tracing) -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, os.PathLike):
-        return _of_file(model, device)
-    if hasattr(model, "named_parameters"):
-        raise InvalidValue(
-            f"model is a module ({type(model).__name__}), which must be traced; give example_inputs=, or a "
-            "model of memplan.trace."
-        )
+        return _of_file(model, how)
+    if isinstance(model, tuple | Mapping) or hasattr(model, "named_parameters"):
+        with installed("a module that is traced", "trace"):
+            from memplan.tracing.factory import traced_example  # imports torch, as the module's owner does
+
+        return traced_example(model, how.device, how.precisions)
     if not isinstance(model, str):
         raise InvalidValue(
             f"model={shown_value(model)} is not a model; use a preset's name, the path of a config.json, "
@@ -60,22 +76,25 @@ def _resolved(model: Model | str | os.PathLike[str], device: DeviceType) -> Mode
         return preset(model)
     except UnknownName:
         if _looks_like_a_path(model):
-            return _of_file(model, device)
+            return _of_file(model, how)
         raise
 
 
-def _of_file(path: str | os.PathLike[str], device: DeviceType) -> Model:
+def _of_file(path: str | os.PathLike[str], how: Tracing) -> Model:
     """The model of a trace or of a config.json."""
-    return model_from_trace(path) if is_trace(path) else model_from_config(path, device)
+    return model_from_trace(path) if is_trace(path) else model_from_config(path, how.device, cache=how.cache)
 
 
-def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda") -> Model:
+def model_from_config(
+    path: str | os.PathLike[str], device: DeviceType = "cuda", *, cache: bool = True
+) -> Model:
     """The Model that a `config.json` describes; `path` is the file or its folder.
 
     An architecture that has a family is read without any other package; every other one that transformers
     knows, and one with a setting that its family has no rule for (dropout, say), is traced from its code, if
-    that is installed, with the kernels of `device`. Keys that are absent or null take transformers' defaults;
-    keys that change no size are ignored.
+    that is installed, with the kernels of `device`; its trace is kept in the user's cache folder, and made
+    anew if `cache` is False. Keys that are absent or null take transformers' defaults; keys that change no
+    size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size) and `torch_dtype` (the plan's precision decides).
 
@@ -83,7 +102,7 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
         UnknownName: an architecture that nobody here knows, by name.
         InvalidValue: a file that cannot be read as a model's configuration, and why.
     """
-    file = config_file(path)
+    file, how = config_file(path), Tracing(device, (), cache)
     try:
         config = read_config(file)
         families = map(FAMILIES.named, FAMILIES.names())
@@ -91,11 +110,11 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
         known = {kind: reader.architecture for kind, reader in readers.items()}
         kind = config.model_type(known)
         if kind not in known or config.architecture not in (None, known[kind]):
-            return _traced_from(config, kind, model_name(file), known, device)
+            return _traced_from(config, kind, model_name(file), known, how)
         try:
             return readers[kind].read(config, model_name(file))
         except WithoutRule:
-            found = _traced(config, model_name(file), device)
+            found = _traced(config, model_name(file), how)
             if found is None:
                 raise
             return found
@@ -103,9 +122,9 @@ def model_from_config(path: str | os.PathLike[str], device: DeviceType = "cuda")
         raise of_file(file, error) from None
 
 
-def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str], device: DeviceType) -> Model:
+def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str], how: Tracing) -> Model:
     """The model of an architecture without a family, traced from transformers' code."""
-    found = _traced(config, name, device)
+    found = _traced(config, name, how)
     if found is not None:
         return found
     if kind in known:
@@ -117,13 +136,12 @@ def _traced_from(config: Config, kind: str, name: str, known: Mapping[str, str],
     )
 
 
-def _traced(config: Config, name: str, device: DeviceType) -> Model | None:
+def _traced(config: Config, name: str, how: Tracing) -> Model | None:
     """The model traced from transformers' code; None where that is not installed."""
-    try:
-        with installed("this architecture", "huggingface"):
-            from memplan.tracing.huggingface import traced_from_config
+    from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
-        return traced_from_config(config, name, device)
+    try:
+        return traced_from_config(config, name, how.device, cache=how.cache)
     except MissingPackage as missing:
         if missing.absent not in ("torch", "transformers"):
             raise

@@ -87,7 +87,7 @@ def trace(
     precisions: Sequence[str] = ("fp32", "bf16", "bf16-mixed"),
     max_seq_len: int | None = None,
     name: str = "",
-    device: DeviceType = "cpu",
+    device: DeviceType = "cuda",
     executed: bool = False,
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
@@ -109,9 +109,9 @@ def trace(
         precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
-        device: whose kernels to trace; no GPU is needed for "cuda". The trace is of GPUs from compute
-            capability 8.0 on; what their kernels allocate for themselves follows from rules, when the GPU is
-            known.
+        device: whose kernels to trace, "cuda" or "cpu"; no GPU is needed. A trace for "cuda" is of GPUs from
+            compute capability 8.0 on; what their kernels allocate for themselves follows from rules, when the
+            GPU is known.
         executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
             GPU and for the example's sizes, and with cuDNN's workspaces, for which there are no rules.
 
