@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from memplan.oom import OomReport, explain_oom
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
-    from memplan.tracing import trace
+    from memplan.tracing.tracer import trace
 
 ENGINES.named(USUAL_ENGINE)  # imports it: the first estimate need not
 LATER: Final = {
-    "trace": "memplan.tracing",
+    "trace": "memplan.tracing.tracer",
     **dict.fromkeys(("compare", "why"), "memplan.comparison"),
     **dict.fromkeys(("OomReport", "explain_oom"), "memplan.oom"),
     **dict.fromkeys(("Advice", "Change", "advise"), "memplan.advice"),

@@ -1,6 +1,8 @@
 """Errors that name the value, the rule that it breaks and a way out."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,52 @@ class MissingRule(Refusal):
     """Something that no rule covers; nothing is assumed about it."""
 
 
+class MissingPackage(MemplanError):
+    """A package that is not installed, or that cannot be imported; `absent` is its name in the first case."""
+
+    def __init__(self, text: str, *, absent: str = "") -> None:
+        super().__init__(text)
+        self.absent = absent
+
+
+@contextmanager
+def installed(what: str, extra: str) -> Iterator[None]:
+    """A block that imports packages: `what` needs them, and memplan's extra of this name installs them.
+
+    Raises:
+        MissingPackage: one of them is not installed, or cannot be imported, with the way out.
+    """
+    try:
+        yield
+    except MemplanError:
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            absent = cause.name.partition(".")[0]
+            raise MissingPackage(
+                f"{what} needs {absent}, which is not installed; use pip install 'memplan[{extra}]'.",
+                absent=absent,
+            ) from error
+        package = _imported(cause)
+        raise MissingPackage(
+            f"{what} needs {package}, which is installed but cannot be imported ({reason(cause)}); use "
+            f"pip install --force-reinstall {package}, or pip uninstall {package} if it is optional."
+        ) from error
+
+
+def _imported(error: BaseException) -> str:
+    """The package whose import fails, by the frames of its error: the first that is no importer."""
+    from traceback import walk_tb  # slow to import, and rarely needed
+
+    names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in names]
+    found = [each for each in packages if each not in ("memplan", "validate", "importlib", "")]
+    return next((each for each in found if each != "transformers"), found[0] if found else "a package")
+
+
 def kind_of(error: MemplanError) -> str:
     """The kind of a refusal; the text of another error."""
     return error.kind if isinstance(error, Refusal) else str(error)
@@ -54,6 +102,19 @@ def shown_value(value: object, most: int = 40) -> str:
     except ValueError:
         return "a number of thousands of digits"
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def reason(error: BaseException, most: int = 160) -> str:
+    r"""The first sentence of another program's error, on one line, for an error's text.
+
+    >>> dump = "Could not run 'aten::neg' on CUDA. If you are a Facebook employee ...\n\nCPU: registered"
+    >>> reason(NotImplementedError(dump)), reason(ValueError("a\nb")), reason(KeyError())
+    ("Could not run 'aten::neg' on CUDA", 'a b', 'KeyError')
+    """
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    first = re.split(r"\.\s+(?=[A-Z])", " ".join(text[: 10 * most].split()))[0].rstrip(".;: ")
+    shown = first if first.isprintable() else repr(first)[1:-1]
+    return (shown if len(shown) <= most else f"{shown[: most - 3]}...") or type(error).__name__
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], listed: str = "") -> UnknownName:

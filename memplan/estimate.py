@@ -607,13 +607,14 @@ def estimate(
     network: Link | str | None = None,
     margin: float | None = None,
     device: DeviceType | None = None,
+    cache: bool = True,
     **options: Unpack[EngineOptions],
 ) -> Estimate:
     """What one plan asks of each GPU.
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json or of a trace, a Model, or your own
-            `torch.nn.Module`, which is traced.
+            `torch.nn.Module`, which is traced: with its `example_inputs`, or as `(module, example_inputs)`.
         example_inputs: what a module is called with; see `memplan.trace`, also for `targets` and `loss`.
         targets: what a module's loss compares with.
         loss: from a module's output (and `targets`) to its loss.
@@ -645,6 +646,7 @@ def estimate(
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
+        cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
         **options: the engine's own options, here those of "torch"; `memplan estimate --engine NAME -h` lists
             another's.
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
@@ -664,12 +666,8 @@ def estimate(
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
-        from memplan.tracing import trace  # imports torch, as the module's owner does
-
-        module: Any = model
-        example = {"targets": targets, "loss": loss, "precisions": (precision,)}
-        model = trace(module, example_inputs, device=kernels, **example)
-    model = resolve(model, implementation, kernels)
+        model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
+    model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
         n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from memplan.errors import InvalidValue, MemplanError
+from memplan.errors import InvalidValue, MemplanError, reason
 
 
 class Table(Mapping[str, dict[str, Any]]):
@@ -62,13 +62,13 @@ def file_bytes(
     except FileNotFoundError:
         raise InvalidValue(f"no such file; give the path of a {what}.") from None
     except (OSError, ValueError) as error:
-        raise InvalidValue(f"cannot be opened ({error}); give a readable {what}.") from None
+        raise InvalidValue(f"cannot be opened ({reason(error)}); give a readable {what}.") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise InvalidValue(f"is not a regular file; give the path of a {what}.")
         data = _first_bytes(descriptor, most_bytes + 1)
     except OSError as error:
-        raise InvalidValue(f"cannot be read ({error}); give a readable {what}.") from None
+        raise InvalidValue(f"cannot be read ({reason(error)}); give a readable {what}.") from None
     finally:
         os.close(descriptor)
     if len(data) > most_bytes:

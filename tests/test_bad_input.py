@@ -231,7 +231,7 @@ BROKEN = {
     "a text": json.dumps(LLAMA | {"hidden_size": "64"}),
     "a fraction": json.dumps(LLAMA | {"hidden_size": 64.5}),
     "zero heads": json.dumps(LLAMA | {"num_attention_heads": 0}),
-    "an unknown architecture": json.dumps({"model_type": "mamba"}),
+    "an unknown architecture": json.dumps({"model_type": "mamba-9"}),
     "no architecture": "{}",
     "a key twice": '{"model_type": "llama", "model_type": "gpt2"}',
 }

@@ -17,15 +17,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import click
-import torch
+from memplan.errors import InvalidValue, MissingPackage, PlanRefused, did_you_mean, installed, shown_value
+
+try:
+    with installed("python -m validate", "validate"):
+        import click
+        import fastjsonschema  # noqa: F401 - this and what follows are imported by validate's modules
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import pandas  # noqa: F401
+        import rich  # noqa: F401
+        import torch
+except MissingPackage as missing:
+    raise SystemExit(f"Error: {missing}") from None
 
 from memplan.checks import checked_count
 from memplan.cli.flags import PlanCommand, plan_options
 from memplan.cli.program import SETTINGS, Commands, command_line
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
-from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
 from memplan.units import human_bytes
 from validate import fake, nogpu, published, report

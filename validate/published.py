@@ -16,7 +16,7 @@ from typing import Any, Final
 from memplan import Cluster, Llama, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_count
-from memplan.errors import InvalidValue, MemplanError, shown_value
+from memplan.errors import InvalidValue, MemplanError, reason, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
@@ -196,7 +196,7 @@ def read_rows(path: Path) -> list[Row]:
             raise InvalidValue(f"has no column {missing[0]!r}; see data/README.md for the columns.")
         rows: list[Row] = list(reader)
     except csv.Error as error:
-        raise of_file(path, InvalidValue(f"is no CSV ({error}); give another file.")) from None
+        raise of_file(path, InvalidValue(f"is no CSV ({reason(error)}); give another file.")) from None
     except MemplanError as error:
         raise of_file(path, error) from None
     for number, row in enumerate(rows, start=1):
@@ -219,7 +219,7 @@ def compared(row: Row) -> Compared:
         raise type(error)(f"row {shown_value(row['row_id'])}: {error}") from None
     except (ValueError, OverflowError) as error:
         raise InvalidValue(
-            f"row {shown_value(row['row_id'])} has no number where one is needed: {error}"
+            f"row {shown_value(row['row_id'])} has no number where one is needed: {reason(error)}"
         ) from None
 
 

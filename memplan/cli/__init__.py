@@ -1,6 +1,7 @@
 """The command line, one file a command; each has `--json`."""
 
 import gc
+import sys
 from typing import Final
 
 try:
@@ -41,4 +42,8 @@ def main() -> None:
     search.
     """
     gc.disable()
+    if sys.stderr is not None and sys.stderr.isatty():
+        from memplan.cli.tracing_line import show_tracing  # slow to import, and not needed in a pipe
+
+        show_tracing()
     command_line(commands, "memplan")

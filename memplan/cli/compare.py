@@ -15,11 +15,15 @@ from memplan.cli.flags import (
     plan_of_flags,
 )
 from memplan.cli.output import print_json
+from memplan.cli.own_module import model_of
 from memplan.command import estimate_command
 from memplan.comparison import compare, compared_text
 from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.errors import InvalidValue, unknown_name
-from memplan.estimate import estimate
+from memplan.estimate import device_of, estimate
+from memplan.hardware import resolve_cluster
+from memplan.models import resolve
+from memplan.plan import Plan
 from memplan.text_tables import wrapped
 from memplan.version import versioned
 
@@ -50,15 +54,23 @@ def _is_plan(word: str, own: Container[str]) -> bool:
 def command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **asked: Any) -> None:
     """Which of two plans is better, and why.
 
-    A plan is its flags in quotes, as in "--tp 8 --pp 4 --zero 1 --recompute full", or fields and values, as
-    in "tp=8,pp=4,zero=1,recompute=full"; dp is what the cluster has left.
+    MODEL is any that `memplan estimate` takes. A plan is its flags in quotes, as in "--tp 8 --pp 4 --zero 1
+    --recompute full", or fields and values, as in "tp=8,pp=4,zero=1,recompute=full"; dp is what the cluster
+    has left.
     """
     asked_of = [{**asked, **fields_of(text)} for text in (plan_a, plan_b)]
-    a, b = (estimate(model, **each) for each in asked_of)
+    default = Plan.__dataclass_fields__["precision"].default
+    own = resolve(
+        model_of(model),
+        device=device_of(resolve_cluster(asked["cluster"])).type,
+        precisions=[each.get("precision", default) for each in asked_of],
+        cache=asked["cache"],
+    )
+    a, b = (estimate(own, **each) for each in asked_of)
     chosen = all(each["global_batch"] is None for each in asked_of)
     if chosen and a.plan.global_batch != b.plan.global_batch:
         common = lcm(a.plan.global_batch, b.plan.global_batch)
-        a, b = (estimate(model, **{**each, "global_batch": common}) for each in asked_of)
+        a, b = (estimate(own, **{**each, "global_batch": common}) for each in asked_of)
     if as_json:
         plans = {
             name: each.to_dict() | {"command": estimate_command(each, model)}

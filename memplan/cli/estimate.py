@@ -6,7 +6,7 @@ import click
 
 from memplan.cli.flags import PlanCommand, choice_option, cluster_options, implementation_option, plan_options
 from memplan.cli.output import print_json, print_verdict_first
-from memplan.cli.own_module import module_traced
+from memplan.cli.own_module import model_of
 from memplan.device import DeviceType
 from memplan.estimate import estimate
 from memplan.tables import estimate_text, ledger_rows, ledger_text
@@ -34,10 +34,10 @@ def command(model: str, *, details: bool, ledger: bool, as_json: bool, **asked: 
     """What a plan asks of each GPU.
 
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
-    package.module:factory, the name of a function that returns your own module and its example inputs.
+    package.module:factory, the name of a function of yours. It returns (module, inputs), (module, args,
+    kwargs), or a dict of the arguments of memplan.trace: module, example_inputs, targets, loss, blocks, ...
     """
-    module = module_traced(model, asked["device"], asked["cluster"], precisions=(asked["precision"],))
-    result = estimate(module, **asked)
+    result = estimate(model_of(model), **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}

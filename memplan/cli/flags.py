@@ -67,11 +67,23 @@ def cluster_options(
 
 
 def implementation_option() -> Callable[[F], F]:
-    """The flag that says whose code trains a model."""
-    return click.option(
-        "--implementation",
-        metavar="NAME",
-        help="Whose code trains the model: reference, torchtitan, ...; left out: its family's default.",
+    """The flags that say whose code trains a model, and whether a trace that was kept is one to use."""
+    return _all_of(
+        [
+            click.option(
+                "--implementation",
+                metavar="NAME",
+                help="Whose code trains the model: reference, torchtitan, ...; left out: its family's "
+                "default.",
+            ),
+            click.option(
+                "--no-cache",
+                "cache",
+                flag_value=False,
+                default=True,
+                help="Trace a config.json anew, though its trace is in the user's cache folder.",
+            ),
+        ]
     )
 
 
@@ -88,6 +100,7 @@ METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Model and cluster": (
         "implementation",
+        "cache",
         "cluster",
         "most_gpus",
         "gpus_per_node",

@@ -14,6 +14,9 @@ from memplan.cli.flags import (
 )
 from memplan.cli.found import found_options, print_found, search_keywords
 from memplan.cli.output import progress_bar
+from memplan.cli.own_module import model_of
+from memplan.estimate import device_of
+from memplan.hardware import resolve_cluster
 from memplan.models import resolve
 from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
 from memplan.text_tables import printable
@@ -40,11 +43,11 @@ BATCH: Final = "Sequences per step; left out: one for each GPU."
 def smallest_cluster_command(model: str, gpu: str, **asked: Any) -> None:
     """The fewest GPUs of a kind that can train a model.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json, GPU a name of `memplan
-    gpus`. Whole nodes beyond the first; micro-batches of 1 unless told otherwise.
+    MODEL is any that `memplan estimate` takes, GPU a name of `memplan gpus`. Whole nodes beyond the first;
+    micro-batches of 1 unless told otherwise.
     """
     with progress_bar() as progress:
-        result = smallest_cluster(model, gpu, progress=progress, **search_keywords(asked))
+        result = smallest_cluster(model_of(model), gpu, progress=progress, **search_keywords(asked))
     print_found(result, asked, model, f"The fewest GPUs: {result.cluster.name}")
 
 
@@ -64,11 +67,10 @@ def smallest_cluster_command(model: str, gpu: str, **asked: Any) -> None:
 def longest_sequence_command(model: str, **asked: Any) -> None:
     """The longest sequence that a cluster can train a model on, a multiple of 256 tokens.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Micro-batches of 1
-    unless told otherwise.
+    MODEL is any that `memplan estimate` takes. Micro-batches of 1 unless told otherwise.
     """
     with progress_bar() as progress:
-        result = longest_sequence(model, progress=progress, **search_keywords(asked))
+        result = longest_sequence(model_of(model), progress=progress, **search_keywords(asked))
     print_found(result, asked, model, f"The longest sequence: {result.jobs[0].seq_len:,} tokens")
 
 
@@ -92,11 +94,14 @@ def longest_sequence_command(model: str, **asked: Any) -> None:
 def largest_model_command(models: tuple[str, ...], **asked: Any) -> None:
     """The largest of some models that a cluster can train.
 
-    MODELS are names (see `memplan models`) or paths of a Hugging Face config.json; left out: every model
-    that is known by name. Micro-batches of 1 unless told otherwise.
+    MODELS are any that `memplan estimate` takes; left out: every model that is known by name. Micro-batches
+    of 1 unless told otherwise.
     """
+    device = device_of(resolve_cluster(asked["cluster"])).type
+    code, cache = asked["implementation"], asked["cache"]
+    known = {each: resolve(model_of(each), code, device, cache=cache) for each in models}
     with progress_bar() as progress:
-        result = largest_model(models or None, progress=progress, **search_keywords(asked))
-    found, device = result.model, result.cluster.gpu.device.type
-    name = next((each for each in models if resolve(each, asked["implementation"], device) == found), None)
+        result = largest_model([*known.values()] or None, progress=progress, **search_keywords(asked))
+    found = result.model
+    name = next((each for each, model in known.items() if model == found), None)
     print_found(result, asked, name, f"The largest model: {printable(found.name)}")

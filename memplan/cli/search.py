@@ -15,6 +15,7 @@ from memplan.cli.flags import (
 )
 from memplan.cli.found import found_options, print_found, search_keywords
 from memplan.cli.output import progress_bar
+from memplan.cli.own_module import model_of
 from memplan.search.judge import OBJECTIVES
 from memplan.search.search import QUESTIONS, searched
 
@@ -52,10 +53,9 @@ EXAMPLES: Final = (
 def command(model: str, **asked: Any) -> None:
     """The best plans of a cluster, of all there are.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Flags of a plan take one
-    value or several, as in 1-4,8; those whose help names no default take, if left out, every value that makes
-    a difference.
+    MODEL is any that `memplan estimate` takes. Flags of a plan take one value or several, as in 1-4,8; those
+    whose help names no default take, if left out, every value that makes a difference.
     """
     with progress_bar() as progress:
-        result = searched(model, progress=progress, **search_keywords(asked))
+        result = searched(model_of(model), progress=progress, **search_keywords(asked))
     print_found(result, asked, model)

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
-from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import file_text, json_value, shown_path
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def config_file(path: str | os.PathLike[str]) -> "Path":
         return file / "config.json" if file.is_dir() else file
     except (OSError, ValueError) as error:
         shown = shown_path(file)
-        raise InvalidValue(f"path={shown} cannot be looked up ({error}); use another path.") from None
+        raise InvalidValue(f"path={shown} cannot be looked up ({reason(error)}); use another path.") from None
 
 
 def model_name(file: "Path") -> str:

@@ -57,3 +57,4 @@ class SearchOptions(PlanOptions, total=False):
     tp_across_nodes: bool
     time_model: TimeModel | None
     progress: Progress | None
+    cache: bool

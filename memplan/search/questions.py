@@ -183,7 +183,7 @@ def largest_model(
     if names is None:
         presets = map(preset, preset_names())
         names = [model for model in presets if code is None or code in implementations_of(model)]
-    models = [resolve(name, code, device) for name in names]
+    models = [resolve(name, code, device, cache=options.get("cache", True)) for name in names]
     if not models:
         raise InvalidValue("names=[] leaves nothing to try; name at least one model.")
     last: Found | None = None

@@ -201,12 +201,13 @@ def search(
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
+    cache: bool = True,
     **options: Unpack[PlanOptions],
 ) -> "pandas.DataFrame":
     """Every plan that the cluster's GPUs can run, best first.
 
     Args:
-        model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        model: any that `memplan.estimate` takes; your own module with its inputs, as `(module, inputs)`.
         implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
         global_batch: sequences per step; several are compared by tokens per second; left out, one for each
@@ -229,6 +230,7 @@ def search(
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the least headroom: the fraction of usable memory that a plan which "fits" leaves free; left
             out, 0.05.
+        cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
         **options: fields of `memplan.Plan` and options of its engine. Those that a search varies (`dp`,
             `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
             `recompute`, `recompute_blocks`, `schedule`, `offload`) take all values that make a difference if
@@ -313,7 +315,11 @@ def resolved(
     asked: dict[str, Any] = {**options}
     changes = [asked.pop(name, None) for name in ("gpus_per_node", "network", "margin")]
     where = cluster_of(cluster, *changes)
-    return resolve(model, asked.pop("implementation", None), where.gpu.device.type), where, asked
+    if "precision" in asked:
+        asked["precision"] = values_of("precision", asked["precision"])
+    traced = {"precisions": asked.get("precision", ()), "cache": asked.pop("cache", True)}
+    code, device = asked.pop("implementation", None), where.gpu.device.type
+    return resolve(model, code, device, **traced), where, asked
 
 
 def cluster_of(
