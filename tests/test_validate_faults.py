@@ -2,6 +2,7 @@
 cases run all the same, `--resume` finishes the suite with every case once, and nothing is left behind.
 """
 
+import math
 import os
 import re
 import resource
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import closing, contextmanager
 from functools import partial
@@ -22,6 +24,7 @@ import torch
 from memplan.engines.options import plan_of
 from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
+from validate.forkserver import End, ForkServer
 from validate.launch import ForkServers, Program, Seat, rank_program, run_case
 from validate.machine import Budget
 from validate.records import merged, open_records, read_records
@@ -213,6 +216,41 @@ def test_a_lost_fork_server_costs_one_case_and_is_replaced(monkeypatch, tmp_path
     assert lost.outcome == "crashed"
     assert "fork server" in lost.reason
     assert found.outcome == "ok"
+
+
+@pytest.fixture
+def server():
+    """A fork server that has forked once, and the number of its process."""
+    with closing(ForkServer(())) as server:
+        yield server, server.fork(os.getppid).end().value
+
+
+def test_a_server_that_dies_with_a_request_unread_is_replaced(server):
+    server, pid = server
+    os.kill(pid, signal.SIGSTOP)  # what is sent is taken, and never read
+    killer = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    assert server.fork(math.sqrt, 4.0).end() == End(value=2.0, exit_code=0)
+    killer.join()
+
+
+def test_a_server_that_has_closed_its_socket_and_not_yet_ended_is_replaced(server, monkeypatch):
+    server, pid = server
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(subprocess.Popen, "poll", lambda self: None)  # as in the moment before it has ended
+    assert server.fork(math.sqrt, 4.0).end() == End(value=2.0, exit_code=0)
+
+
+def test_a_server_that_cannot_be_kept_alive_is_an_error():
+    with closing(ForkServer(("no_such_module",))) as server, pytest.raises(ChildProcessError):
+        server.fork(math.sqrt, 4.0)
+
+
+def test_what_a_process_is_given_may_be_of_any_size(server):
+    server, pid = server
+    assert server.fork(len, "x" * 2**20).end().value == 2**20
+    assert server.fork(os.getppid).end().value == pid
 
 
 def kill_parent():
