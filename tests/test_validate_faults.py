@@ -337,6 +337,23 @@ def test_ctrl_c_twice_stops_tidily(monkeypatch, tmp_path):
     assert_resume_finishes(tmp_path)
 
 
+def test_ctrl_c_while_modules_load_ends_without_a_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "validate", "sweep", "--list"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_a_killed_harness_takes_its_ranks_along_and_a_torn_line_is_made_good(monkeypatch, tmp_path):
     with nothing_left(monkeypatch, tmp_path / "tmp"):
         sweep = Sweep(tmp_path)
