@@ -96,12 +96,34 @@ def shown_value(value: object, most: int = 40) -> str:
 
     >>> shown_value("8.5"), len(shown_value("x" * 1000)), shown_value(10**10000)
     ("'8.5'", 40, 'a number of thousands of digits')
+    >>> print(shown_value([{"a": 1, "b": (2,)}, (), [3.0, None]]))
+    [{'a': 1, 'b': (2,)}, (), [3.0, None]]
     """
+    text = ""
     try:
-        text = repr(value)
+        for part in _parts(value):
+            text += part
+            if len(text) > most:
+                return f"{text[: most - 3]}..."
     except ValueError:
         return "a number of thousands of digits"
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text
+
+
+def _parts(value: object) -> Iterator[str]:
+    """A value's `repr` in parts: that of lists which share others by reference may be of any length."""
+    if not (type(value) is dict or type(value) is list or type(value) is tuple):
+        yield repr(value)
+        return
+    begin, end = {dict: ("{", "}"), list: ("[", "]"), tuple: ("(", ")")}[type(value)]
+    yield begin
+    for i, each in enumerate(value):
+        yield ", " if i else ""
+        yield from _parts(each)
+        if isinstance(value, dict):
+            yield ": "
+            yield from _parts(value[each])
+    yield f",{end}" if isinstance(value, tuple) and len(value) == 1 else end
 
 
 def reason(error: BaseException, most: int = 160) -> str:

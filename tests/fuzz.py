@@ -289,7 +289,7 @@ def snapshot_of(n: int = 12) -> dict[str, Any]:
     trace = [
         {"action": action, "addr": 512 * i, "size": 512 * (i % 5 + 1), "frames": frames}
         for action in ("alloc", "free_requested")
-        for i in range(n)
+        for i in range(1, n + 1)
     ]
     block = {
         "address": 10**6,

@@ -305,6 +305,7 @@ def test_a_bad_llama_value_is_named_with_its_rule(without_transformers, read, ch
         (json.dumps(GPT2)[:-20], "is not JSON .*; it may be truncated: fetch it again"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a":' * 100_000, "is nested too deeply"),
+        ('{"model_type": "bert", "a": ' + "[" * 100 + "]" * 100 + "}", "is nested deeper than 32 levels"),
         ('{"model_type": "gpt2", "n_layer": NaN}', "NaN is no JSON number; replace it"),
         ('{"model_type": "gpt2", "n_layer": -Infinity}', "-Infinity is no JSON number"),
         ('{"model_type": "gpt2", "n_layer": 1e999}', "'1e999' overflows a float"),

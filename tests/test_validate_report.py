@@ -345,3 +345,19 @@ def test_a_run_shows_both_columns_of_its_collectives():
     assert ["all_gather", "over", "dp,", "calls", "9", "9"] in rows
     assert ["all_gather", "over", "dp,", "payload_bytes", "1,234", "1,234"] in rows
     assert ["send", "over", "pp,", "payload_bytes", "-", "50"] in rows
+
+
+def test_a_record_that_ran_and_has_no_ranks_is_put_on_the_page():
+    case = Case(name="a case", model=LLAMA, plan=plan_of(dp=2, global_batch=2))
+    record = Record(
+        case=case.to_dict(), outcome="ok", peak_error=-0.004, states_off_bytes=0, collectives_off=0
+    )
+    assert "1 of 1 cases confirmed" in page.html([record], sources=["a"])
+
+
+def test_the_names_of_a_suite_are_listed_without_what_moves_the_cursor(tmp_path):
+    suite = tmp_path / "suite.toml"
+    suite.write_text('[[case]]\nname = "a\\u001b[2Jb\\nc"\nmodel = "llama-small"\nseq_len = 32\n')
+    listed = CliRunner().invoke(main, ["sweep", "--suite", str(suite), "--list"])
+    assert listed.exit_code == 0, listed.output
+    assert listed.output == "a\\x1b[2Jb\\nc\n"

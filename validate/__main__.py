@@ -37,6 +37,7 @@ from memplan.cli.program import SETTINGS, Commands, command_line
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
 from memplan.files import shown_path
+from memplan.text_tables import printable
 from memplan.units import human_bytes
 from validate import fake, nogpu, published, report
 from validate.attribution import comparison
@@ -362,7 +363,7 @@ def sweep(
     machine = machine_budget()
     budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
     if as_list or dry_run:
-        for line in (case.name for case in moved) if as_list else report.plan_lines(moved, budget):
+        for line in (printable(case.name) for case in moved) if as_list else report.plan_lines(moved, budget):
             click.echo(line)
         return
     if snapshots is not None:

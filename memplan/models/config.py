@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
 """A config.json is a few KiB; a larger file is taken for a mistake."""
 
+MOST_LEVELS: Final = 32
+"""The most levels of objects and arrays in a config.json."""
+
 
 _shown = partial(shown_value, most=120)
 
@@ -196,7 +199,21 @@ def read_config(file: "Path") -> Config:
     )
     if not isinstance(config, dict):
         raise InvalidValue(f"holds {_kind(config)} where an object is needed; use the model's config.json.")
+    _check_levels(config)
     return Config(config)
+
+
+def _check_levels(config: dict[str, Any]) -> None:
+    """Raise for objects and arrays that are nested deeper than any model's are."""
+    level: list[Any] = [config]
+    for _ in range(MOST_LEVELS):
+        parts = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [each for part in parts for each in part if isinstance(each, dict | list)]
+    if level:
+        raise InvalidValue(
+            f"is nested deeper than {MOST_LEVELS} levels, which no configuration is; use the model's own "
+            "config.json."
+        )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
