@@ -13,6 +13,7 @@ from memplan.cli.program import SETTINGS, Commands, command_line
 MODULES: Final = {
     "trace": "memplan.cli.trace:command",
     "estimate": "memplan.cli.estimate:command",
+    "export": "memplan.cli.export:command",
     "budget": "memplan.cli.budget:command",
     "search": "memplan.cli.search:command",
     "advise": "memplan.cli.advise:command",
