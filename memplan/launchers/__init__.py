@@ -5,6 +5,6 @@ keywords of `memplan.estimate`. Another package adds a launcher by an entry poin
 `memplan.launchers` (see `memplan.registry`), whose object is a `Launcher`.
 """
 
-from memplan.launchers.base import LAUNCHERS, Export, Launcher, exported, read, targets
+from memplan.launchers.base import LAUNCHERS, Export, Launcher, Read, exported, read, targets
 
-__all__ = ["LAUNCHERS", "Export", "Launcher", "exported", "read", "targets"]
+__all__ = ["LAUNCHERS", "Export", "Launcher", "Read", "exported", "read", "targets"]

@@ -10,6 +10,7 @@ from memplan.command import estimate_command
 from memplan.errors import InvalidValue, MemplanError, PlanRefused
 from memplan.estimate import Estimate
 from memplan.files import file_text, of_file
+from memplan.models import Model
 from memplan.registry import Registry
 from memplan.units import human_bytes
 from memplan.version import version
@@ -32,6 +33,20 @@ class Export:
 
     text: str
     file: str
+    notes: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What a launcher's file says.
+
+    Attributes:
+        keywords: arguments of `memplan.estimate`, `model` among them if the file names one.
+        notes: what the launcher does otherwise than is planned.
+    """
+
+    keywords: dict[str, Any]
     notes: tuple[str, ...] = ()
 
 
@@ -95,8 +110,8 @@ class Launcher(ABC):
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
         """The content of the file for a plan that it can be told."""
 
-    def read(self, text: str) -> dict[str, Any]:
-        """The keywords of `memplan.estimate` that such a file says, `model` among them if it names one.
+    def read(self, text: str, model: Model | None) -> Read:
+        """The keywords of `memplan.estimate` that such a file says, for a model; None: the file names it.
 
         Raises:
             InvalidValue: a file that is none, or with a setting that memplan has no rule for, by name.
@@ -107,7 +122,11 @@ class Launcher(ABC):
 LAUNCHERS: Final = Registry(
     what="launcher",
     kind=Launcher,  # type: ignore[type-abstract]
-    own={"torchrun": "memplan.launchers.torchrun:TORCHRUN"},
+    own={
+        "torchrun": "memplan.launchers.torchrun:TORCHRUN",
+        "accelerate": "memplan.launchers.accelerate:ACCELERATE",
+        "transformers": "memplan.launchers.transformers:TRANSFORMERS",
+    },
 )
 """The launchers by name; one is imported when it is first named."""
 
@@ -132,7 +151,7 @@ def exported(estimate: Estimate, to: str, named: str | None = None) -> Export:
     """
     launcher, job = LAUNCHERS.named(to), Job(estimate=estimate, named=named)
     if reasons := refusals(job, to):
-        raise PlanRefused(f"{to} cannot be told this plan: {'; '.join(reasons)}.", kind=f"not for {to}")
+        raise PlanRefused(f"{to} cannot be told this plan. {'. '.join(reasons)}.", kind=f"not for {to}")
     notes = tuple(launcher.notes(job))
     return Export(text=launcher.text(job, notes), file=launcher.file, notes=notes)
 
@@ -142,8 +161,8 @@ def targets(estimate: Estimate) -> tuple[str, ...]:
     return tuple(to for to in LAUNCHERS.names() if not refusals(Job(estimate=estimate), to))
 
 
-def read(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
-    """The keywords of `memplan.estimate` that a launcher's file says.
+def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> Read:
+    """What a launcher's file says, for a model; None: the file names it.
 
     Raises:
         UnknownName: a launcher that there is not.
@@ -151,6 +170,7 @@ def read(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
     """
     launcher = LAUNCHERS.named(of)
     try:
-        return launcher.read(file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}"))
+        text = file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
+        return launcher.read(text, model)
     except MemplanError as error:
         raise of_file(path, error) from None
