@@ -31,21 +31,14 @@ def test_the_trainer_takes_shards(tmp_path):
 
 
 def test_the_trainer_takes_ddp(tmp_path):
-    plan: dict[str, Any] = {
-        "dp": 8,
-        "recompute": "full",
-        "optimizer_impl": "fused",
-        "bucket_cap_bytes": 8 * 2**20,
-    }
+    plan: dict[str, Any] = {"recompute": "full", "optimizer_impl": "fused", "bucket_cap_bytes": 8 * 2**20}
     text = estimate(TINY, dp=8, **plan, micro_batch=4, static_graph=True).export("transformers")
     arguments = parsed(tmp_path, text)
     assert not arguments.fsdp
     assert arguments.fsdp_plugin_args is None
-    assert (arguments.optim, arguments.ddp_bucket_cap_mb, arguments.ddp_static_graph) == (
-        "adamw_torch_fused",
-        8,
-        True,
-    )
+    assert (arguments.optim, arguments.ddp_bucket_cap_mb) == ("adamw_torch_fused", 8)
+    assert arguments.ddp_static_graph
+    assert arguments.activation_checkpointing
     assert arguments.per_device_train_batch_size == 4
     assert arguments.max_grad_norm == 0
     assert '"bf16": true' in text

@@ -5,6 +5,7 @@ from typing import Any, get_args
 import click
 
 from memplan.cli.flags import PlanCommand, choice_option, cluster_options, implementation_option, plan_options
+from memplan.cli.launcher_files import file_options, with_file
 from memplan.cli.output import print_json
 from memplan.cli.own_module import module_traced
 from memplan.device import DeviceType
@@ -13,19 +14,22 @@ from memplan.tables import estimate_text, ledger_rows, ledger_text
 
 
 @click.command("estimate", cls=PlanCommand)
-@click.argument("model")
+@click.argument("model", required=False)
+@file_options()
 @implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @choice_option("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -> None:
+def command(model: str | None, *, ledger: bool, as_json: bool, **asked: Any) -> None:
     """What a plan asks of each GPU.
 
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
-    package.module:factory, the name of a function that returns your own module and its example inputs.
+    package.module:factory, the name of a function that returns your own module and its example inputs. A file
+    of torchtitan names it too.
     """
+    model, asked = with_file(model, asked)
     module = module_traced(model, asked["device"], asked["cluster"], precisions=(asked["precision"],))
     result = estimate(module, **asked)
     worst = result.worst

@@ -124,6 +124,7 @@ LAUNCHERS: Final = Registry(
     kind=Launcher,  # type: ignore[type-abstract]
     own={
         "torchrun": "memplan.launchers.torchrun:TORCHRUN",
+        "torchtitan": "memplan.launchers.torchtitan:TORCHTITAN",
         "accelerate": "memplan.launchers.accelerate:ACCELERATE",
         "transformers": "memplan.launchers.transformers:TRANSFORMERS",
     },

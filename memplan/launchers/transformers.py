@@ -38,8 +38,8 @@ class Transformers(Launcher):
         if (plan.optimizer, options["optimizer_impl"]) not in OPTIMIZERS:
             known = ", ".join(f"{name} with optimizer_impl={impl!r}" for name, impl in OPTIMIZERS)
             yield (
-                f"optimizer={plan.optimizer!r}, optimizer_impl={options['optimizer_impl']!r}: {WHO} has no word "
-                f"for it; use {known}"
+                f"optimizer={plan.optimizer!r}, optimizer_impl={options['optimizer_impl']!r}: {WHO} has no "
+                f"word for it; use {known}"
             )
         for name, usual in (("gradient_as_bucket_view", False), ("ddp_comm_hook", "none")):
             if options[name] != usual:

@@ -1,0 +1,49 @@
+"""Files of launchers as plans: `memplan estimate --torchtitan FILE`."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+from click.core import ParameterSource
+
+from memplan.cli.program import Refused
+from memplan.launchers import read
+from memplan.models import resolve
+
+LAUNCHERS: Final = ("torchtitan", "accelerate")
+"""The launchers whose files are read."""
+
+
+def file_options() -> Callable[[Any], Any]:
+    """The flags that name a launcher's file."""
+
+    def decorated(command: Any) -> Any:
+        for name in reversed(LAUNCHERS):
+            text = f"The plan of a file of {name}; flags beside it win."
+            command = click.option(f"--{name}", metavar="FILE", help=text)(command)
+        return command
+
+    return decorated
+
+
+def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model, and the flags with what a launcher's file says where no flag was given.
+
+    Raises:
+        Refused: without a model, or with several files or models.
+        MemplanError: a file that cannot be read as a plan.
+    """
+    files = {name: file for name in LAUNCHERS if (file := asked.pop(name)) is not None}
+    if len(files) > 1:
+        raise Refused(f"{' and '.join(f'--{name}' for name in files)} are two plans; use one of them.")
+    for name, file in files.items():
+        found = read(file, name, None if model is None else resolve(model, asked["implementation"]))
+        for note in found.notes:
+            click.echo(f"Note: {note}", err=True)
+        context = click.get_current_context()
+        given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
+        asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
+        model = model or found.keywords.get("model")
+    if model is None:
+        raise Refused("no model is named; give MODEL, as in llama-3-8b (memplan models lists them).")
+    return model, asked
