@@ -37,13 +37,15 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, 
     if len(files) > 1:
         raise Refused(f"{' and '.join(f'--{name}' for name in files)} are two plans; use one of them.")
     for name, file in files.items():
+        if model is not None and ":" in model:
+            raise Refused(f"--{name} plans models of a name or a file; plan a function of yours by flags.")
         found = read(file, name, None if model is None else resolve(model, asked["implementation"]))
+        model = model or found.keywords["model"]
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
         context = click.get_current_context()
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
         asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
-        model = model or found.keywords.get("model")
     if model is None:
         raise Refused("no model is named; give MODEL, as in llama-3-8b (memplan models lists them).")
     return model, asked

@@ -4,7 +4,6 @@ Source: accelerate/utils/fsdp_utils.py (`fsdp2_prepare_model`, `fsdp2_apply_ac`)
 (`FullyShardedDataParallelPlugin`), accelerator.py (`prepare_model`, `no_sync`), parallelism_config.py.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, final
 
@@ -153,6 +152,8 @@ class Accelerate(Launcher):
         return "\n".join([*lines, ""])
 
     def read(self, text: str, model: Model | None) -> Read:
+        if model is None:
+            raise InvalidValue("names no model; give one beside it, as in llama-3-8b.")
         values = _parsed(text)
         _check_keys(values)
         fsdp = _without_prefix(values.get("fsdp_config"), "fsdp_")
@@ -165,7 +166,7 @@ class Accelerate(Launcher):
         elif kind not in ("MULTI_GPU", "NO"):
             raise InvalidValue(
                 f"distributed_type={shown_value(values.get('distributed_type'))} is not planned; use FSDP, "
-                "MULTI_GPU or NO."
+                "MULTI_GPU or 'NO' (in quotes: YAML takes NO for false)."
             )
         word = str(values.get("mixed_precision") or "no").lower().replace("false", "no")
         if word not in READ_MIXED:
@@ -182,7 +183,7 @@ class Accelerate(Launcher):
                 f"Accelerate reduces gradients in {dtype} unless the script has another "
                 "mixed_precision_policy; planned in float32."
             )
-        if model is not None and "huggingface" in implementations_of(model):
+        if "huggingface" in implementations_of(model):
             keywords["implementation"] = "huggingface"
         return Read(keywords=keywords | _read_mesh(values, sizes, kind), notes=tuple(notes))
 
@@ -237,16 +238,23 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         import yaml
     except ModuleNotFoundError:
-        try:
-            values: object = json.loads(text)
-        except ValueError:
-            raise InvalidValue("is YAML, which needs PyYAML; pip install pyyaml.") from None
-    else:
-        try:
-            values = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            shown = shown_value(str(error), 120)
-            raise InvalidValue(f"is not YAML ({shown}); use a file of accelerate config.") from None
+        raise InvalidValue("needs PyYAML to be read; pip install 'memplan[launchers]'.") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """A loader without aliases, by which a short file could stand for a huge one."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise InvalidValue("has an alias (*name), which no such file needs; write the value.")
+            return super().compose_node(parent, index)
+
+    try:
+        values: object = yaml.load(text, Loader)
+    except InvalidValue:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        shown = shown_value(str(error), 120)
+        raise InvalidValue(f"is not YAML ({shown}); use a file of accelerate config.") from None
     if not isinstance(values, dict):
         raise InvalidValue("holds no settings; use a file of accelerate config.")
     return {str(key): value for key, value in values.items()}
@@ -286,7 +294,7 @@ def _flag(name: str, value: object) -> bool:
     return found
 
 
-def _read_fsdp(fsdp: dict[str, Any], model: Model | None) -> tuple[dict[str, Any], list[str]]:
+def _read_fsdp(fsdp: dict[str, Any], model: Model) -> tuple[dict[str, Any], list[str]]:
     """The keywords of `fsdp_config`, and notes."""
     version = fsdp.pop("version", 1)
     if str(version) != "2":
@@ -318,21 +326,32 @@ def _read_fsdp(fsdp: dict[str, Any], model: Model | None) -> tuple[dict[str, Any
     for key in fsdp:
         if key not in HARMLESS_OF_FSDP:
             raise InvalidValue(f"fsdp_{key}={shown_value(fsdp[key])} is not known; remove it.")
-    if model is not None and isinstance(model, Decoder):
-        keywords["fsdp_units"] = units_of(model)
-    return keywords, notes
+    if not isinstance(model, Decoder):
+        raise InvalidValue(
+            "shards by the classes of a module's _no_split_modules, which a trace does not have; use a model "
+            "of a family (memplan models)."
+        )
+    return keywords | {"fsdp_units": units_of(model)}, notes
 
 
 def _read_mesh(values: Mapping[str, Any], sizes: dict[str, Any], kind: str) -> dict[str, int]:
     """The mesh axes."""
-    for key in ("cp_size", "sp_size"):
-        if sizes.get(key, 1) not in (None, 1):
-            raise InvalidValue(f"parallelism_config_{key}={shown_value(sizes[key])} is not planned; use 1.")
     n = checked_count("num_processes", values.get("num_processes", 1))
-    given = {axis: checked_count(key, sizes[key]) for key, axis in SIZES.items() if sizes.get(key)}
-    others = given.get("dp_replicate", 1) * given.get("tp", 1)
-    if n % others or ("dp" in given and given["dp"] * others != n):
-        raise InvalidValue(f"parallelism_config's sizes are not num_processes={n}; make their product {n}.")
+    if kind == "NO" and n > 1:
+        raise InvalidValue(f"num_processes={n} contradicts distributed_type=NO; use MULTI_GPU, or 1.")
     if kind != "FSDP":
-        return {"dp": n // given.get("tp", 1), "tp": given.get("tp", 1)}
+        if sizes:
+            raise InvalidValue("parallelism_config needs distributed_type FSDP; remove it, or use FSDP.")
+        return {"dp": n}
+    for key, value in sizes.items():
+        if key in ("cp_size", "sp_size") and value not in (None, 1):
+            raise InvalidValue(f"parallelism_config_{key}={shown_value(value)} is not planned; use 1.")
+        if key not in (*SIZES, "cp_size", "sp_size", "cp_backend", "sp_backend", "cp_comm_strategy"):
+            raise unknown_name("setting of parallelism_config", key, SIZES)
+    given = {
+        axis: checked_count(key, sizes[key]) for key, axis in SIZES.items() if sizes.get(key) is not None
+    }
+    others = given.get("dp_replicate", 1) * given.get("tp", 1)
+    if n % others or given.get("dp", n // others) * others != n:
+        raise InvalidValue(f"parallelism_config's sizes are not num_processes={n}; make their product {n}.")
     return {**given, "dp": n // others}

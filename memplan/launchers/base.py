@@ -12,6 +12,7 @@ from memplan.estimate import Estimate
 from memplan.files import file_text, of_file
 from memplan.models import Model
 from memplan.registry import Registry
+from memplan.text_tables import printable
 from memplan.units import human_bytes
 from memplan.version import version
 
@@ -73,7 +74,7 @@ class Job:
     def headline(self) -> str:
         """The plan and its bytes, in one line."""
         estimate, plan = self.estimate, self.estimate.plan
-        return (
+        return _line(
             f"{estimate.model.name} on {plan.world_size} ranks: {plan.mesh_text}, zero={plan.zero}, "
             f"{plan.precision}. memplan {version()}: {human_bytes(estimate.worst.peak_bytes)} of tensors "
             "on the fullest."
@@ -82,7 +83,8 @@ class Job:
     @property
     def command(self) -> str | None:
         """The `memplan estimate` line of the plan; None for a model that no command line can name."""
-        return estimate_command(self.estimate, self.named)
+        command = estimate_command(self.estimate, self.named)
+        return None if command is None else _line(command)
 
     def comments(self, notes: tuple[str, ...]) -> Iterator[str]:
         """The head of a file: the plan, the command that estimates it, what the launcher does otherwise."""
@@ -92,9 +94,16 @@ class Job:
         yield from notes
 
 
+def _line(text: str) -> str:
+    """Text that cannot end a comment or a docstring, whatever a model is called."""
+    return printable(" ".join(text.split())).replace("\\", "/").replace('"', "'")
+
+
 class Launcher(ABC):
     """A program that runs plans."""
 
+    engine: ClassVar[str] = "torch"
+    """The engine whose plans it runs."""
     file: ClassVar[str]
     """The usual name of the file that it is told a plan by."""
 
@@ -134,11 +143,10 @@ LAUNCHERS: Final = Registry(
 
 def refusals(job: Job, to: str) -> tuple[str, ...]:
     """Why a launcher cannot be told a plan; empty if it can."""
-    if job.estimate.engine.is_accounting:
-        return (
-            f"engine={job.estimate.plan.engine!r} is accounting, which no program runs; use engine='torch'",
-        )
-    return tuple(LAUNCHERS.named(to).refusals(job))
+    launcher, engine = LAUNCHERS.named(to), job.estimate.plan.engine
+    if engine != launcher.engine:
+        return (f"engine={engine!r}: it runs plans of {launcher.engine!r}; use engine={launcher.engine!r}",)
+    return tuple(launcher.refusals(job))
 
 
 def exported(estimate: Estimate, to: str, named: str | None = None) -> Export:

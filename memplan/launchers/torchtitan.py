@@ -324,7 +324,7 @@ class Said:
             "implementation": "torchtitan",
             "precision": "bf16-mixed" if compute == "bfloat16" else "fp32",
             "seq_len": self.count("training.seq_len"),
-            "clip_grad_norm": float(number_or_text(str(self.values["training.max_norm"]))),
+            "clip_grad_norm": number_or_text(str(self.values["training.max_norm"])),
             "offload": self.flag("training.enable_cpu_offload"),
             "optimizer": {"AdamW": "adamw", "Adam": "adam"}[self.one_of("optimizer.name", "AdamW", "Adam")],
             "optimizer_impl": self.one_of("optimizer.implementation", "fused", "foreach", "for-loop"),
@@ -382,7 +382,9 @@ class Said:
             each = self.count("parallelism.pipeline_parallel_layers_per_stage")
             n_stages = ceil((n_layers + first + last) / each)
         layers = stages_of_layers(n_layers, n_stages, first, last)
-        return {"schedule": schedule, "virtual_stages": n_stages // pp, "layers_per_stage": layers}
+        stages: dict[str, Any] = {"schedule": schedule, "virtual_stages": n_stages // pp}
+        even = layers == stages_of_layers(n_layers, n_stages, 0, 0)
+        return stages if even else stages | {"layers_per_stage": layers}
 
     def _batch(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """The micro-batch, and the global batch where the file says it."""
@@ -430,14 +432,13 @@ def _checked(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, A
 def _of_toml(text: str) -> Said:
     """The settings of a TOML of torchtitan 0.1 or 0.2."""
     try:
-        table = tomllib.loads(text)
+        values = dict(_flattened(tomllib.loads(text)))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidValue(
             f"is neither flags of torchtitan.train nor TOML ({shown_value(str(error), 120)})."
         ) from None
-    values = dict(_flattened(table))
     flavors = {flavor: name for name, (_, flavor) in CONFIGS.items()}
-    flavor = values.get("model.flavor", "debugmodel")
+    flavor = str(values.get("model.flavor", "debugmodel"))
     if values.get("model.name", "llama3") != "llama3" or flavor not in flavors:
         shown = f"model.name={shown_value(values.get('model.name'))}, flavor={shown_value(flavor)}"
         raise InvalidValue(f"{shown} is no model that is planned so; use llama3 and {' or '.join(flavors)}.")
