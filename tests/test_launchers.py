@@ -125,7 +125,7 @@ def test_a_file_of_torchtitan_names_the_model(tmp_path):
 @pytest.mark.parametrize(
     "words,why",
     [
-        ((), "no model is named; give MODEL"),
+        ((), "Missing argument 'MODEL'."),
         (("--accelerate", "a.yaml", "--torchtitan", "b.sh"), "--torchtitan and --accelerate are two plans"),
         (("--torchtitan", "none.sh"), "none.sh: no such file"),
         (("package:factory", "--accelerate", "a.yaml"), "plan a function of yours by flags"),

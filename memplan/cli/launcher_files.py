@@ -30,9 +30,11 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, 
     """The model, and the flags with what a launcher's file says where no flag was given.
 
     Raises:
-        Refused: without a model, or with several files or models.
+        UsageError: without a model.
+        Refused: with several files, or a file beside a function of the user's.
         MemplanError: a file that cannot be read as a plan.
     """
+    context = click.get_current_context()
     files = {name: file for name in LAUNCHERS if (file := asked.pop(name)) is not None}
     if len(files) > 1:
         raise Refused(f"{' and '.join(f'--{name}' for name in files)} are two plans; use one of them.")
@@ -43,9 +45,8 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, 
         model = model or found.keywords["model"]
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
-        context = click.get_current_context()
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
         asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
     if model is None:
-        raise Refused("no model is named; give MODEL, as in llama-3-8b (memplan models lists them).")
+        raise click.UsageError("Missing argument 'MODEL'.", context)
     return model, asked
