@@ -1,6 +1,7 @@
 """A script of PyTorch's own calls for one's own training loop, and the `torchrun` command that starts it."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from textwrap import indent, wrap
@@ -10,6 +11,7 @@ from memplan.engines.options import plan_dict
 from memplan.launchers.base import Job, Launcher
 from memplan.models import Decoder, end_modules, ends_are_tied
 from memplan.models.config_of import config_of
+from memplan.models.huggingface import HuggingFaceDecoder
 from memplan.plan import MESH_AXES, Plan, stage_layers
 from memplan.units import MiB
 
@@ -119,7 +121,7 @@ def torchrun_command(job: Job, program: str) -> str:
 # --- Whose modules ---
 
 
-class Source:
+class Source(ABC):
     """The parts of a script that depend on whose modules are trained.
 
     Attributes:
@@ -155,9 +157,9 @@ class Source:
         """The lines of tensor parallelism."""
         yield from ()
 
+    @abstractmethod
     def ends(self) -> tuple[str, str]:
         """The expressions for the modules before the blocks, and after them."""
-        raise NotImplementedError
 
 
 @final
@@ -186,7 +188,9 @@ class HuggingFace(Source):
             "def build_model() -> nn.Module:", [*self._config(), "config.use_cache = False", made]
         )
         if self.plan.pp > 1:
-            yield STAGE.replace("CONTEXT", _autocast(self.job) or "nullcontext()")
+            last_norm: str = getattr(self.model, "last_norm", HuggingFaceDecoder.last_norm)
+            stage = STAGE.replace("CONTEXT", _autocast(self.job) or "nullcontext()")
+            yield stage.replace("LAST_NORM", last_norm.rpartition(".")[2])
 
     def _config(self) -> Iterator[str]:
         if self.job.named is not None and self.job.named.endswith(".json"):
@@ -228,12 +232,12 @@ class Stage(nn.Module):
         self.model, self.first, self.last = build_model(), first, last
         self.base = self.model.base_model
         self.base.layers = nn.ModuleList([self.base.layers[i] for i in blocks])
-        if hasattr(self.model.config, "layer_types"):
-            self.model.config.layer_types = [self.model.config.layer_types[i] for i in blocks]
+        if kinds := getattr(self.model.config, "layer_types", None):
+            self.model.config.layer_types = [kinds[i] for i in blocks]
         if not first:
             self.base.set_input_embeddings(nn.Identity())
         if not last:
-            self.base.norm = nn.Identity()
+            self.base.LAST_NORM = nn.Identity()
             self.model.set_output_embeddings(nn.Identity())
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
