@@ -192,6 +192,10 @@ def test_a_file_is_read_back_as_the_plan_that_it_was_written_from(tmp_path, plan
     assert estimate(TINY, **keywords, cluster=plan["cluster"]).plan == planned.plan
 
 
+OF_FSDP = (
+    "distributed_type: FSDP\nnum_processes: 8\n"
+    "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
+)
 BAD = [
     ("distributed_type: DEEPSPEED", "distributed_type='DEEPSPEED' is not planned"),
     ("distributed_type: FSDP", "fsdp_version=1 is not planned; use 2"),
@@ -200,7 +204,7 @@ BAD = [
     ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_config=.* changes memory"),
     ("distributed_type: 'NO'\nmegatron_lm_config: {megatron_lm_tp_degree: 2}", "megatron_lm_config"),
     (
-        "distributed_type: MULTI_GPU\nnum_processes: 8\nparallelism_config: {parallelism_config_cp_size: 2}",
+        f"{OF_FSDP}\nparallelism_config: {{parallelism_config_cp_size: 2}}",
         "parallelism_config_cp_size=2 is not planned",
     ),
     (

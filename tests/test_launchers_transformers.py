@@ -50,6 +50,12 @@ def test_what_the_trainer_reduces_in_is_noted():
     assert any("reduces gradients in bfloat16, the plan in float32" in note for note in notes)
 
 
+def test_the_norm_that_the_trainer_takes_anyway_is_noted():
+    (note,) = exported(estimate(TINY, cluster="1xh100-sxm"), "transformers").notes
+    assert "takes the norm of the gradients in every step" in note
+    assert exported(estimate(TINY, cluster="1xh100-sxm", clip_grad_norm=1.0), "transformers").notes == ()
+
+
 @pytest.mark.parametrize(
     "plan,why",
     [

@@ -62,6 +62,8 @@ class Transformers(Launcher):
                 f"{WHO} reduces gradients in {plan.formats.gather.name}, the plan in "
                 f"{plan.formats.reduce.name}: its buffers are smaller, and its sums less exact."
             )
+        if plan.clip_grad_norm is None:
+            yield f"{WHO} takes the norm of the gradients in every step, also where none is clipped."
         if plan.precision == "bf16":
             yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
 
