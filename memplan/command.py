@@ -43,6 +43,19 @@ def estimate_command(estimated: Estimate, model: str | None = None) -> str | Non
     return shlex.join(["memplan", "estimate", name, *_flags(said | where | values)])
 
 
+def export_command(estimated: Estimate, to: str, model: str | None = None) -> str | None:
+    """The `memplan export` line of a plan; None for a model or a cluster that no command line can name.
+
+    `to`: a launcher, as "torchrun"; `memplan.launchers.targets` says which can be told the plan.
+
+    >>> from memplan import estimate
+    >>> print(export_command(estimate("gpt2", cluster="8xh100-sxm"), "torchrun"))
+    memplan export gpt2 --cluster 8xh100-sxm --global-batch 8 --seq-len 1024 --to torchrun
+    """
+    command = estimate_command(estimated, model)
+    return None if command is None else f"{command.replace('estimate', 'export', 1)} --to {to}"
+
+
 def _preset_name(model: Model) -> str | None:
     if model.name not in preset_names():
         return None

@@ -537,6 +537,19 @@ class Estimate:
 
         return stage_peaks(self)
 
+    def export(self, to: str) -> str:
+        """The plan as a launcher is told it: a script for "torchrun", a command for "torchtitan", ...
+
+        `memplan.launchers.exported` also gives the file's usual name, and what the launcher does otherwise.
+
+        Raises:
+            UnknownName: a launcher that there is not.
+            PlanRefused: a plan that the launcher cannot be told, with every reason and a way out of each.
+        """
+        from memplan.launchers import exported
+
+        return exported(self, to).text
+
     def __str__(self) -> str:
         from memplan.tables import estimate_text
 

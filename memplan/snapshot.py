@@ -129,7 +129,7 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises:
         InvalidValue: a file that is too large, no plain data, or no snapshot with a trace.
     """
-    _, data = loaded(path)
+    content, data = loaded(path)
     name = shown_path(path)
     try:
         traces: Sequence[Sequence[Mapping[str, Any]]] = data["device_traces"]

@@ -15,6 +15,7 @@ from memplan.hardware import gpu
 from memplan.kernels import cudnn_scratch, efficient_attention_bytes
 from memplan.models import Decoder, model_from_config, preset, preset_names, preset_source
 from memplan.models.config import Config
+from memplan.models.config_of import config_of
 from memplan.models.families import FAMILIES
 from memplan.models.mistral import Mistral
 from memplan.ops import attention_kernel
@@ -22,7 +23,6 @@ from memplan.shapes import BF16, FP32
 from validate.cases import OF_TRANSFORMERS, OWN, Case
 from validate.records import read_records
 from validate.suites.families import QUIRKS, SIZES
-from validate.systems.torch.configs import config_of
 from validate.systems.torch.wild import LANGUAGE
 
 DATA = Path(__file__).parents[1] / "data"

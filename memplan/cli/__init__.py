@@ -14,6 +14,7 @@ from memplan.cli.program import SETTINGS, Commands, command_line
 MODULES: Final = {
     "trace": "memplan.cli.trace:command",
     "estimate": "memplan.cli.estimate:command",
+    "export": "memplan.cli.export:command",
     "budget": "memplan.cli.budget:command",
     "search": "memplan.cli.search:command",
     "smallest-cluster": "memplan.cli.questions:smallest_cluster_command",

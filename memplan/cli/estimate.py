@@ -5,6 +5,7 @@ from typing import Any, Final, get_args
 import click
 
 from memplan.cli.flags import PlanCommand, choice_option, cluster_options, implementation_option, plan_options
+from memplan.cli.launcher_files import file_options, with_file
 from memplan.cli.output import print_json, print_verdict_first
 from memplan.cli.own_module import model_of
 from memplan.device import DeviceType
@@ -20,7 +21,8 @@ EXAMPLES: Final = (
 
 
 @click.command("estimate", cls=PlanCommand, examples=EXAMPLES)
-@click.argument("model")
+@click.argument("model", required=False)
+@file_options()
 @implementation_option()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
@@ -30,13 +32,15 @@ EXAMPLES: Final = (
 )
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def command(model: str, *, details: bool, ledger: bool, as_json: bool, **asked: Any) -> None:
+def command(model: str | None, *, details: bool, ledger: bool, as_json: bool, **asked: Any) -> None:
     """What a plan asks of each GPU.
 
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
     package.module:factory, the name of a function of yours. It returns (module, inputs), (module, args,
     kwargs), or a dict of the arguments of memplan.trace: module, example_inputs, targets, loss, blocks, ...
+    A file of torchtitan names it too.
     """
+    model, asked = with_file(model, asked)
     result = estimate(model_of(model), **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
