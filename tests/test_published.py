@@ -12,7 +12,7 @@ from memplan.errors import MemplanError
 from memplan.models import resolve
 from memplan.text_tables import WIDTH
 from validate.__main__ import main
-from validate.published import DIFFERENCES, INEXPRESSIBLE, LLAMA_3_2_3B, ROWS, compared, read_rows
+from validate.published import DIFFERENCES, INEXPRESSIBLE, MODELS, ROWS, compared, read_rows
 
 ROOT = Path(__file__).parents[1]
 BY_ID = {row["row_id"]: row for row in read_rows(ROOT / ROWS)}
@@ -136,4 +136,4 @@ def test_torchtitans_llama_has_the_same_weights(name):
 
 
 def test_llama_3_2_3b_has_its_published_parameters():
-    assert parameter_count(LLAMA_3_2_3B) == 3_212_749_824
+    assert parameter_count(MODELS["Llama-3.2-3B"]) == 3_212_749_824
