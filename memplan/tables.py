@@ -130,7 +130,7 @@ def estimate_text(estimate: Estimate, model: str | None = None, *, details: bool
     parts += notes_text({"": estimate})
     parts.append("\n".join(map(wrapped, [*_disagreement(estimate), trust_text(estimate)])))
     if (command := next_command(estimate, model)) is not None:
-        parts.append(f"Next: {command_text(command, head='      ').lstrip()}")
+        parts.append(_unusual_length(estimate) + f"Next: {command_text(command, head='      ').lstrip()}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -216,6 +216,9 @@ SAID: Final[dict[Verdict | None, str]] = {
 }
 """Verdicts as parts of a sentence about a plan."""
 
+LONG: Final = 16384
+"""Tokens of a sequence from which a plan that does not fit is told that shorter ones need less."""
+
 TRUST: Final = {
     "cpu-ranks": "Bytes checked by real runs on CPU ranks (python -m validate).",
     "nogpu": "Bytes checked for this GPU by PyTorch's real CUDA software without a GPU, which gives NVIDIA's "
@@ -248,6 +251,15 @@ def _disagreement(estimate: Estimate) -> list[str]:
     return [f"{own}; {'; '.join(others)} (--implementation)."] if others else []
 
 
+def _unusual_length(estimate: Estimate) -> str:
+    """What a plan for the model's whole context is told if it does not fit; empty for any other one."""
+    seq_len = estimate.plan.seq_len
+    if estimate.fits or seq_len < LONG or seq_len != estimate.model.max_seq_len:
+        return ""
+    text = f"The sequences are as long as the model's context, {seq_len:,} tokens; --seq-len 8192 needs less."
+    return f"{wrapped(text)}\n"
+
+
 def next_command(estimate: Estimate, model: str | None = None) -> str | None:
     """The command to run after this estimate; None for a model or a cluster that no command line can name."""
     command = estimate_command(estimate, model)
@@ -257,7 +269,10 @@ def next_command(estimate: Estimate, model: str | None = None) -> str | None:
         return f"{command} --cluster 8xh100-sxm"
     if estimate.fits is False or estimate.verdict == "cannot say":
         return command.replace("memplan estimate", "memplan advise", 1)
-    return command
+    from memplan.launchers import targets  # they are read only for a plan that may be run
+
+    to = next(iter(targets(estimate)), None)
+    return command if to is None else f"{command.replace('memplan estimate', 'memplan export', 1)} --to {to}"
 
 
 def notes_text(estimates: Mapping[str, Estimate], what: str = "plan") -> Iterator[str]:

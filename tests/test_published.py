@@ -16,7 +16,7 @@ from validate.__main__ import main
 from validate.published import (
     DIFFERENCES,
     INEXPRESSIBLE,
-    LLAMA_3_2_3B,
+    MODELS,
     ROWS,
     comparable_estimate,
     compared,
@@ -145,7 +145,7 @@ def test_torchtitans_llama_has_the_same_weights(name):
 
 
 def test_llama_3_2_3b_has_its_published_parameters():
-    assert parameter_count(LLAMA_3_2_3B) == 3_212_749_824
+    assert parameter_count(MODELS["Llama-3.2-3B"]) == 3_212_749_824
 
 
 def test_the_band_of_rates_is_that_of_the_published_runs_of_whole_plans():

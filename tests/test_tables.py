@@ -143,7 +143,7 @@ def test_the_first_line_is_the_verdict_and_the_last_what_to_run(verdict):
     assert re.fullmatch(f"llama-3-8b on {cluster} {said}", first)
     last = str(e).partition("\nNext: ")[2].replace("\\\n", " ").split()
     assert CliRunner().invoke(commands, last[1:]).exit_code == 0
-    assert last[1] == ("estimate" if e.fits else "advise")
+    assert last[1] == ("export" if e.fits else "advise")
 
 
 def test_a_kind_that_is_freed_at_the_worst_instant_is_shown_at_its_own():

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from memplan import Cluster, Llama, Model, cluster, preset
+from memplan import Cluster, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue, MemplanError, reason, shown_value
@@ -37,29 +37,12 @@ TOLERANCE: Final = 0.1
 Row = Mapping[str, str]
 """A line of the file, by column; what is not known is empty."""
 
-LLAMA_3_2_3B: Final = Llama(
-    name="llama-3.2-3b",
-    n_layers=28,
-    d_model=3072,
-    n_heads=24,
-    n_kv_heads=8,
-    d_ff=8192,
-    vocab_size=128_256,
-    max_seq_len=8192,
-    rope_theta=500_000.0,
-    tied_head=True,
-)
-"""Source: config.json of meta-llama/Llama-3.2-3B."""
-
 MODELS: Final[Mapping[str, Model]] = {
-    **{
-        name: preset(name.lower())
-        for name in (
-            *("Llama-2-7B", "Llama-2-13B", "Llama-2-70B"),
-            *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B"),
-        )
-    },
-    "Llama-3.2-3B": LLAMA_3_2_3B,
+    name: preset(name.lower())
+    for name in (
+        *("Llama-2-7B", "Llama-2-13B", "Llama-2-70B"),
+        *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B", "Llama-3.2-3B"),
+    )
 }
 
 IMPLEMENTATION: Final = "torchtitan"

@@ -145,7 +145,9 @@ def gpu(name: str) -> Gpu:
     Raises:
         UnknownName: with the nearest name.
     """
-    known = _by_words().get(words(name)) if isinstance(name, str) else None
+    known = None
+    if isinstance(name, str):
+        known = name if name in toml_table(GPUS) else _by_words().get(words(name))
     if known is None:
         names = gpu_names()
         raise unknown_name("GPU", name, names, f"`memplan gpus` lists the {len(names)} that are known.")
