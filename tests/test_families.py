@@ -17,6 +17,7 @@ from memplan.models import Decoder, model_from_config, preset, preset_names, pre
 from memplan.models.config import Config
 from memplan.models.config_of import config_of
 from memplan.models.families import FAMILIES
+from memplan.models.gemma3 import Gemma3
 from memplan.models.mistral import Mistral
 from memplan.ops import attention_kernel
 from memplan.shapes import BF16, FP32
@@ -68,6 +69,7 @@ def test_the_text_model_of_gemma_3_is_the_published_one(size, tmp_path):
     model = preset(f"gemma-3-{size}-text")
     assert model == model_from_config(file)
     millions = {"4b": 3_209, "12b": 10_759, "27b": 25_600}[size]
+    assert isinstance(model, Gemma3)
     assert round((parameter_count(model) - model.vocab_size * model.d_model) / 1e6) == millions
 
 

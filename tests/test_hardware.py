@@ -152,11 +152,11 @@ NEW = [
 
 @pytest.mark.parametrize("name", NEW)
 def test_a_gpu_of_2026_has_a_verdict_and_a_time(name):
-    """A model of a billion weights on eight of them: with bf16 where there are products in it, else fp16."""
+    """A model of a billion weights on eight of them, in fp16 where no rate in bf16 is known; none on AMD's."""
     precision = "bf16-mixed" if gpu(name).bf16_flops_per_s else "fp16-mixed"
-    asked = {"zero": 3, "seq_len": 512, "precision": precision}
-    result = memplan.estimate("llama-3.2-1b", cluster=f"8x{name}", **asked)
-    assert (result.verdict, result.step_s is not None) == ("fits", True)
+    result = memplan.estimate("llama-3.2-1b", cluster=f"8x{name}", zero=3, seq_len=512, precision=precision)
+    assert result.verdict == ("cannot say" if name.startswith("mi") else "fits")
+    assert result.step_s is not None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -249,7 +250,7 @@ def test_a_row_is_of_nothing_that_is_modelled():
         for field, names in row.values.items():
             for name in names.split():
                 with pytest.raises(MemplanError, match=f"^{field}='{name}' is not modelled yet"):
-                    memplan.estimate("gpt2", **{field: name})
+                    memplan.estimate("gpt2", **cast(Any, {field: name}))
 
 
 def test_each_name_is_of_one_row():
