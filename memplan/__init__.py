@@ -25,6 +25,7 @@ from memplan.version import version
 if TYPE_CHECKING:
     from memplan.advice import Advice, Change, advise
     from memplan.comparison import compare, why
+    from memplan.oom import OomReport, explain_oom
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
     from memplan.tracing.tracer import trace
@@ -33,6 +34,7 @@ ENGINES.named(USUAL_ENGINE)  # imports it: the first estimate need not
 LATER: Final = {
     "trace": "memplan.tracing.tracer",
     **dict.fromkeys(("compare", "why"), "memplan.comparison"),
+    **dict.fromkeys(("OomReport", "explain_oom"), "memplan.oom"),
     **dict.fromkeys(("Advice", "Change", "advise"), "memplan.advice"),
 }
 """The modules of names that are looked up when they are asked for; the others' is `memplan.search`."""
@@ -69,6 +71,7 @@ __all__ = [
     "MemplanError",
     "MissingRule",
     "Model",
+    "OomReport",
     "Plan",
     "PlanRefused",
     "StageEstimate",
@@ -80,6 +83,7 @@ __all__ = [
     "cluster",
     "compare",
     "estimate",
+    "explain_oom",
     "gpu",
     "gpu_names",
     "largest_model",

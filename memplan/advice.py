@@ -14,7 +14,7 @@ from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
-from memplan.tables import figures_of, notes_text, verdict_text
+from memplan.tables import figures_of, headline, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -224,7 +224,7 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
             )
         )
     parts = [
-        f"{wrapped(plan_text(asked))}\n{wrapped(verdict_text(asked))}",
+        f"{headline(asked)}\n{wrapped(plan_text(asked))}",
         text_table(rows, "<>><>", flexible=[0]),
     ]
     if refused:

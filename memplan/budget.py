@@ -7,7 +7,7 @@ from memplan.checks import checked_count, checked_positive
 from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.estimate import Estimate
 from memplan.models import has_sequence
-from memplan.tables import counted_in, verdict_text
+from memplan.tables import counted_in, headline, verdict_text
 from memplan.text_tables import html_text, text_table, wrapped
 from memplan.version import versioned
 
@@ -220,7 +220,5 @@ def budget_text(budget: Budget) -> str:
     if budget.energy_kwh is not None and cluster is not None:
         power = f"{cluster.gpu.board_power_w:g} W a board at most; GPUs alone"
         rows.append(("kWh", f"{budget.energy_kwh:,.0f}", power))
-    head = f"{estimate.model.name} on {cluster.name if cluster else 'no cluster'}, {estimate.plan.mesh_text}"
-    lines = [head] if estimate.verdict is None else [verdict_text(estimate), head]
-    times = f"Times are {estimate.time_model.label}"
-    return "\n\n".join([*map(wrapped, lines), text_table(rows, "<><"), wrapped(times)])
+    head = f"{headline(estimate)}\n{wrapped(estimate.plan.mesh_text)}"
+    return "\n\n".join([head, text_table(rows, "<><"), wrapped(estimate.time_model.label)])

@@ -26,6 +26,11 @@ class Device(NamedTuple):
         return self.type == "cpu"
 
     @property
+    def has_rules(self) -> bool:
+        """Whether rules of its kernels and its caching allocator are known: CPU's and CUDA's, not ROCm's."""
+        return self.on_cpu or self.capability is not None
+
+    @property
     def casts_in_copies(self) -> bool:
         """Whether kernels first copy their operands to the type that they compute in, as on CPU.
 

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -14,7 +14,7 @@ from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_plan
 from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, MemplanError
 from memplan.hardware import (
     Cluster,
     Interval,
@@ -24,8 +24,9 @@ from memplan.hardware import (
     outside_allocator,
     resolve_cluster,
 )
-from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, TracedModel, model_dict, parameter_count, resolve
+from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants, most_by_kind
+from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
+from memplan.models.families import implementations_of
 from memplan.plan import (
     FIELDS,
     Optimizer,
@@ -35,6 +36,7 @@ from memplan.plan import (
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
+from memplan.shapes import Kind
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -174,6 +176,11 @@ class StageEstimate:
         """The page-locked part of `host`."""
         return bytes_by_kind(self.record.host.pinned).total_bytes if self.record.host is not None else 0
 
+    @cached_property
+    def most(self) -> dict[Kind, int]:
+        """The most bytes of each kind at any instant of the step; kinds reach them at different ones."""
+        return most_by_kind(self.record.rest, self.record.step)
+
     @property
     def when(self) -> str:
         """The stretch of the step that the worst instant is in."""
@@ -236,8 +243,8 @@ class Estimate:
 
     Attributes:
         device: whose kernels' rules apply.
-        confirmed: what the rules were compared with: "measured" (real runs, on CPU ranks), "unmeasured" (the
-            device's software without the device: CUDA), or "unconfirmed" (no run).
+        confirmed: what the rules were compared with: "cpu-ranks" (real runs), "nogpu" (CUDA's software for
+            this kind of GPU, without a GPU), or "unconfirmed" (no run).
         time_model: turns work into seconds; `dataclasses.replace` exchanges it.
     """
 
@@ -304,24 +311,17 @@ class Estimate:
         """Bytes of the worst stage's process on its GPU (`nvidia-smi`); None on CPU and for accounting.
 
         The lower end is the allocated bytes: cached blocks are given back before memory runs out. The upper
-        end is the reserved bytes: of the replay without a limit, or, if they exceed the cluster's budget, of
-        a replay within it, if that settles (`gives_back`). To the ends are added the least and the most that
-        CUDA's context and NCCL's buffers take.
+        end is the reserved bytes, which the caching allocator takes if nothing limits it. To the ends are
+        added the least and the most that CUDA's context and NCCL's buffers take.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
         replay = self.worst.replayed
         if replay is None:
             return None
-        within = self._within_budget
-        most_bytes = replay.reserved_bytes if within is None else within.reserved_bytes
         outside = self._outside_allocator
-        return Interval(replay.allocated_bytes + outside.low_bytes, most_bytes + outside.high_bytes)
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether the plan is within the budget only if cached blocks are given back, which takes time."""
-        return self._within_budget is not None
+        low_bytes = replay.allocated_bytes + outside.low_bytes
+        return Interval(low_bytes, replay.reserved_bytes + outside.high_bytes)
 
     @property
     def _outside_allocator(self) -> Interval:
@@ -329,8 +329,8 @@ class Estimate:
         return outside_allocator(n_communicators(plan.pp, plan.dp_replicate, plan.dp, plan.tp))
 
     @property
-    def _within_budget(self) -> Replayed | None:
-        """The replay within the budget; None if none is needed, or none settles.
+    def _gives_back(self) -> bool:
+        """Whether a replay within the budget settles, where one without a limit reserves more than that.
 
         Where no state of the allocator recurs, one step is fragmented otherwise than the next, and any later
         one may run out of memory.
@@ -338,26 +338,34 @@ class Estimate:
         budget_bytes = None if self.cluster is None else self.cluster.budget_bytes
         replay = self.worst.replayed
         if budget_bytes is None or replay is None:
-            return None
+            return False
         limit_bytes = budget_bytes - self._outside_allocator.high_bytes
         if not replay.allocated_bytes <= limit_bytes < replay.reserved_bytes:
-            return None
+            return False
         within = self.worst.replayed_within(limit_bytes)
-        return within if within is not None and within.settled else None
+        return within is not None and within.settled
 
     @property
     def verdict(self) -> Verdict | None:
         """Whether each GPU holds the plan: `memplan.Cluster.verdict` of `device_bytes`.
 
+        "fits, tight": the caching allocator reserves more than the budget if nothing limits it, and stays
+        within it by giving cached blocks back, which takes time. On a GPU whose kernels have no rules
+        (AMD's), "cannot say", unless what is held between steps is already too much.
+
         `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
         or a limit, and for closed-form accounting.
         """
-        if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.engine.is_accounting:
+        usable_bytes = None if self.cluster is None else self.cluster.gpu.usable_bytes
+        if self.cluster is None or usable_bytes is None or self.engine.is_accounting:
             return None
+        if not self.device.has_rules:
+            return "does not fit" if self.worst.rest_bytes > usable_bytes else "cannot say"
         if self.over_bytes:
             return "does not fit"  # `device_bytes` agrees, but takes a replay
         held = self.device_bytes
-        return None if held is None else self.cluster.verdict(held)
+        said = None if held is None else self.cluster.verdict(held)
+        return "fits, tight" if said == "cannot say" and self._gives_back else said
 
     @property
     def over_bytes(self) -> int | None:
@@ -373,8 +381,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """True if the `verdict` is "fits", False if "does not fit"; None: "cannot say", or none."""
-        said: dict[Verdict | None, bool] = {"fits": True, "does not fit": False}
+        """True if the `verdict` is "fits" or "fits, tight", False if "does not fit"; else None."""
+        said: dict[Verdict | None, bool] = {"fits": True, "fits, tight": True, "does not fit": False}
         return said.get(self.verdict)
 
     @property
@@ -416,6 +424,24 @@ class Estimate:
         """`tokens_per_s` divided by the number of GPUs."""
         rate = self.tokens_per_s
         return None if rate is None else rate / self.plan.world_size
+
+    @property
+    def tokens_per_s_band(self) -> tuple[float, float] | None:
+        """`tokens_per_s` times what published runs reached of it, the least and the most; None: not known."""
+        rate, band = self.tokens_per_s, self.time_model.band
+        return None if rate is None or band is None else (rate * band.low, rate * band.high)
+
+    @property
+    def other_implementations(self) -> Iterator["Estimate"]:
+        """The estimates of the same plan for the other implementations of the model that can run it."""
+        for name in implementations_of(self.model):
+            if name != self.model.implementation:
+                try:
+                    model = implemented(self.model, name)
+                    other = estimate_plan(model, self.plan, self.cluster, self.device.type)
+                except MemplanError:
+                    continue
+                yield replace(other, time_model=self.time_model)
 
     @property
     def total_model_flops(self) -> int:
@@ -476,7 +502,6 @@ class Estimate:
                 "device_bytes": None if (held := self.device_bytes) is None else held._asdict(),
                 "allocated_bytes": self.allocated_bytes,
                 "reserved_bytes": self.reserved_bytes,
-                "gives_back": self.gives_back,
                 "confirmed": self.confirmed,
                 "notes": list(self.notes),
                 "peak": self.peak.to_dict(),
@@ -491,6 +516,7 @@ class Estimate:
         return {
             "step_s": None if time is None else time.total_s,
             "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_band": self.tokens_per_s_band,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "time": None if time is None else time.parts | {"confidence": self.time_model.label},

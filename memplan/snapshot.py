@@ -9,6 +9,7 @@ those that were asked for, before the allocator rounds them up.
 """
 
 import io
+import os
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
@@ -100,12 +101,8 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises:
         InvalidValue: a file that is too large, no plain data, or no snapshot with a trace.
     """
-    try:
-        content = file_bytes(path, most_bytes=LARGEST_BYTES, what="memory snapshot", smaller=FEWER)
-    except MemplanError as error:
-        raise of_file(path, error) from None
+    _, data = loaded(path)
     name = shown_path(path)
-    data = plain_data(content, name)
     try:
         traces: Sequence[Sequence[Mapping[str, Any]]] = data["device_traces"]
         device = max(range(len(traces)), key=lambda i: len(traces[i]))
@@ -121,6 +118,19 @@ def read_snapshot(path: Path) -> Snapshot:
     if not snapshot.events:
         raise InvalidValue(f"{name} has no trace of allocations; {WAY_OUT}")
     return snapshot
+
+
+def loaded(path: str | os.PathLike[str]) -> tuple[bytes, Any]:
+    """The content of a snapshot's file, and the plain data that it holds.
+
+    Raises:
+        InvalidValue: a file that is too large, or no plain data.
+    """
+    try:
+        content = file_bytes(path, most_bytes=LARGEST_BYTES, what="memory snapshot", smaller=FEWER)
+    except MemplanError as error:
+        raise of_file(path, error) from None
+    return content, plain_data(content, shown_path(path))
 
 
 def plain_data(content: bytes, name: str) -> Any:

@@ -10,9 +10,18 @@ from click.testing import CliRunner
 from memplan import parameter_count, preset
 from memplan.errors import MemplanError
 from memplan.models import resolve
+from memplan.steptime import Roofline
 from memplan.text_tables import WIDTH
 from validate.__main__ import main
-from validate.published import DIFFERENCES, INEXPRESSIBLE, LLAMA_3_2_3B, ROWS, compared, read_rows
+from validate.published import (
+    DIFFERENCES,
+    INEXPRESSIBLE,
+    LLAMA_3_2_3B,
+    ROWS,
+    comparable_estimate,
+    compared,
+    read_rows,
+)
 
 ROOT = Path(__file__).parents[1]
 BY_ID = {row["row_id"]: row for row in read_rows(ROOT / ROWS)}
@@ -137,3 +146,13 @@ def test_torchtitans_llama_has_the_same_weights(name):
 
 def test_llama_3_2_3b_has_its_published_parameters():
     assert parameter_count(LLAMA_3_2_3B) == 3_212_749_824
+
+
+def test_the_band_of_rates_is_that_of_the_published_runs_of_whole_plans():
+    """Each eager run with a published rate whose plan memplan expresses in full."""
+    band, ratios = Roofline().band, []
+    for row in BY_ID.values():
+        rate = row["tokens_per_s_per_gpu"]
+        if rate and not any(holds(row) for _, holds in (*INEXPRESSIBLE, *DIFFERENCES)):
+            ratios.append(float(rate) / comparable_estimate(row).tokens_per_s_per_gpu)
+    assert (round(min(ratios), 2), round(max(ratios), 2), len(ratios)) == band

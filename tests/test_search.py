@@ -506,6 +506,7 @@ class Twice:
     """A time model that is no roofline: every part of the roofline's times, twice."""
 
     label: str = "twice"
+    band: None = None
 
     def missing(self, plan: Any, cluster: Any) -> tuple[str, ...]:
         return Roofline().missing(plan, cluster)

@@ -147,7 +147,7 @@ class Compared:
     @property
     def contradicted(self) -> bool:
         """Whether a run that fitted is said not to fit, or the other way round."""
-        return self.verdict == ("does not fit" if self.ran else "fits")
+        return self.verdict in (("does not fit",) if self.ran else ("fits", "fits, tight"))
 
     @property
     def confirmed(self) -> bool:
@@ -177,7 +177,7 @@ LARGEST_BYTES: Final = 2**24
 COLUMNS: Final = (
     *("row_id", "framework", "model", "gpu", "n_gpus", "dp", "tp", "cp", "pp", "sp", "zero_stage", "offload"),
     *("micro_batch_per_gpu", "grad_accum", "seq_len", "precision", "optimizer", "recompute", "compile"),
-    *("peak_mem_gib", "mem_kind", "oom", "lora", "notes", "suspect"),
+    *("peak_mem_gib", "mem_kind", "tokens_per_s_per_gpu", "oom", "lora", "notes", "suspect"),
 )
 """The columns that are read."""
 

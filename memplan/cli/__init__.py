@@ -21,8 +21,10 @@ MODULES: Final = {
     "largest-model": "memplan.cli.questions:largest_model_command",
     "advise": "memplan.cli.advise:command",
     "compare": "memplan.cli.compare:command",
+    "explain-oom": "memplan.cli.explain_oom:command",
     "models": "memplan.cli.listings:models_command",
     "gpus": "memplan.cli.listings:gpus_command",
+    "validate": "memplan.cli.validate:command",
 }
 """The commands by name, each imported when it is asked for."""
 

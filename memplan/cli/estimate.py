@@ -5,7 +5,7 @@ from typing import Any, Final, get_args
 import click
 
 from memplan.cli.flags import PlanCommand, choice_option, cluster_options, implementation_option, plan_options
-from memplan.cli.output import print_json
+from memplan.cli.output import print_json, print_verdict_first
 from memplan.cli.own_module import model_of
 from memplan.device import DeviceType
 from memplan.estimate import estimate
@@ -25,9 +25,12 @@ EXAMPLES: Final = (
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @choice_option("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
+@click.option(
+    "--details", is_flag=True, help="Also the verdict's reasons, every collective, the time's parts."
+)
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -> None:
+def command(model: str, *, details: bool, ledger: bool, as_json: bool, **asked: Any) -> None:
     """What a plan asks of each GPU.
 
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
@@ -41,7 +44,7 @@ def command(model: str, *, ledger: bool, as_json: bool, **asked: Any) -> None:
     if as_json:
         print_json(result.to_dict() | rows)
         return
-    click.echo(estimate_text(result))
+    print_verdict_first(estimate_text(result, model, details=details), result.verdict)
     for name, found in rows.items():
         where = f"stage {worst.stage}" + (", on the host," if name == "host_ledger" else "")
         click.echo(f"\nLedger of {where} at its worst instant\n{ledger_text(found)}")

@@ -118,7 +118,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Search": ("objective", "tp_across_nodes"),
     "Training": ("tokens", "price_per_gpu_hour"),
     "Other options": (),
-    "Output": ("keep", "show_all", "ledger", "as_json", "as_csv", "help"),
+    "Output": ("keep", "show_all", "details", "ledger", "as_json", "as_csv", "help"),
 }
 """The options of a command's help by group, in order; an option in no group is one of the others."""
 

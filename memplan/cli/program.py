@@ -51,6 +51,8 @@ class Commands(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        if os.environ.get("NO_COLOR"):  # https://no-color.org; commands inherit it
+            kwargs["color"] = False
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError as error:

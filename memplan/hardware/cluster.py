@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, final, get_args
 
 from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
 from memplan.errors import InvalidValue, shown_value
@@ -17,8 +17,10 @@ A policy, not a prediction: published runs of plans that memplan can express in 
 (`python -m validate published`).
 """
 
-Verdict = Literal["fits", "does not fit", "cannot say"]
-"""Whether each GPU of a cluster can hold a plan."""
+Verdict = Literal["fits", "fits, tight", "cannot say", "does not fit"]
+"""Whether each GPU of a cluster can hold a plan, the best first."""
+
+VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 
 
 @final
@@ -99,7 +101,8 @@ class Cluster:
         """Whether a GPU can hold bytes that are known as an interval; None: it has no limit.
 
         "fits": even the upper end leaves the margin free. "does not fit": even the lower end is more than is
-        usable. "cannot say": neither.
+        usable. "cannot say": neither. Only `Estimate.verdict`, which knows the allocations, says
+        "fits, tight".
 
         Neglects: what else runs on the GPU.
 

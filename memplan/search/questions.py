@@ -77,7 +77,7 @@ def smallest_part(
         except PlanRefused as refusal:
             no_mesh = f" ({refusal})"
             continue
-        if last.fitting is not None:
+        if last.best or last.fitting:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else no_mesh
     raise PlanRefused(
@@ -138,11 +138,11 @@ def longest_sequence(
 
     def fits(n: int) -> bool:
         found = _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)
-        return found.fitting is not None
+        return (found.best or found.fitting) is not None
 
     most = (model.longest_seq_len or 2**22) // SEQ_LEN_STEP
     shortest = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
-    if shortest.fitting is None:
+    if not (shortest.best or shortest.fitting):
         raise PlanRefused(
             f"no plan was found of which it is sure that {model.name} fits with {SEQ_LEN_STEP} tokens"
             f"{nearest_text(shortest)}; use more GPUs."
@@ -191,7 +191,7 @@ def largest_model(
     asked = SMALLEST | asked
     for model in sorted(models, key=parameter_count, reverse=True):
         last = _probed(model, where, global_batch, asked)
-        if last.fitting is not None:
+        if last.best or last.fitting:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else ""
     raise PlanRefused(

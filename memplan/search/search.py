@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 import numpy as np
 
 from memplan.checks import checked_choice, checked_count, checked_flag
+from memplan.comparison import held_bytes, is_tie
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, plan_dict, plan_fields, plan_of, shows
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.fields import Counts
-from memplan.hardware import Cluster, Link, resolve_cluster
+from memplan.hardware import Cluster, Link, Verdict, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import Plan
 from memplan.search.judge import (
@@ -72,6 +73,8 @@ class Found:
     because the caching allocator reserves more than is allocated, the search is repeated (`again`) for plans
     that leave room for that (`fitting`), which may miss a faster plan that fits with less room.
 
+    A search for speed ranks plans whose times tie by the bytes that a GPU holds, the fewest first.
+
     `jobs` has a plan for each job that was searched for: each combination of the values of `global_batch`,
     `seq_len` and other fields that are not varied within a search. `keep` says how many plans are shown that
     fit or may fit.
@@ -117,23 +120,36 @@ class Found:
 
     @cached_property
     def best(self) -> Estimate | None:
-        """The best of the plans kept that fits, or that has no limit; None if none does."""
-        return next((each for each in self.kept if each.verdict in ("fits", None)), None)
+        """The best of the plans kept that fits, or that has no limit; else of those that fit tightly."""
+        return self._best("fits", None) or self._best("fits, tight")
+
+    def _best(self, *verdicts: Verdict | None) -> Estimate | None:
+        found: list[Estimate] = []
+        for each in self.kept:
+            if found and not (self.objective == "speed" and is_tie(found[0], each)):
+                break
+            if each.verdict in verdicts:
+                found.append(each)
+        return min(found, key=held_bytes, default=None)
 
     @cached_property
     def fitting(self) -> "Found | None":
-        """The first search with a plan that fits: this one, or one with more room; None if there is none."""
-        found = self
+        """The first search with a plan that fits: this one, or one with more room; None if there is none.
+
+        If none is found, the first search with a plan that fits tightly.
+        """
+        found, tight = self, None
         for _ in range(LOOKS):
-            if found.best is not None:
+            if found.best is not None and found.best.verdict != "fits, tight":
                 return found
+            tight = tight or (None if found.best is None else found)
             every = found.n_within == len(found.kept) and not found.n_slower
             if every or not found.kept or self.again is None:
-                return None
+                break
             found = self.again(
                 max([(each.reserved_bytes or 0) - each.worst.peak_bytes for each in found.kept])
             )
-        return None
+        return tight
 
     def estimate(self, judged: Judged) -> Estimate:
         """The estimate of a plan."""
@@ -222,11 +238,12 @@ def search(
             for `engine` and `layers_per_stage`; plans of several are compared by tokens per second.
 
     Returns:
-        A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
-        those that are refused, each the best first. Its columns: the varied fields, `global_batch`,
-        `seq_len`, other fields that are not at their defaults; `tie`, the same number where no plan is more
-        than 1 % slower than the first of them; `verdict` ("fits", "cannot say", "does not fit", "refused";
-        None on CPU ranks, which have no limit), `why` not;
+        A frame with a row per plan: those that fit, those that fit tightly, those of which memplan cannot
+        say, those that do not fit, those that are refused, each the best first. Its columns: the varied
+        fields, `global_batch`, `seq_len`, other fields that are not at their defaults; `tie`, the same number
+        where no plan is more than 1 % slower than the fastest of them (of these, the one that holds least on
+        a GPU stands first); `verdict` ("fits", "fits, tight", "cannot say", "does not fit", "refused"; None
+        on CPU ranks, which have no limit), `why` not;
         `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
         is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
         `worst_stage`, `when`;

@@ -5,10 +5,11 @@ from itertools import islice
 from typing import Any, Final
 
 from memplan.command import command_text
+from memplan.comparison import TIE
 from memplan.engines.options import plan_dict
 from memplan.plan import MESH_AXES
 from memplan.search.search import Found
-from memplan.search.table import TIE, estimated_rows, search_rows
+from memplan.search.table import estimated_rows, search_rows
 from memplan.tables import cluster_text, counted_in, notes_text, step_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
@@ -24,13 +25,15 @@ JOB: Final = {"global_batch": "batch", "seq_len": "tokens"}
 HEADINGS: Final = {
     "fits": "Best of those that fit",
     None: "Best",
+    "fits, tight": "These fit tightly: only if cached blocks are given back, which takes time",
     "cannot say": "Cannot say whether these fit",
     "does not fit": "Nearest of those that do not fit",
 }
 
-ROUGH: Final = "Times are rough: a roofline that no run has confirmed."
-
-TIED: Final = f"A plan marked = is within {TIE:.0%} of the first one above it without the mark: a tie."
+TIED: Final = (
+    f"A plan marked = ties with the first one above it without the mark (within {TIE:.0%}); of a tie, the "
+    "plan that holds least stands first."
+)
 
 
 def search_text(
@@ -43,7 +46,7 @@ def search_text(
     """
     kept = list(estimated_rows(found, model))
     parts = [_head(found)]
-    fit = any(row["verdict"] in ("fits", None) for _, row in kept)
+    fit = any(row["verdict"] in ("fits", "fits, tight", None) for _, row in kept)
     wanted = [(each, row) for each, row in kept if not (fit and row["verdict"] == "does not fit")]
     chosen = wanted[:most]
     rows = [row for _, row in chosen]
@@ -58,13 +61,14 @@ def search_text(
         parts.append(_refusals(found.refused_by))
     parts += notes_text({str(number): each for number, (each, _) in enumerate(chosen, start=1)})
     if any(row["step_s"] is not None for row in rows):
-        parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(rows) else ROUGH)
+        times = wrapped(found.time_model.label)
+        parts.append(f"{times}\n{wrapped(TIED)}" if _has_ties(rows) else times)
     if len(wanted) > len(chosen):
         parts.append(f"{len(wanted) - len(chosen)} more are kept: see --all, or to_frame() in Python.")
     if in_full and (commands := "\n".join(_commands(rows))):
         parts.append(f"Each plan in full\n{commands}")
     elif rows and rows[0]["command"] is not None:
-        parts.append(f"Plan 1 in full\n{command_text(rows[0]['command'])}")
+        parts.append(command_text(rows[0]["command"], head="Next: "))
     return "\n\n".join(parts)
 
 
