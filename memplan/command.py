@@ -9,7 +9,7 @@ from memplan.engines.options import not_usual
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, cluster, gpus_per_node
-from memplan.models import Model, implemented, preset, preset_names
+from memplan.models import Model, implemented, preset, preset_named, preset_names
 from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 
@@ -52,7 +52,7 @@ def _preset_name(model: Model) -> str | None:
 
 def _implementation(model: Model, named_as: str) -> dict[str, str]:
     """The implementation, unless it is the model's default."""
-    usual = preset(named_as).implementation if named_as in preset_names() else None
+    usual = preset(named_as).implementation if preset_named(named_as) is not None else None
     return {} if model.implementation == usual else {"implementation": model.implementation}
 
 

@@ -44,7 +44,7 @@ class Device(NamedTuple):
 
         Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
         """
-        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability or (0, 0), 2048)
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
 
     def at_least(self, major: int, minor: int = 0) -> bool:
         """Whether it is a GPU with at least this compute capability.

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from memplan.unmodelled import not_modelled
+
 
 class MemplanError(ValueError):
     """The error for anything that memplan refuses; its text names value, rule and way out."""
@@ -115,30 +117,40 @@ def reason(error: BaseException, most: int = 160) -> str:
     return (shown if len(shown) <= most else f"{shown[: most - 3]}...") or type(error).__name__
 
 
-def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownName:
+def unknown_name(what: str, name: object, known: Iterable[str], listed: str = "") -> UnknownName:
     """The error for a name that is not in a table, with the names that may have been meant.
+
+    `listed`: a sentence on where the names of a long table are listed, which are not repeated then. A name of
+    something that is not modelled yet (`memplan.unmodelled`) is said to be so.
 
     >>> print(unknown_name("model", "lama-2-7b", ["gpt2", "llama-2-7b"]))
     unknown model 'lama-2-7b'; did you mean 'llama-2-7b'? Known: gpt2, llama-2-7b.
     """
     names = sorted(known)
     shown = name[:80] if isinstance(name, str) else shown_value(name)
-    return UnknownName(f"unknown {what} {shown!r}{did_you_mean(shown, names)} Known: {', '.join(names)}.")
+    if (sentence := not_modelled(what, shown)) is not None:
+        return UnknownName(sentence)
+    listed = listed or f"Known: {', '.join(names)}."
+    return UnknownName(f"unknown {what} {shown!r}{did_you_mean(shown, names)} {listed}")
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:
     """The end of an error's first line: the known names that start with `name`, or the nearest one.
 
+    A name is near if `difflib` finds them similar by 0.7 or more.
+
     >>> did_you_mean("h100", ["h100-sxm", "h100-pcie", "h200"])
     "; did you mean 'h100-sxm' or 'h100-pcie'?"
     >>> did_you_mean("h10-sxm", ["h100-sxm", "v100"]), did_you_mean("", ["v100"])
     ("; did you mean 'h100-sxm'?", '.')
+    >>> did_you_mean("deepseek-v3", ["resnet-50", "gpt2"])
+    '.'
     """
     from difflib import get_close_matches  # slow to import, and rarely needed
 
     names, asked = list(known), name.strip().lower()
     begun = [each for each in names if asked and each.lower().startswith(asked)]
-    near = begun[:most] or get_close_matches(asked, names, n=1, cutoff=0.4)
+    near = begun[:most] or get_close_matches(asked, names, n=1, cutoff=0.7)
     if not near:
         return "."
     *others, last = map(repr, near)

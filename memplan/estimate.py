@@ -388,7 +388,15 @@ class Estimate:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the plan beside its figures."""
-        return tuple(notes_of(self.model, self.plan, self.cluster))
+        found = list(notes_of(self.model, self.plan, self.cluster))
+        if host_bytes := self.host.total_bytes:
+            node = 1 if self.cluster is None else self.cluster.gpus_per_node
+            of_node = f", {human_bytes(node * host_bytes)} for the {node} of a node" if node > 1 else ""
+            found.append(
+                f"offload: the host holds {human_bytes(host_bytes)} for each GPU{of_node}; memplan does not "
+                "know how much memory it has."
+            )
+        return tuple(found)
 
     @property
     def time_missing(self) -> tuple[str, ...]:
@@ -545,6 +553,8 @@ class Estimate:
 
 def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     """Notes on a plan beside its figures."""
+    yield from model.remarks
+    yield from cluster.remarks if cluster is not None else ()
     if plan.seq_len > model.max_seq_len:
         runs = "It runs, since rotary positions have no table of weights; whether the model learns from it is"
         if isinstance(model, TracedModel):

@@ -392,7 +392,7 @@ def test_compare_says_which_is_better_and_why():
     assert result.exit_code == 0
     assert "a is better: it fits" in result.stdout
     assert json.loads(run(*asked, "--json").stdout)["b"]["fits"] is False
-    wrong = run("compare", "llama-3-70b", "tq=8", "zero=3", *asked[4:])
+    wrong = run("compare", "llama-3-70b", "tpp=8", "zero=3", *asked[4:])
     assert wrong.exit_code == 2
     assert "did you mean 'tp'" in wrong.stderr
     twice = run("compare", "llama-3-70b", "zero=1,tp=8,zero=3", "zero=3", *asked[4:])

@@ -59,6 +59,18 @@ def test_a_preset_of_a_family_is_the_published_model(name, tmp_path):
     assert estimate(name, seq_len=256).to_dict()["model"]["implementation"] == "huggingface"
 
 
+@pytest.mark.parametrize("size", ["4b", "12b", "27b"])
+def test_the_text_model_of_gemma_3_is_the_published_one(size, tmp_path):
+    """Table 1 of the report: 3,209, 10,759 and 25,600 million weights beside the table of tokens."""
+    file, source = tmp_path / f"gemma-3-{size}-text.json", f"google/gemma-3-{size}-pt (text_config)"
+    row = next(row for row in PUBLISHED if row["model"] == source)
+    file.write_text(json.dumps(row["config"]))
+    model = preset(f"gemma-3-{size}-text")
+    assert model == model_from_config(file)
+    millions = {"4b": 3_209, "12b": 10_759, "27b": 25_600}[size]
+    assert round((parameter_count(model) - model.vocab_size * model.d_model) / 1e6) == millions
+
+
 def test_palm_has_the_parameters_of_its_paper():
     """Table 1 says 540.35 billion; by hand: projections, SwiGLU and norm of each block, table, last norm."""
     block = 2 * 18432 * 48 * 256 + 2 * 18432 * 256 + 3 * 18432 * 73728 + 18432

@@ -27,6 +27,7 @@ from memplan.fields import (
 )
 from memplan.hardware import DEFAULT_MARGIN
 from memplan.plan import FIELDS, Plan
+from memplan.unmodelled import KEYWORDS, not_modelled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -203,6 +204,8 @@ class PlanCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            if (sentence := not_modelled(KEYWORDS, error.option_name)) is not None:
+                raise Refused(sentence) from None
             owner = engine_of_option(error.option_name.strip("-").removeprefix("no-").replace("-", "_"))
             if owner is None:
                 raise

@@ -79,3 +79,9 @@ def print_found(result: Found, asked: Mapping[str, Any], model: str | None, answ
         most = None if asked["show_all"] or asked["keep"] is not None else SHOWN
         text = search_text(result, model, most=most, in_full=asked["show_all"])
         click.echo("\n\n".join(filter(None, (answer, text))))
+        if result.fitting is None and result.best is None and result.cluster.budget_bytes is not None:
+            from memplan.search.alternatives import (
+                alternatives_text,
+            )  # what it searches takes a second or two
+
+            click.echo(f"\n{alternatives_text(result.model, result.cluster, result.jobs[0], model)}")

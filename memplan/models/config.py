@@ -24,6 +24,10 @@ LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
 _shown = partial(shown_value, most=120)
 
 
+STORED_ONLY: Final = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
+"""The `quant_method` of formats in which vendors store models that are trained in 16 bits (DeepSeek-V3)."""
+
+
 class WithoutRule(InvalidValue):
     """A setting that a model's family has no rule for."""
 
@@ -70,6 +74,30 @@ class Config:
         """Raise for a setting that is not the default, which memplan has no rule for."""
         if (found := self.value(key, default)) != default:
             raise WithoutRule(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
+
+    def quantization_remarks(self) -> tuple[str, ...]:
+        """A sentence that the `quantization_config` of a vendor's file is ignored; none where there is none.
+
+        Raises:
+            InvalidValue: one of another method than `STORED_ONLY`: such weights are trained through adapters.
+        """
+        found = self.values.get("quantization_config")
+        if not found:
+            return ()
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        if method in STORED_ONLY:
+            return (
+                f"quantization_config is ignored: it says that the published weights are stored as {method}; "
+                "they are planned in the types of the plan's precision.",
+            )
+        raise InvalidValue(
+            f"quantization_config={_shown(found)} is not planned by memplan; remove it to plan training of "
+            "all weights (quantized ones are trained through adapters, QLoRA, which is not modelled yet)."
+        )
+
+    def without(self, key: str) -> "Config":
+        """The values but one."""
+        return Config({name: value for name, value in self.values.items() if name != key})
 
     @property
     def _rope_parameters(self) -> "Config":

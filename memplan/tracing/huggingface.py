@@ -62,7 +62,6 @@ def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedM
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise _unknown(kind, config, transformers)
-    config.refuse("quantization_config")
     for key in LAYERS:
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
@@ -112,7 +111,8 @@ def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:
     near = did_you_mean(kind, known) if isinstance(kind, str) else "."
     return UnknownName(
         f"unknown model architecture {shown_value(kind)}{near} It is none of the {len(known)} that "
-        f"transformers {transformers.__version__} has{own}."
+        f"transformers {transformers.__version__} has{own}; use a release that has it, or trace the module "
+        "itself (memplan.trace)."
     )
 
 
@@ -127,7 +127,9 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture is None and known:
         architecture = next(iter(known))
     if architecture not in known:
-        raise unknown_name(f"{kind} architecture", architecture, known)
+        traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"
+        way_out = f"{traced} trace the module itself, with its inputs and its loss (memplan.trace)."
+        raise unknown_name(f"{kind} architecture", architecture, known, way_out)
     return known[architecture], architecture
 
 

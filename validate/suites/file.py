@@ -156,7 +156,7 @@ def _model(named: Any) -> Decoder:
     family = sizes.pop("family", None)
     if not isinstance(family, str) or family not in OWN:
         raise unknown_name("model family", family, OWN)
-    known = [field.name for field in fields(OWN[family])]
+    known = [field.name for field in fields(OWN[family]) if field.compare]
     for key in sizes:
         if key not in known:
             raise unknown_name(f"key of a {family} model", key, known)
