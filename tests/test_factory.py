@@ -107,7 +107,7 @@ def test_arguments_and_keywords_are_both_what_the_module_is_called_with():
         (
             {"module": Sums(), "inputs": X},
             UnknownName,
-            "unknown key of model 'inputs'; did you mean 'example_inputs'",
+            "unknown key of model 'inputs'.*Known: .*example_inputs",
         ),
         ((X, Sums()), InvalidValue, r"give \(module, inputs\), \(module, args, kwargs\), or a dict"),
         ((), InvalidValue, "or a dict of memplan.trace's arguments"),

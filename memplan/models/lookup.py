@@ -48,11 +48,12 @@ def resolve(
     A name is a preset's, or a repository of the Hugging Face Hub, as Qwen/Qwen3-8B: the preset of the same
     sizes if there is one, else its config.json (`memplan.models.hub`). A preset's own name goes before a
     path: write ./gpt2 for the folder; a path goes before other names. How a name was read is in `remarks`.
+    A module of your own is given with its example inputs, as `memplan.tracing.factory.traced_example` takes
+    them.
 
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file.
-    `device`: whose kernels are traced where the architecture of a config.json has no family, or of a module:
-    one of your own is given with its example inputs, as `memplan.tracing.factory.traced_example` takes them,
-    and is traced in these `precisions`. `cache=False`: a config.json is traced anew
+    `device`: whose kernels are traced where the architecture of a config.json has no family, or of a module,
+    which is traced in these `precisions`. `cache=False`: a config.json is traced anew
     (`memplan.tracing.cache`).
 
     >>> resolve("gpt2").n_blocks
