@@ -152,7 +152,7 @@ NEW = [
 
 @pytest.mark.parametrize("name", NEW)
 def test_a_gpu_of_2026_has_a_verdict_and_a_time(name):
-    """A model of a billion weights on eight, in fp16 where no rate in bf16 is known; AMD's have no verdict."""
+    """A model of a billion weights, in fp16 where no rate in bf16 is known; AMD's have no verdict."""
     precision = "bf16-mixed" if gpu(name).bf16_flops_per_s else "fp16-mixed"
     result = memplan.estimate("llama-3.2-1b", cluster=f"8x{name}", zero=3, seq_len=512, precision=precision)
     assert result.verdict == ("cannot say" if name.startswith("mi") else "fits")

@@ -90,6 +90,15 @@ def test_a_trace_that_does_not_add_up_is_refused(change, complaint):
         model_of_text(changed(change))
 
 
+def test_a_cut_that_frees_what_its_part_does_not_free_is_refused():
+    data = deepcopy(TRACE)
+    for place, part in ((0, data["recordings"][0]["cut"][1]), (6, "end")):
+        changed_cut = deepcopy(data)
+        changed_cut["recordings"][0]["cut"][place] = 3
+        with pytest.raises(InvalidValue, match=f"cut says that {part} frees .*, which it does not"):
+            model_of_text(json.dumps(changed_cut))
+
+
 def many_frozen(data, n):
     data["frozen"] = [f"a{i}" for i in range(n)]
     data["module_buffers"] += [[f"b{i}", [1], "float32"] for i in range(n)]

@@ -625,6 +625,8 @@ def _model(data: Any) -> TracedModel:
         read = _recording if data["format"] == FORMATS[-1] else _older_recording
         recording = read(within, known)
         _check_sums(recording, n_blocks, names)
+        if isinstance(recording.cut, Cut):
+            _check_cut(recording, recording.cut)
         recordings[_variant(within("run", list))] = recording
     if not recordings:
         raise _wrong("recordings is empty")
@@ -901,6 +903,13 @@ def _check_sums(recording: Recording, n_blocks: int, trained: set[str]) -> None:
         raise _wrong(f"nothing frees {_named(recording, left)}, and it is no gradient")
     if with_gradient != trained:
         raise _wrong(f"parameter {shown_value(min(trained - with_gradient))} is trained and has no gradient")
+
+
+def _check_cut(recording: Recording, cut: Cut) -> None:
+    """Raise unless what passes between stages is freed where the cut says so."""
+    for part, buffer in ((cut.entry_freed, cut.entry), ("end", cut.loss)):
+        if TracedEvent("free", buffer) not in recording.parts[part]:
+            raise _wrong(f"cut says that {part} frees {_named(recording, buffer)}, which it does not")
 
 
 def _named(recording: Recording, buffer: int) -> str:
