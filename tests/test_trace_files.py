@@ -99,6 +99,13 @@ def test_a_cut_that_frees_what_its_part_does_not_free_is_refused():
             model_of_text(json.dumps(changed_cut))
 
 
+def test_a_boundary_that_no_block_makes_is_refused():
+    data = deepcopy(TRACE)
+    data["recordings"][0]["boundary"][0] = 1
+    with pytest.raises(InvalidValue, match=r"no block allocates .*, the boundary of blocks"):
+        model_of_text(json.dumps(data))
+
+
 def many_frozen(data, n):
     data["frozen"] = [f"a{i}" for i in range(n)]
     data["module_buffers"] += [[f"b{i}", [1], "float32"] for i in range(n)]

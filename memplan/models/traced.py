@@ -910,6 +910,8 @@ def _check_cut(recording: Recording, cut: Cut) -> None:
     for part, buffer in ((cut.entry_freed, cut.entry), ("end", cut.loss)):
         if TracedEvent("free", buffer) not in recording.parts[part]:
             raise _wrong(f"cut says that {part} frees {_named(recording, buffer)}, which it does not")
+    if TracedEvent("alloc", recording.boundary) not in recording.parts["entry"]:
+        raise _wrong(f"no block allocates {_named(recording, recording.boundary)}, the boundary of blocks")
 
 
 def _named(recording: Recording, buffer: int) -> str:
