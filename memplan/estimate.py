@@ -96,12 +96,17 @@ class StageEstimate:
         return self.record.rest_bytes
 
     def replay(
-        self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
+        self,
+        alloc_conf: str | None = None,
+        *,
+        limit_bytes: int | None = None,
+        allowed_bytes: int | None = None,
     ) -> Replayed | None:
         """Replays the first steps in memplan's caching allocator; None without a program (CPU, accounting).
 
         Args:
-            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, as "expandable_segments:True".
+            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, as in
+                "expandable_segments:True"; None: the plan's.
             limit_bytes: what the driver has to give; when it runs out, cached blocks are given back first.
             allowed_bytes: the process's share of it (`torch.cuda.set_per_process_memory_fraction`).
 
@@ -109,15 +114,20 @@ class StageEstimate:
             InvalidValue: for a setting that memplan does not know.
             OutOfMemory: if the program does not run within the limits.
         """
-        config = AllocatorConfig.parse(alloc_conf)
+        config = self._alloc_config if alloc_conf is None else AllocatorConfig.parse(alloc_conf)
         if self.program is None:
             return None
         memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
         return replayed(self.program(), memory)
 
     @property
+    def _alloc_config(self) -> AllocatorConfig:
+        """The allocator's settings: the plan's option, where its engine has one."""
+        return AllocatorConfig.parse(getattr(self.plan.options, "alloc_conf", ""))
+
+    @property
     def replayed(self) -> Replayed | None:
-        """`replay` with the allocator's defaults and no limit; computed once."""
+        """`replay` with the plan's settings and no limit; computed once."""
         return self.replayed_within(None)
 
     def replayed_within(self, limit_bytes: int | None) -> Replayed | None:
@@ -125,7 +135,8 @@ class StageEstimate:
         if self.program is not None and limit_bytes not in self.replays:
             unlimited = None if limit_bytes is None else self.replayed
             try:
-                found = replayed(self.program(), Memory(limit_bytes=limit_bytes), unlimited=unlimited)
+                memory = Memory(config=self._alloc_config, limit_bytes=limit_bytes)
+                found = replayed(self.program(), memory, unlimited=unlimited)
                 self.replays[limit_bytes] = found
             except OutOfMemory:
                 self.replays[limit_bytes] = None
@@ -671,6 +682,7 @@ def estimate(
             bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
             ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
+            alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.

@@ -524,3 +524,20 @@ def test_validate_is_a_command_of_memplan_and_says_what_is_missing(tmp_path):
     listed = python("-X", "importtime", "-m", "memplan", "-h")
     assert "Run plans for real" in listed.stdout
     assert not re.search(r"\| +torch$", listed.stderr, re.MULTILINE)
+
+
+def test_the_allocators_settings_are_a_flag_and_a_keyword_that_the_verdict_uses():
+    job: dict[str, Any] = {"cluster": "8xh100-sxm", "zero": 3, "global_batch": 8, "recompute": "full"}
+    conf = "expandable_segments:True"
+    usual, set_so = (memplan.estimate("llama-3-8b", **job, alloc_conf=each) for each in ("", conf))
+    assert set_so.worst.replay("").reserved_bytes == usual.reserved_bytes
+    assert set_so.reserved_bytes == usual.worst.replay(conf).reserved_bytes < usual.reserved_bytes
+    assert set_so.device_bytes.high_bytes < usual.device_bytes.high_bytes
+    flags = [word for name, value in job.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    printed = run("estimate", "llama-3-8b", *flags, "--alloc-conf", conf, "--json").stdout
+    assert json.loads(printed) == json.loads(json.dumps(set_so.to_dict()))
+    found = run("search", "gpt2", "--cluster", "2xh100-sxm", "--pp", "1", "--alloc-conf", conf).stdout
+    assert f"--alloc-conf {conf}" in found
+    wrong = run("estimate", "gpt2", "--alloc-conf", "expandable_segment:True")
+    assert wrong.exit_code == 2
+    assert "alloc_conf has 'expandable_segment', which memplan does not know; use expandable_" in wrong.stderr

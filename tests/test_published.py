@@ -1,6 +1,7 @@
 """Others' GPUs: the published rows that memplan can express, and why it cannot express the others."""
 
 import json
+import shlex
 from pathlib import Path
 from statistics import median
 
@@ -8,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from memplan import parameter_count, preset
+from memplan.cli import commands
+from memplan.command import estimate_command
 from memplan.errors import MemplanError
 from memplan.models import resolve
 from memplan.steptime import Roofline
@@ -18,6 +21,7 @@ from validate.published import (
     INEXPRESSIBLE,
     MODELS,
     ROWS,
+    by_torchtitan,
     comparable_estimate,
     compared,
     read_rows,
@@ -156,3 +160,14 @@ def test_the_band_of_rates_is_that_of_the_published_runs_of_whole_plans():
         if rate and not any(holds(row) for _, holds in (*INEXPRESSIBLE, *DIFFERENCES)):
             ratios.append(float(rate) / comparable_estimate(row).tokens_per_s_per_gpu)
     assert (round(min(ratios), 2), round(max(ratios), 2), len(ratios)) == band
+
+
+def test_the_command_line_prints_the_number_of_a_published_row():
+    rows = [row for row in BY_ID.values() if by_torchtitan(row) and row["mem_kind"] == "reserved"]
+    known = [(each, comparable_estimate(each.row)) for each in map(compared, rows) if each.error is not None]
+    commands_of = {estimate_command(e): each.predicted_bytes for each, e in known}
+    command, predicted_bytes = next((line, n) for line, n in commands_of.items() if line is not None)
+    _, *args = shlex.split(command)
+    assert args[args.index("--alloc-conf") + 1] == "expandable_segments:True"
+    printed = json.loads(CliRunner().invoke(commands, [*args, "--json"]).output)
+    assert printed["reserved_bytes"] == predicted_bytes

@@ -66,9 +66,8 @@ class Case:
 
     The ranks run on `device`, a GPU of the name `gpu` in memplan's table, and communicate by `backend`.
     `rank`: only this rank runs, with stand-ins for the others (`validate.standin`); None: all ranks run. A
-    rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's
-    allocator has the settings of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no
-    data only bytes are seen.
+    rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is. With
+    `tensors` of no data only bytes are seen.
     """
 
     name: str
@@ -82,7 +81,6 @@ class Case:
     backend: Backend = "gloo"
     rank: int | None = None
     limit_bytes: int | None = None
-    alloc_conf: str = ""
     tensors: Tensors = "real"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -160,7 +158,7 @@ class Case:
         said = plan_dict(self.plan)
         batch = said["global_batch"]
         alone = plan_of(micro_batch=batch, global_batch=batch, **{name: said[name] for name in TRAINING})
-        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
+        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None)
 
     @property
     def identity(self) -> "Case":
@@ -192,6 +190,8 @@ class Case:
         family = model.pop("family")
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
+        if conf := known.pop("alloc_conf", ""):  # as records had it before it was a plan's option
+            plan["alloc_conf"] = conf
         found = shipped_trace(model["name"]) if family == TracedModel.family else FAMILIES[family](**model)
         return Case(model=found, plan=plan_of(**plan), **known)
 

@@ -244,7 +244,11 @@ def _cluster(row: Row) -> Cluster | None:
 
 
 def _plan(row: Row) -> dict[str, Any]:
-    """The plan of a row; torchtitan clips gradients (`max_norm = 1.0` in its configurations)."""
+    """The plan of a row; torchtitan clips gradients and has expandable segments.
+
+    Source: torchtitan's configurations (`max_norm = 1.0`), its run_llama_train.sh
+    (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
+    """
     degrees = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")}
     micro_batch = int(row["micro_batch_per_gpu"])
     return {
@@ -257,6 +261,7 @@ def _plan(row: Row) -> dict[str, Any]:
         "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
         "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
+        "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
     }
 
@@ -279,14 +284,8 @@ def by_torchtitan(row: Row) -> bool:
 
 
 def _held_bytes(row: Row, e: Estimate) -> int | None:
-    """What the row measured: reserved bytes, torchtitan's with expandable segments, or allocated ones.
-
-    Source: torchtitan's run_llama_train.sh (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
-    """
-    replay = e.worst.replay("expandable_segments:True" if by_torchtitan(row) else "")
-    if replay is None:
-        return None
-    return replay.reserved_bytes if row["mem_kind"] == "reserved" else replay.allocated_bytes
+    """What the row measured: reserved bytes, or allocated ones."""
+    return e.reserved_bytes if row["mem_kind"] == "reserved" else e.allocated_bytes
 
 
 def _nogpu_bytes(row: Row) -> int | None:

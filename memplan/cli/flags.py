@@ -21,6 +21,7 @@ from memplan.fields import (
     Name,
     Number,
     Registered,
+    Setting,
     count_or_text,
     described_fields,
     number_or_text,
@@ -94,7 +95,13 @@ def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
     return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
 
 
-METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
+METAVARS: Final[dict[type[Field], str]] = {
+    Count: "N",
+    Counts: "N,N,...",
+    Number: "X",
+    Name: "NAME",
+    Setting: "NAME:VALUE,...",
+}
 """The placeholder for a field's value in the help of its flag."""
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
@@ -154,6 +161,8 @@ def search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     if not field.varied:
         text += f"; left out: {field.left_out or default}"
     match field:
+        case Setting():
+            return click.option(flag, metavar=METAVARS[Setting], help=f"{text}.")
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
         case Choice() | Registered() if name != "engine":
