@@ -68,7 +68,8 @@ def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
         with offline, _Unfilled():
             settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
             module = getattr(transformers, class_name)._from_config(settings)
-        longest = next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
+        of_text = settings.get_text_config()
+        longest = next((found for key in LENGTHS if (found := getattr(of_text, key, None))), LENGTH)
         inputs = TASKS[task](settings, min(LENGTH, longest))
         longest = longest if "input_ids" in inputs else None
         return trace(module, inputs, name=name, max_seq_len=longest, device=device)
