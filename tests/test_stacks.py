@@ -13,7 +13,7 @@ from validate.systems.torch.wild import wild_named
 
 pytest.importorskip("transformers")
 
-WRAPPED = {"hf-deepseek-v3": 6, "hf-whisper": 8}
+WRAPPED = {"hf-deepseek-v3": 6, "hf-whisper": 8, "hf-vit-whole": 5}
 """Modules that transformers' own plan wraps, by the name of a trace on file."""
 
 ON_RANKS: tuple[dict[str, Any], ...] = (

@@ -21,6 +21,7 @@ from memplan.models.traced import (
     TracedModel,
     TracedTensor,
     buffer_at,
+    called_kinds,
     part_of_kind,
     shape_at,
     size_at,
@@ -121,7 +122,7 @@ def _recorded(
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
         part = _of_stage(part, model, recording, buffers, sent, context, entry, first=first, last=last)
     loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
-    further = [kind for kind in model.of_kind if kind != BLOCKS]
+    further = [kind for kind in called_kinds(model.of_kind) if kind != BLOCKS]
     if context.autocast is not None and ends is None:
         head, after_head = _within_autocast(head, after_head, context)
     return Trace(
@@ -190,7 +191,7 @@ def _ends(
 
 def _block(part: Mapping[str, Segment], kind: str, entry: str, parameters: tuple[Parameter, ...]) -> Block:
     """A block of a kind; one that occurs as the first block only is never another one."""
-    others = [part[f"{part_of_kind(kind)}{suffix}"] for suffix in SUFFIXES]
+    others = [part.get(f"{part_of_kind(kind)}{suffix}", EMPTY) for suffix in SUFFIXES]
     first = [part[f"entry{suffix}"] for suffix in SUFFIXES] if kind == entry else others
     forward, casts, backward = others if any(each.events for each in others) else first
     return Block(

@@ -262,6 +262,11 @@ class TracedKind(NamedTuple):
 ROLES: Final = get_args(Role)
 
 
+def called_kinds(of_kind: Mapping[str, TracedKind]) -> list[str]:
+    """The kinds of blocks that are called, and have parts in recordings."""
+    return [kind for kind, one in of_kind.items() if one.role != "idle"]
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedModel(Model):
@@ -658,7 +663,7 @@ def _model(data: Any) -> TracedModel:
         [_computation(one) for one in of("computations", list | None) or []],
         [_convolution(one) for one in of("convolutions", list | None) or []],
         names,
-        parts_with(of_kind),
+        parts_with(called_kinds(of_kind)),
     )
     asked = of("asked", dict | None)
     recordings = {}

@@ -270,6 +270,8 @@ class Recorder(ShapesMode):
 
     def _output_grad(self, unit: int, grad: Tensor) -> None:
         self.output_grads[unit] = self.storage_of(grad)
+        if unit <= self.n_blocks and self.units[unit - 1].role == "module":
+            self._locate()  # its backward pass may compute nothing before it makes a parameter's gradient
 
     def _begin(self, unit: int) -> None:
         self._next_unit = None
