@@ -313,6 +313,12 @@ def hooked(kind: str) -> nn.Module:
     return module
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both go in a later release
     QUANTIZED = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.quint8)
@@ -358,7 +364,8 @@ with warnings.catch_warnings():
         (Twice().requires_grad_(False), {}, InvalidValue, "all parameters of Twice are frozen"),
         (nn.Linear(8, 8), {}, InvalidValue, "no loss"),
         (nn.Linear(8, 8), {"loss": lambda y: y}, InvalidValue, "one number"),
-        (Twice(), {"blocks": "layers"}, UnknownName, "list of equal blocks"),
+        (Twice(), {"blocks": "layers"}, InvalidValue, "has no list of modules; leave it out"),
+        (nn.Sequential(Blocks()), {"blocks": "layer"}, UnknownName, r"list of blocks 'layer'.*'0\.layers'"),
         (Twice(), {"precisions": ["int3"]}, UnknownName, "precision"),
         (Twice(), {"example_inputs": ()}, InvalidValue, "hold no tensor"),
         (Twice(), {"example_inputs": 3}, InvalidValue, "a tensor, a tuple, or a dict"),
@@ -407,7 +414,7 @@ def test_blocks_make_the_gradients_of_their_own_parameters_only(shares):
     told = memplan.estimate(traced, device="cpu", **plan)
     assert [c.payload_bytes for c in told.collectives] == [4 * traced.n_parameters]
     assert memplan.estimate(traced, device="cpu", zero=3, **plan).worst.states.grads_bytes > 0
-    with pytest.raises(InvalidValue, match=r"block \d makes the gradient of between.*not its own"):
+    with pytest.raises(InvalidValue, match=r"layers\.\d makes the gradient of between.*not its own"):
         on_cpu(module, torch.ones(4, 8), blocks="layers")
 
 
@@ -866,7 +873,16 @@ def test_a_strangers_file_is_refused(tmp_path, path, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format":"memplan trace 2"}', '{"format":"memplan trace 3"}', "[" * 100_000]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format":"memplan trace 2"}',
+        '{"format":"memplan trace 3"}',
+        '{"format":"memplan trace 4"}',
+        "[" * 100_000,
+    ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, text):
     (tmp_path / "t.json").write_text(text)

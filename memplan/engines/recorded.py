@@ -9,8 +9,10 @@ from typing import Final
 from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, joined, places_in, without
 from memplan.errors import MissingRule
 from memplan.kernels import FREES_WORKSPACES
+from memplan.models.base import BLOCKS
 from memplan.models.traced import (
     DTYPES,
+    SUFFIXES,
     Computation,
     Cut,
     Ends,
@@ -19,11 +21,14 @@ from memplan.models.traced import (
     TracedModel,
     TracedTensor,
     buffer_at,
+    called_kinds,
+    part_of_kind,
     shape_at,
     size_at,
 )
 from memplan.models.workspaces import Asked
 from memplan.ops.kernel_calls import kernel_events
+from memplan.plan import Recompute
 from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
@@ -74,17 +79,27 @@ def recorded(
             f"device={model.device!r}{' without a cluster' if model.device == 'cpu' else ''}.",
             kind="a traced model on a device that it was not traced for",
         )
-    return joined([_recorded(model, context, kind, ends) for kind in kinds], kinds)
+    by_recompute: dict[Recompute, list[str]] = {}
+    for kind, recompute in kinds:
+        by_recompute.setdefault(recompute, []).append(kind)
+    entry = kinds[0].kind
+    return joined([_recorded(model, context, again, own, entry, ends) for again, own in by_recompute.items()])
 
 
 def _recorded(
-    model: TracedModel, context: OpContext, kind: BlockKind, ends: tuple[bool, bool] | None
+    model: TracedModel,
+    context: OpContext,
+    recompute: Recompute,
+    kinds: Sequence[str],
+    entry: str,
+    ends: tuple[bool, bool] | None,
 ) -> Trace:
+    """The trace with blocks of these kinds; the first block is of the kind `entry`."""
     batch, seq_len = context.micro_batch, context.seq_len
     recording = model.recording(
         weights=context.weight_dtype.name,
         autocast="" if context.autocast is None else context.autocast.name,
-        recompute=kind.recompute,
+        recompute=recompute,
         batch=batch,
         seq_len=seq_len,
         units=context.cast_units,
@@ -105,8 +120,9 @@ def _recorded(
     sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
     if ends is not None:
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
-        part = _of_stage(part, model, recording, buffers, sent, context, first=first, last=last)
+        part = _of_stage(part, model, recording, buffers, sent, context, entry, first=first, last=last)
     loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
+    further = [kind for kind in called_kinds(model.of_kind) if kind != BLOCKS]
     if context.autocast is not None and ends is None:
         head, after_head = _within_autocast(head, after_head, context)
     return Trace(
@@ -119,7 +135,10 @@ def _recorded(
         head_backward=Segment((*loss.events, *part["head_backward"].events)),
         n_loss_backward=len(loss.events),
         ends=_ends(recording, starts, whole, part),
-        blocks={kind: _block(part, own(model.block_parameters))},
+        blocks={
+            BlockKind(kind, recompute): _block(part, kind, entry, own(model.of_kind[kind].parameters))
+            for kind in kinds
+        },
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
         end_of_forward=part.get("end_of_forward", EMPTY),
@@ -128,8 +147,10 @@ def _recorded(
         release_input_grad=part.get("release_input_grad", EMPTY),
         embed_parameters=own(model.embed_parameters) if first else (),
         head_parameters=own(model.head_parameters) if last else (),
-        products=_products(part[name] for name in FORWARD),
-        products_backward=_products(part[name] for name in BACKWARD),
+        products=_products(part[name] for name in (*FORWARD, *further)),
+        products_backward=_products(
+            part[name] for name in (*BACKWARD, *[f"{one}_backward" for one in further])
+        ),
         boundary=boundary,
         sent=sent,
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
@@ -168,14 +189,18 @@ def _ends(
     return Ends(embed, head, starts["embed_backward"][found.embed_backward], n_loss + in_head)
 
 
-def _block(part: Mapping[str, Segment], parameters: tuple[Parameter, ...]) -> Block:
+def _block(part: Mapping[str, Segment], kind: str, entry: str, parameters: tuple[Parameter, ...]) -> Block:
+    """A block of a kind; one that occurs as the first block only is never another one."""
+    others = [part.get(f"{part_of_kind(kind)}{suffix}", EMPTY) for suffix in SUFFIXES]
+    first = [part[f"entry{suffix}"] for suffix in SUFFIXES] if kind == entry else others
+    forward, casts, backward = others if any(each.events for each in others) else first
     return Block(
-        forward=part["block"],
-        backward=part["block_backward"],
-        entry=part["entry"],
-        entry_backward=part["entry_backward"],
-        entry_casts=part["entry_casts"],
-        casts=part["block_casts"],
+        forward=forward,
+        backward=backward,
+        entry=first[0],
+        entry_backward=first[2],
+        entry_casts=first[1],
+        casts=casts,
         parameters=parameters,
     )
 
@@ -190,14 +215,18 @@ def _of_stage(
     buffers: Sequence[Buffer],
     sent: Buffer,
     context: OpContext,
+    entry: str,
     *,
     first: bool,
     last: bool,
 ) -> dict[str, Segment]:
-    """The parts of a pipeline stage; one that is not the last returns the buffer `sent`."""
+    """The parts of a pipeline stage; one that is not the last returns the buffer `sent`.
+
+    The stage's first block is of the kind `entry`.
+    """
     cut, found = _checked_cut(model, recording), dict(part)
     if not first:
-        found |= _without_embedding(found, recording, cut, buffers)
+        found |= _without_embedding(found, recording, cut, buffers, entry)
     if last:
         return found | _with_loss(found, cut, buffers, context)
     return found | _without_head(found, recording, cut, buffers, sent)
@@ -220,7 +249,7 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
         why = recording.cut
     if recording.boundary_grad < 0:
         why = "nothing is trained in the blocks or before them"
-    if any(one.name.startswith(model.blocks[:-1]) for one in model.module_buffers):
+    if any(one.name.startswith(model.blocks[0][:-1]) for one in model.module_buffers):
         why = "blocks have buffers of their own"
     for name, parameters in (("embed", model.embed_parameters), ("head", model.head_parameters)):
         found = {event.parameter for event in recording.parts[f"{name}_backward"] if event.kind == "grad"}
@@ -235,9 +264,11 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
 
 
 def _without_embedding(
-    part: Mapping[str, Segment], recording: Recording, cut: Cut, buffers: Sequence[Buffer]
+    part: Mapping[str, Segment], recording: Recording, cut: Cut, buffers: Sequence[Buffer], kind: str
 ) -> dict[str, Segment]:
     """The parts of a stage that is not the first: its first block's input is received, and not freed here.
+
+    That block is of this kind.
 
     Source: aten/src/ATen/autocast_mode.cpp (`cached_cast`, whose cache is for leaves).
     """
@@ -246,8 +277,9 @@ def _without_embedding(
     embed, last = part["embed"], part["embed_backward"]
     only_first = {buffers[i] for i in cut.embedded} | (_made(embed) & _freed(last)) - {entry}
     found = {name: without(segment, *only_first) for name, segment in part.items()}
-    if not has_grad:
-        found |= _like_other_blocks(found, entry, buffers[recording.boundary], entry_grad)
+    if kind != BLOCKS or not has_grad:
+        boundary_grad = buffers[recording.boundary_grad]
+        found |= _like_other_blocks(found, kind, entry, buffers[recording.boundary], boundary_grad)
     recast = [buffers[i] for i in cut.recast]
     found |= {name: without(found[name], *recast) for name in ("entry", "entry_backward")}
     found[cut.entry_freed] = _without_last_free(found[cut.entry_freed], entry)
@@ -263,15 +295,17 @@ def _without_embedding(
 
 
 def _like_other_blocks(
-    part: Mapping[str, Segment], entry: Buffer, boundary: Buffer, boundary_grad: Buffer
+    part: Mapping[str, Segment], kind: str, entry: Buffer, boundary: Buffer, boundary_grad: Buffer
 ) -> dict[str, Segment]:
-    """The first block's parts, as its input has a gradient if it is received, unlike the whole module's.
+    """The first block's parts, if it is of another kind or has a gradient, unlike the whole module's first.
 
-    It is then as any other block, and frees what the parts before and after the blocks left to it.
+    It is then as any other block of its kind, and frees what the parts before and after the blocks left to
+    the first one.
     """
     left = _made(part["embed"], *[part[name] for name in HEAD]) - {entry, boundary, boundary_grad}
-    found = {"entry_casts": part["block_casts"]}
-    for first, other in (("entry", "block"), ("entry_backward", "block_backward")):
+    name = part_of_kind(kind)
+    found = {"entry_casts": part[f"{name}_casts"]}
+    for first, other in (("entry", name), ("entry_backward", f"{name}_backward")):
         own = [e for e in part[other].events if not _is_free(e, boundary)]
         late = [e for e in part[first].events if isinstance(e, Free) and e.buffer in left]
         found[first] = Segment((*own, *late))

@@ -1,6 +1,6 @@
 """The trace of one micro-batch through one pipeline stage, from the model's forward pass."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
@@ -192,20 +192,20 @@ def traced(
         if not stage.tape.reuses_received_cast:
             return trace
         (entry,), others = trace.blocks.values(), of_kind(kind, first=True)
-        other = _as_in(trace, others, entry)
+        (again,) = others.blocks.values()
+        other = _as_in(trace, others, again, [entry])
         block = replace(entry, forward=other.forward, backward=other.backward, casts=other.casts)
         return replace(trace, blocks={kind: block})
 
-    return joined([of_kind(kind, first=first) for kind in kinds], kinds)
+    return joined([of_kind(kind, first=first) for kind in kinds])
 
 
-def joined(traces: Sequence[Trace], kinds: Sequence[BlockKind]) -> Trace:
-    """One trace with the blocks of all `traces`: each has one block, of one kind."""
+def joined(traces: Sequence[Trace]) -> Trace:
+    """One trace with the blocks of all `traces`, which differ in the blocks' kinds or in recomputation."""
     one, *others = traces
     blocks = dict(one.blocks)
-    for kind, other in zip(kinds[1:], others, strict=True):
-        known_one = next((block for known, block in blocks.items() if known.kind == kind.kind), None)
-        blocks[kind] = _as_in(one, other, known_one)
+    for other in others:
+        blocks |= {kind: _as_in(one, other, block, blocks.values()) for kind, block in other.blocks.items()}
     return replace(one, blocks=blocks)
 
 
@@ -233,13 +233,11 @@ def places_in(kept: Segment, whole: Segment, places: tuple[int, int]) -> tuple[i
     return begins, ends
 
 
-def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
+def _as_in(one: Trace, other: Trace, block: Block, known: Collection[Block]) -> Block:
     """A block of another trace, renamed to the buffers that blocks of this trace share with each other.
 
-    Its parameters become those of `same_kind`, a block of its kind that was traced before, unless that is
-    None.
+    Its parameters become the ones of equal names in the blocks that are `known` already.
     """
-    (block,) = other.blocks.values()
     if one.boundary.shape != other.boundary.shape or one.boundary.dtype != other.boundary.dtype:
         raise MissingRule(
             f"blocks of one stage that hand on {one.boundary} and {other.boundary} have no rule; make both "
@@ -247,12 +245,13 @@ def _as_in(one: Trace, other: Trace, same_kind: Block | None) -> Block:
         )
     if other.boundary.kind == "activations":
         one.boundary.kind = one.sent.kind = "activations"
-    parameters = dict(zip(block.parameters, (same_kind or block).parameters, strict=True))
-    grads = gradients((same_kind or block).backward)
+    named = {parameter.name: parameter for each in known for parameter in each.parameters}
+    parameters = {parameter: named.get(parameter.name, parameter) for parameter in block.parameters}
+    grads = gradients(*[each.backward for each in known])
     renamed = {other.boundary: one.boundary, other.boundary_grad: one.boundary_grad}
     renamed |= dict(zip(other.in_flight, one.in_flight, strict=True))
     for parameter, grad in gradients(block.backward).items():
-        renamed[grad] = grads[parameters[parameter]]
+        renamed[grad] = grads.get(parameters[parameter], grad)
     same = _Renamed(renamed, parameters)
     segments = [field.name for field in fields(Block) if field.name != "parameters"]
     return Block(

@@ -5,7 +5,14 @@ from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
 from memplan.models.lookup import model_from_config, resolve
-from memplan.models.parameters import end_modules, ends_are_tied, has_sequence, not_divided, parameter_count
+from memplan.models.parameters import (
+    counted_weights,
+    end_modules,
+    ends_are_tied,
+    has_sequence,
+    not_divided,
+    parameter_count,
+)
 from memplan.models.presets import preset, preset_named, preset_names, preset_source
 from memplan.models.traced import TracedModel
 
@@ -17,6 +24,7 @@ __all__ = [
     "Llama",
     "Model",
     "TracedModel",
+    "counted_weights",
     "end_modules",
     "ends_are_tied",
     "has_sequence",

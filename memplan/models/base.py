@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.device import Device
@@ -19,6 +19,12 @@ MOST_LAYERS: Final = 10_000
 
 BLOCKS: Final = "blocks"
 """The kind of a model's blocks if all are equal."""
+
+
+Role = Literal["block", "module", "between", "idle"]
+"""What a part of `Model.layers` is: a block; a module that is wrapped like one, but never recomputed; what
+runs between two stacks of blocks, whose weights are the root's; blocks that are never called.
+"""
 
 
 class Layers(NamedTuple):
@@ -86,6 +92,10 @@ class Model(ABC):
         """The place of a parameter in its block's module; parameters of one place are in order of use."""
         name = parameter.partition(".*.")[2]
         return next(i for i, begins in enumerate(self.module_order) if name.startswith(begins))
+
+    def role(self, kind: str) -> Role:
+        """What the parts of this kind are."""
+        return "block"
 
     @property
     def n_blocks(self) -> int:

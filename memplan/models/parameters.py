@@ -6,7 +6,7 @@ from functools import cache
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
-from memplan.models.traced import TracedModel
+from memplan.models.traced import TracedModel, shape_at
 from memplan.shapes import INT64, Shape, n_elements
 from memplan.tape import OpContext, Tape, Tensor
 
@@ -30,6 +30,16 @@ def parameter_count(model: Model) -> int:
             "memplan.model_from_config(path)."
         )
     return _counted(model)
+
+
+def counted_weights(model: Model) -> Iterator[tuple[str, Shape, int]]:
+    """Name and shape of each weight, and the number of equal ones; a tied head's are counted once."""
+    if isinstance(model, TracedModel):
+        yield from ((one.name, shape_at(one.shape, 1, 1), n) for one, n in model.parameters)
+        return
+    embed, blocks, head = _used(model)
+    yield from ((name, shape, 1) for name, shape in {**embed, **head}.items())
+    yield from ((name, shape, n) for kind, n in model.layers for name, shape in blocks[kind].items())
 
 
 def has_sequence(model: Model) -> bool:
@@ -71,11 +81,7 @@ def not_divided(model: Model, tp: int) -> str:
 
 @cache
 def _counted(model: Model) -> int:
-    if isinstance(model, TracedModel):
-        return model.n_parameters
-    embed, blocks, head = _used(model)
-    ends = sum([n_elements(shape) for shape in {**embed, **head}.values()])
-    return ends + sum([n * sum(map(n_elements, blocks[kind].values())) for kind, n in model.layers])
+    return sum([n * n_elements(shape) for _, shape, n in counted_weights(model)])
 
 
 @cache

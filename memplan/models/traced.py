@@ -11,22 +11,26 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
+from typing import Any, ClassVar, Final, Literal, NamedTuple, cast, final, get_args
 
 from memplan import shapes
 from memplan.checks import LARGEST, LARGEST_BYTES, checked_choice, checked_count
 from memplan.device import Device, DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, json_value, of_file
-from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model
+from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model, Role
 from memplan.models.workspaces import Asked, Run
 from memplan.ops.kernel_calls import KERNELS
 from memplan.record import ComputeKind, Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
 
-FORMATS: Final = ("memplan trace 1", "memplan trace 2")
-"""The formats that a file may name: in the first, computations have FLOPs only; the last one is written."""
+FORMATS: Final = ("memplan trace 1", "memplan trace 2", "memplan trace 3")
+"""The formats that a file may name.
+
+In the first, computations have FLOPs only. The third has `layers` and `kinds` instead of `n_blocks` and
+`block_parameters`; it is written where not all blocks are of one kind, else the second.
+"""
 
 BEGINS: Final = b'{"format":"memplan trace '
 """How a file begins."""
@@ -73,9 +77,23 @@ PARTS: Final = (
     "loss_backward", "head_backward", "block_backward", "entry_backward", "embed_backward", "end",
 )  # fmt: skip
 """The parts of a recorded step. `inputs` casts them to the weights' type, `entry` is the first block, `block`
-any other, `head` all after the last one; `casts` free what autocast kept of a part's weights, `end` is what
-goes with the loss.
+any other of its kind, `head` all after the last one; `casts` free what autocast kept of a part's weights,
+`end` is what goes with the loss. Blocks of further kinds have parts of their own (`parts_of_kind`).
 """
+
+SUFFIXES: Final = ("", "_casts", "_backward")
+"""How the names of a unit's parts end."""
+
+
+def part_of_kind(kind: str) -> str:
+    """The name of the forward part of a kind of blocks; the casts' and the backward pass's begin with it."""
+    return "block" if kind == BLOCKS else kind
+
+
+def parts_with(kinds: Iterable[str]) -> tuple[str, ...]:
+    """The parts of a recorded step with blocks of these kinds."""
+    further = [kind for kind in kinds if kind != BLOCKS]
+    return (*PARTS, *[f"{kind}{suffix}" for kind in further for suffix in SUFFIXES])
 
 
 class Term(NamedTuple):
@@ -241,6 +259,21 @@ class TracedTensor(NamedTuple):
         return buffer_of(self.name, shape_at(self.shape, batch, seq_len), DTYPES[self.dtype])
 
 
+class TracedKind(NamedTuple):
+    """A kind of blocks: what they are, and the parameters of one of them, named with a * for its number."""
+
+    role: Role
+    parameters: tuple[TracedTensor, ...]
+
+
+ROLES: Final = get_args(Role)
+
+
+def called_kinds(of_kind: Mapping[str, TracedKind]) -> list[str]:
+    """The kinds of blocks that are called, and have parts in recordings."""
+    return [kind for kind, one in of_kind.items() if one.role != "idle"]
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedModel(Model):
@@ -248,11 +281,12 @@ class TracedModel(Model):
 
     Attributes whose meaning their name does not tell:
         d_model: nothing; what is handed from block to block is recorded.
-        n_layers: its equal blocks; 0 where it has none, and is one unit.
+        layers: its blocks by kind, in the order in which they are called, over all stacks.
+        of_kind: each kind's role and parameters.
         tied: whether one parameter has several names.
-        blocks: the path of the blocks in the module, with a * for their number.
-        embed_parameters, head_parameters: those before and after the blocks, in the module's order;
-            `block_parameters` are of one block, named with a *.
+        blocks: the path of each stack of blocks in the module, with a * for the blocks' number.
+        embed_parameters, head_parameters: those before the first block, and all other ones that are no
+            block's, in the module's order.
         module_buffers: what the module holds beside its parameters; DDP sends it to all ranks.
         device: whose kernels the trace is of.
         made_with: the releases it was traced with.
@@ -268,11 +302,11 @@ class TracedModel(Model):
     code: ClassVar[str] = "the module's own"
 
     d_model: int = 0
-    n_layers: int
-    blocks: str
+    layers: tuple[Layers, ...] = field()
+    of_kind: Mapping[str, TracedKind] = field(repr=False)
+    blocks: tuple[str, ...]
     tied: bool
     embed_parameters: tuple[TracedTensor, ...] = field(repr=False)
-    block_parameters: tuple[TracedTensor, ...] = field(repr=False)
     head_parameters: tuple[TracedTensor, ...] = field(repr=False)
     module_buffers: tuple[TracedTensor, ...] = field(repr=False)
     inputs_of_step: tuple[TracedTensor, ...] = field(repr=False)
@@ -326,8 +360,11 @@ class TracedModel(Model):
     @property
     def parameters(self) -> Iterable[tuple[TracedTensor, int]]:
         """Every parameter, and the number of its equals (one per block)."""
-        ends = [(one, 1) for one in (*self.embed_parameters, *self.head_parameters)]
-        return [*ends, *[(one, self.n_layers) for one in self.block_parameters]]
+        found = [(one, 1) for one in (*self.embed_parameters, *self.head_parameters)]
+        counts: Counter[TracedTensor] = Counter()
+        for kind, n in self.layers:
+            counts.update(dict.fromkeys(self.of_kind[kind].parameters, n))
+        return [*found, *counts.items()]
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -384,13 +421,29 @@ class TracedModel(Model):
             kind="a traced model in a way in which it was not traced",
         )
 
+    def role(self, kind: str) -> Role:
+        return self.of_kind[kind].role
+
     @property
-    def layers(self) -> tuple[Layers, ...]:
-        return (Layers(BLOCKS, self.n_layers),)
+    def n_blocks(self) -> int:
+        return self.n_layers
+
+    @property
+    def n_layers(self) -> int:
+        """How many blocks its stacks have."""
+        return sum([n for kind, n in self.layers if self.role(kind) == "block"])
+
+    @property
+    def n_stacks(self) -> int:
+        """How many parts its blocks are in that other operations separate."""
+        return sum([self.role(kind) == "between" for kind, _ in self.layers]) + 1
+
+    def layers_in(self, blocks: range) -> tuple[Layers, ...]:
+        return self.layers if len(blocks) == self.n_layers else Model.layers_in(self, blocks)
 
     def sizes(self) -> dict[str, Any]:
-        names = ("name", "n_layers", "max_seq_len", "blocks", "device", "made_with", "digest")
-        return {name: getattr(self, name) for name in names}
+        names = ("name", "n_layers", "max_seq_len", "device", "made_with", "digest")
+        return {**{name: getattr(self, name) for name in names}, "blocks": ", ".join(self.blocks)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         raise self._no_rules()
@@ -446,24 +499,24 @@ class _Tables(NamedTuple):
 
 def _plain(model: TracedModel) -> dict[str, Any]:
     """Plain values, as they are written."""
-    tables = _Tables({}, {}, {})
+    tables, of_one_kind = _Tables({}, {}, {}), list(model.of_kind) == [BLOCKS]
+    plain_kinds = {kind: [role, _plain_tensors(own)] for kind, (role, own) in model.of_kind.items()}
     return {
-        "format": FORMATS[-1],
+        "format": FORMATS[1 if of_one_kind else 2],
         "name": model.name,
         "device": model.device,
         "made_with": model.made_with,
-        "n_blocks": model.n_layers,
-        "blocks": model.blocks,
+        **({"n_blocks": model.n_layers} if of_one_kind else {"layers": model.layers}),
+        "blocks": ", ".join(model.blocks),
         "max_seq_len": model.max_seq_len,
         "has_sequence": model.has_sequence,
         "limits": model.limits,
         **({"neglects": model.neglects} if model.neglects else {}),
         **({"unused": model.unused} if model.unused else {}),
         "tied": model.tied,
-        **{
-            name: [[one.name, _plain_shape(one.shape), one.dtype] for one in getattr(model, name)]
-            for name in TENSORS
-        },
+        "embed_parameters": _plain_tensors(model.embed_parameters),
+        **({"block_parameters": plain_kinds[BLOCKS][1]} if of_one_kind else {"kinds": plain_kinds}),
+        **{name: _plain_tensors(getattr(model, name)) for name in TENSORS[1:]},
         "frozen": model.frozen,
         "recordings": [
             {"run": _plain_variant(variant), **_plain_recording(recording, tables)}
@@ -488,9 +541,12 @@ def _plain_run(run: Run) -> list[int]:
     return [*run] if run.per_sample else [*run[:-1]]
 
 
+def _plain_tensors(tensors: Iterable[TracedTensor]) -> list[Any]:
+    return [[one.name, _plain_shape(one.shape), one.dtype] for one in tensors]
+
+
 TENSORS: Final = (
     "embed_parameters",
-    "block_parameters",
     "head_parameters",
     "module_buffers",
     "inputs_of_step",
@@ -604,10 +660,11 @@ def _model(data: Any) -> TracedModel:
     of = _Reader(data)
     limits = of("limits", list | None)
     frozen = set(_texts(of("frozen", list), "frozen"))
-    tensors: dict[str, Any] = {
-        name: tuple([_tensor(one, name, frozen) for one in of(name, list)]) for name in TENSORS
-    }
-    names = {one.name for name in TENSORS[:3] for one in tensors[name] if one.requires_grad}
+    tensors: dict[str, Any] = {name: _tensors(of(name, list), name, frozen) for name in TENSORS}
+    layers, of_kind = _layers(of, frozen)
+    parameters = [*tensors["embed_parameters"], *tensors["head_parameters"]]
+    parameters += [one for kind in of_kind.values() for one in kind.parameters]
+    names = {one.name for one in parameters if one.requires_grad}
     device = of("device", str)
     if device not in get_args(DeviceType):
         raise InvalidValue(f"device={shown_value(device)} is not allowed; use one of {get_args(DeviceType)}.")
@@ -616,15 +673,16 @@ def _model(data: Any) -> TracedModel:
         [_computation(one) for one in of("computations", list | None) or []],
         [_convolution(one) for one in of("convolutions", list | None) or []],
         names,
+        parts_with(called_kinds(of_kind)),
     )
     asked = of("asked", dict | None)
-    n_blocks = checked_count("n_blocks", of("n_blocks", int), least=0, most=MOST_LAYERS)
+    played = _played([one for one in layers if of_kind[one.kind].role != "idle"])
     recordings = {}
     for one in of("recordings", list):
         within = _Reader(one)
-        read = _recording if data["format"] == FORMATS[-1] else _older_recording
+        read = _older_recording if data["format"] == FORMATS[0] else _recording
         recording = read(within, known)
-        _check_sums(recording, n_blocks, names)
+        _check_sums(recording, played, names)
         if isinstance(recording.cut, Cut):
             _check_cut(recording, recording.cut)
         recordings[_variant(within("run", list))] = recording
@@ -634,8 +692,9 @@ def _model(data: Any) -> TracedModel:
         name=of("name", str) or "traced",
         device=device,
         made_with=of("made_with", str),
-        n_layers=n_blocks,
-        blocks=of("blocks", str),
+        layers=layers,
+        of_kind=of_kind,
+        blocks=tuple(filter(None, of("blocks", str).split(", "))),
         max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
         has_sequence=of("has_sequence", bool),
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
@@ -646,6 +705,26 @@ def _model(data: Any) -> TracedModel:
         recordings=recordings,
         **tensors,
     )
+
+
+def _layers(of: "_Reader", frozen: set[str]) -> tuple[tuple[Layers, ...], dict[str, TracedKind]]:
+    """The blocks by kind, and each kind; before the third format there is one."""
+    if of.data["format"] != FORMATS[-1]:
+        n = checked_count("n_blocks", of("n_blocks", int), least=0, most=MOST_LAYERS)
+        own = _tensors(of("block_parameters", list), "block_parameters", frozen)
+        return (Layers(BLOCKS, n),), {BLOCKS: TracedKind("block", own)}
+    of_kind: dict[str, TracedKind] = {}
+    for kind, value in of("kinds", dict).items():
+        role, own = _items(value, "kind", str, list)
+        checked_choice("role", role, ROLES)
+        of_kind[kind] = TracedKind(cast(Role, role), _tensors(own, kind, frozen))
+    layers = [_items(one, "layers", str, int) for one in of("layers", list)]
+    if not layers or layers[0][0] != BLOCKS or {kind for kind, _ in layers} != {*of_kind}:
+        raise _wrong(f"layers {shown_value(layers)} are not of the kinds {shown_value(list(of_kind))}")
+    for _, n in layers:
+        checked_count("layers", n)
+    checked_count("layers", sum([n for _, n in layers]), most=MOST_LAYERS)
+    return tuple([Layers(kind, n) for kind, n in layers]), of_kind
 
 
 class _Reader:
@@ -707,6 +786,10 @@ def _dtype(name: Any) -> DType:
             f"type {shown_value(name)} is not allowed in a trace; use one of {', '.join(DTYPES)}."
         )
     return DTYPES[name]
+
+
+def _tensors(values: list[Any], what: str, frozen: set[str]) -> tuple[TracedTensor, ...]:
+    return tuple([_tensor(one, what, frozen) for one in values])
 
 
 def _tensor(value: Any, what: str, frozen: set[str]) -> TracedTensor:
@@ -774,6 +857,7 @@ class _Known(NamedTuple):
     computations: list[Computation]
     convolutions: list[TracedEvent]
     parameters: set[str]
+    parts: tuple[str, ...]
 
 
 def _recording(within: _Reader, known: _Known) -> Recording:
@@ -784,7 +868,10 @@ def _recording(within: _Reader, known: _Known) -> Recording:
         checked_count("boundary", i, least=-1, most=len(buffers) - 1)
     return Recording(
         tuple(buffers),
-        {part: tuple([_event(event, len(buffers), known) for event in parts(part, list)]) for part in PARTS},
+        {
+            part: tuple([_event(event, len(buffers), known) for event in parts(part, list)])
+            for part in known.parts
+        },
         boundary,
         boundary_grad,
         requires_grad,
@@ -883,16 +970,34 @@ def _moved(value: int) -> TracedEvent:
     return TracedEvent("alloc", value) if value >= 0 else TracedEvent("free", -1 - value)
 
 
-def _check_sums(recording: Recording, n_blocks: int, trained: set[str]) -> None:
+def _played(layers: Sequence[Layers]) -> list[tuple[str, int]]:
+    """The parts of a step in the order in which they run, with how many times each runs in a row.
+
+    >>> [f"{n} {part}" for part, n in _played([Layers(BLOCKS, 3), Layers("experts", 2)]) if "_" not in part]
+    ['1 inputs', '1 embed', '1 entry', '2 block', '2 experts', '1 head', '1 loss', '1 end']
+    """
+    first = min(1, sum([n for _, n in layers]))
+    runs = [(part_of_kind(kind), n - first * (i == 0)) for i, (kind, n) in enumerate(layers)]
+    order: list[tuple[str, int]] = []
+    for part in PARTS:
+        stem, _, suffix = part.partition("_")
+        if stem == "block":
+            of_kinds = runs[::-1] if suffix == "backward" else runs
+            order += [(f"{kind}_{suffix}" if suffix else kind, n) for kind, n in of_kinds]
+        else:
+            order.append((part, first if stem == "entry" else 1))
+    return order
+
+
+def _check_sums(recording: Recording, played: Sequence[tuple[str, int]], trained: set[str]) -> None:
     """Raise unless each buffer is freed or made a gradient as often as it is allocated, and not before.
 
     Every parameter that is trained gets a gradient; a kernel's results come right after it.
     """
     held: Counter[int] = Counter()
     with_gradient: set[str] = set()
-    n_times = {"entry": min(1, n_blocks), "block": max(0, n_blocks - 1)}
-    for part in PARTS:
-        n, events = n_times.get(part.partition("_")[0], 1), recording.parts[part]
+    for part, n in played:
+        events = recording.parts[part]
         for buffer, (net, least) in _changes(events, part).items() if n else ():
             if held[buffer] + min(0, (n - 1) * net) + least < 0:
                 raise _wrong(f"{part} frees {_named(recording, buffer)}, which nothing has allocated")

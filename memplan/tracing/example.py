@@ -1,5 +1,6 @@
 """The example to be traced: a module, its arguments, and the lists in it that may be equal blocks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.models.base import Role
 from memplan.tracing.units import Point
 
 Loss = Callable[..., Tensor]
@@ -197,32 +199,102 @@ def standard_loss(output: Any, targets: Tensor | None = None) -> Tensor:
     )
 
 
-def block_lists(module: nn.Module, asked: str | None) -> Iterator[str]:
-    """Paths of lists whose blocks may be equal, those with the most parameters first; "" for none.
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """Modules that are units of FSDP2, by path: the blocks of a list, or a single module that is wrapped."""
+
+    path: str
+    blocks: Mapping[str, nn.Module]
+    role: Role = "block"
+
+
+def stacks_of(module: nn.Module, asked: str | Sequence[str] | None) -> Iterator[tuple[Stack, ...]]:
+    """The stacks that a module may have, the most likely ones first; none of them last.
+
+    They are the ones asked for; else what transformers wraps; else all lists of blocks of one class; else the
+    list with the most parameters.
 
     Raises:
-        UnknownName: the one that is asked for is no such list.
+        UnknownName: what is asked for is no such list.
     """
-    lists: dict[str, list[nn.Module]] = {}
-    for path, one in module.named_modules():
-        found = list(one.children()) if isinstance(one, nn.ModuleList | nn.Sequential | nn.ModuleDict) else []
-        if path and _may_be_equal(found):
-            lists[path] = found
+    lists = {stack.path: stack for stack in _lists(module)}
     if asked is not None:
-        if asked and asked not in lists:
-            raise unknown_name("list of equal blocks", asked, lists)
-        yield asked
+        paths = [path.strip() for path in asked.split(",")] if isinstance(asked, str) else asked
+        for path in filter(None, paths):
+            if path not in lists and not lists:
+                raise InvalidValue(
+                    f"blocks={shown_value(path)}: the module has no list of modules; leave it out."
+                )
+            if path not in lists:
+                raise unknown_name("list of blocks", path, lists)
+        yield tuple([lists[path] for path in paths if path])
         return
-    n_elements = {
-        path: sum(p.numel() for block in found for p in block.parameters()) for path, found in lists.items()
-    }
-    yield from sorted(n_elements, key=lambda path: -n_elements[path])
-    yield ""
+    n_elements = {path: _n_elements(one) for path, one in lists.items()}
+    largest_first = sorted(lists.values(), key=lambda stack: -n_elements[stack.path])
+    of_blocks = [stack for path, stack in lists.items() if _are_blocks(module.get_submodule(path))]
+    outermost = [one for one in of_blocks if not any(_holds(other, one.path) for other in of_blocks)]
+    likely = [_wrapped(module), tuple(outermost), *[(one,) for one in largest_first if _may_be_equal(one)]]
+    yield from filter(None, dict.fromkeys(likely))
+    yield ()
 
 
-def _may_be_equal(blocks: Sequence[nn.Module]) -> bool:
-    """Whether blocks have parameters of their own, of equal names and shapes, the same of them frozen."""
-    found = [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in blocks]
-    own = [id(parameter) for block in blocks for parameter in block.parameters()]
-    is_shared = len(set(own)) < len(own)
-    return len(blocks) > 1 and bool(found[0]) and not is_shared and all(one == found[0] for one in found)
+def _lists(module: nn.Module) -> Iterator[Stack]:
+    """Lists of at least two modules with parameters of their own."""
+    for path, one in module.named_modules():
+        blocks = {f"{path}.{name}": block for name, block in one.named_children()}
+        own = [id(p) for block in blocks.values() for p in block.parameters()]
+        has_own = len({*own}) == len(own) and all(any(True for _ in b.parameters()) for b in blocks.values())
+        is_list = isinstance(one, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(blocks) > 1
+        if path and is_list and has_own:
+            yield Stack(path, blocks)
+
+
+def _wrapped(module: nn.Module) -> tuple[Stack, ...]:
+    """What transformers wraps in units of FSDP2: the outermost modules of the classes that are not split.
+
+    A single one whose weights have other names too, as a head's, is left to the root.
+
+    Source: transformers.modeling_utils (`PreTrainedModel._no_split_modules`), accelerate.utils.fsdp_utils
+    (`fsdp2_prepare_auto_wrap_policy`).
+    """
+    classes = getattr(module, "_no_split_modules", None) or ()
+    found: dict[str, dict[str, nn.Module]] = {}
+    outer = "."
+    for path, one in module.named_modules():
+        if path and type(one).__name__ in classes and not path.startswith(outer):
+            outer = f"{path}."
+            parent, _, name = path.rpartition(".")
+            found.setdefault(parent if name.isdecimal() else path, {})[path] = one
+    names = Counter([id(p) for _, p in module.named_parameters(remove_duplicate=False)])
+    return tuple(
+        [
+            Stack(path, blocks, "module" if [*blocks] == [path] else "block")
+            for path, blocks in found.items()
+            if [*blocks] != [path] or all(names[id(p)] == 1 for p in blocks[path].parameters())
+        ]
+    )
+
+
+def _n_elements(stack: Stack) -> int:
+    return sum([p.numel() for block in stack.blocks.values() for p in block.parameters()])
+
+
+def _holds(stack: Stack, path: str) -> bool:
+    return any(path.startswith(f"{block}.") for block in stack.blocks)
+
+
+def _are_blocks(owner: nn.Module) -> bool:
+    """Whether a list has modules of one class, made of others: blocks, if perhaps of several kinds."""
+    blocks = [*owner.children()]
+    classes = {type(block) for block in blocks if any(True for _ in block.children())}
+    return isinstance(owner, nn.ModuleList | nn.ModuleDict) and classes == {type(blocks[0])}
+
+
+def structure_of(block: nn.Module) -> tuple[tuple[str, torch.Size, torch.dtype, bool], ...]:
+    """Names, shapes and types of a block's parameters, and whether they are trained."""
+    return tuple([(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()])
+
+
+def _may_be_equal(stack: Stack) -> bool:
+    """Whether blocks have parameters of equal names and shapes, the same of them frozen."""
+    return len({structure_of(block) for block in stack.blocks.values()}) == 1

@@ -102,7 +102,8 @@ def inputs_of(module: nn.Module) -> Mapping[str, Tensor] | None:
 
 def _longest(settings: Any) -> int:
     """The trained length."""
-    return next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
+    of_text = settings.get_text_config()
+    return next((found for key in LENGTHS if (found := getattr(of_text, key, None))), LENGTH)
 
 
 def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:

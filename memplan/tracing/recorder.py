@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import BackwardCFunction
 
+from memplan.models.base import Role
 from memplan.shapes import Kind
 from memplan.tracing.calls import OF_CUDNN, Called, convolution_called, grad_in_order, kernel_called
 from memplan.tracing.computed import Computed, computed_of
@@ -56,6 +57,27 @@ SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
 
+class Unit(NamedTuple):
+    """A block as it is called, or what runs between two stacks.
+
+    `path`: the block's in the module; `stack`: of the list that it is in; `role`: what it is; `structure`:
+    the number of its parameters' names and shapes among the different ones of its stack.
+    """
+
+    path: str
+    stack: str
+    role: Role
+    structure: int = 0
+
+    @property
+    def common(self) -> str:
+        """The path, with a * for the block's number if it is one of several."""
+        return self.path if self.path == self.stack else f"{self.stack}.*"
+
+
+BETWEEN: Final = Unit("", "", "between")
+
+
 class Section(NamedTuple):
     """A part of a step: a unit's forward or backward pass. Unit 0 is all before the first block.
 
@@ -91,6 +113,10 @@ class Stored(NamedTuple):
     by_kernel: bool = False
 
 
+class Unlike(Exception):
+    """Blocks are not what they should be: equal, called once, with gradients of their own."""
+
+
 class Taken(NamedTuple):
     """What an operation takes beside its results (by its kernel's rule, or as scratch), and computes."""
 
@@ -111,15 +137,16 @@ class _Watch(weakref.ref[UntypedStorage]):
 class Recorder(ShapesMode):
     """Records the events of storages, unit by unit.
 
-    `n_blocks` units in the middle are the blocks; the one after them is the head, then the loss.
+    The `units` in the middle are the blocks in the order of their calls, with one between two stacks; the one
+    after them is the head, then the loss.
     """
 
-    def __init__(self, n_blocks: int, shapes: Shapes, device: torch.device, *, executes: bool) -> None:
+    def __init__(self, shapes: Shapes, device: torch.device, *, executes: bool) -> None:
         super().__init__(shapes)
         self.device = device
         self.executes = executes
         """Whether operations run on the device, with values."""
-        self.n_blocks = n_blocks
+        self.units: list[Unit] = []
         self.events: list[Event] = []
         self.storages: list[Stored] = []
         self.section = Section("inputs", 0)
@@ -159,7 +186,7 @@ class Recorder(ShapesMode):
         self._next_unit: int | None = None
         self._first_node = 0
         self._starts: list[int] = [0]
-        self._units: list[int] = [0]
+        self._numbers: list[int] = [0]
         self._alive: dict[int, _Watch] = {}
         self._made_in: list[int] = []
         self._from_weights = False
@@ -177,8 +204,23 @@ class Recorder(ShapesMode):
         watch = self._alive.get(tensor.untyped_storage()._cdata)
         return GIVEN if watch is None else watch.number
 
-    def entered(self, unit: int, arguments: Any) -> None:
-        """Note that a unit's forward pass begins."""
+    @property
+    def n_blocks(self) -> int:
+        """The number of the last unit that has been called."""
+        return len(self.units)
+
+    def entered(self, block: Unit, arguments: Any) -> int:
+        """The number of a block whose forward pass begins.
+
+        Raises:
+            Unlike: it has been called before.
+        """
+        if block in self.units:
+            raise Unlike(f"{block.path} is called several times")
+        if self.units and self.units[-1].stack != block.stack:
+            self.units.append(BETWEEN)
+        self.units.append(block)
+        unit = self.n_blocks
         self._first_node = torch.autograd._get_sequence_nr()
         self._begin(unit)
         called_with = tensors(arguments)
@@ -189,6 +231,7 @@ class Recorder(ShapesMode):
             for tensor in called_with[:1]:
                 if tensor.requires_grad:
                     tensor.register_hook(self._entry_grad)
+        return unit
 
     def left(self, unit: int, output: Any = ()) -> None:
         """Note that a unit's forward pass has returned; frees belong to it until something else computes."""
@@ -218,22 +261,23 @@ class Recorder(ShapesMode):
         return True
 
     def _mark(self, name: str) -> None:
-        """Note a place among the events, if it is outside the blocks."""
+        """Note a place among the events."""
         self._locate()
-        if not 0 < self.section.unit <= self.n_blocks:
-            self.events.append(Event("mark", self.section, -1, name))
+        self.events.append(Event("mark", self.section, -1, name))
 
     def _entry_grad(self, grad: Tensor) -> None:
         self.entry_grad = self.storage_of(grad)
 
     def _output_grad(self, unit: int, grad: Tensor) -> None:
         self.output_grads[unit] = self.storage_of(grad)
+        if unit <= self.n_blocks and self.units[unit - 1].role == "module":
+            self._locate()  # its backward pass may compute nothing before it makes a parameter's gradient
 
     def _begin(self, unit: int) -> None:
         self._next_unit = None
         self.section = Section("forward", unit)
         self._starts.append(self._first_node)
-        self._units.append(unit)
+        self._numbers.append(unit)
 
     def start_backward(self) -> None:
         """Note that the backward pass begins: tensors that are alive are saved for it."""
@@ -388,7 +432,7 @@ class Recorder(ShapesMode):
         elif self.section.phase == "backward":
             node = torch._C._current_autograd_node()
             if node is not None and node.name() != "torch::autograd::AccumulateGrad":
-                unit = self._units[bisect_right(self._starts, node._sequence_nr()) - 1]
+                unit = self._numbers[bisect_right(self._starts, node._sequence_nr()) - 1]
                 if unit < self.section.unit:
                     self.section = Section("backward", unit)
 

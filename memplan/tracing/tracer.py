@@ -2,10 +2,11 @@
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from math import gcd
 from typing import Any, Final, cast, get_args
 from unittest.mock import patch
@@ -25,22 +26,24 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, shown_value, unknown_name
+from memplan.models.base import BLOCKS, Layers
 from memplan.models.traced import (
     RECOMPUTES,
     UNITS,
     Ends,
     Recording,
     Term,
+    TracedKind,
     TracedModel,
     TracedTensor,
     Variant,
     modules_with,
 )
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
-from memplan.tracing.example import Example, Loss, block_lists, checked_example
-from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section
+from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
+from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
 from memplan.tracing.shapes import Shapes, dtype_name
-from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, shape_of
+from memplan.tracing.units import Parts, Point, parts_of, recording_of, shape_of
 from memplan.tracing.values import UnknownValue, known_value
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
@@ -82,7 +85,7 @@ def trace(
     *,
     loss: Loss | None = None,
     targets: Tensor | None = None,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     sequence: Sequence[str | int] | None = None,
     precisions: Sequence[str] = ("fp32", "bf16", "bf16-mixed"),
     max_seq_len: int | None = None,
@@ -103,8 +106,9 @@ def trace(
         loss: from its output (and `targets`) to the loss; left out, the output's `loss`, the output itself
             if it is a single number, or cross-entropy with the targets.
         targets: what the loss compares with.
-        blocks: the path of the list of equal blocks, as "model.layers"; "" for none; left out, the list with
-            the most parameters whose blocks are equal.
+        blocks: the path of the list of blocks, as "model.layers", or of several lists, as
+            "encoder.layers,decoder.layers"; "" for none. Left out, what transformers says to wrap; else all
+            lists of blocks of one class; else the list with the most parameters whose blocks are equal.
         sequence: names (or places) of the inputs whose second dim is the sequence.
         precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
@@ -129,16 +133,16 @@ def trace(
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
     why = ""
-    for path in block_lists(module, blocks):
-        tracer = _Tracer(example, path, shapes, runs_on, executes=executed)
+    for stacks in stacks_of(module, blocks):
+        tracer = _Tracer(example, stacks, shapes, runs_on, executes=executed)
         try:
             with _no_collection(), without_a_gpu() if plays_cuda else nullcontext():
-                recordings, limits = _recordings(tracer, list(runs))
+                recordings, limits = _of_known_kinds(tracer, list(runs))
         except Unlike as unlike:
-            why = f"{path}: {unlike}"
+            why = str(unlike)
             continue
         return _model(tracer, recordings, limits, name, max_seq_len)
-    raise InvalidValue(f"blocks={blocks!r} are not equal ({why}); leave blocks out.")
+    raise InvalidValue(f"blocks={blocks!r} are no units ({why}); leave blocks out.")
 
 
 @contextmanager
@@ -177,50 +181,68 @@ def _runs(precision: str) -> tuple[tuple[str, str], ...]:
 # --- Runs ---
 
 
-class _Tracer:
-    """Runs a module with its blocks in one list.
+class _Finer(Exception):
+    """Blocks that were of one kind in earlier runs are of several."""
 
-    The first run goes through all blocks, which must be equal. Where a run through the first few of them is
-    recorded as the same, those after it go through no more.
+
+class _Tracer:
+    """Runs a module with its blocks in stacks.
+
+    The first run goes through all blocks and tells their kinds. Where a run through the first few of each
+    stack is recorded as the same, those after it go through no more.
     """
 
     def __init__(
-        self, example: Example, path: str, shapes: Shapes, device: torch.device, *, executes: bool
+        self,
+        example: Example,
+        stacks: Sequence[Stack],
+        shapes: Shapes,
+        device: torch.device,
+        *,
+        executes: bool,
     ) -> None:
         self.example = example
-        self.path = path
+        self.stacks = stacks
         self.shapes = shapes
         self.device = device
         self.executes = executes
-        self.list = example.module.get_submodule(path) if path else nn.ModuleList()
-        self.n_blocks = len(self.list._modules)
-        self.prefixes = [f"{path}.{name}" for name, _ in self.list.named_children()]
-        before, _, after = self.parameters()
-        self.ends = {"embed": before, "head": after} if path else {}
+        self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
+        self.paths = {unit.path: unit for unit in self.units.values()}
+        self.names = _common_names(example.module, self.units.values())
+        before, after = self.outside()
+        self.ends = {"embed": before, "head": after} if stacks else {}
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded, in any run."""
         self.unused: frozenset[str] | None = None
         """The parameters that require a gradient and get none, in every run; None before the first."""
-        self._few: bool | None = None
+        self.whole: Parts | None = None
+        """What the last run through all blocks did."""
+        self._few: Mapping[Stack, int] | None = None
+        """How many blocks of each stack are run; all of one that is not named."""
         self._last: tuple[Point, Variant, Parts] | None = None
 
-    def parameters(self) -> Sequence[dict[str, nn.Parameter]]:
-        """The parameters before the blocks, of a block (named with a *) and after, in the module's order."""
+    def outside(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """The parameters before the first block and all others that are no block's, in the module's order."""
         before: dict[str, nn.Parameter] = {}
-        block: dict[str, nn.Parameter] = {}
         after: dict[str, nn.Parameter] = {}
+        own = before
         for name, parameter in self.example.module.named_parameters():
-            common = self.common(name)
-            own = block if common != name else after if block else before
-            own.setdefault(common, parameter)
-        return before, block, after
+            if any(name.startswith(f"{path}.") for path in self.paths):
+                own = after
+            else:
+                own[name] = parameter
+        return before, after
+
+    def of_unit(self, unit: Unit) -> dict[str, nn.Parameter]:
+        """The parameters of a block, named with a * for its number."""
+        if unit.role == "between":
+            return {}
+        owned = self.example.module.get_submodule(unit.path).named_parameters(unit.path)
+        return {self.common(name): parameter for name, parameter in owned}
 
     def common(self, name: str) -> str:
-        """A name in the module, with a * in the place of a block's number."""
-        for prefix in self.prefixes:
-            if name == prefix or name.startswith(f"{prefix}."):
-                return f"{self.path}.*{name[len(prefix) :]}"
-        return name
+        """A name in the module, with a * for a block's number."""
+        return self.names.get(name, name)
 
     def run(self, point: Point, variant: Variant) -> Parts:
         """One forward and backward pass.
@@ -243,26 +265,57 @@ class _Tracer:
                 return self._of_first_blocks(run) != parts
         return False
 
-    def _of_first_blocks(self, run: Callable[[], Parts]) -> Parts:
+    def _of_first_blocks(self, run: Callable[[Mapping[str, int]], Parts]) -> Parts:
+        known = self.whole.labels if self.whole else {}
         if self._few:
-            with self._first_blocks():
-                return run()
-        if self._few is None and self.executes:
-            run()  # once, so that libraries have the memory that they keep
-        whole = run()
+            labels = _labels_of(self._few, known)
+            with self._first_blocks(self._few):
+                parts = run(labels)
+            if not _are_finer(parts.labels, labels):
+                return parts
+        if self.whole is None and self.executes:
+            run(known)  # once, so that libraries have the memory that they keep
+        whole = run(known)
+        if self.whole and _are_finer(whole.labels, known):
+            self.whole, self._few = whole, None
+            raise _Finer
         if self._few is None:
-            self._few = False
-            if self.n_blocks > FEW:
-                with suppress(Exception), self._first_blocks():  # the module's code may need all of them
-                    self._few = run() == whole
+            self.whole, self._few = whole, {}
+            few = self._few_blocks(whole.labels)
+            if any(n < len(stack.blocks) for stack, n in few.items()):
+                with suppress(Exception), self._first_blocks(few):  # the module's code may need all of them
+                    self._few = few if run(_labels_of(few, whole.labels)) == whole else {}
         return whole
 
-    def _first_blocks(self) -> AbstractContextManager[Any]:
-        """Shortens the list to its first blocks."""
-        return patch.object(self.list, "_modules", dict(islice(self.list._modules.items(), FEW)))
+    def _few_blocks(self, labels: Mapping[str, int]) -> dict[Stack, int]:
+        """How many blocks of each stack are enough: several of each kind, and the last one for the last."""
+        found: dict[Stack, int] = {}
+        for stack in self.stacks:
+            own = [labels.get(path, -1) for path in stack.blocks]
+            structures = [self.paths[path].structure for path in stack.blocks]
+            counts = Counter(own)
+            for n in range(min(FEW, len(own)), len(own) + 1):
+                kept = Counter([*own[: n - 1], own[-1]])
+                ends = own[n - 1] == own[-1] or counts[own[-1]] == 1
+                enough = all(kept[one] >= min(counts[one], FEW - (one != own[0])) for one in counts)
+                if enough and ends and structures[n - 1] == structures[-1]:
+                    found[stack] = n
+                    break
+        return found
 
-    def _run(self, point: Point, variant: Variant) -> Parts:
-        recorder = Recorder(len(self.list._modules), self.shapes, self.device, executes=self.executes)
+    @contextmanager
+    def _first_blocks(self, few: Mapping[Stack, int]) -> Iterator[None]:
+        """Shortens the stacks to their first blocks."""
+        with ExitStack() as stack:
+            for one, n in few.items():
+                owner = self.example.module.get_submodule(one.path)
+                if len(owner._modules) == len(one.blocks):
+                    first = dict(islice(owner._modules.items(), n))
+                    stack.enter_context(patch.object(owner, "_modules", first))
+            yield
+
+    def _run(self, point: Point, variant: Variant, labels: Mapping[str, int]) -> Parts:
+        recorder = Recorder(self.shapes, self.device, executes=self.executes)
         weights, autocast, recompute, *_ = variant
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
@@ -280,7 +333,7 @@ class _Tracer:
                     self._step(recorder, inputs, targets, scale, weights, autocast)
                 except NEEDS_VALUES as error:
                     raise _depends_on_values(recorder, error) from error
-                except MemplanError:
+                except (MemplanError, Unlike):
                     raise
                 except Exception as error:
                     if _has_no_kernel(error):
@@ -292,7 +345,17 @@ class _Tracer:
                     ) from error
                 self._note_unused(parameters)
         self.neglected |= recorder.neglected
-        return parts_of(recorder, f"{self.path}.*.")
+        self._check_called(recorder)
+        return parts_of(recorder, labels)
+
+    def _check_called(self, recorder: Recorder) -> None:
+        """Raise if some blocks of a stack are called and others are not."""
+        called = {unit.path for unit in recorder.units}
+        blocks = {unit for module, unit in self.units.items() if module in {*self.example.module.modules()}}
+        for stack in {unit.stack for unit in recorder.units} - {""}:
+            left = [unit.path for unit in blocks if unit.stack == stack and unit.path not in called]
+            if left:
+                raise Unlike(f"{min(left)} is not called")
 
     def _step(
         self, recorder: Recorder, inputs: Any, targets: Any, scale: Tensor | None, weights: str, autocast: str
@@ -347,7 +410,6 @@ class _Tracer:
     def _watched(self, recorder: Recorder, variant: Variant) -> Iterator[None]:
         """Tells the recorder which module runs; recomputed blocks are run again in the backward pass."""
         module = self.example.module
-        blocks = {block: i for i, block in enumerate(self.list.children(), start=1)}
         sharded = variant.units == "block+ends"
         ends = [_End(name, own, variant.weights if sharded else "") for name, own in self.ends.items()]
         before: list[tuple[nn.Module, Any]] = []
@@ -358,8 +420,8 @@ class _Tracer:
                 before.append((one, vars(one).get("forward")))
                 scope = self.common(path) or type(one).__name__
                 named = _named(recorder, one.forward, scope)
-                if one in blocks:
-                    named = self._told(recorder, named, blocks[one], variant)
+                if one in self.units:
+                    named = self._told(recorder, named, self.units[one], variant)
                 for end in ends:
                     if path in end.paths:
                         named = end.marked(recorder, named, path)
@@ -372,21 +434,21 @@ class _Tracer:
                     vars(one)["forward"] = forward
 
     def _told(
-        self, recorder: Recorder, forward: Callable[..., Any], unit: int, variant: Variant
+        self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
     ) -> Callable[..., Any]:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             with patch.object(recorder, "recomputing", recorder.section.phase == "backward"):
                 return forward(*args, **kwargs)
 
         def block(*args: Any, **kwargs: Any) -> Any:
-            recorder.entered(unit, (args, kwargs))
+            number = recorder.entered(unit, (args, kwargs))
             if variant.units:
                 args, kwargs = _cast((args, kwargs), variant.weights)
-            if variant.recompute == "full":
+            if variant.recompute == "full" and unit.role == "block":
                 output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
-            recorder.left(unit, output)
+            recorder.left(number, output)
             return output
 
         return block
@@ -403,6 +465,50 @@ class _Tracer:
                 kind="a module with parameters that sometimes get a gradient",
             )
         self.unused = unused
+
+
+def _are_finer(found: Mapping[str, int], known: Mapping[str, int]) -> bool:
+    """Whether blocks are of more kinds than it is known of them."""
+    return len({*found.values()}) > len({*known.values()})
+
+
+def _labels_of(few: Mapping[Stack, int], labels: Mapping[str, int]) -> Mapping[str, int]:
+    """The labels of the first blocks of stacks; the last of them stands for the whole stack's last."""
+    found: dict[str, int] = {}
+    for stack, n in few.items():
+        paths = [path for path in stack.blocks if path in labels]
+        found |= {path: labels[path] for path in paths[:n]}
+        found |= dict.fromkeys(paths[n - 1 : n], labels[paths[-1]] if paths else -1)
+    return found
+
+
+def _units_of(stack: Stack) -> Iterator[tuple[nn.Module, Unit]]:
+    """The blocks of a stack, each as a unit."""
+    structures: dict[Any, int] = {}
+    for path, block in stack.blocks.items():
+        number = structures.setdefault(structure_of(block), len(structures))
+        yield block, Unit(path, stack.path, stack.role, number)
+
+
+def _common_names(module: nn.Module, units: Iterable[Unit]) -> dict[str, str]:
+    """Names of blocks' modules and parameters, with a * for the block's number.
+
+    Where parameters of one name differ between the blocks of a stack, the * is followed by the number of
+    their blocks' structure.
+    """
+    found: dict[str, str] = {}
+    known: dict[str, Any] = {}
+    for unit in units:
+        block = module.get_submodule(unit.path)
+        for path, _ in block.named_modules(prefix=unit.path):
+            found[path] = f"{unit.common}{path[len(unit.path) :]}"
+        for name, parameter in block.named_parameters(prefix=unit.path, remove_duplicate=False):
+            like = parameter.shape, parameter.dtype, parameter.requires_grad
+            common = f"{unit.common}{name[len(unit.path) :]}"
+            if known.setdefault(common, like) != like:
+                common = f"{unit.common}{unit.structure + 1}{name[len(unit.path) :]}"
+            found[name] = common
+    return found
 
 
 def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Callable[..., Any]:
@@ -631,6 +737,15 @@ def _without_onednn() -> Iterator[None]:
 # --- Recordings ---
 
 
+def _of_known_kinds(
+    tracer: _Tracer, runs: Sequence[tuple[str, str]]
+) -> tuple[dict[Variant, Recording], Point | None]:
+    """`_recordings`, with all kinds of blocks that any of the runs tells apart."""
+    while True:
+        with suppress(_Finer):
+            return _recordings(tracer, runs)
+
+
 def _recordings(
     tracer: _Tracer, runs: Sequence[tuple[str, str]]
 ) -> tuple[dict[Variant, Recording], Point | None]:
@@ -662,8 +777,8 @@ def _recordings(
 def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Variant]:
     """How the module is run; under other units of FSDP2 where these change the run before."""
     for weights, autocast in runs:
-        units = UNITS[1:] if tracer.n_blocks and not autocast and weights != "float32" else ()
-        for again in RECOMPUTES if tracer.n_blocks else RECOMPUTES[:1]:
+        units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
+        for again in RECOMPUTES if tracer.stacks else RECOMPUTES[:1]:
             plain = Variant(weights, autocast, again, alone=False)
             yield plain
             for other in units:
@@ -740,18 +855,19 @@ def _model(
     def traced(own: Mapping[str, nn.Parameter]) -> tuple[TracedTensor, ...]:
         return tuple([_of_module(n, p, p.requires_grad and n not in unused) for n, p in own.items()])
 
-    before, block, after = map(traced, tracer.parameters())
+    before, after = map(traced, tracer.outside())
+    layers, of_kind = _kinds_of_blocks(tracer, traced)
     config = getattr(module, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     longest = max_seq_len or (known if isinstance(known, int) else None) or example.point[1]
     return TracedModel(
         name=name or type(example.module).__name__,
-        n_layers=tracer.n_blocks,
+        layers=layers,
+        of_kind=of_kind,
         max_seq_len=checked_count("max_seq_len", longest),
         tied=len(list(module.parameters())) < sum(1 for _ in module.named_parameters(remove_duplicate=False)),
-        blocks=f"{tracer.path}.*" if tracer.path else "",
+        blocks=tuple(dict.fromkeys([unit.common for unit in tracer.units.values()])),
         embed_parameters=before,
-        block_parameters=block,
         head_parameters=after,
         module_buffers=tuple([_of_module(*named) for named in example.module.named_buffers()]),
         inputs_of_step=tuple(_inputs_of_step(example)),
@@ -763,6 +879,25 @@ def _model(
         neglects=tuple(tracer.neglected),
         unused=tuple(sorted(unused)),
     )
+
+
+def _kinds_of_blocks(
+    tracer: _Tracer, traced: Callable[[Mapping[str, nn.Parameter]], tuple[TracedTensor, ...]]
+) -> tuple[tuple[Layers, ...], dict[str, TracedKind]]:
+    """The blocks in the order of their calls, then the ones that are never called, and their kinds."""
+    whole = tracer.whole
+    layers = [] if whole is None else [*whole.layers]
+    like = {} if whole is None else {**whole.like}
+    called = {unit.path for unit in like.values()} if whole is None else {*whole.labels}
+    idle = [unit for unit in tracer.units.values() if unit.path not in called]
+    for (stack, _), same in groupby(idle, key=lambda unit: (unit.stack, unit.structure)):
+        found = list(same)
+        kind = f"{stack} {len(like)}, never called" if like else BLOCKS
+        like[kind] = found[0]._replace(role="idle")
+        layers.append(Layers(kind, len(found)))
+    if not like:
+        return (Layers(BLOCKS, 0),), {BLOCKS: TracedKind("block", ())}
+    return tuple(layers), {k: TracedKind(unit.role, traced(tracer.of_unit(unit))) for k, unit in like.items()}
 
 
 def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedTensor:

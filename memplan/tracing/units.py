@@ -1,19 +1,19 @@
-"""Turns recorded events into a recording: equal blocks become one block, sizes become rules.
+"""Turns recorded events into a recording: blocks of one kind become one block, sizes become rules.
 
-Two blocks are equal if they have the same events in the same order, of storages of equal sizes. Storages at
-the same place in all blocks become one buffer: the output of a block, which the next block frees, is one
-buffer that each block allocates and each block frees.
+Two blocks are of one kind if they have the same events in the same order, of storages of equal sizes.
+Storages at the same place in all blocks of a kind become one buffer: the output of a block, which the next
+block frees, is one buffer that each block allocates and each block frees.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, count, groupby
 from typing import Any, Final
 
 from memplan.errors import MissingRule
+from memplan.models.base import BLOCKS, Layers, Role
 from memplan.models.traced import (
     DTYPES,
-    PARTS,
     Computation,
     Cut,
     Ends,
@@ -22,29 +22,33 @@ from memplan.models.traced import (
     Term,
     TracedBuffer,
     TracedEvent,
+    part_of_kind,
+    parts_with,
     size_at,
 )
 from memplan.shapes import DType, Kind
 from memplan.tracing.computed import Computed
-from memplan.tracing.recorder import Event, Recorder, Section, Stored
+from memplan.tracing.recorder import Event, Recorder, Section, Stored, Unit, Unlike
 
 CALLS: Final = ("compute", "kernel", "workspace")
 """The events of no storage."""
 
 
+ROLE_NAMES: Final[Mapping[Role, str]] = {
+    "block": "blocks", "module": "module", "between": "between stacks", "idle": "never called",
+}  # fmt: skip
+"""How the names of kinds begin, by what they are; the first kind is called `BLOCKS`."""
+
 SUFFIXES: Final = {"forward": "", "casts": "_casts", "backward": "_backward"}
 """How the names of parts end, by the phase of their sections."""
-
-
-class Unlike(Exception):
-    """Blocks that should be equal are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """A step in the parts of a recording, for one size of the input; events name storages by class.
 
-    The section of an event is its part.
+    The section of an event is its part. `layers`: the units by kind, in their order; `like`: the unit that
+    stands for each kind; `labels`: the number of each unit's kind, by the block's path.
     """
 
     parts: Mapping[str, tuple[Event, ...]]
@@ -55,58 +59,141 @@ class Parts:
     entry_requires_grad: bool
     cut: Cut | str
     ends: Ends | str
+    layers: tuple[Layers, ...] = field(compare=False)
+    like: Mapping[str, Unit] = field(compare=False)
+    labels: Mapping[str, int] = field(compare=False)
 
 
-def parts_of(recorder: Recorder, blocks: str) -> Parts:
-    """The parts of a recorded step; names of blocks' parameters begin with `blocks`.
+PHASES: Final = ("forward", "casts", "backward")
+
+
+def parts_of(recorder: Recorder, labels: Mapping[str, int]) -> Parts:
+    """The parts of a recorded step; blocks with different `labels` are of different kinds.
 
     Raises:
-        Unlike: the blocks are not equal.
+        Unlike: a block makes the gradient of a parameter that is not its own.
     """
-    n = recorder.n_blocks
-    by_section: dict[Section, list[Event]] = {}
-    for event in recorder.events:
-        by_section.setdefault(event.section, []).append(event)
-
-    def part(phase: str, unit: int) -> list[Event]:
-        return list(_ordered(by_section.get(Section(phase, unit), [])))
-
-    like = representative(n)
-    same = _Classes(recorder)
-    for unit in range(1, n + 1):
-        _check_own_gradients(part("backward", unit), unit, blocks)
-    tails: dict[str, list[Event]] = {}
-    early: list[Event] = []
-    for phase in ("forward", "backward", "casts") if n else ():
-        expected = part(phase, like)
-        for unit in range(2, n + 1):
-            found = part(phase, unit)
-            if unit == n != like:
-                found, tails[phase] = same.without_extra_frees(found, expected)
-            elif unit < like and phase == "backward":
-                found, early = same.without_extra_frees(found, expected)
-            same.unify(found, expected, f"block {unit - 1} differs from block {like - 1}")
-        same.unify_if_equal(part(phase, 1), expected)
-        same.unify_gradients(part(phase, 1), expected)
-    units = {"embed": 0, "head": n + 1, "loss": n + 2} | ({"entry": 1, "block": like} if n else {})
-    parts = {"inputs": part("inputs", 0), "end": part("end", 0)}
-    for phase, suffix in SUFFIXES.items():
-        parts |= {f"{name}{suffix}": part(phase, unit) for name, unit in units.items()}
-    parts["head"] = [*tails.get("forward", []), *parts["head"]]
-    parts["head_casts"] += parts["loss_casts"]
-    parts["head_backward"] += tails.get("backward", [])
-    if n:
-        parts["entry_backward"] = [*early, *parts["entry_backward"]]
-    return same.numbered({name: parts.get(name, []) for name in PARTS})
+    return _Step(recorder, labels).parts()
 
 
-def representative(n_blocks: int) -> int:
-    """The unit that stands for all blocks but the first: the third, or the second of fewer than four.
+class _Step:
+    """A recorded step, in which blocks of one kind become one block.
 
-    The second may be special: of tensors that several blocks share (masks, say), the first blocks' backward
-    passes free them.
+    A block of a kind may free more than the others: in the forward pass the last one of its stack, in the
+    backward pass the first ones, which are the last to use what blocks share (masks, say). The next unit
+    frees that, or the stack's first one.
     """
-    return 3 if n_blocks > 3 else min(n_blocks, 2)
+
+    def __init__(self, recorder: Recorder, labels: Mapping[str, int]) -> None:
+        self.recorder, self.labels = recorder, labels
+        self.same = _Classes(recorder)
+        self.n = recorder.n_blocks
+        self.early: dict[int, dict[int, list[Event]]] = {}
+        self.by_section: dict[Section, list[Event]] = {}
+        for event in recorder.events:
+            if event.kind != "mark" or not 0 < event.section.unit <= self.n:
+                self.by_section.setdefault(event.section, []).append(event)
+        for section, found in self.by_section.items():
+            self.by_section[section] = list(_ordered(found))
+        for number, unit in enumerate(recorder.units, 1):
+            if unit.role != "between":
+                _check_own_gradients(self.part("backward", number), unit)
+
+    def part(self, phase: str, unit: int) -> list[Event]:
+        """The events of a unit in a phase."""
+        return self.by_section.get(Section(phase, unit), [])
+
+    def parts(self) -> Parts:
+        """The step, its blocks folded by kind."""
+        same, n = self.same, self.n
+        kinds = [[1], *self._folded()] if n else []
+        if like := self._like_first(kinds[1:]):
+            like += kinds.pop(0)
+            for phase in PHASES:
+                same.unify_if_equal(self.part(phase, 1), self.part(phase, like[0]))
+        kinds.sort(key=min)
+        names = [f"{ROLE_NAMES[self.unit(min(kind)).role]} {i}" for i, kind in enumerate(kinds, 1)]
+        names[:1] = [BLOCKS][: len(names)]
+        for unit, extra in self.early.items():
+            early = [event for number in sorted(extra, reverse=True) for event in extra[number]]
+            self.by_section.setdefault(Section("backward", unit), [])[:0] = early
+        same.unify_gradients([event for unit in range(n, 0, -1) for event in self.part("backward", unit)])
+        units = {"embed": 0, "head": n + 1, "loss": n + 2} | ({"entry": 1} if n else {})
+        units |= {part_of_kind(name): kind[0] for name, kind in zip(names, kinds, strict=True) if kind[0] > 1}
+        found = {"inputs": self.part("inputs", 0), "end": self.part("end", 0)}
+        for phase, suffix in SUFFIXES.items():
+            found |= {f"{name}{suffix}": self.part(phase, unit) for name, unit in units.items()}
+        found["head_casts"] = [*found["head_casts"], *found["loss_casts"]]
+        kind_of = {unit: i for i, kind in enumerate(kinds) for unit in kind}
+        runs = groupby(range(1, n + 1), key=lambda unit: names[kind_of[unit]])
+        paths = {self.unit(number).path: kind_of[number] for number in kind_of}
+        return same.numbered(
+            {name: found.get(name, []) for name in parts_with(names)},
+            like=kinds[kind_of[n]][0] if n else 0,
+            layers=tuple([Layers(name, len(list(run))) for name, run in runs]),
+            units={name: self.unit(kind[0]) for name, kind in zip(names, kinds, strict=True)},
+            labels={path: label for path, label in paths.items() if path},
+        )
+
+    def unit(self, number: int) -> Unit:
+        """The unit of a number."""
+        return self.recorder.units[number - 1]
+
+    def _folded(self) -> list[list[int]]:
+        """The units after the first by kind; the first of each list stands for the others."""
+        alike: dict[Hashable, list[int]] = {}
+        for number in range(2, self.n + 1):
+            unit = self.unit(number)
+            own = number if unit.role == "between" else self.labels.get(unit.path)
+            key = unit.stack, unit.role, unit.structure, own, self._core(number)
+            alike.setdefault(key, []).append(number)
+        found = []
+        for numbers in alike.values():
+            like = numbers[1] if len(numbers) > 2 else numbers[0]  # the first may be special
+            kind = [like]
+            for number in reversed(numbers):
+                if number != like and self._fold(number, like):
+                    kind.append(number)
+                elif number != like:
+                    found.append([number])
+            found.append(kind)
+        return found
+
+    def _core(self, number: int) -> Hashable:
+        """What a unit does, without its frees."""
+        events = [event for phase in PHASES for event in self.part(phase, number) if event.kind != "free"]
+        return tuple(map(self.same.content, events))
+
+    def _fold(self, number: int, like: int) -> bool:
+        """Make one block of two, if they do the same."""
+        stack, extra = self.unit(number).stack, {}
+        is_last = number == self.n or self.unit(number + 1).stack != stack
+        kept = {phase: self.part(phase, number) for phase in PHASES}
+        for phase in PHASES:
+            if is_last or (number < like and phase == "backward"):
+                kept[phase], extra[phase] = self.same.without_extra_frees(kept[phase], self.part(phase, like))
+        if not all(self.same.are_equal(kept[phase], self.part(phase, like)) for phase in PHASES):
+            return False
+        for phase in PHASES:
+            self.same.unify(kept[phase], self.part(phase, like))
+        if is_last:
+            for phase in PHASES:
+                after = self.by_section.setdefault(Section(phase, number + 1), [])
+                after[:] = [*extra[phase], *after] if phase == "forward" else [*after, *extra[phase]]
+        elif "backward" in extra:
+            first = next(i for i in range(1, number + 1) if self.unit(i).stack == stack)
+            self.early.setdefault(max(first - 1, 1), {})[number] = extra["backward"]
+        return True
+
+    def _like_first(self, kinds: Sequence[list[int]]) -> list[int] | None:
+        """The kind of the first unit: the one that does the same, else the next of its structure."""
+        if not self.n:
+            return None
+        first, core = self.unit(1), self._core(1)
+        label = self.labels.get(first.path)
+        found = [kind for kind in kinds if self.unit(kind[0])._replace(path="") == first._replace(path="")]
+        known = [kind for kind in found if self.labels.get(self.unit(kind[0]).path) == label]
+        return next((kind for kind in known if self._core(kind[0]) == core), next(iter(known), None))
 
 
 def _ordered(events: Iterable[Event]) -> Iterator[Event]:
@@ -116,14 +203,14 @@ def _ordered(events: Iterable[Event]) -> Iterator[Event]:
         yield from sorted(found, key=lambda event: event.storage) if kind == "free" else found
 
 
-def _check_own_gradients(found: Iterable[Event], unit: int, blocks: str) -> None:
+def _check_own_gradients(found: Iterable[Event], unit: Unit) -> None:
     """Raise if a block's backward pass makes the gradient of a parameter that is not the block's.
 
     It does for a parameter that blocks share, and for one of a module between two blocks.
     """
     for event in found:
-        if event.kind == "grad" and not event.detail.startswith(blocks):
-            raise Unlike(f"block {unit - 1} makes the gradient of {event.detail}, which is not its own")
+        if event.kind == "grad" and not event.detail.startswith(f"{unit.common}."):
+            raise Unlike(f"{unit.path} makes the gradient of {event.detail}, which is not its own")
 
 
 class _Classes:
@@ -145,37 +232,46 @@ class _Classes:
         first, second = sorted((self.of(one), self.of(other)))
         self._above[second] = first
 
+    def content(self, event: Event) -> Hashable:
+        """What happens, and the size and type of the storage that it happens to."""
+        stored = self._stored(event)
+        return event.kind, event.detail, stored.n_bytes, stored.dtype
+
     def _alike(self, one: Event, other: Event) -> bool:
-        if (one.kind, one.detail) != (other.kind, other.detail):
-            return False
-        mine, its = self._stored(one), self._stored(other)
-        return (mine.n_bytes, mine.dtype) == (its.n_bytes, its.dtype)
+        return self.content(one) == self.content(other)
+
+    def are_equal(self, found: Sequence[Event], like: Sequence[Event]) -> bool:
+        """Whether two blocks do the same to storages of equal sizes."""
+        return len(found) == len(like) and all(map(self._alike, found, like))
 
     def _stored(self, event: Event) -> Stored:
         return self.storages[event.storage] if event.storage >= 0 else Stored("", (), "", 0, 0)
 
-    def unify(self, found: Sequence[Event], like: Sequence[Event], what: str) -> None:
+    def unify(self, found: Sequence[Event], like: Sequence[Event]) -> None:
         """Make one buffer of the storages at each place of two equal blocks."""
-        for one, other in zip(found, like, strict=False):
-            if not self._alike(one, other):
-                raise Unlike(f"{what}: {self._text(one)}, where the other {self._text(other)}")
-        if len(found) != len(like):
-            raise Unlike(f"{what}: {len(found)} events, where the other has {len(like)}")
         for one, other in zip(found, like, strict=True):
             if one.storage >= 0 and other.storage >= 0:
                 self._join(one.storage, other.storage)
 
     def unify_if_equal(self, found: Sequence[Event], like: Sequence[Event]) -> None:
         """Make one buffer of the storages at each place of the first block, if it is equal to the others."""
-        if len(found) == len(like) and all(map(self._alike, found, like)):
-            self.unify(found, like, "")
+        if self.are_equal(found, like):
+            self.unify(found, like)
 
-    def unify_gradients(self, found: Iterable[Event], like: Iterable[Event]) -> None:
+    def unify_gradients(self, found: Iterable[Event]) -> None:
         """Make one buffer of the gradients of a parameter, also where all else differs."""
-        known = {event.detail: event.storage for event in like if event.kind == "grad"}
+        known: dict[str, int] = {}
         for event in found:
-            if event.kind == "grad" and event.detail in known:
-                self._join(event.storage, known[event.detail])
+            if event.kind == "grad":
+                self._join(event.storage, known.setdefault(event.detail, event.storage))
+
+    def unify_all(self, storages: Iterable[int]) -> bool:
+        """Make one buffer of storages, if they are of one size and type."""
+        found = [number for number in storages if number >= 0]
+        same = len({(self.storages[i].n_bytes, self.storages[i].dtype) for i in found}) == 1
+        for number in found if same else ():
+            self._join(found[0], number)
+        return same
 
     def without_extra_frees(
         self, found: Sequence[Event], like: Sequence[Event]
@@ -193,13 +289,21 @@ class _Classes:
                 kept.append(event)
         return kept, extra
 
-    def _text(self, event: Event) -> str:
-        stored = self._stored(event)
-        return f"has {event.kind} of {stored.name or event.detail} ({stored.n_bytes} bytes)"
+    def numbered(
+        self,
+        parts: Mapping[str, Sequence[Event]],
+        *,
+        like: int,
+        layers: tuple[Layers, ...],
+        units: Mapping[str, Unit],
+        labels: Mapping[str, int],
+    ) -> Parts:
+        """The parts with classes numbered in the order of their first event.
 
-    def numbered(self, parts: Mapping[str, Sequence[Event]]) -> Parts:
-        """The parts with classes numbered in the order of their first event."""
+        `like`: the block that stands for those which hand on what they are called with.
+        """
         recorder, numbers, n = self.recorder, {}, count()
+        hands_on = len(units) <= 1 or self._hands_on(like)
         made: dict[str, tuple[Event, ...]] = {}
         places: dict[tuple[str, str], int] = {}
         for part, events in parts.items():
@@ -221,7 +325,6 @@ class _Classes:
         def number(storage: int) -> int:
             return numbers.get(self.of(storage), -1) if storage >= 0 else -1
 
-        like = representative(recorder.n_blocks)
         kinds = {self.of(i): kind for i, kind in recorder.kinds.items()}
         return Parts(
             parts=made,
@@ -230,16 +333,29 @@ class _Classes:
             boundary=number(recorder.inputs.get(like, -1)),
             boundary_grad=number(recorder.output_grads.get(like, -1)),
             entry_requires_grad=recorder.entry_requires_grad,
-            cut=self._cut(number),
-            ends=_ends(places),
+            cut=self._cut(number, like) if hands_on else "its blocks hand on tensors of several sizes",
+            ends=_ends(places) if len({one.stack for one in recorder.units}) < 2 else SEVERAL_STACKS,
+            layers=layers,
+            like=units,
+            labels=labels,
         )
 
-    def _cut(self, number: Callable[[int], int]) -> Cut | str:
+    def _hands_on(self, like: int) -> bool:
+        """Make one buffer of what blocks of several kinds hand on, if it is of one size."""
+        recorder, others = self.recorder, range(2, self.recorder.n_blocks + 1)
+        outputs = [recorder.outputs[i] for i in range(1, recorder.n_blocks + 1) if i in recorder.outputs]
+        inputs = [recorder.inputs[i] for i in others if i in recorder.inputs]
+        grads = [recorder.output_grads[i] for i in recorder.output_grads if 0 < i <= recorder.n_blocks]
+        return self.unify_all([*inputs, *outputs]) and (not grads or self.unify_all(grads))
+
+    def _cut(self, number: Callable[[int], int], like: int) -> Cut | str:
         """How the recording is cut into stages, or why it cannot be."""
         recorder, n = self.recorder, self.recorder.n_blocks
+        if len({one.stack for one in recorder.units}) > 1:
+            return SEVERAL_STACKS
         entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
-        received = 1 if recorder.entry_requires_grad else representative(n)
-        freed = {e.storage: _end_of(e.section, n) for e in recorder.events if e.kind == "free"}
+        received = 1 if recorder.entry_requires_grad else like
+        freed = {e.storage: _end_of(e.section, n, like) for e in recorder.events if e.kind == "free"}
         entry_freed, last_freed = freed.get(entry, ""), freed.get(last, "")
         only_first = recorder.embedded - {entry}
         kept = {self.of(i) for i in range(len(self.storages)) if i not in only_first}
@@ -273,17 +389,19 @@ def _ends(places: Mapping[tuple[str, str], int]) -> Ends | str:
     return Ends(embed, head, *backward)
 
 
+SEVERAL_STACKS: Final = "its blocks are in several stacks"
+
 OUTER: Final = ("embed", "head")
 """The units of FSDP2 outside the blocks."""
 
 
-def _end_of(section: Section, n_blocks: int) -> str:
+def _end_of(section: Section, n_blocks: int, like: int) -> str:
     """The recording's part for a section of the embedding, the head, the first block or the end; else "".
 
     What the last block frees beyond the others is the head's.
     """
     phase, unit = section
-    if (phase, unit) == ("forward", n_blocks) and n_blocks != representative(n_blocks):
+    if (phase, unit) == ("forward", n_blocks) and n_blocks != like:
         unit += 1
     if phase == "end":
         return phase
@@ -376,8 +494,8 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
     """
     first = runs[0]
     for other in runs[1:]:
-        for part in PARTS:
-            mine, its = first.parts[part], other.parts[part]
+        for part, mine in first.parts.items():
+            its = other.parts.get(part, ())
             if [_skeleton(e) for e in mine] != [_skeleton(e) for e in its]:
                 raise Unlike(f"{part}: other things happen where sizes differ")
     buffers = [
@@ -388,7 +506,7 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
         part: tuple(
             [_event(events, points) for events in zip(*[run.parts[part] for run in runs], strict=True)]
         )
-        for part in PARTS
+        for part in first.parts
     }
     boundary = first.boundary, first.boundary_grad, first.entry_requires_grad
     return Recording(tuple(buffers), parts, *boundary, first.cut, first.ends)

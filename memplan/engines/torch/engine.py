@@ -8,11 +8,12 @@ from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, P
 from memplan.engines.torch.bounds import data_parallelism
 from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
+from memplan.engines.torch.sharding import padding_note
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import EMPTY, Block, Segment
 from memplan.hardware import gpu
-from memplan.models import Layers, Model
+from memplan.models import Layers, Model, counted_weights
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
 from memplan.shapes import Parameter
@@ -54,6 +55,16 @@ class TorchEngine(Engine):
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
             )
+        if plan.fsdp and not model.n_blocks:
+            yield (
+                f"{model.name} has no repeated blocks that are known: FSDP2 gathers it as one unit. Name its "
+                "lists of blocks, as --blocks model.layers, or memplan.trace(..., blocks='model.layers')."
+            )
+        padding = ""
+        if plan.fsdp and plan.tp == 1:
+            padding = padding_note(counted_weights(model), plan.dp, plan.formats.gather.itemsize)
+        if padding:
+            yield padding
         version = torch_options(plan).torch_version
         if version != "2.13":
             yield (

@@ -202,7 +202,7 @@ class FSDPModule(StageModule[FsdpState]):
         trace, units = self.trace, self.units
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
-        order = [*[group for group, *_ in rows], units.embed]
+        order = list(_next_units([*[group for group, *_ in rows], units.embed]))
         rows = rows if trace.blocks_require_grad else []
         n_before = trace.n_loss_backward if units.head is None else trace.ends.head_backward
         loss, head = self._added_parts(trace.head_backward, n_before)
@@ -213,6 +213,8 @@ class FSDPModule(StageModule[FsdpState]):
         parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
+            if not any(segment.events for segment, _ in segments):
+                continue
             turns = [*self.pre_backward(group, following)]
             for segment, n in segments:
                 body = self._added(segment)
@@ -333,12 +335,23 @@ class FSDPModule(StageModule[FsdpState]):
         self, order: Iterable[tuple[Segment, int]], *, late: bool
     ) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int, bool]]:
         """The blocks' backward passes by unit, and whether the unit's post-backward runs in its turn."""
-        ahead = self.stage.n_blocks
+        ahead, n_not_visited = self.stage.n_blocks, self._n_not_visited
         for group, row, times in grouped(order, reversed(self.units.rows)):
             size = sum([n for _, n in row])
             ahead = ahead - times * size
             in_its_turn = not late or size > 1 or ahead >= self.n_recomputed
-            yield group, row, times, in_its_turn and (ahead > 0 or self._takes_grad)
+            takes_grad = ahead > n_not_visited or (not n_not_visited and self._takes_grad)
+            yield group, row, times, in_its_turn and takes_grad
+
+    @property
+    def _n_not_visited(self) -> int:
+        """How many of the first blocks the backward pass does not come to: nothing is trained up to them."""
+        found = 0
+        for i, (block, n) in enumerate(self.stage.blocks):
+            if block.backward.events or (i == 0 and block.entry_backward.events):
+                return found
+            found += n
+        return 0
 
     @property
     def _takes_grad(self) -> bool:
@@ -351,12 +364,14 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         yield from self._freed(self.units.embed)
-        if self.trace.blocks_require_grad:
-            yield from self.post_backward(self.units.rows[0].group)
-            return
-        for group, _, times in self.units.rows:
-            for n in (1, times - 1):
+        left = self._n_not_visited if self.trace.blocks_require_grad else self.stage.n_blocks
+        for group, size, times in self.units.rows:
+            if left < max(size, 1):
+                yield from self.post_backward(group) if self.trace.blocks_require_grad else ()
+                return
+            for n in (1, min(times, left // size) - 1):
                 yield from repeatedly(self._freed(group), n)
+            left -= times * size
 
     def _freed(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group that the backward pass did not use."""
@@ -440,6 +455,11 @@ class FSDPModule(StageModule[FsdpState]):
         """What happens to each of the stage's groups, one after the other."""
         for group, times in self.units:
             yield from repeatedly(play(group), times)
+
+
+def _next_units(order: Sequence[ParamGroup | None]) -> Iterator[ParamGroup | None]:
+    """At each place the unit there, or the next one where there is none."""
+    return (next((unit for unit in order[place:] if unit is not None), None) for place in range(len(order)))
 
 
 def opened_when_called(

@@ -341,7 +341,7 @@ class Units:
     def __init__(self, stage: Stage, dp_rank: int) -> None:
         options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
-        blocks = [EqualParameters(parameters, n) for parameters, n in stage.block_parameters]
+        blocks = [(EqualParameters(own, n), role) for own, n, role in stage.block_parameters]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -350,7 +350,7 @@ class Units:
         self.root = self.embed = self.head = None
         self.rows: list[Row] = []
         if options.fsdp_units == "model":
-            self.root = unit("root", embed, *blocks, head, reshards=False)
+            self.root = unit("root", embed, *[part for part, _ in blocks], head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
             return
         if options.fsdp_units == "block":
@@ -358,11 +358,16 @@ class Units:
         else:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
-        for shared, times in _rows_of(blocks, options.fsdp_blocks):
-            size = sum([part.n for part in shared])
-            if shared not in made:
-                made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
-            self.rows.append(Row(made[shared], size, times))
+        for role, run in groupby(blocks, key=lambda block: block[1]):
+            own = [part for part, _ in run]
+            if role in ("between", "idle"):
+                self.rows.append(Row(None, sum([part.n for part in own]), 1))
+                continue
+            for shared, times in _rows_of(own, options.fsdp_blocks if role == "block" else 1):
+                size = sum([part.n for part in shared])
+                if shared not in made:
+                    made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
+                self.rows.append(Row(made[shared], size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Each different unit in module order, and how often it occurs."""

@@ -136,7 +136,7 @@ def _modules(stage: Stage) -> Iterator[tuple[Sequence[Parameter], tuple[Buffer, 
     """The parameters and the buffers of a stage's modules in their order: the embedding, blocks, the head."""
     model, head = stage.model, stage.trace.head_parameters
     yield stage.trace.embed_parameters, stage.embedding_buffers
-    for parameters, n in stage.block_parameters:
+    for parameters, n, _ in stage.block_parameters:
         yield from [(parameters, ())] * n
     after = model.made_after_buffers
     output = [one for one in head if after and one.name.startswith(f"{after}.")]

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from functools import lru_cache
 from heapq import heapreplace
+from math import prod
 from typing import Final
 
 from memplan.record import Collective
-from memplan.shapes import Parameter
-from memplan.units import MiB
+from memplan.shapes import Parameter, Shape
+from memplan.units import MiB, human_bytes
 
 DDP_FIRST_BUCKET_BYTES: Final = 1 * MiB
 DDP_BUCKET_BYTES: Final = 25 * MiB
@@ -45,6 +46,37 @@ def padded_shard_elements(parameter: Parameter, n_shards: int) -> int:
     """Elements of every rank's shard after padding to equal rows, as it is gathered and reduced."""
     rows = parameter.shape[0]
     return padded_rows(rows, n_shards) * (parameter.n_elements // rows)
+
+
+MUCH_PADDING: Final = 0.1
+"""The part of the weights from which on padding is worth a note."""
+
+
+def padding_note(weights: Iterable[tuple[str, Shape, int]], n_shards: int, itemsize: int) -> str:
+    """A sentence about weights with fewer rows than shards, if the padding is much; else an empty one.
+
+    `weights`: name, shape and number of equal ones; `itemsize`: the bytes of an element as it is gathered.
+
+    >>> padding_note([("experts", (8, 100, 10), 4), ("table", (1000, 10), 1)], 64, 2)[:72]
+    'experts has 8 rows (dim 0) for 64 shards: FSDP2 leaves 56 ranks without '
+    """
+    few, n_gathered, n_padded = [], 0, 0
+    for name, shape, n in weights:
+        rows, *others = shape or (1,)
+        n_gathered += n * rows * prod(others)
+        if rows < n_shards:
+            few.append((n * (n_shards - rows) * prod(others), rows, name))
+            n_padded += few[-1][0]
+    if n_padded < MUCH_PADDING * n_gathered:
+        return ""
+    _, rows, name = max(few)
+    return (
+        f"{name} has {rows} rows (dim 0) for {n_shards} shards: FSDP2 leaves {n_shards - rows} ranks without "
+        f"a part of it and pads what is gathered {n_shards / rows:.3g} times. Padding of all such weights is "
+        f"{human_bytes(n_padded * itemsize)}, beside {human_bytes(n_gathered * itemsize)} of weights. Shard "
+        f"over fewer ranks with dp_replicate={n_shards // rows}, dp={rows}; to shard another dim is not "
+        "modelled."
+    )
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, with
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Layers, Model, TracedModel
+from memplan.models.base import Role as BlockRole
 from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
@@ -165,10 +166,10 @@ class Stage:
         return tuple(found)
 
     @cached_property
-    def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
-        """The parameters of one block of each run, and the run's length."""
+    def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int, BlockRole], ...]:
+        """The parameters of one block of each run, the run's length, and what its blocks are."""
         known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
-        return tuple([(known[kind], n) for kind, n in self.layers])
+        return tuple([(known[kind], n, self.model.role(kind)) for kind, n in self.layers])
 
     @property
     def counted_parts(self) -> list[tuple[tuple[Parameter, ...], int]]:
@@ -188,7 +189,7 @@ class Stage:
 
     def parameters(self) -> list[Parameter]:
         """Every parameter, in the module's order."""
-        blocks = [parameter for parameters, n in self.block_parameters for parameter in parameters * n]
+        blocks = [parameter for parameters, n, _ in self.block_parameters for parameter in parameters * n]
         return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
 
 

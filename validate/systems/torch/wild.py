@@ -179,6 +179,14 @@ def _tokens(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
     return {"input_ids": ids, "labels": ids}
 
 
+def _speech(samples: int, seq_len: int, generator: torch.Generator) -> Inputs:
+    heard = torch.randn(samples, 20, 100, generator=generator)
+    return {
+        "input_features": heard,
+        "labels": torch.randint(3, VOCABULARY, (samples, seq_len), generator=generator),
+    }
+
+
 OF_IMAGES: Final = {
     **{name: WIDTHS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
     "num_hidden_layers": 4,
@@ -495,6 +503,68 @@ IN_FP16: Final = (
 WILD: Final[Mapping[str, Wild]] = {**IN_SMALL, **AT_TRUE_SIZE}
 """Other people's modules, by the name of their trace."""
 
+EXPERTS: Final = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+TALL: Final = {**GROUPED, "head_dim": 16}
+
+OF_SEVERAL_KINDS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM", "DeepseekV3Config",
+        {**WIDTHS, **EXPERTS, "num_hidden_layers": 6, "first_k_dense_replace": 2, "n_routed_experts": 8,
+         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+         "v_head_dim": 16, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM", "Glm4MoeConfig",
+        {**TALL, **EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1},
+    ),
+    "llama4-text": (
+        "Llama4ForCausalLM", "Llama4TextConfig",
+        {**TALL, "num_hidden_layers": 8, "intermediate_size_mlp": 176, "num_local_experts": 4,
+         "interleave_moe_layer_step": 2},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {**TALL, "num_hidden_layers": 8}),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+        {**TALL, **EXPERTS, "num_hidden_layers": 6, "num_experts": 8, "shared_expert_intermediate_size": 64,
+         "decoder_sparse_step": 2},
+    ),
+    "gemma3-mixed": (
+        "Gemma3ForCausalLM", "Gemma3TextConfig", {**TALL, "num_hidden_layers": 13, "sliding_window": 16},
+    ),
+    "gpt-oss-mixed": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {**TALL, "num_hidden_layers": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "sliding_window": 16},
+    ),
+    "t5-deep": (*LANGUAGE["t5"][:2], {**LANGUAGE["t5"][2], "num_layers": 5}),
+    "bart-deep": (*LANGUAGE["bart"][:2], {**LANGUAGE["bart"][2], "encoder_layers": 4, "decoder_layers": 5}),
+}  # fmt: skip
+"""Class, class of its configuration, and sizes of models with blocks of several kinds or in two stacks."""
+
+IN_STACKS: Final[Mapping[str, Wild]] = {
+    **{
+        f"hf-{name}": Wild(
+            module=_language(*how, use_cache=False), inputs=_tokens, seq_len=64, package="transformers"
+        )
+        for name, how in OF_SEVERAL_KINDS.items()
+    },
+    "hf-vit-whole": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
+    "hf-clip-whole": Wild(module=_clip, inputs=_labelled_images, package="transformers"),
+    "hf-whisper": Wild(
+        module=_language(
+            "WhisperForConditionalGeneration", "WhisperConfig",
+            {"d_model": WIDTH, "encoder_layers": 3, "decoder_layers": 5, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 176, "decoder_ffn_dim": 176, "dropout": 0.0,
+             "vocab_size": VOCABULARY, "num_mel_bins": 20, "max_source_positions": 50,
+             "max_target_positions": 128, "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1,
+             "eos_token_id": 2},
+            use_cache=False,
+        ),
+        inputs=_speech, seq_len=64, package="transformers",
+    ),
+}  # fmt: skip
+"""Small ones with blocks of several kinds or in several stacks."""
+
 
 def wild_named(name: str) -> Wild:
     """How a module is made and called: one of `WILD`, or an architecture of transformers in small.
@@ -502,8 +572,8 @@ def wild_named(name: str) -> Wild:
     Raises:
         UnknownName: with the nearest name.
     """
-    if name in WILD:
-        return WILD[name]
+    if found := {**WILD, **IN_STACKS}.get(name):
+        return found
     if not is_architecture(name):
         raise unknown_name("module", name, WILD)
     return Wild(module=partial(small_module, name), inputs=_tokens, seq_len=64, package="transformers")
@@ -609,17 +679,18 @@ def wild_modules(
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
-        own, path = _blocks(module, model), ""
+        stacks, path = _stacks(module, model), ""
         if plan.recompute == "full":
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
         if plan.pp > 1:
+            (own,) = stacks
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
-            own = list(module.module.get_submodule(path).children())
+            stacks = [list(module.module.get_submodule(path).children())]
         if plan.recompute == "full":
-            _checkpoint_only(own[: plan.recompute_blocks], module)
+            _checkpoint_only([one for own in stacks for one in own][: plan.recompute_blocks], module)
         if plan.fsdp and mesh is not None:
-            shard_weights(module, _units(module, own, plan), plan, mesh)
+            shard_weights(module, _units(module, stacks, plan), plan, mesh)
         materialised(module, device)
         if plan.ddp and mesh is not None:
             module = replicated(module, plan, mesh["dp"])
@@ -627,14 +698,17 @@ def wild_modules(
     return found
 
 
-def _units(module: nn.Module, blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:
+def _units(
+    module: nn.Module, stacks: list[list[nn.Module]], plan: Plan
+) -> Iterator[nn.Module | list[nn.Module]]:
     """FSDP2's units below the root: the modules before the blocks, each block, the modules after them."""
-    within = {id(parameter) for block in blocks for parameter in block.parameters()}
+    within = {id(parameter) for own in stacks for block in own for parameter in block.parameters()}
     is_block = [(id(parameter) in within, name) for name, parameter in module.named_parameters()]
     rows = [[name for _, name in row] for inside, row in groupby(is_block, key=itemgetter(0)) if not inside]
     for paths in map(modules_with, rows if torch_options(plan).fsdp_units == "block+ends" else ()):
         yield [module.get_submodule(path) for path in paths]
-    yield from units_of_blocks(blocks, plan)
+    for blocks in stacks:
+        yield from units_of_blocks(blocks, plan)
 
 
 def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
@@ -645,13 +719,17 @@ def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
             one.gradient_checkpointing = False
 
 
-def _blocks(module: nn.Module, model: TracedModel | Decoder) -> list[nn.Module]:
-    """The equal blocks of a module."""
+def _stacks(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
+    """The stacks of blocks of a module, in its order."""
     if isinstance(model, TracedModel):
-        path = model.blocks.removesuffix(".*")
-        return list(module.get_submodule(path).children()) if path else []
+        owners = [module.get_submodule(path.removesuffix(".*")) for path in model.blocks]
+        lists = [list(owner.children()) for owner in owners]
+        return [
+            own if path.endswith(".*") else [owner]
+            for own, path, owner in zip(lists, model.blocks, owners, strict=True)
+        ]
     lists = [list(one) for one in module.modules() if isinstance(one, nn.ModuleList)]
-    return next(blocks for blocks in lists if len(blocks) == model.n_layers)
+    return [next(blocks for blocks in lists if len(blocks) == model.n_layers)]
 
 
 def wild_passes(
