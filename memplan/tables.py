@@ -169,8 +169,9 @@ def _header(estimate: Estimate) -> str:
     how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
     how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
     options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
+    layers = f"{model.n_blocks} layers" if model.n_blocks else "no repeated blocks"
     lines = {
-        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
+        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {layers}",
         "code": f"{model.implementation}: {model.code}",
         "cluster": place,
         "mesh": f"{plan.mesh_text}, {how}",

@@ -60,6 +60,12 @@ def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") 
     )
 
 
+def blocks_option() -> Callable[[F], F]:
+    """The flag that names the lists of blocks of one's own module."""
+    text = "Lists of blocks of your own module, as model.layers; left out: what looks like blocks."
+    return click.option("--blocks", metavar="PATH,...", help=text)
+
+
 def implementation_option() -> Callable[[F], F]:
     """The flag that says whose code trains a model."""
     return click.option(

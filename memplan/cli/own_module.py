@@ -11,7 +11,13 @@ from memplan.models import Model
 
 def module_traced(name: str, device: Any, cluster: Any = None, **options: Any) -> str | Model:
     """The model of `package.module:factory`, traced for the device or the cluster's; other text unchanged."""
+    options = {key: value for key, value in options.items() if value is not None}
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
+        if "blocks" in options:
+            raise Refused(
+                f"--blocks names lists of your own module, which {one_line(name)} is not; give "
+                "package.module:factory, or leave it out."
+            )
         return name
     try:
         from memplan.tracing.factory import traced_from_factory  # imports torch, which the module needs too
