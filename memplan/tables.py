@@ -187,7 +187,8 @@ def _plan(estimate: Estimate) -> str:
     how += [f"schedule={plan.schedule}"] if plan.pp > 1 else []
     options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
     how += [f"{name}={value}" for name, value in options.items() if name not in HEADED]
-    size = f"{estimate.n_parameters:,} parameters, {model.n_blocks} layers; code: {model.code}"
+    layers = f"{model.n_blocks} layers" if model.n_blocks else "no repeated blocks"
+    size = f"{estimate.n_parameters:,} parameters, {layers}; code: {model.code}"
     return "\n".join(map(wrapped, [f"{', '.join(how)}; {batch_text(plan)}", size]))
 
 

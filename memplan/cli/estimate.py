@@ -4,7 +4,14 @@ from typing import Any, Final, get_args
 
 import click
 
-from memplan.cli.flags import PlanCommand, choice_option, cluster_options, implementation_option, plan_options
+from memplan.cli.flags import (
+    PlanCommand,
+    blocks_option,
+    choice_option,
+    cluster_options,
+    implementation_option,
+    plan_options,
+)
 from memplan.cli.launcher_files import file_options, with_file
 from memplan.cli.output import print_json, print_verdict_first
 from memplan.cli.own_module import model_of
@@ -27,12 +34,15 @@ EXAMPLES: Final = (
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @choice_option("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")
+@blocks_option()
 @click.option(
     "--details", is_flag=True, help="Also the verdict's reasons, every collective, the time's parts."
 )
 @click.option("--ledger", is_flag=True, help="Also every named tensor at the worst instant.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def command(model: str | None, *, details: bool, ledger: bool, as_json: bool, **asked: Any) -> None:
+def command(
+    model: str | None, *, blocks: str | None, details: bool, ledger: bool, as_json: bool, **asked: Any
+) -> None:
     """What a plan asks of each GPU.
 
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
@@ -41,7 +51,7 @@ def command(model: str | None, *, details: bool, ledger: bool, as_json: bool, **
     A file of torchtitan names it too.
     """
     model, asked = with_file(model, asked)
-    result = estimate(model_of(model), **asked)
+    result = estimate(model_of(model, blocks), **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}

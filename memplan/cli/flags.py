@@ -67,6 +67,12 @@ def cluster_options(
     )
 
 
+def blocks_option() -> Callable[[F], F]:
+    """The flag that names the lists of blocks of one's own module."""
+    text = "Lists of blocks of your own module, as model.layers; left out: what looks like blocks."
+    return click.option("--blocks", metavar="PATH,...", help=text)
+
+
 def implementation_option() -> Callable[[F], F]:
     """The flags that say whose code trains a model, and whether a trace that was kept is one to use."""
     return _all_of(

@@ -156,6 +156,7 @@ def _recorded(
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
         blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
+        has_blocks=model.n_layers > 0,
     )
 
 
@@ -245,8 +246,6 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
             "trace it again, or use pp=1.",
             kind="a pipeline of a model whose trace does not say how to cut it",
         )
-    if isinstance(recording.cut, str):
-        why = recording.cut
     if recording.boundary_grad < 0:
         why = "nothing is trained in the blocks or before them"
     if any(one.name.startswith(model.blocks[0][:-1]) for one in model.module_buffers):
@@ -255,6 +254,8 @@ def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
         found = {event.parameter for event in recording.parts[f"{name}_backward"] if event.kind == "grad"}
         if found != {one.name for one in parameters if one.requires_grad}:
             why = "what comes before and after the blocks is not in this order in the module"
+    if isinstance(recording.cut, str):
+        why = recording.cut
     if isinstance(recording.cut, str) or why:
         raise MissingRule(
             f"pp: {model.name} cannot be cut into stages ({why}); use pp=1.",

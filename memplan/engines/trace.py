@@ -95,6 +95,7 @@ class Trace:
         blocks_require_grad: whether a backward pass goes through the blocks, for something that is trained in
             or before them.
         entry_requires_grad: whether it goes on to the embedding.
+        has_blocks: whether the model has any; if not, all of it is before them.
     """
 
     cast_inputs: Segment = EMPTY
@@ -123,6 +124,7 @@ class Trace:
     in_flight: tuple[Buffer, ...] = ()
     blocks_require_grad: bool = True
     entry_requires_grad: bool = True
+    has_blocks: bool = True
 
     def gradients(self) -> dict[Parameter, Buffer]:
         """The buffer of each parameter's gradient after a backward pass."""

@@ -294,6 +294,7 @@ class TracedModel(Model):
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
         neglects: the operations whose workspaces are not in the trace, but for what is `asked`.
         asked: the workspaces of convolutions as cuDNN was asked, for some GPUs and micro-batches.
+        attention: "eager" if transformers' eager attention was traced; else "".
         unused: the parameters that require a gradient and get none; they take what frozen ones take.
     """
 
@@ -317,6 +318,7 @@ class TracedModel(Model):
     limits: tuple[int, int] | None = None
     neglects: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    attention: str = ""
     asked: Asked = field(default=Asked(), repr=False)
     digest: str = field(default="", init=False, repr=False)
 
@@ -336,6 +338,17 @@ class TracedModel(Model):
         return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
 
     def notes(self, device: Device, micro_batch: int) -> Iterator[str]:
+        idle = sum([n for kind, n in self.layers if self.role(kind) == "idle"])
+        if idle:
+            yield (
+                f"{idle} blocks of {self.name} are never called by the inputs it was traced with: their "
+                "weights are held, and nothing else of them is counted."
+            )
+        if self.attention == "eager":
+            yield (
+                f"{self.name} was traced with eager attention, which keeps the scores of all pairs of tokens "
+                "for the backward pass; a fused kernel (flash attention with sinks, say) would not."
+            )
         known = self.asked.knows(device.name, micro_batch)
         if known:
             yield (
@@ -513,6 +526,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "limits": model.limits,
         **({"neglects": model.neglects} if model.neglects else {}),
         **({"unused": model.unused} if model.unused else {}),
+        **({"attention": model.attention} if model.attention else {}),
         "tied": model.tied,
         "embed_parameters": _plain_tensors(model.embed_parameters),
         **({"block_parameters": plain_kinds[BLOCKS][1]} if of_one_kind else {"kinds": plain_kinds}),
@@ -700,6 +714,7 @@ def _model(data: Any) -> TracedModel:
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
         unused=_texts(of("unused", list | None) or [], "unused"),
+        attention=of("attention", str | None) or "",
         asked=Asked() if asked is None else _asked(_Reader(asked), known.convolutions),
         tied=of("tied", bool),
         recordings=recordings,

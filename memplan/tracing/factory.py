@@ -60,13 +60,17 @@ def traced_example(
         MemplanError: as `memplan.trace`.
     """
     asked = {"device": device, **({"precisions": precisions} if precisions else {})}
-    given = asked | _arguments(made, what)
+    given = asked | arguments_of(made, what)
     with told(type(given["module"]).__name__, given["device"]):
         return trace(**given)
 
 
-def _arguments(made: Any, what: str) -> dict[str, Any]:
-    """The arguments of `memplan.trace`."""
+def arguments_of(made: Any, what: str) -> dict[str, Any]:
+    """The arguments of `memplan.trace` that a form stands for.
+
+    Raises:
+        InvalidValue: another value, or a module alone whose inputs nobody knows.
+    """
     match made:
         case nn.Module():
             return {"module": made, "example_inputs": _known_inputs(made, what)}
@@ -79,7 +83,7 @@ def _arguments(made: Any, what: str) -> dict[str, Any]:
             for key in made:
                 if key not in known:
                     raise unknown_name(f"key of {what}", key, known)
-            return {**made} if "example_inputs" in made else {**_arguments(module, what), **made}
+            return {**made} if "example_inputs" in made else {**arguments_of(module, what), **made}
     raise InvalidValue(f"{what} is {shown_value(made)}; give {FORMS}.")
 
 

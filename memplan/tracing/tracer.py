@@ -878,6 +878,7 @@ def _model(
         limits=limits,
         neglects=tuple(tracer.neglected),
         unused=tuple(sorted(unused)),
+        attention="eager" if getattr(config, "_attn_implementation", None) == "eager" else "",
     )
 
 

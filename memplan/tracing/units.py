@@ -208,8 +208,9 @@ def _check_own_gradients(found: Iterable[Event], unit: Unit) -> None:
 
     It does for a parameter that blocks share, and for one of a module between two blocks.
     """
+    own = f"{unit.common}.", f"{unit.common}{unit.structure + 1}."
     for event in found:
-        if event.kind == "grad" and not event.detail.startswith(f"{unit.common}."):
+        if event.kind == "grad" and not event.detail.startswith(own):
             raise Unlike(f"{unit.path} makes the gradient of {event.detail}, which is not its own")
 
 
@@ -300,10 +301,10 @@ class _Classes:
     ) -> Parts:
         """The parts with classes numbered in the order of their first event.
 
-        `like`: the block that stands for those which hand on what they are called with.
+        `like`: the block that stands for the last one's kind.
         """
         recorder, numbers, n = self.recorder, {}, count()
-        hands_on = len(units) <= 1 or self._hands_on(like)
+        hands_on = len(units) <= 1 or self._is_of_several_stacks or self._hands_on()
         made: dict[str, tuple[Event, ...]] = {}
         places: dict[tuple[str, str], int] = {}
         for part, events in parts.items():
@@ -334,24 +335,28 @@ class _Classes:
             boundary_grad=number(recorder.output_grads.get(like, -1)),
             entry_requires_grad=recorder.entry_requires_grad,
             cut=self._cut(number, like) if hands_on else "its blocks hand on tensors of several sizes",
-            ends=_ends(places) if len({one.stack for one in recorder.units}) < 2 else SEVERAL_STACKS,
+            ends=SEVERAL_STACKS if self._is_of_several_stacks else _ends(places),
             layers=layers,
             like=units,
             labels=labels,
         )
 
-    def _hands_on(self, like: int) -> bool:
+    @property
+    def _is_of_several_stacks(self) -> bool:
+        return len({one.stack for one in self.recorder.units}) > 1
+
+    def _hands_on(self) -> bool:
         """Make one buffer of what blocks of several kinds hand on, if it is of one size."""
         recorder, others = self.recorder, range(2, self.recorder.n_blocks + 1)
         outputs = [recorder.outputs[i] for i in range(1, recorder.n_blocks + 1) if i in recorder.outputs]
         inputs = [recorder.inputs[i] for i in others if i in recorder.inputs]
-        grads = [recorder.output_grads[i] for i in recorder.output_grads if 0 < i <= recorder.n_blocks]
+        grads = [storage for i, storage in recorder.output_grads.items() if 0 < i < recorder.n_blocks]
         return self.unify_all([*inputs, *outputs]) and (not grads or self.unify_all(grads))
 
     def _cut(self, number: Callable[[int], int], like: int) -> Cut | str:
         """How the recording is cut into stages, or why it cannot be."""
         recorder, n = self.recorder, self.recorder.n_blocks
-        if len({one.stack for one in recorder.units}) > 1:
+        if self._is_of_several_stacks:
             return SEVERAL_STACKS
         entry, last = recorder.inputs.get(1, -1), recorder.outputs.get(n, -1)
         received = 1 if recorder.entry_requires_grad else like

@@ -14,7 +14,7 @@ from itertools import groupby, islice, repeat
 from typing import Final, NamedTuple, final
 
 from memplan.engines.split import BlockRuns
-from memplan.engines.torch.module import StageModule, backward_order, from_outside
+from memplan.engines.torch.module import StageModule, backward_order, before_blocks, from_outside
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, Trace, buffer_in, gradients
@@ -280,7 +280,7 @@ class _Backward:
         trace, own, name = self.trace, self.reducer, "backward: end"
         embed = self._ready(trace.embed_backward)
         if not (own.has_late and (self.drops or self.reduces or own.partial)):
-            yield events("backward: embedding", embed)
+            yield before_blocks(trace, "backward", embed)
             return
         whole = [p for p in trace.embed_parameters if not p.is_divided]
         table = [p for p in trace.embed_parameters if p.is_divided]

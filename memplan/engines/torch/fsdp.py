@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
-from memplan.engines.torch.module import StageModule, added_to_older, backward_order, from_outside
+from memplan.engines.torch.module import (
+    StageModule,
+    added_to_older,
+    backward_order,
+    before_blocks,
+    from_outside,
+)
 from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, buffer_in
@@ -164,13 +170,14 @@ class FSDPModule(StageModule[FsdpState]):
 
         def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
             if group is None:
-                return segment.stretch(name)
+                return before_blocks(trace, "forward", segment.events) if whole else segment.stretch(name)
             cuts = pairwise((0, *places, len(segment.events)))
             before, own, after = ((segment.events[start:stop], 1) for start, stop in cuts)
             return in_order(name, (before, *self.pre_forward(group), own, *self.post_forward(group), after))
 
+        whole = not trace.has_blocks
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
-        parts.append(in_order("forward: embedding", self.pre_forward(units.root)))
+        parts.append(in_order(f"forward: {'module' if whole else 'embedding'}", self.pre_forward(units.root)))
         parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
             passed = [(segment.events, n) for segment, n in segments]
@@ -225,11 +232,14 @@ class FSDPModule(StageModule[FsdpState]):
         goes_on = trace.entry_requires_grad and trace.blocks_require_grad
         before, embed = self._added_parts(trace.embed_backward, trace.ends.embed_backward)
         turns = [(before, 1), *(self.pre_backward(units.embed, None) if goes_on else ()), (embed, 1)]
+        if whole := not trace.has_blocks:
+            parts.append(before_blocks(trace, "backward", (*before, *embed)))
+            turns = []
         turns += self.post_backward(units.root)
         turns += self._late() if late else ()
         turns += self.post_backward(units.embed) if goes_on else self._not_visited()
         turns += self.finalize_backward()
-        parts.append(in_order("backward: embedding", turns))
+        parts.append(in_order(f"backward: {'module' if whole else 'embedding'}", turns))
         self._passed_backward(made_grads=self.pipelined)
         return chain("backward", *parts, *self.returned())
 

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, cast, final
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast, final
 
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Block, Segment
+from memplan.engines.trace import Block, Segment, Trace
 from memplan.orders import ActionKind
 from memplan.record import (
     AccumulateGrad,
@@ -148,7 +149,7 @@ class StageModule(ABC, Generic[State]):
     def _forward(self, release: Stretch | None) -> Stretch:
         blocks = (repeated(segment.stretch("forward: block"), n) for segment, n in self.stage.forward_order)
         casts = self.trace.cast_inputs.stretch("forward: casts of inputs")
-        embedding = self.trace.embed.stretch("forward: embedding")
+        embedding = before_blocks(self.trace, "forward", self.trace.embed.events)
         return chain("forward", casts, embedding, *blocks, *self._forward_end(release))
 
     def _forward_end(self, release: Stretch | None) -> list[Stretch]:
@@ -228,7 +229,7 @@ class PlainModule(StageModule[PlainState]):
             "backward",
             events("backward: loss and head", self._added(self.trace.head_backward)),
             *self._blocks(),
-            events("backward: embedding", self._added(self.trace.embed_backward)),
+            before_blocks(self.trace, "backward", self._added(self.trace.embed_backward)),
             *self.returned(),
         )
         self._made_grads()
@@ -268,6 +269,31 @@ def turns(n: int, cuts: set[int], turn: Callable[[int], Stretch], module: StageM
     for start, stop in pairwise(sorted(cut for cut in cuts if 0 <= cut <= n)):
         found += repeat(stop - start, partial(turn, start), [module])
     return found
+
+
+def before_blocks(trace: Trace, phase: Literal["forward", "backward"], found: Sequence[Event]) -> Stretch:
+    """A pass through what comes before the blocks; of a module without blocks by the module's own parts."""
+    if trace.has_blocks:
+        return events(f"{phase}: embedding", found)
+    parts = groupby(zip(_parts_of(phase, found), found, strict=True), key=itemgetter(0))
+    return chain(phase, *[events(f"{phase}: {part}", [e for _, e in own]) for part, own in parts])
+
+
+def _parts_of(phase: Literal["forward", "backward"], found: Sequence[Event]) -> list[str]:
+    """The child of a module in which each event happens.
+
+    In the forward pass that is told by the names of results (child: operation), in the backward pass by the
+    parameter whose gradient comes next.
+    """
+    names, part = [], "module"
+    for event in found if phase == "forward" else reversed(found):
+        match event:
+            case Alloc(buffer) if phase == "forward" and ": " in buffer.name:
+                part = buffer.name.partition(":")[0].partition(".")[0]
+            case AccumulateGrad(parameter=parameter):
+                part = parameter.name.partition(".")[0]
+        names.append(part)
+    return names if phase == "forward" else names[::-1]
 
 
 def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:

@@ -283,19 +283,24 @@ def _check_traced(model: Model, plan: Plan) -> None:
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
     traced_alone = (
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
-        (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no equal blocks"),
+        (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no blocks"),
+        (
+            plan.recompute_blocks is not None and model.n_stacks > 1,
+            f"recompute_blocks={plan.recompute_blocks}",
+            "all blocks: they are in several stacks",
+        ),
         (plan.splits_backward, f"schedule={plan.schedule!r}", "schedule='interleaved-1f1b'"),
         (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
         (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
         (
             plan.recompute == "full" and not model.n_layers,
             "recompute='full'",
-            "recompute='none': it has no equal blocks",
+            "recompute='none': it has no blocks",
         ),
         (
             options.fsdp_units == "block+ends" and not model.n_layers,
             "fsdp_units='block+ends'",
-            "fsdp_units='model': it has no equal blocks",
+            "fsdp_units='model': it has no blocks",
         ),
         (
             plan.fsdp and bool(integers),

@@ -55,7 +55,8 @@ class Wild:
     """A module of someone else's: how it is made, and what it is called with.
 
     `inputs` makes the inputs for a number of samples and tokens; one named `targets` is for the loss only
-    (`loss_of`). A module of true size is for a GPU, with a micro-batch of `gpu_batch`.
+    (`loss_of`). A module of true size is for a GPU, with a micro-batch of `gpu_batch`; `context` is its
+    trained length, where that is longer than `seq_len`.
     """
 
     module: Callable[[], nn.Module]
@@ -63,6 +64,7 @@ class Wild:
     seq_len: int = 1
     package: str = "torch"
     gpu_batch: int | None = None
+    context: int | None = None
 
 
 def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
@@ -372,10 +374,18 @@ class Encoder(nn.Module):
 # --- At true size ---
 
 
+OF_EXPERTS: Final = ("Mixtral", "Qwen3Moe", "GptOss", "Glm4Moe")
+
+
 def _llama_like(name: str, batch: int, seq_len: int, **sizes: Any) -> Wild:
     """A language model of transformers with the sizes of a published config.json."""
     made = _language(f"{name}ForCausalLM", f"{name}Config", _widths(**sizes), use_cache=False)
-    return Wild(module=made, inputs=_tokens, seq_len=seq_len, package="transformers", gpu_batch=batch)
+    context = (
+        sizes.get("max_position_embeddings") if "num_experts_per_tok" in sizes or name == "Mixtral" else None
+    )
+    return Wild(
+        module=made, inputs=_tokens, seq_len=seq_len, package="transformers", gpu_batch=batch, context=context
+    )
 
 
 def _widths(*, width: int, ff: int, layers: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -465,6 +475,36 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
     ),
 }  # fmt: skip
 """Published models, with the sizes of their own config.json, that are traced on a GPU that is not there."""
+
+EXPERTS_AS_PUBLISHED: Final[Mapping[str, Wild]] = {
+    "deepseek-v3": Wild(
+        module=_language("DeepseekV3ForCausalLM", "DeepseekV3Config", {}, use_cache=False),
+        inputs=_tokens, seq_len=4096, package="transformers", gpu_batch=1, context=163_840,
+    ),
+    "gpt-oss-120b": _llama_like(
+        "GptOss", 1, 4096, width=2880, ff=2880, layers=36, heads=64, vocabulary=201_088,
+        num_key_value_heads=8, head_dim=64, num_local_experts=128, num_experts_per_tok=4, sliding_window=128,
+        max_position_embeddings=131_072, pad_token_id=199_999,
+    ),
+    "gpt-oss-20b": _llama_like(
+        "GptOss", 1, 4096, width=2880, ff=2880, layers=24, heads=64, vocabulary=201_088,
+        num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=128,
+        max_position_embeddings=131_072, pad_token_id=199_999,
+    ),
+    "glm-4.5": _llama_like(
+        "Glm4Moe", 1, 4096, width=5120, ff=12_288, layers=92, heads=96, vocabulary=151_552,
+        num_key_value_heads=8, head_dim=128, moe_intermediate_size=1536, n_routed_experts=160,
+        num_experts_per_tok=8, n_shared_experts=1, first_k_dense_replace=3, attention_bias=True,
+        use_qk_norm=True, max_position_embeddings=131_072, pad_token_id=151_329,
+    ),
+    "glm-4.5-air": _llama_like(
+        "Glm4Moe", 1, 4096, width=4096, ff=10_944, layers=46, heads=96, vocabulary=151_552,
+        num_key_value_heads=8, head_dim=128, moe_intermediate_size=1408, n_routed_experts=128,
+        num_experts_per_tok=8, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
+        use_qk_norm=False, max_position_embeddings=131_072, pad_token_id=151_329,
+    ),
+}  # fmt: skip
+"""Presets of several kinds of blocks, with the sizes of their own config.json; none was run."""
 
 IN_SMALL: Final[Mapping[str, Wild]] = {
     **{
@@ -572,7 +612,7 @@ def wild_named(name: str) -> Wild:
     Raises:
         UnknownName: with the nearest name.
     """
-    if found := {**WILD, **IN_STACKS}.get(name):
+    if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED}.get(name):
         return found
     if not is_architecture(name):
         raise unknown_name("module", name, WILD)
@@ -632,7 +672,7 @@ def wild_trace(name: str) -> TracedModel:
         {name: value for name, value in inputs.items() if name != "targets"},
         targets=inputs.get("targets"),
         name=name,
-        max_seq_len=wild.seq_len,
+        max_seq_len=wild.context or wild.seq_len,
         device="cuda" if of_true_size else "cpu",
         precisions=tuple(_precisions(name)),
     )
@@ -641,7 +681,7 @@ def wild_trace(name: str) -> TracedModel:
 def _precisions(name: str) -> Iterator[str]:
     """The precisions that a module is traced in: architectures in those that they are run in."""
     yield "fp32"
-    if name in WILD:
+    if name in WILD or name in EXPERTS_AS_PUBLISHED:
         yield "bf16"
     yield "bf16-mixed"
     if name in IN_FP16:
