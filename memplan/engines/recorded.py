@@ -95,16 +95,8 @@ def _recorded(
     ends: tuple[bool, bool] | None,
 ) -> Trace:
     """The trace with blocks of these kinds; the first block is of the kind `entry`."""
-    batch, seq_len = context.micro_batch, context.seq_len
-    recording = model.recording(
-        weights=context.weight_dtype.name,
-        autocast="" if context.autocast is None else context.autocast.name,
-        recompute=recompute,
-        batch=batch,
-        seq_len=seq_len,
-        units=context.cast_units,
-    )
-    buffers = [buffer_at(one, batch, seq_len) for one in recording.buffers]
+    recording = _recording_of(model, context, recompute)
+    buffers = [buffer_at(one, context.micro_batch, context.seq_len) for one in recording.buffers]
     named = {one.name: _parameter(one, context.weight_dtype) for one, _ in model.parameters}
 
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
@@ -125,6 +117,8 @@ def _recorded(
     further = [kind for kind in called_kinds(model.of_kind) if kind != BLOCKS]
     if context.autocast is not None and ends is None:
         head, after_head = _within_autocast(head, after_head, context)
+    known = {kind: own(model.of_kind[kind].parameters) for kind in kinds}
+    blocks = {BlockKind(kind, recompute): _block(part, kind, entry, known[kind]) for kind in kinds}
     return Trace(
         cast_inputs=part["inputs"],
         embed=part["embed"],
@@ -135,10 +129,7 @@ def _recorded(
         head_backward=Segment((*loss.events, *part["head_backward"].events)),
         n_loss_backward=len(loss.events),
         ends=_ends(recording, starts, whole, part),
-        blocks={
-            BlockKind(kind, recompute): _block(part, kind, entry, own(model.of_kind[kind].parameters))
-            for kind in kinds
-        },
+        blocks=blocks,
         embed_backward=part["embed_backward"],
         end_of_backward=part["end"],
         end_of_forward=part.get("end_of_forward", EMPTY),
@@ -148,15 +139,28 @@ def _recorded(
         embed_parameters=own(model.embed_parameters) if first else (),
         head_parameters=own(model.head_parameters) if last else (),
         products=_products(part[name] for name in (*FORWARD, *further)),
-        products_backward=_products(
-            part[name] for name in (*BACKWARD, *[f"{one}_backward" for one in further])
-        ),
+        products_backward=_products(part[name] for name in (*BACKWARD, *_backward_of(further))),
         boundary=boundary,
         sent=sent,
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
         blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
         has_blocks=model.n_layers > 0,
+    )
+
+
+def _backward_of(kinds: Iterable[str]) -> list[str]:
+    return [f"{kind}_backward" for kind in kinds]
+
+
+def _recording_of(model: TracedModel, context: OpContext, recompute: Recompute) -> Recording:
+    return model.recording(
+        weights=context.weight_dtype.name,
+        autocast="" if context.autocast is None else context.autocast.name,
+        recompute=recompute,
+        batch=context.micro_batch,
+        seq_len=context.seq_len,
+        units=context.cast_units,
     )
 
 

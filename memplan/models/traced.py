@@ -266,9 +266,6 @@ class TracedKind(NamedTuple):
     parameters: tuple[TracedTensor, ...]
 
 
-ROLES: Final = get_args(Role)
-
-
 def called_kinds(of_kind: Mapping[str, TracedKind]) -> list[str]:
     """The kinds of blocks that are called, and have parts in recordings."""
     return [kind for kind, one in of_kind.items() if one.role != "idle"]
@@ -731,7 +728,7 @@ def _layers(of: "_Reader", frozen: set[str]) -> tuple[tuple[Layers, ...], dict[s
     of_kind: dict[str, TracedKind] = {}
     for kind, value in of("kinds", dict).items():
         role, own = _items(value, "kind", str, list)
-        checked_choice("role", role, ROLES)
+        checked_choice("role", role, get_args(Role))
         of_kind[kind] = TracedKind(cast(Role, role), _tensors(own, kind, frozen))
     layers = [_items(one, "layers", str, int) for one in of("layers", list)]
     if not layers or layers[0][0] != BLOCKS or {kind for kind, _ in layers} != {*of_kind}:

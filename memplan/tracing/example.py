@@ -118,15 +118,6 @@ def checked_example(
     )
 
 
-def _check_sequence(asked: Sequence[str | int], names: Sequence[str]) -> None:
-    known = {*names, *range(len(names))}
-    if isinstance(asked, str) or not all(one in known for one in asked):
-        raise InvalidValue(
-            f"sequence={shown_value(asked)} is not allowed; use a list of names or places of the inputs: "
-            f"{', '.join(dict.fromkeys(names))}."
-        )
-
-
 def _has_sequence(value: Any, name: str, place: int, asked: Sequence[str | int] | None) -> bool:
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
@@ -229,10 +220,10 @@ def stacks_of(module: nn.Module, asked: str | Sequence[str] | None) -> Iterator[
                 raise unknown_name("list of blocks", path, lists)
         yield tuple([lists[path] for path in paths if path])
         return
-    n_elements = {path: _n_elements(one) for path, one in lists.items()}
-    largest_first = sorted(lists.values(), key=lambda stack: -n_elements[stack.path])
+    largest_first = sorted(lists.values(), key=lambda one: -sum([p.numel() for p in _parameters(one)]))
     of_blocks = [stack for path, stack in lists.items() if _are_blocks(module.get_submodule(path))]
-    outermost = [one for one in of_blocks if not any(_holds(other, one.path) for other in of_blocks)]
+    inside = tuple([f"{block}." for stack in of_blocks for block in stack.blocks])
+    outermost = [one for one in of_blocks if not one.path.startswith(inside)]
     likely = [_wrapped(module), tuple(outermost), *[(one,) for one in largest_first if _may_be_equal(one)]]
     yield from filter(None, dict.fromkeys(likely))
     yield ()
@@ -275,12 +266,8 @@ def _wrapped(module: nn.Module) -> tuple[Stack, ...]:
     )
 
 
-def _n_elements(stack: Stack) -> int:
-    return sum([p.numel() for block in stack.blocks.values() for p in block.parameters()])
-
-
-def _holds(stack: Stack, path: str) -> bool:
-    return any(path.startswith(f"{block}.") for block in stack.blocks)
+def _parameters(stack: Stack) -> Iterator[nn.Parameter]:
+    return (parameter for block in stack.blocks.values() for parameter in block.parameters())
 
 
 def _are_blocks(owner: nn.Module) -> bool:

@@ -64,9 +64,6 @@ class Parts:
     labels: Mapping[str, int] = field(compare=False)
 
 
-PHASES: Final = ("forward", "casts", "backward")
-
-
 def parts_of(recorder: Recorder, labels: Mapping[str, int]) -> Parts:
     """The parts of a recorded step; blocks with different `labels` are of different kinds.
 
@@ -109,8 +106,9 @@ class _Step:
         kinds = [[1], *self._folded()] if n else []
         if like := self._like_first(kinds[1:]):
             like += kinds.pop(0)
-            for phase in PHASES:
-                same.unify_if_equal(self.part(phase, 1), self.part(phase, like[0]))
+            for phase in SUFFIXES:
+                if same.are_equal(first := self.part(phase, 1), other := self.part(phase, like[0])):
+                    same.unify(first, other)
         kinds.sort(key=min)
         names = [f"{ROLE_NAMES[self.unit(min(kind)).role]} {i}" for i, kind in enumerate(kinds, 1)]
         names[:1] = [BLOCKS][: len(names)]
@@ -161,23 +159,23 @@ class _Step:
 
     def _core(self, number: int) -> Hashable:
         """What a unit does, without its frees."""
-        events = [event for phase in PHASES for event in self.part(phase, number) if event.kind != "free"]
+        events = [event for phase in SUFFIXES for event in self.part(phase, number) if event.kind != "free"]
         return tuple(map(self.same.content, events))
 
     def _fold(self, number: int, like: int) -> bool:
         """Make one block of two, if they do the same."""
         stack, extra = self.unit(number).stack, {}
         is_last = number == self.n or self.unit(number + 1).stack != stack
-        kept = {phase: self.part(phase, number) for phase in PHASES}
-        for phase in PHASES:
+        kept = {phase: self.part(phase, number) for phase in SUFFIXES}
+        for phase in SUFFIXES:
             if is_last or (number < like and phase == "backward"):
                 kept[phase], extra[phase] = self.same.without_extra_frees(kept[phase], self.part(phase, like))
-        if not all(self.same.are_equal(kept[phase], self.part(phase, like)) for phase in PHASES):
+        if not all(self.same.are_equal(kept[phase], self.part(phase, like)) for phase in SUFFIXES):
             return False
-        for phase in PHASES:
+        for phase in SUFFIXES:
             self.same.unify(kept[phase], self.part(phase, like))
         if is_last:
-            for phase in PHASES:
+            for phase in SUFFIXES:
                 after = self.by_section.setdefault(Section(phase, number + 1), [])
                 after[:] = [*extra[phase], *after] if phase == "forward" else [*after, *extra[phase]]
         elif "backward" in extra:
@@ -253,11 +251,6 @@ class _Classes:
         for one, other in zip(found, like, strict=True):
             if one.storage >= 0 and other.storage >= 0:
                 self._join(one.storage, other.storage)
-
-    def unify_if_equal(self, found: Sequence[Event], like: Sequence[Event]) -> None:
-        """Make one buffer of the storages at each place of the first block, if it is equal to the others."""
-        if self.are_equal(found, like):
-            self.unify(found, like)
 
     def unify_gradients(self, found: Iterable[Event]) -> None:
         """Make one buffer of the gradients of a parameter, also where all else differs."""
