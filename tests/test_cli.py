@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from memplan.hardware import gpu_names
 from memplan.models import preset_names
 from memplan.plan import FIELDS, Plan
 from memplan.search.plans import VARIED
+from tests import readme
 
 GPT2 = ["estimate", "gpt2", "--cluster", "8xh100-sxm", "--zero", "3"]
 
@@ -214,7 +214,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
     assert "\\u6a21\\u578b: " in result.stdout
 
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = "\n".join([file.read_text(encoding="utf-8") for file in (readme.README, readme.MORE[0])])
 SHOWN = re.findall(r"```sh\nmemplan (.*?)\n```\n\n```text\n(.*?)(?:\n\.\.\.)?\n```", README, re.DOTALL)
 
 
@@ -225,7 +225,7 @@ def test_the_readme_shows_what_its_commands_print(command, shown):
 
 def test_the_readme_shows_every_command_that_asks_about_plans_and_a_refusal():
     shown = [command.split()[0] for command, _ in SHOWN]
-    assert Counter(shown) == {"estimate": 3, "budget": 1, "search": 1, "advise": 1, "compare": 1}
+    assert Counter(shown) == {"estimate": 4, "budget": 1, "search": 1, "advise": 1, "compare": 1}
 
 
 SEARCH = ["search", "llama-3-8b", "--cluster", "8xh100-sxm", "--global-batch", "64", "--seq-len", "8192"]

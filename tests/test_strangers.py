@@ -31,7 +31,7 @@ from validate.shipped import data_folder
 from validate.suites import NAMES
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, GUIDE = ((ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "memplan/README.md"))
 H100S = ["--cluster", "8xh100-sxm"]
 REFUSED = data_folder() / "measurements" / "refused.jsonl"
 GROUPS = {"memplan": commands, "validate": validate_commands}
@@ -456,7 +456,7 @@ def test_the_words_are_those_that_everyone_uses():
         run("search", "llama-3-8b", *H100S, "--global-batch", 64, "--keep", 2).output,
         validate("report", REFUSED).output,
     ]
-    text = " ".join(" ".join([README, *helps, *outputs]).split())
+    text = " ".join(" ".join([README, GUIDE, *helps, *outputs]).split())
     for words in UNREADABLE:
         assert words not in text
     for term in ("gradient accumulation", "activation checkpointing", "rank", "stage"):
@@ -499,7 +499,7 @@ def test_every_command_has_a_short_flag_for_help(name):
 def test_suites_are_named_in_help_and_completion_is_documented():
     told = " ".join(validate("sweep", "-h").output.split())
     assert all(suite in told for suite in NAMES)
-    assert "_MEMPLAN_COMPLETE=bash_source memplan" in README
+    assert "_MEMPLAN_COMPLETE=bash_source memplan" in GUIDE
     asked = {"_MEMPLAN_COMPLETE": "bash_complete", "COMP_WORDS": "memplan est", "COMP_CWORD": "1"}
     offered = CliRunner().invoke(commands, [], prog_name="memplan", env=asked)
     assert "estimate" in offered.output
@@ -507,7 +507,7 @@ def test_suites_are_named_in_help_and_completion_is_documented():
 
 def test_the_readme_begins_with_what_for_whom_and_two_commands():
     first = README[: README.index("```text")]
-    assert "For whoever trains with PyTorch" in first
+    assert "For engineers who train with PyTorch" in first
     assert "make demo" in first
     assert "make test" in first
     assert first.count("\n") < 30
