@@ -25,7 +25,7 @@ def test_reports_in_the_readmes_are_what_the_command_prints(command, shown):
 
 
 def test_the_readme_is_short_and_its_sentences_are_too():
-    """150 lines, an answer of one command of one line; sentences of at most 35 words outside code and tables."""
+    """150 lines, one command of one line with its answer, sentences of at most 35 words beside tables."""
     text = TEXTS[README]
     assert text.count("\n") <= 150
     command, shown = next(blocks(text))
