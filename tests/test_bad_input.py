@@ -231,7 +231,7 @@ BROKEN = {
     "a text": json.dumps(LLAMA | {"hidden_size": "64"}),
     "a fraction": json.dumps(LLAMA | {"hidden_size": 64.5}),
     "zero heads": json.dumps(LLAMA | {"num_attention_heads": 0}),
-    "an unknown architecture": json.dumps({"model_type": "mamba-9"}),
+    "an unknown architecture": json.dumps({"model_type": "an-architecture-that-nobody-knows"}),
     "no architecture": "{}",
     "a key twice": '{"model_type": "llama", "model_type": "gpt2"}',
 }
@@ -262,7 +262,7 @@ def test_a_folders_name_cannot_move_the_cursor(tmp_path):
     result = estimate_on_the_command_line(folder)
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
-    assert "model    a\\x1b[2J\\nb: " in result.stdout
+    assert result.stdout.startswith("a\\x1b[2J\\nb: ")
 
 
 sizes = st.integers(1, 2**31 - 1) | st.sampled_from([1, 2, 4, 8, 64, 1024])

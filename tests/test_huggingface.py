@@ -172,8 +172,6 @@ FEWER = {"deepseek-ai/DeepSeek-V3": {"num_hidden_layers": 5}}
 def _downloaded(row: dict[str, Any]) -> Any:
     """A case of the test below: one that is traced takes seconds."""
     marks = [] if row["config"]["model_type"] in READERS else [pytest.mark.slow]
-    if row["model"] == "google/gemma-3-4b-it":
-        marks.append(pytest.mark.xfail(reason="PyTorch's error is repeated in full", strict=True))
     return pytest.param(row, marks=marks, id=row["model"])
 
 

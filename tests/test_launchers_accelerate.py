@@ -13,7 +13,6 @@ from memplan.device import CPU
 from memplan.estimate import rank_estimate
 from memplan.launchers import exported, read
 from memplan.models.huggingface_llama import HuggingFaceLlama
-from tests.test_launchers_torchrun import SCALARS_BYTES
 
 SIZES: dict[str, Any] = {"n_layers": 4, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_ff": 176}
 TINY, TIED = (
@@ -75,7 +74,9 @@ def divided(model, mesh, device):
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard import _fully_shard
 
+    _fully_shard._init_default_mesh = lambda: mesh["dp"]  # not one more in each call, of 8 bytes
     os.environ.update(TOLD, FSDP_CPU_RAM_EFFICIENT_LOADING="false")
     word, policy = TOLD["ACCELERATE_MIXED_PRECISION"], None
     if word != "no":
@@ -104,9 +105,28 @@ RUN: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 RNG_BYTES = 5056
-"""The state of the CPU's generator, which each recomputed block keeps in the plan and not in Accelerate."""
+"""The state of the CPU's generator, which torch's checkpoint keeps for each block, Accelerate's not."""
 
 BLOCK_BYTES = 4 * (4096 + 2 * 2048 + 4096 + 3 * 64 * 176 + 2 * 64)
+"""A gathered block in float32."""
+
+DIVISOR_BYTES = 8 + 4
+"""What gloo divides a sum of gradients by, in float64 and as a copy in float32."""
+
+
+def peak_under_accelerate(model, peak):
+    """The plan's peak on a rank, less what Accelerate does not hold then.
+
+    It calls `checkpoint_wrapper(layer, preserve_rng_state=False)`. A tied head is in a unit of its own, and
+    the root has no weights: the last block is gathered when the head's gradient is known, the plan's before
+    the loss's backward pass. An untied head stays gathered, which raises no peak here.
+    """
+    less = dict.fromkeys(("forward: head", "forward: end", "loss", "backward: loss", "backward: head"), 0)
+    if peak.plan.recompute == "full":
+        less = dict.fromkeys(less, RNG_BYTES * model.n_layers)
+    if model.tied_head:
+        less["backward: head"] += BLOCK_BYTES
+    return max(instant.total_bytes - less.get(instant.when, 0) for instant in peak.instants)
 
 
 @pytest.mark.slow
@@ -131,12 +151,8 @@ def test_accelerates_fsdp2_takes_the_bytes_of_the_estimate(tmp_path):
         planned = estimate(model, **keywords).plan
         for rank in range(2):
             measured = json.loads(script.with_suffix(f".{rank}.json").read_text())["peak_bytes"]
-            predicted = rank_estimate(model, planned, planned.place(rank), CPU).peak_bytes
-            head = model.vocab_size * model.d_model * planned.formats.gather.itemsize
-            more = head if planned.zero == 3 and not model.tied_head else 0
-            less = RNG_BYTES * model.n_layers if planned.recompute == "full" else 0
-            less += BLOCK_BYTES if planned.zero == 3 and model.tied_head else 0
-            assert -less <= measured - predicted <= more + SCALARS_BYTES, script.stem
+            predicted = peak_under_accelerate(model, rank_estimate(model, planned, planned.place(rank), CPU))
+            assert 0 <= measured - predicted <= DIVISOR_BYTES, script.stem
 
 
 REFUSED = [
@@ -162,7 +178,7 @@ def test_what_accelerate_cannot_be_told_is_refused_by_name(to, plan, why):
 
 def test_all_that_is_refused_is_told_at_once():
     with pytest.raises(PlanRefused, match=r"implementation='reference'.*\. fsdp_units='block'"):
-        estimate("llama-3-8b", cluster="8xh100-sxm", zero=3).export("accelerate")
+        estimate("llama-3-8b", implementation="reference", cluster="8xh100-sxm", zero=3).export("accelerate")
 
 
 def test_what_accelerate_does_otherwise_is_noted():

@@ -103,8 +103,8 @@ def differences(job: Job, who: str) -> Iterator[str]:
         )
     if plan.zero == 3 and ends_are_tied(model):
         yield (
-            f"{who} gathers the tied embedding and head in a unit of their own, the plan with the root: up "
-            "to the weights of a block less."
+            f"{who} gathers the tied embedding and head in a unit of their own, the plan in the root, which "
+            "gathers the last block before the loss's backward pass: up to a gathered block less."
         )
     if plan.ddp and plan.mixed:
         copied = plan.micro_batch * plan.seq_len * model.vocab_size * 4

@@ -266,7 +266,8 @@ class Own(Source):
 
     def definitions(self) -> Iterator[str]:
         plan, n = self.plan, self.model.n_blocks
-        sizes = [f"{each.name}={getattr(self.model, each.name)!r}" for each in fields(self.model)]
+        values = {each: getattr(self.model, each.name) for each in fields(self.model)}
+        sizes = [f"{each.name}={value!r}" for each, value in values.items() if value != each.default]
         stored = plan.formats.stored.name
         yield _function(
             f"def build_model(blocks=range({n}), first=True, last=True) -> nn.Module:",
