@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from marshal import dumps, loads
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from memplan.ages import Moment
 from memplan.allocator import (
     DEFAULTS,
     AllocatorConfig,
@@ -36,8 +37,14 @@ MOST_STEPS: Final = 10
 FEW: Final = 6
 """Micro-batches of a loop that an extrapolation replays at least; loops of fewer than 4 x 6 are replayed."""
 
+FORGETS: Final = (1, 4, 16)
+"""After this many repetitions of a loop, states that it had before are no longer looked for."""
+
 LONGEST_PERIOD: Final = 3
 """The growth of the peaks may be constant for every micro-batch, every second, or every third."""
+
+MANY: Final = 1000
+"""Steps between equal states for which all ages of blocks compare the same: more make no difference."""
 
 MOST_EVENTS: Final = 500_000
 """Events of the longest step that is replayed in full if the growth is not constant; others are shortened."""
@@ -201,6 +208,18 @@ def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Repl
     )
 
 
+class _State(NamedTuple):
+    """A state of a replay without the blocks' ages, and these; None where age decides nothing alone."""
+
+    key: int
+    moment: Moment | None
+
+    @property
+    def whole(self) -> int:
+        """A hash of all of the state."""
+        return hash((self.key, None if self.moment is None else self.moment.order))
+
+
 class _NotRecurring(Exception):
     """No state of the allocator has recurred within the given number of micro-batches."""
 
@@ -224,7 +243,7 @@ def _replayed(
     allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience, reached)
     peaks: list[tuple[int, int]] = []
-    before: object = None
+    before: _State | None = None
     settled = False
     while len(peaks) < MOST_STEPS and not settled:
         settled = not replay.step()
@@ -232,8 +251,13 @@ def _replayed(
         if not settled:
             if len(peaks) == 1:
                 replay.second()
-            after = replay.state()
-            settled, before = after == before, after
+            after = replay.state(replay.started)
+            n = 0
+            if before is not None and before.key == after.key:
+                n, after = replay.repeated(before, after, MANY)
+            before = after
+            settled = n == MANY
+            peaks += [] if settled else peaks[-1:] * min(n, MOST_STEPS - len(peaks))
     return Replayed(
         allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.peak_reserved_bytes,
@@ -268,6 +292,8 @@ def _extrapolated(
 def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
     """The first result's peaks plus `times` their growth; settled if both growths are equal.
 
+    Where reserved bytes grow less than allocated ones, later micro-batches reserve more.
+
     `three`: the results of the shortest program, and of those with one and two periods of micro-batches more.
     """
     steps = [() if one is None else one.after_step for one in three]
@@ -282,7 +308,9 @@ def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
         allocated_bytes=after[-1][0],
         reserved_bytes=after[-1][1],
         n_retries=0,
-        settled=grown == again and all(one is not None and one.settled for one in three),
+        settled=grown == again
+        and all(reserved >= allocated for allocated, reserved in grown)
+        and all(one is not None and one.settled for one in three),
         after_step=after,
     )
 
@@ -433,7 +461,7 @@ class _Replay:
         steps = [program.step, *([] if program.first_step is None else [program.first_step])]
         self.unmoved = {*self.held, *program.states} - _changed(*steps, events("", program.second))
         """What no step allocates or frees: weights, optimizer state."""
-        self.n_steps = 0
+        self.n_steps = self.started = 0
         self.loops: dict[int, int] = {}
         """For each loop of the step, by its index, the hash of the state in which the last step began it."""
         self.at_rest = self._all_held()
@@ -445,6 +473,10 @@ class _Replay:
         """Replay a step and free what it leaves; False if a state recurs, so that the rest is left out."""
         program = self.program
         self.passes.clear()
+        ages = self.allocator.ages
+        self.started = ages.clock
+        ages.compared.clear()
+        ages.next_repetition()
         first = self.n_steps == 0
         step = program.first_step if first and program.first_step is not None else program.step
         so_far: tuple[Any, ...] = ()
@@ -454,7 +486,7 @@ class _Replay:
             n_skipped = self._skipped(reached, so_far)
         for place, part in list(enumerate(step.parts))[n_skipped:]:
             if not first and part.repeats > 2 and part.net_bytes == 0:
-                state = hash(self.state())
+                state = self.state(self.started).whole
                 if self.loops.get(place) == state:
                     return False
                 self.loops[place] = state
@@ -520,23 +552,49 @@ class _Replay:
         for event in changes(self.program.second):
             self.at_rest[event.buffer] += event.sign
 
-    def state(self) -> object:
+    def state(self, since: int = 0) -> "_State":
         """The state that the rest of the replay depends on: free blocks, and used ones by micro-batch age.
 
         Addresses are counted without the gaps of segments that were given back. Blocks that no step
         frees are left out: they fill the rest.
+
+        `since`: where age alone decides which block is taken, the clock when the states to compare began.
         """
         passes, allocator = self.passes, self.allocator
         halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]
         over = {stage: min(passes[stage, "forward"], passes[stage, "backward"]) for stage, _ in passes}
         for stage, n in reversed(halfway):
             over[stage] = min(over[stage], n - 1)
-        same = allocator.n_given_back == self.n_given_back
-        names = None if same else allocator.places()
+        fixed: dict[int, int] = {}
+        names: Places | None = None
+        moment: Moment | None = None
+        if allocator.by_age_alone:
+            fixed = self._not_freed(since)
+            moment, names = allocator.moment([block for block in self._in_use() if block not in fixed], fixed)
+        elif allocator.n_given_back != self.n_given_back:
+            names = allocator.places()
         held = frozenset(self._held_blocks(over, names))
-        in_use = (block for found in self.held.values() for blocks in found.values() for block in blocks)
         ages = frozenset((stage, n - passes[stage, "forward"]) for stage, n in halfway)
-        return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held, ages
+        of_garbage = allocator.large_requests_since
+        by_age = () if moment is not None else allocator.by_age(self._in_use(), names)
+        key = hash((allocator.layout(names), of_garbage, by_age, held, ages, frozenset(fixed)))
+        return _State(key, moment)
+
+    def _in_use(self) -> Iterator[int]:
+        """The addresses of all blocks in use."""
+        return (block for found in self.held.values() for blocks in found.values() for block in blocks)
+
+    def _not_freed(self, since: int) -> dict[int, int]:
+        """The bytes of each block in use, by its address, that has not been freed `since` then."""
+        found: dict[int, int] = {}
+        freed = self.allocator.ages.freed
+        for buffer, held in self.held.items():
+            pool, n_bytes = self.requests[buffer]
+            for blocks in held.values():
+                for block in blocks:
+                    if freed.get(block, 0) <= since:
+                        found[block] = n_bytes + pool.unsplit.get(block, 0)
+        return found
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
@@ -557,24 +615,38 @@ class _Replay:
             for buffer in self.states:
                 self._allocate(buffer)
             self.states = ()
-        seen: dict[int, int] = {}
-        i, n = 0, stretch.repeats
+        seen: dict[int, tuple[int, _State]] = {}
+        ages = self.allocator.ages
+        since = i = n_played = 0
+        n, may_recur = stretch.repeats, stretch.repeats > 2 and stretch.net_bytes == 0
         while i < n:
             if self.reached is not None and so_far and i >= FEW and not self.beside:
                 key = *so_far[:-1], (i, *so_far[-1][1:])
                 self.reached.states[key] = self._saved(self.reached.numbers)
-            if n > 2 and stretch.net_bytes == 0:
-                state = hash(self.state())
-                if state in seen:
-                    n = i + (n - i) % (i - seen[state])
-                    seen, so_far = {}, ()
-                    if i == n:
-                        return
-                seen[state] = i
-            if i == self.patience and stretch.stage_pass is None and stretch.has_passes:
+            if may_recur:
+                if n_played in FORGETS:
+                    since, seen = ages.clock, {}
+                state = self.state(since)
+                if state.key in seen:
+                    start, before = seen[state.key]
+                    n_more, state = self.repeated(before, state, (n - i) // (i - start))
+                    if n_more:
+                        i, n_played = i + n_more * (i - start), 0
+                        seen, so_far = {}, ()
+                        continue
+                seen[state.key] = i, state
+            if n_played == self.patience and stretch.stage_pass is None and stretch.has_passes:
                 raise _NotRecurring(self.allocator.peak_reserved_bytes)
+            ages.next_repetition()
             self._once(stretch)
-            i += 1
+            i, n_played = i + 1, n_played + 1
+
+    def repeated(self, before: _State, now: _State, most: int) -> tuple[int, _State]:
+        """Leave out up to `most` repetitions between equal states; how many, and the state after them."""
+        if before.moment is None or now.moment is None:
+            return most, now
+        n, moment = self.allocator.ages.repeat(before.moment, now.moment, most)
+        return n, _State(now.key, moment)
 
     def _once(self, stretch: Stretch) -> None:
         before = self.current
