@@ -282,11 +282,25 @@ def _extrapolated(
 
     for period in range(1, LONGEST_PERIOD + 1):
         shortest = left_out - left_out % period
+        if not _grows_evenly(program, shortest, period):
+            return None
         three = [without(shortest - i * period) for i in (2, 1, 0)]
         found = _along(three[::-1], shortest // period)
         if found is None or found.settled:
             return found
     return found
+
+
+def _grows_evenly(program: AllocatorProgram, left_out: int, period: int) -> bool:
+    """Whether the step's peak of tensors grows with micro-batches as it does in the shorter programs.
+
+    It does not where the worst instant of few micro-batches is another one than that of many.
+    """
+    shorter = _without(program, left_out), _without(program, left_out - period)
+    if None in shorter:
+        return True
+    first, second = (one.step.high_bytes for one in shorter if one is not None)
+    return program.step.high_bytes == first + left_out // period * (second - first)
 
 
 def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
@@ -499,7 +513,8 @@ class _Replay:
             for buffer, n in self.handed_over.items():
                 net[buffer] += n
                 net[program.handed_over[buffer]] -= n
-            self.at_rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
+            rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
+            self.at_rest = rest | program.kept
         at_rest = self.at_rest
         for buffer, n in (left - at_rest).items():
             for _ in range(n):
