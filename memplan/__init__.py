@@ -24,15 +24,17 @@ from memplan.version import version
 
 if TYPE_CHECKING:
     from memplan.advice import Advice, Change, advise
-    from memplan.comparison import why
+    from memplan.comparison import compare, why
+    from memplan.oom import OomReport, explain_oom
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
-    from memplan.tracing import trace
+    from memplan.tracing.tracer import trace
 
 ENGINES.named(USUAL_ENGINE)  # imports it: the first estimate need not
 LATER: Final = {
-    "trace": "memplan.tracing",
-    "why": "memplan.comparison",
+    "trace": "memplan.tracing.tracer",
+    **dict.fromkeys(("compare", "why"), "memplan.comparison"),
+    **dict.fromkeys(("OomReport", "explain_oom"), "memplan.oom"),
     **dict.fromkeys(("Advice", "Change", "advise"), "memplan.advice"),
 }
 """The modules of names that are looked up when they are asked for; the others' is `memplan.search`."""
@@ -46,6 +48,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'memplan' has no attribute {name!r}")
     package = import_module(LATER.get(name, "memplan.search"))
     return package if name == "search" else getattr(package, name)  # a package that can be called
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion and `dir(memplan)`."""
+    return sorted([*__all__, "__version__"])
 
 
 __all__ = [
@@ -64,6 +71,7 @@ __all__ = [
     "MemplanError",
     "MissingRule",
     "Model",
+    "OomReport",
     "Plan",
     "PlanRefused",
     "StageEstimate",
@@ -73,7 +81,9 @@ __all__ = [
     "advise",
     "budget",
     "cluster",
+    "compare",
     "estimate",
+    "explain_oom",
     "gpu",
     "gpu_names",
     "largest_model",

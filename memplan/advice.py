@@ -10,11 +10,12 @@ from memplan.comparison import plan_text
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.plan import RECOMPUTES, Plan
+from memplan.search.alternatives import alternatives_text
 from memplan.search.options import Progress
 from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.steptime import Roofline
-from memplan.tables import figures_of, notes_text, verdict_text
+from memplan.tables import figures_of, headline, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -38,10 +39,7 @@ COLUMNS: Final = (
 KEEP: Final = 10
 """Combinations that are kept to find one that fits."""
 
-NONE_FITS: Final = (
-    "No combination of them was found that fits for sure; use more GPUs, a shorter sequence, or a smaller "
-    "model."
-)
+NONE_FITS: Final = "No combination of them was found that fits for sure."
 
 
 @final
@@ -224,13 +222,15 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
             )
         )
     parts = [
-        f"{wrapped(plan_text(asked))}\n{wrapped(verdict_text(asked))}",
+        f"{headline(asked)}\n{wrapped(plan_text(asked))}",
         text_table(rows, "<>><>", flexible=[0]),
     ]
     if refused:
         parts.append(text_table([("cannot run", "because"), *refused], "<<", flexible=[1]))
     if advice.best is None:
         parts.append(wrapped(NONE_FITS))
+        if asked.cluster is not None:
+            parts.append(alternatives_text(asked.model, asked.cluster, asked.plan, model))
     elif advice.best is not asked:
         heading = "Fastest combination found that fits"
         if advice.best.step_s is None:
@@ -238,6 +238,6 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
         parts.append("\n".join(map(wrapped, (heading, plan_text(advice.best), verdict_text(advice.best)))))
     shown = {"asked for": asked} | ({} if advice.best is None else {"that fits": advice.best})
     parts += notes_text(shown, "the plan")
-    if (command := estimate_command(advice.best or asked, model)) is not None:
+    if advice.best is not None and (command := estimate_command(advice.best, model)) is not None:
         parts.append(command_text(command))
     return "\n\n".join(parts)

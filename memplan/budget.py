@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from memplan.checks import checked_count, checked_positive
-from memplan.errors import InvalidValue, shown_value
+from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.estimate import Estimate
 from memplan.models import has_sequence
-from memplan.tables import counted_in
+from memplan.tables import counted_in, headline, verdict_text
 from memplan.text_tables import html_text, text_table, wrapped
 from memplan.version import versioned
 
@@ -155,12 +155,19 @@ def budget(
     1000
 
     Raises:
+        PlanRefused: an estimate that does not fit, which has no price.
         InvalidValue: a value that is no estimate, tokens that are no whole number, a price that is none, or
             an estimate without a step time; no tokens for a model whose inputs have none.
     """
     if not isinstance(estimate, Estimate):
         raise InvalidValue(f"{shown_value(estimate)} is no estimate; use memplan.estimate(...).")
     step_s = estimate.step_s
+    if estimate.verdict == "does not fit":
+        raise PlanRefused(
+            f"{verdict_text(estimate)} So there is no budget of {estimate.model.name} with this plan; "
+            "memplan.advise (memplan advise) says what would fit.",
+            kind="a plan that does not fit has no price",
+        )
     if step_s is None:
         raise InvalidValue(
             f"there is no step time to plan by: {'; '.join(estimate.time_missing)}; use a plan and a cluster "
@@ -213,8 +220,5 @@ def budget_text(budget: Budget) -> str:
     if budget.energy_kwh is not None and cluster is not None:
         power = f"{cluster.gpu.board_power_w:g} W a board at most; GPUs alone"
         rows.append(("kWh", f"{budget.energy_kwh:,.0f}", power))
-    head = f"{estimate.model.name} on {cluster.name if cluster else 'no cluster'}, {estimate.plan.mesh_text}"
-    said = "" if estimate.verdict is None else f"The plan: {estimate.verdict}. "
-    return "\n\n".join(
-        [wrapped(head), text_table(rows, "<><"), wrapped(f"{said}Times are {estimate.time_model.label}")]
-    )
+    head = f"{headline(estimate)}\n{wrapped(estimate.plan.mesh_text)}"
+    return "\n\n".join([head, text_table(rows, "<><"), wrapped(estimate.time_model.label)])

@@ -9,7 +9,7 @@ from memplan.engines.options import not_usual
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, cluster, gpus_per_node
-from memplan.models import Model, implemented, preset, preset_names
+from memplan.models import Model, implemented, preset, preset_named, preset_names
 from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 
@@ -43,6 +43,19 @@ def estimate_command(estimated: Estimate, model: str | None = None) -> str | Non
     return shlex.join(["memplan", "estimate", name, *_flags(said | where | values)])
 
 
+def export_command(estimated: Estimate, to: str, model: str | None = None) -> str | None:
+    """The `memplan export` line of a plan; None for a model or a cluster that no command line can name.
+
+    `to`: a launcher, as "torchrun"; `memplan.launchers.targets` says which can be told the plan.
+
+    >>> from memplan import estimate
+    >>> print(export_command(estimate("gpt2", cluster="8xh100-sxm"), "torchrun"))
+    memplan export gpt2 --cluster 8xh100-sxm --global-batch 8 --seq-len 1024 --to torchrun
+    """
+    command = estimate_command(estimated, model)
+    return None if command is None else f"{command.replace('estimate', 'export', 1)} --to {to}"
+
+
 def _preset_name(model: Model) -> str | None:
     if model.name not in preset_names():
         return None
@@ -52,7 +65,7 @@ def _preset_name(model: Model) -> str | None:
 
 def _implementation(model: Model, named_as: str) -> dict[str, str]:
     """The implementation, unless it is the model's default."""
-    usual = preset(named_as).implementation if named_as in preset_names() else None
+    usual = preset(named_as).implementation if preset_named(named_as) is not None else None
     return {} if model.implementation == usual else {"implementation": model.implementation}
 
 

@@ -1,5 +1,6 @@
 """Why one plan ranks before another, in words and figures."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any, Final
 
@@ -7,20 +8,52 @@ from memplan.command import command_text, estimate_command
 from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
+from memplan.hardware import VERDICTS
 from memplan.plan import MESH_AXES
-from memplan.tables import notes_text, verdict_text
+from memplan.tables import SAID, notes_text, verdict_text
 from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes
 
-RANK: Final = {"fits": 0, "cannot say": 1, "does not fit": 2}
-"""The order of verdicts, the best first; unknown ones are not compared."""
+TIE: Final = 0.01
+"""Steps within this fraction of the faster one's time are a tie, since times are rough."""
 
 
-def why(a: Estimate, b: Estimate) -> str:
+def is_tie(faster: Estimate, other: Estimate) -> bool:
+    """Whether two step times are known and within `TIE` of each other."""
+    a, b = faster.step_s, other.step_s
+    return a is not None and b is not None and abs(b - a) <= TIE * min(a, b)
+
+
+def held_bytes(estimated: Estimate) -> int:
+    """The most that a GPU may hold (`device_bytes`), which breaks ties; without an allocator, the peak."""
+    held = estimated.device_bytes
+    return estimated.worst.peak_bytes if held is None else held.high_bytes
+
+
+def numbered_ties(
+    estimates: Iterable[Estimate], *, by_headroom: bool
+) -> Iterator[tuple[Estimate, int | None]]:
+    """The estimates, each with the number of its tie: plans in a row within `TIE` of the first one's time.
+
+    With `by_headroom` plans of a tie stand in the order of `held_bytes`. None: the time is not known.
+    """
+    groups: list[list[Estimate]] = []
+    for each in estimates:
+        if groups and is_tie(groups[-1][0], each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    for number, group in enumerate(groups, start=1):
+        tied = sorted(group, key=held_bytes) if by_headroom and len(group) > 1 else group
+        yield from ((each, None if each.step_s is None else number) for each in tied)
+
+
+def compare(a: Estimate, b: Estimate) -> str:
     """Which of two plans for the same job is better, and what makes the difference.
 
-    Verdicts are compared first ("fits", "cannot say", "does not fit"), then step times (`memplan.steptime`),
-    then peaks. Step times are compared only if both are known.
+    Verdicts are compared first (in the order of `memplan.hardware.VERDICTS`), then step times
+    (`memplan.steptime`) unless they tie, then the most bytes that a GPU may hold. Step times are compared
+    only if both are known.
 
     Raises:
         InvalidValue: values that are no estimates, or estimates of different models, clusters or batches.
@@ -32,11 +65,15 @@ def why(a: Estimate, b: Estimate) -> str:
     return "\n".join([*map(wrapped, lines), "", _table(a, b), *_traffic(a, b), *notes])
 
 
+why: Final = compare
+"""The former name of `compare`."""
+
+
 def compared_text(a: Estimate, b: Estimate, model: str | None = None) -> str:
-    """The text of `why` and each plan's command; `model`: its name on the command line."""
+    """The text of `compare` and each plan's command; `model`: its name on the command line."""
     commands = [(name, estimate_command(each, model)) for name, each in (("a", a), ("b", b))]
     shown = [command_text(command, head=f"{name}: ") for name, command in commands if command is not None]
-    return "\n".join([why(a, b), *([""] if shown else []), *shown])
+    return "\n".join([compare(a, b), *([""] if shown else []), *shown])
 
 
 def plan_text(estimated: Estimate) -> str:
@@ -86,11 +123,10 @@ def _told_apart(left: Any, right: Any) -> list[str]:
 
 def _verdict(a: Estimate, b: Estimate) -> str:
     if a.verdict is not None and b.verdict is not None and a.verdict != b.verdict:
-        better, worse = sorted((("a", a), ("b", b)), key=lambda pair: RANK[str(pair[1].verdict)])
-        said = {"fits": "it fits", "cannot say": "it may fit", "does not fit": ""}[str(better[1].verdict)]
-        other = "does not" if worse[1].verdict == "does not fit" else "may not"
-        return f"{better[0]} is better: {said}, the other {other}."
-    if a.step_s is not None and b.step_s is not None and a.step_s != b.step_s:
+        order = sorted((("a", a), ("b", b)), key=lambda pair: VERDICTS.index(pair[1].verdict))
+        (better, one), (worse, other) = order
+        return f"{better} is better: {SAID[one.verdict]}; of {worse}, {SAID[other.verdict]}."
+    if a.step_s is not None and b.step_s is not None and not is_tie(a, b):
         name, fast, slow = ("a", a.step_s, b.step_s) if a.step_s < b.step_s else ("b", b.step_s, a.step_s)
         of_a, of_b = _parts(a), _parts(b)
         parts = {part: of_b.get(part, 0.0) - seconds for part, seconds in of_a.items()}
@@ -99,16 +135,16 @@ def _verdict(a: Estimate, b: Estimate) -> str:
             f"{name} is better: {slow / fast:.2f} times as fast, {slow - fast:.3g} s less a step; most of it "
             f"is {most.removesuffix('_s')} ({abs(parts[most]):.3g} s)."
         )
-    less_bytes = b.peak.total_bytes - a.peak.total_bytes
+    less_bytes = held_bytes(b) - held_bytes(a)
     name, lower = "a" if less_bytes > 0 else "b", human_bytes(abs(less_bytes))
     unknown = [name for name, each in (("a", a), ("b", b)) if each.step_s is None]
     if unknown:
         reasons = "; ".join(dict.fromkeys(reason for each in (a, b) for reason in each.time_missing))
-        held = f"{name} holds {lower} less at the peak" if less_bytes else "both hold the same at the peak"
+        held = f"{name} holds {lower} less" if less_bytes else "both hold the same"
         return f"Which is faster is not known: no step time of {' and '.join(unknown)} ({reasons}); {held}."
     if not less_bytes:
         return "They are equally good; the simpler one stands first in a search."
-    return f"{name} is better: as fast, and {lower} less at the peak."
+    return f"{name} is better: as fast (within {TIE:.0%}), and a GPU holds up to {lower} less."
 
 
 def _parts(estimated: Estimate) -> dict[str, float]:

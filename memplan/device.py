@@ -26,6 +26,11 @@ class Device(NamedTuple):
         return self.type == "cpu"
 
     @property
+    def has_rules(self) -> bool:
+        """Whether rules of its kernels and its caching allocator are known: CPU's and CUDA's, not ROCm's."""
+        return self.on_cpu or self.capability is not None
+
+    @property
     def casts_in_copies(self) -> bool:
         """Whether kernels first copy their operands to the type that they compute in, as on CPU.
 
@@ -39,7 +44,7 @@ class Device(NamedTuple):
 
         Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
         """
-        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability or (0, 0), 2048)
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
 
     def at_least(self, major: int, minor: int = 0) -> bool:
         """Whether it is a GPU with at least this compute capability.

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -14,7 +14,7 @@ from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_plan
 from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
-from memplan.errors import ContradictoryEstimate, InvalidValue
+from memplan.errors import ContradictoryEstimate, InvalidValue, MemplanError
 from memplan.hardware import (
     Cluster,
     Interval,
@@ -24,8 +24,9 @@ from memplan.hardware import (
     outside_allocator,
     resolve_cluster,
 )
-from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants
-from memplan.models import Model, TracedModel, model_dict, parameter_count, resolve
+from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants, most_by_kind
+from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
+from memplan.models.families import implementations_of
 from memplan.plan import (
     FIELDS,
     Optimizer,
@@ -35,6 +36,7 @@ from memplan.plan import (
 )
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
+from memplan.shapes import Kind
 from memplan.steptime import (
     RankWork,
     Roofline,
@@ -94,12 +96,17 @@ class StageEstimate:
         return self.record.rest_bytes
 
     def replay(
-        self, alloc_conf: str = "", *, limit_bytes: int | None = None, allowed_bytes: int | None = None
+        self,
+        alloc_conf: str | None = None,
+        *,
+        limit_bytes: int | None = None,
+        allowed_bytes: int | None = None,
     ) -> Replayed | None:
         """Replays the first steps in memplan's caching allocator; None without a program (CPU, accounting).
 
         Args:
-            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, as "expandable_segments:True".
+            alloc_conf: the value of `PYTORCH_CUDA_ALLOC_CONF`, as in
+                "expandable_segments:True"; None: the plan's.
             limit_bytes: what the driver has to give; when it runs out, cached blocks are given back first.
             allowed_bytes: the process's share of it (`torch.cuda.set_per_process_memory_fraction`).
 
@@ -107,7 +114,7 @@ class StageEstimate:
             InvalidValue: for a setting that memplan does not know.
             OutOfMemory: if the program does not run within the limits.
         """
-        config = AllocatorConfig.parse(alloc_conf)
+        config = self._alloc_config if alloc_conf is None else AllocatorConfig.parse(alloc_conf)
         if self.program is None:
             return None
         memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
@@ -128,8 +135,13 @@ class StageEstimate:
         )
 
     @property
+    def _alloc_config(self) -> AllocatorConfig:
+        """The allocator's settings: the plan's option, where its engine has one."""
+        return AllocatorConfig.parse(getattr(self.plan.options, "alloc_conf", ""))
+
+    @property
     def replayed(self) -> Replayed | None:
-        """`replay` with the allocator's defaults and no limit; computed once."""
+        """`replay` with the plan's settings and no limit; computed once."""
         return self.replayed_within(None)
 
     def replayed_within(self, limit_bytes: int | None) -> Replayed | None:
@@ -137,7 +149,8 @@ class StageEstimate:
         if self.program is not None and limit_bytes not in self.replays:
             unlimited = None if limit_bytes is None else self.replayed
             try:
-                found = replayed(self.program(), Memory(limit_bytes=limit_bytes), unlimited=unlimited)
+                memory = Memory(config=self._alloc_config, limit_bytes=limit_bytes)
+                found = replayed(self.program(), memory, unlimited=unlimited)
                 self.replays[limit_bytes] = self._checked(found)
             except OutOfMemory:
                 self.replays[limit_bytes] = None
@@ -187,6 +200,11 @@ class StageEstimate:
     def host_pinned_bytes(self) -> int:
         """The page-locked part of `host`."""
         return bytes_by_kind(self.record.host.pinned).total_bytes if self.record.host is not None else 0
+
+    @cached_property
+    def most(self) -> dict[Kind, int]:
+        """The most bytes of each kind at any instant of the step; kinds reach them at different ones."""
+        return most_by_kind(self.record.rest, self.record.step)
 
     @property
     def when(self) -> str:
@@ -250,8 +268,8 @@ class Estimate:
 
     Attributes:
         device: whose kernels' rules apply.
-        confirmed: what the rules were compared with: "measured" (real runs, on CPU ranks), "unmeasured" (the
-            device's software without the device: CUDA), or "unconfirmed" (no run).
+        confirmed: what the rules were compared with: "cpu-ranks" (real runs), "nogpu" (CUDA's software for
+            this kind of GPU, without a GPU), or "unconfirmed" (no run).
         time_model: turns work into seconds; `dataclasses.replace` exchanges it.
     """
 
@@ -318,24 +336,17 @@ class Estimate:
         """Bytes of the worst stage's process on its GPU (`nvidia-smi`); None on CPU and for accounting.
 
         The lower end is the allocated bytes: cached blocks are given back before memory runs out. The upper
-        end is the reserved bytes: of the replay without a limit, or, if they exceed the cluster's budget, of
-        a replay within it, if that settles (`gives_back`). To the ends are added the least and the most that
-        CUDA's context and NCCL's buffers take.
+        end is the reserved bytes, which the caching allocator takes if nothing limits it. To the ends are
+        added the least and the most that CUDA's context and NCCL's buffers take.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
         replay = self.worst.replayed
         if replay is None:
             return None
-        within = self._within_budget
-        most_bytes = replay.reserved_bytes if within is None else within.reserved_bytes
         outside = self._outside_allocator
-        return Interval(replay.allocated_bytes + outside.low_bytes, most_bytes + outside.high_bytes)
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether the plan is within the budget only if cached blocks are given back, which takes time."""
-        return self._within_budget is not None
+        low_bytes = replay.allocated_bytes + outside.low_bytes
+        return Interval(low_bytes, replay.reserved_bytes + outside.high_bytes)
 
     @property
     def _outside_allocator(self) -> Interval:
@@ -343,8 +354,8 @@ class Estimate:
         return outside_allocator(n_communicators(plan.pp, plan.dp_replicate, plan.dp, plan.tp))
 
     @property
-    def _within_budget(self) -> Replayed | None:
-        """The replay within the budget; None if none is needed, or none settles.
+    def _gives_back(self) -> bool:
+        """Whether a replay within the budget settles, where one without a limit reserves more than that.
 
         Where no state of the allocator recurs, one step is fragmented otherwise than the next, and any later
         one may run out of memory.
@@ -352,26 +363,34 @@ class Estimate:
         budget_bytes = None if self.cluster is None else self.cluster.budget_bytes
         replay = self.worst.replayed
         if budget_bytes is None or replay is None:
-            return None
+            return False
         limit_bytes = budget_bytes - self._outside_allocator.high_bytes
         if not replay.allocated_bytes <= limit_bytes < replay.reserved_bytes:
-            return None
+            return False
         within = self.worst.replayed_within(limit_bytes)
-        return within if within is not None and within.settled else None
+        return within is not None and within.settled
 
     @property
     def verdict(self) -> Verdict | None:
         """Whether each GPU holds the plan: `memplan.Cluster.verdict` of `device_bytes`.
 
+        "fits, tight": the caching allocator reserves more than the budget if nothing limits it, and stays
+        within it by giving cached blocks back, which takes time. On a GPU whose kernels have no rules
+        (AMD's), "cannot say", unless what is held between steps is already too much.
+
         `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
         or a limit, and for closed-form accounting.
         """
-        if self.cluster is None or self.cluster.gpu.usable_bytes is None or self.engine.is_accounting:
+        usable_bytes = None if self.cluster is None else self.cluster.gpu.usable_bytes
+        if self.cluster is None or usable_bytes is None or self.engine.is_accounting:
             return None
+        if not self.device.has_rules:
+            return "does not fit" if self.worst.rest_bytes > usable_bytes else "cannot say"
         if self.over_bytes:
             return "does not fit"  # `device_bytes` agrees, but takes a replay
         held = self.device_bytes
-        return None if held is None else self.cluster.verdict(held)
+        said = None if held is None else self.cluster.verdict(held)
+        return "fits, tight" if said == "cannot say" and self._gives_back else said
 
     @property
     def over_bytes(self) -> int | None:
@@ -387,14 +406,22 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """True if the `verdict` is "fits", False if "does not fit"; None: "cannot say", or none."""
-        said: dict[Verdict | None, bool] = {"fits": True, "does not fit": False}
+        """True if the `verdict` is "fits" or "fits, tight", False if "does not fit"; else None."""
+        said: dict[Verdict | None, bool] = {"fits": True, "fits, tight": True, "does not fit": False}
         return said.get(self.verdict)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the plan beside its figures."""
-        return tuple(notes_of(self.model, self.plan, self.cluster))
+        found = list(notes_of(self.model, self.plan, self.cluster))
+        if host_bytes := self.host.total_bytes:
+            node = 1 if self.cluster is None else self.cluster.gpus_per_node
+            of_node = f", {human_bytes(node * host_bytes)} for the {node} of a node" if node > 1 else ""
+            found.append(
+                f"offload: the host holds {human_bytes(host_bytes)} for each GPU{of_node}; memplan does not "
+                "know how much memory it has."
+            )
+        return tuple(found)
 
     @property
     def time_missing(self) -> tuple[str, ...]:
@@ -430,6 +457,24 @@ class Estimate:
         """`tokens_per_s` divided by the number of GPUs."""
         rate = self.tokens_per_s
         return None if rate is None else rate / self.plan.world_size
+
+    @property
+    def tokens_per_s_band(self) -> tuple[float, float] | None:
+        """`tokens_per_s` times what published runs reached of it, the least and the most; None: not known."""
+        rate, band = self.tokens_per_s, self.time_model.band
+        return None if rate is None or band is None else (rate * band.low, rate * band.high)
+
+    @property
+    def other_implementations(self) -> Iterator["Estimate"]:
+        """The estimates of the same plan for the other implementations of the model that can run it."""
+        for name in implementations_of(self.model):
+            if name != self.model.implementation:
+                try:
+                    model = implemented(self.model, name)
+                    other = estimate_plan(model, self.plan, self.cluster, self.device.type)
+                except MemplanError:
+                    continue
+                yield replace(other, time_model=self.time_model)
 
     @property
     def total_model_flops(self) -> int:
@@ -490,7 +535,6 @@ class Estimate:
                 "device_bytes": None if (held := self.device_bytes) is None else held._asdict(),
                 "allocated_bytes": self.allocated_bytes,
                 "reserved_bytes": self.reserved_bytes,
-                "gives_back": self.gives_back,
                 "confirmed": self.confirmed,
                 "notes": list(self.notes),
                 "peak": self.peak.to_dict(),
@@ -505,6 +549,7 @@ class Estimate:
         return {
             "step_s": None if time is None else time.total_s,
             "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_band": self.tokens_per_s_band,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "time": None if time is None else time.parts | {"confidence": self.time_model.label},
@@ -516,6 +561,19 @@ class Estimate:
         from memplan.plots import stage_peaks
 
         return stage_peaks(self)
+
+    def export(self, to: str) -> str:
+        """The plan as a launcher is told it: a script for "torchrun", a command for "torchtitan", ...
+
+        `memplan.launchers.exported` also gives the file's usual name, and what the launcher does otherwise.
+
+        Raises:
+            UnknownName: a launcher that there is not.
+            PlanRefused: a plan that the launcher cannot be told, with every reason and a way out of each.
+        """
+        from memplan.launchers import exported
+
+        return exported(self, to).text
 
     def __str__(self) -> str:
         from memplan.tables import estimate_text
@@ -533,6 +591,8 @@ class Estimate:
 
 def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     """Notes on a plan beside its figures."""
+    yield from model.remarks
+    yield from cluster.remarks if cluster is not None else ()
     if plan.seq_len > model.max_seq_len:
         runs = "It runs, since rotary positions have no table of weights; whether the model learns from it is"
         if isinstance(model, TracedModel):
@@ -585,13 +645,14 @@ def estimate(
     network: Link | str | None = None,
     margin: float | None = None,
     device: DeviceType | None = None,
+    cache: bool = True,
     **options: Unpack[EngineOptions],
 ) -> Estimate:
     """What one plan asks of each GPU.
 
     Args:
         model: a preset's name, the path of a Hugging Face config.json or of a trace, a Model, or your own
-            `torch.nn.Module`, which is traced.
+            `torch.nn.Module`, which is traced: with its `example_inputs`, or as `(module, example_inputs)`.
         example_inputs: what a module is called with; see `memplan.trace`, also for `targets` and `loss`.
         targets: what a module's loss compares with.
         loss: from a module's output (and `targets`) to its loss.
@@ -623,6 +684,7 @@ def estimate(
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
+        cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
         **options: the engine's own options, here those of "torch"; `memplan estimate --engine NAME -h` lists
             another's.
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
@@ -634,6 +696,7 @@ def estimate(
             bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
             ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
+            alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
@@ -642,12 +705,8 @@ def estimate(
     cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
-        from memplan.tracing import trace  # imports torch, as the module's owner does
-
-        module: Any = model
-        example = {"targets": targets, "loss": loss, "precisions": (precision,)}
-        model = trace(module, example_inputs, device=kernels, **example)
-    model = resolve(model, implementation, kernels)
+        model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
+    model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache)
     if dp is None:
         axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
         n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())

@@ -6,7 +6,7 @@ flags of the command line, the columns of a search and the names of cases are re
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
@@ -150,6 +150,19 @@ class Name(Field):
 
     def _checked(self, name: str, value: object) -> str:
         return value if isinstance(value, str) else shown_value(value)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Field):
+    """A text that a function reads, and writes in one way; it raises InvalidValue for another text."""
+
+    read: Callable[[str], str]
+
+    def _checked(self, name: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use a text.")
+        return self.read(value)
 
 
 def described(default: Any, described_as: Field) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from memplan.errors import InvalidValue, MemplanError
+from memplan.errors import InvalidValue, MemplanError, reason
 
 
 class Table(Mapping[str, dict[str, Any]]):
@@ -62,13 +62,13 @@ def file_bytes(
     except FileNotFoundError:
         raise InvalidValue(f"no such file; give the path of a {what}.") from None
     except (OSError, ValueError) as error:
-        raise InvalidValue(f"cannot be opened ({error}); give a readable {what}.") from None
+        raise InvalidValue(f"cannot be opened ({reason(error)}); give a readable {what}.") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise InvalidValue(f"is not a regular file; give the path of a {what}.")
         data = _first_bytes(descriptor, most_bytes + 1)
     except OSError as error:
-        raise InvalidValue(f"cannot be read ({error}); give a readable {what}.") from None
+        raise InvalidValue(f"cannot be read ({reason(error)}); give a readable {what}.") from None
     finally:
         os.close(descriptor)
     if len(data) > most_bytes:
@@ -82,8 +82,33 @@ def file_text(file: str | os.PathLike[str], *, most_bytes: int, what: str) -> st
     Raises:
         InvalidValue: as `file_bytes`, or a file that is no such text.
     """
+    return _text(file_bytes(file, most_bytes=most_bytes, what=what), what)
+
+
+def xz_text(file: str | os.PathLike[str], *, most_bytes: int, what: str) -> str:
+    """All of an xz file as UTF-8 text; neither the file nor the text may be larger than `most_bytes`.
+
+    Raises:
+        InvalidValue: as `file_text`, or a file that is not one whole xz stream.
+    """
+    import lzma  # rarely needed
+
+    data = file_bytes(file, most_bytes=most_bytes, what=what)
+    reader = lzma.LZMADecompressor(lzma.FORMAT_XZ)
     try:
-        return file_bytes(file, most_bytes=most_bytes, what=what).decode("utf-8")
+        unpacked = reader.decompress(data, most_bytes + 1)
+    except lzma.LZMAError as error:
+        raise InvalidValue(f"is no xz file ({error}); compress the {what} again with xz.") from None
+    if len(unpacked) > most_bytes:
+        raise InvalidValue(f"unpacks to more than {most_bytes} bytes, which no {what} should have.")
+    if not reader.eof or reader.unused_data:
+        raise InvalidValue(f"is not one whole xz stream; compress the {what} again with xz.")
+    return _text(unpacked, what)
+
+
+def _text(data: bytes, what: str) -> str:
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidValue(f"is not UTF-8 text (byte {error.start}); give a {what} as UTF-8.") from None
 

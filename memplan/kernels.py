@@ -7,6 +7,7 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from memplan.device import Device
+from memplan.errors import MissingRule
 from memplan.shapes import DType, Shape
 
 Release = tuple[int, int]
@@ -128,9 +129,20 @@ def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_hea
 def _gradient_tile(device: Device, itemsize: int, d_head: int) -> tuple[int, int]:
     """Rows and columns of the tiles that memory-efficient attention divides gradients into.
 
+    Raises:
+        MissingRule: for compute capability 12.0, where the first tiles that fit into its shared memory are
+            taken, which nobody has measured.
+
     Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernels/generate_kernels.py
     (`BwdKernel.get_all`).
     """
+    if device.at_least(11):
+        raise MissingRule(
+            f"memory-efficient attention on {device.name or 'this GPU'} (compute capability 12.0) has no "
+            "rule here, which float32 and masks of windows take; use precision='bf16-mixed', and a seq_len "
+            "within the window.",
+            kind="memory-efficient attention on compute capability 12.0",
+        )
     cramped = device.capability in ((8, 6), (8, 9))
     roomy = device.at_least(8) and not cramped
     if itemsize == 4:

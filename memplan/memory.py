@@ -122,6 +122,41 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
     return stretch.name
 
 
+def most_by_kind(rest: Alive, step: Stretch) -> dict[Kind, int]:
+    """The most bytes of each kind at any instant of a step that starts with `rest`; not all at one instant.
+
+    >>> from memplan.record import allocs, chain, events, frees, repeated
+    >>> from memplan.shapes import FP32
+    >>> w, g = (Buffer(kind, (2,), FP32, 8, kind) for kind in ("weights", "grads"))
+    >>> step = chain("step", repeated(events("backward", allocs(g)), 3), events("update", frees(g, g, g)))
+    >>> {kind: n for kind, n in most_by_kind(Counter({w: 1}), step).items() if n}
+    {'weights': 8, 'grads': 24}
+    """
+    most = {kind: high for kind, (_, high) in _net_and_high(step).items()}
+    held = bytes_by_kind(rest)
+    return {kind: held.of(kind) + most.get(kind, 0) for kind in KINDS}
+
+
+def _net_and_high(stretch: Stretch) -> dict[Kind, tuple[int, int]]:
+    """Bytes of each kind that a stretch leaves, and the most that it holds beyond its start."""
+    found: dict[Kind, tuple[int, int]] = {}
+    if not stretch.repeats:
+        return found
+    if not stretch.parts:
+        for event in changes(stretch.events):
+            kind = event.buffer.kind
+            net, high = found.get(kind, (0, 0))
+            net += event.sign * event.buffer.n_bytes
+            found[kind] = net, max(high, net)
+        return found
+    for part in stretch.parts:
+        for kind, (part_net, part_high) in _net_and_high(part).items():
+            net, high = found.get(kind, (0, 0))
+            found[kind] = net + part_net, max(high, net + part_high)
+    again = stretch.repeats - 1
+    return {kind: (net + again * net, high + again * max(0, net)) for kind, (net, high) in found.items()}
+
+
 def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
     """Add the buffers that `times` repetitions of a stretch leave, less the older ones that they free."""
     for buffer, n in stretch.left:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from memplan.checks import checked_positive
 from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue
+from memplan.files import toml_table
 from memplan.hardware import Cluster
 from memplan.memory import Bytes
 from memplan.orders import LAST_PARTS
@@ -34,6 +35,9 @@ Count: TypeAlias = int | npt.NDArray[np.int64]
 
 EFFICIENCY: Final = 0.5
 """The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
+
+RATES: Final = "steptime.toml"
+"""The table of how far published rates are from the roofline's."""
 
 
 def added(seconds: Iterable[Quantity]) -> Quantity:
@@ -102,12 +106,24 @@ class StepTime:
         return float(added(self.parts.values()))
 
 
+class Band(NamedTuple):
+    """The least and the most that real runs reached of the tokens per second that a time model gives."""
+
+    low: float
+    high: float
+    n_runs: int
+
+
 class TimeModel(Protocol):
     """Turns counted work into seconds."""
 
     @property
     def label(self) -> str:
-        """How far to trust its seconds, for people."""
+        """How far to trust its seconds, in a sentence."""
+
+    @property
+    def band(self) -> Band | None:
+        """How far rates of real runs were from its own; None: not compared."""
 
     def missing(self, plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
         """Why there is no time for this plan on this cluster; empty if there is."""
@@ -362,10 +378,17 @@ class Roofline:
 
     @property
     def label(self) -> str:
-        """How far to trust its seconds, for people."""
-        return (
-            f"rough: roofline, no run has confirmed it (products at {self.efficiency:.0%} of peak, a policy)"
-        )
+        """How far to trust its seconds, in a sentence."""
+        policy = f"Times are a roofline with products at {self.efficiency:.0%} of the peak rate, a policy; "
+        if self.band is None:
+            return f"{policy}no run has confirmed them."
+        low, high, n_runs = self.band
+        return f"{policy}{n_runs} published runs had {low} to {high} times its rate."
+
+    @property
+    def band(self) -> Band | None:
+        """The band of the published runs of `steptime.toml`; None with another efficiency."""
+        return Band(**toml_table(RATES)["band"]) if self.efficiency == EFFICIENCY else None
 
     def missing(self, plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
         """Why there is no step time: the rates that are not known."""

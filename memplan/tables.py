@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from memplan.command import command_text, estimate_command
 from memplan.engines.options import not_usual
 from memplan.estimate import Estimate, StageEstimate
-from memplan.hardware import Cluster
+from memplan.hardware import Cluster, Verdict
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
-from memplan.units import binary_unit, human_bytes, scaled, time_unit
+from memplan.units import TiB, binary_unit, human_bytes, scaled, time_unit
 
 if TYPE_CHECKING:
     import pandas
@@ -25,14 +26,6 @@ MOST_STAGES: Final = 24
 BRIEF_KINDS: Final = dict(zip(KINDS, ("weights", "grads", "optim.", "activ.", "temp."), strict=True))
 
 LEDGER_COLUMNS: Final = ("name", "kind", "shape", "dtype", "count", "each_bytes", "total_bytes")
-
-CONFIRMED: Final = {
-    "measured": "CPU rules, confirmed by real runs: python -m validate compares them.",
-    "unmeasured": "CUDA rules, confirmed by PyTorch's CUDA software without a GPU;\n"
-    "no GPU run has confirmed them yet.",
-    "unconfirmed": "No run has confirmed these rules.",
-}
-DEVICES: Final = {"cuda": "CUDA rules", "cpu": "the CPU's rules, as `python -m validate` measures them"}
 
 HEADED: Final = (
     *MESH_AXES,
@@ -45,7 +38,7 @@ HEADED: Final = (
 )
 """The fields of a plan in the lines "mesh" and "batch"."""
 
-ALWAYS: Final = ("precision", "optimizer", "recompute", "engine")
+ALWAYS: Final = ("precision", "optimizer", "recompute")
 """The fields that the line "options" shows even at their defaults."""
 
 # --- Frames -----------------------------------------------------------------------------------------------
@@ -125,15 +118,161 @@ def figures_of(estimate: Estimate) -> dict[str, Any]:
 # --- Text -------------------------------------------------------------------------------------------------
 
 
-def estimate_text(estimate: Estimate) -> str:
-    """The text of `print(estimate)`: the plan, each stage's peak, the verdict, the traffic.
+def estimate_text(estimate: Estimate, model: str | None = None, *, details: bool = False) -> str:
+    """The text of `print(estimate)`: the verdict, the plan, the bytes, the time, notes, what to run next.
 
-    Every line has at most `WIDTH` characters; every number of bytes has its unit.
+    Every line has at most `WIDTH` characters; every number of bytes has its unit. `model`: how the model was
+    named on the command line. `details`: also the verdict's reasons, every collective, and the time's parts.
     """
-    parts = [_header(estimate), _stages(estimate), _verdict(estimate), _host(estimate)]
-    parts += [_collectives(estimate), _time(estimate), *notes_text({"": estimate})]
-    parts.append(estimate.engine.assumes or CONFIRMED[estimate.confirmed])
+    parts = [f"{headline(estimate)}\n{_plan(estimate)}", _stages(estimate), _summary(estimate)]
+    if details:
+        parts += [_verdict(estimate), _host(estimate), _collectives(estimate), _time(estimate)]
+    parts += notes_text({"": estimate})
+    parts.append("\n".join(map(wrapped, [*_disagreement(estimate), trust_text(estimate)])))
+    if (command := next_command(estimate, model)) is not None:
+        parts.append(_unusual_length(estimate) + f"Next: {command_text(command, head='      ').lstrip()}")
     return "\n\n".join(part for part in parts if part)
+
+
+def headline(estimate: Estimate) -> str:
+    """The verdict in a line: model, GPUs, bytes on a GPU against what it has, tokens per second.
+
+    >>> from memplan import estimate
+    >>> print(headline(estimate("gpt2", cluster="1xh100-sxm")))
+    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 350k-780k tokens/s
+    """
+    cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
+    where = "" if cluster is None else f" on {printable(cluster.name)}"
+    usable_bytes = None if cluster is None else cluster.gpu.usable_bytes
+    if verdict is None or held is None or usable_bytes is None:
+        rank = "a rank" if estimate.device.on_cpu else "a GPU"
+        if estimate.engine.is_accounting:
+            why = f"no verdict ({estimate.plan.engine} accounting)"
+        else:
+            why = "no verdict without a cluster" if cluster is None else "no limit is known"
+        said = f": {human_bytes(estimate.peak.total_bytes)} of tensors {rank}; {why}"
+    else:
+        unit, name = binary_unit(usable_bytes)
+        low, high, usable = (scaled(n, unit, 1) for n in (*held, usable_bytes))
+        said = f" {verdict.upper()}: {low}-{high} of {usable} {name}"
+    return wrapped(f"{printable(estimate.model.name)}{where}{said}{_rate_text(estimate)}", indent="    ")
+
+
+def _rate_text(estimate: Estimate) -> str:
+    """The rate for the first line, as an interval where runs were compared; empty where none is known."""
+    band, rate = estimate.tokens_per_s_band, estimate.tokens_per_s
+    if rate is None:
+        return ""
+    said = "-".join(map(_rounded, (rate,) if band is None else band))
+    return f", {said} {counted_in(estimate.plan.seq_len)}/s"
+
+
+def _rounded(per_s: float) -> str:
+    """A rate to two digits.
+
+    >>> _rounded(38_637.0), _rounded(1_234_567.0), _rounded(123.0), _rounded(0.123)
+    ('39k', '1.2M', '120', '0.12')
+    """
+    rate = float(f"{per_s:.2g}")
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= unit:
+            return f"{rate / unit:g}{name}"
+    return f"{rate:g}"
+
+
+def _plan(estimate: Estimate) -> str:
+    """The plan in two lines, with what was left to its defaults."""
+    model, plan = estimate.model, estimate.plan
+    how = [plan.mesh_text, f"zero={plan.zero}", *(["sequence_parallel"] if plan.sequence_parallel else [])]
+    how += [f"schedule={plan.schedule}"] if plan.pp > 1 else []
+    options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
+    how += [f"{name}={value}" for name, value in options.items() if name not in HEADED]
+    size = f"{estimate.n_parameters:,} parameters, {model.n_blocks} layers; code: {model.code}"
+    return "\n".join(map(wrapped, [f"{', '.join(how)}; {batch_text(plan)}", size]))
+
+
+def _summary(estimate: Estimate) -> str:
+    """The step's time, its traffic, and the flag that shows more of both."""
+    parts = []
+    if (step_s := estimate.step_s) is not None:
+        unit, name = time_unit(step_s)
+        band = estimate.time_model.band
+        off = "" if band is None else f"; published runs had {band.low} to {band.high} times this rate"
+        parts.append(f"A step takes {scaled(step_s, unit, 2)} {name} (MFU {estimate.mfu or 0.0:.0%}{off})")
+    else:
+        parts.append(f"No step time: {'; '.join(estimate.time_missing)}")
+    if sent_bytes := estimate.busiest.sent_bytes:
+        parts.append(f"a GPU sends {human_bytes(sent_bytes)}")
+    if host_bytes := estimate.host.total_bytes:
+        parts.append(f"its host holds {human_bytes(host_bytes)}")
+    return wrapped(f"{', '.join(parts)}. More: --details, --ledger.")
+
+
+SAID: Final[dict[Verdict | None, str]] = {
+    "fits": "it fits",
+    "fits, tight": "it fits tightly",
+    "cannot say": "it may or may not fit",
+    "does not fit": "it does not fit",
+}
+"""Verdicts as parts of a sentence about a plan."""
+
+LONG: Final = 16384
+"""Tokens of a sequence from which a plan that does not fit is told that shorter ones need less."""
+
+TRUST: Final = {
+    "cpu-ranks": "Bytes checked by real runs on CPU ranks (python -m validate).",
+    "nogpu": "Bytes checked for this GPU by PyTorch's real CUDA software without a GPU, which gives NVIDIA's "
+    "own bytes of H100 and A100 runs within 0.28%.",
+    "unconfirmed": "No run has checked these bytes.",
+}
+"""What the rules were compared with, by `Estimate.confirmed`."""
+
+
+def trust_text(estimate: Estimate) -> str:
+    """What has confirmed the bytes, in a sentence."""
+    if estimate.engine.assumes:
+        return estimate.engine.assumes
+    if not estimate.device.has_rules:
+        return "Bytes by CUDA's rules: nothing is known here of ROCm's kernels and allocator, so no verdict."
+    if estimate.confirmed == "unconfirmed" and not estimate.device.on_cpu:
+        known = ", ".join(estimate.engine.confirmed_gpus)
+        return f"Bytes by CUDA's rules, not checked for this GPU{f' (only for {known})' if known else ''}."
+    return TRUST[estimate.confirmed]
+
+
+def _disagreement(estimate: Estimate) -> list[str]:
+    """The other implementations of the model whose verdict on this plan is another one, in a line."""
+    others = [
+        f"as {each.model.implementation}'s code {SAID[each.verdict]} ({interval_text(each.device_bytes)})"
+        for each in estimate.other_implementations
+        if each.verdict != estimate.verdict and each.device_bytes is not None
+    ]
+    own = f"The verdict is of {estimate.model.implementation}'s code"
+    return [f"{own}; {'; '.join(others)} (--implementation)."] if others else []
+
+
+def _unusual_length(estimate: Estimate) -> str:
+    """What a plan for the model's whole context is told if it does not fit; empty for any other one."""
+    seq_len = estimate.plan.seq_len
+    if estimate.fits or seq_len < LONG or seq_len != estimate.model.max_seq_len:
+        return ""
+    text = f"The sequences are as long as the model's context, {seq_len:,} tokens; --seq-len 8192 needs less."
+    return f"{wrapped(text)}\n"
+
+
+def next_command(estimate: Estimate, model: str | None = None) -> str | None:
+    """The command to run after this estimate; None for a model or a cluster that no command line can name."""
+    command = estimate_command(estimate, model)
+    if command is None:
+        return None
+    if estimate.cluster is None and not estimate.device.on_cpu:
+        return f"{command} --cluster 8xh100-sxm"
+    if estimate.fits is False or estimate.verdict == "cannot say":
+        return command.replace("memplan estimate", "memplan advise", 1)
+    from memplan.launchers import targets  # they are read only for a plan that may be run
+
+    to = next(iter(targets(estimate)), None)
+    return command if to is None else f"{command.replace('memplan estimate', 'memplan export', 1)} --to {to}"
 
 
 def notes_text(estimates: Mapping[str, Estimate], what: str = "plan") -> Iterator[str]:
@@ -149,35 +288,15 @@ def notes_text(estimates: Mapping[str, Estimate], what: str = "plan") -> Iterato
 
 def ledger_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """A ledger as a table for a terminal, with its sum below."""
-    cells = [("kind", "name", "type", "shape", "count", "total")]
+    cells = [("kind", "name", "type", "shape", "count", "total bytes")]
     for row in rows:
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        total = human_bytes(row["total_bytes"])
+        total = f"{row['total_bytes']:,}"
         cells.append((BRIEF_KINDS[row["kind"]], row["name"], row["dtype"], shape, f"{row['count']:,}", total))
     total_bytes = sum(row["total_bytes"] for row in rows)
     return (
         f"{text_table(cells, '<<<<>>', flexible=[1])}\n\n{human_bytes(total_bytes)} = {total_bytes:,} bytes"
     )
-
-
-def _header(estimate: Estimate) -> str:
-    model, plan, cluster = estimate.model, estimate.plan, estimate.cluster
-    if cluster is None:
-        place = f"none given: {DEVICES[estimate.device.type]}, no limit"
-    else:
-        place = f"{printable(cluster.name)}: {cluster_text(cluster)}"
-    how = f"zero={plan.zero}" + (", sequence_parallel" if plan.sequence_parallel else "")
-    how += f", schedule={plan.schedule}" if plan.pp > 1 else ""
-    options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
-    lines = {
-        "model": f"{printable(model.name)}: {estimate.n_parameters:,} parameters, {model.n_blocks} layers",
-        "code": f"{model.implementation}: {model.code}",
-        "cluster": place,
-        "mesh": f"{plan.mesh_text}, {how}",
-        "batch": batch_text(plan),
-        "options": ", ".join([f"{name}={value}" for name, value in options.items() if name not in HEADED]),
-    }
-    return "\n".join(wrapped(f"{label:<9}{line}", indent=" " * 9) for label, line in lines.items())
 
 
 def batch_text(plan: Plan) -> str:
@@ -230,9 +349,14 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def _stages(estimate: Estimate) -> str:
+    """The worst instant of each stage by kind; and the most of each kind, which has instants of its own."""
     unit, name = binary_unit(estimate.peak.total_bytes)
     digits = 2 if estimate.peak.total_bytes < 100 * unit else 1
-    rows: list[tuple[str, ...]] = [("stage", "layers", *BRIEF_KINDS.values(), "total", "worst in")]
+    several = len(estimate.stages) > 1
+    head = ("stage", "layers") if several else ("",)
+    rows: list[tuple[str, ...]] = [
+        (*head, *BRIEF_KINDS.values(), "total", *(("worst in",) if several else ()))
+    ]
     expected = 0
     for stage in _stages_shown(estimate):
         if stage.stage > expected:
@@ -240,9 +364,18 @@ def _stages(estimate: Estimate) -> str:
         expected = stage.stage + 1
         numbers = [scaled(n_bytes, unit, digits) for n_bytes in stage.peak.to_dict().values()]
         instant = _brief(stage.when.split(",")[0].replace(":", ""))
-        rows.append((str(stage.stage), layers_text(stage.layers), *numbers, instant))
-    title = "Worst instant of " + ("each stage" if len(rows) > 2 else "a step")
-    return f"{title}, {name} on the GPU that holds most\n{text_table(rows, '><>>>>>><', flexible=[8])}"
+        if several:
+            rows.append((str(stage.stage), layers_text(stage.layers), *numbers, instant))
+        else:
+            rows.append((f"worst instant: {instant}", *numbers))
+    most = [scaled(max(s.most[kind] for s in estimate.stages), unit, digits) for kind in KINDS]
+    rows.append(
+        ("any", "", *most, "-", "most of each") if several else ("most of each, at any instant", *most, "-")
+    )
+    if several:
+        title = f"{name} on the GPU that holds most, at the worst instant of each stage"
+        return f"{title}\n{text_table(rows, '><>>>>>><', flexible=[8])}"
+    return f"{name} on the GPU that holds most\n{text_table(rows, '<>>>>>>', flexible=[0])}"
 
 
 def _stages_shown(estimate: Estimate) -> list[StageEstimate]:
@@ -297,10 +430,17 @@ def verdict_text(estimate: Estimate) -> str:
         )
     usable_bytes, budget_bytes = cluster.gpu.usable_bytes or 0, cluster.budget_bytes or 0
     usable = f"{human_bytes(usable_bytes)} usable, {margin_text(cluster.margin)}"
+    if not estimate.device.has_rules and verdict == "cannot say":
+        return (
+            f"CANNOT SAY: by CUDA's rules {holds}; what ROCm's kernels and allocator hold is not known here."
+        )
     if verdict == "fits":
-        gives_back = " To keep within, the allocator gives back cached blocks, which takes time."
-        back = gives_back if estimate.gives_back else ""
-        return f"FITS: {holds}; up to {human_bytes(budget_bytes)} fit ({usable}).{back}"
+        return f"FITS: {holds}; up to {human_bytes(budget_bytes)} fit ({usable})."
+    if verdict == "fits, tight":
+        return (
+            f"FITS, TIGHT: {holds} if nothing limits the allocator; up to {human_bytes(budget_bytes)} fit "
+            f"({usable}). It keeps within by giving cached blocks back, which takes time."
+        )
     if verdict == "does not fit":
         return f"DOES NOT FIT: {holds}; {human_bytes(usable_bytes)} are usable."
     return (
@@ -345,15 +485,28 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if 100 <= per_s < 1e12 else f"{per_s:.3g}"
 
 
+def _in_table(n_bytes: int, unit: int) -> str:
+    """A byte count in a table's unit; a few bytes are less than its last digit, and not 0.
+
+    >>> _in_table(0, GiB), _in_table(17, GiB), _in_table(3 * TiB, GiB)
+    ('0', '<0.01', '3,072.00')
+    """
+    if 0 < n_bytes < unit / 200:
+        return "<0.01"
+    number = n_bytes / unit
+    return "0" if not n_bytes else f"{number:,.2f}" if number < 1e6 else f"{number:.2e}"
+
+
 def _collectives(estimate: Estimate) -> str:
     busiest = estimate.busiest
     calls = sorted(busiest.collectives, key=lambda c: c.wire_bytes, reverse=True)
     if not calls:
         return "No collectives." if estimate.plan.world_size == 1 else ""
-    rows = [("collective", "axis", "what", "calls", "payload", "wire")]
+    unit, name = binary_unit(min(max(c.payload_bytes for c in calls), TiB - 1))
+    rows = [("collective", "axis", "what", "calls", f"payload {name}", f"wire {name}")]
     for c in calls:
-        n_bytes = human_bytes(c.payload_bytes), human_bytes(c.wire_bytes)
-        rows.append((c.kind, c.axis, _brief(c.what), f"{c.calls:,}", *n_bytes))
+        payload, sent = (_in_table(n, unit) for n in (c.payload_bytes, c.wire_bytes))
+        rows.append((c.kind, c.axis, _brief(c.what), f"{c.calls:,}", payload, sent))
     wire = human_bytes(busiest.sent_bytes)
     pcie = sum(c.wire_bytes for c in calls if c.axis == "host")
     of = f" of stage {busiest.stage}, which sends most" if len(estimate.stages) > 1 else ""

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.errors import MemplanError
+from memplan.errors import installed
 from memplan.units import binary_unit, scaled
 
 if TYPE_CHECKING:
@@ -29,12 +29,10 @@ def frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "pandas.
     """Rows as a frame with these columns; whole numbers stay whole where others are missing (`Int64`).
 
     Raises:
-        MemplanError: if pandas is not installed.
+        MissingPackage: pandas is not installed.
     """
-    try:
+    with installed("a frame", "tables"):
         from pandas import DataFrame
-    except ModuleNotFoundError:
-        raise MemplanError("a frame needs pandas; install it with: pip install 'memplan[tables]'.") from None
     found = DataFrame(rows, columns=list(columns))
     for name in columns:
         values = {type(row.get(name)) for row in rows}

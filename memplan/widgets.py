@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.command import command_text, estimate_command
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, installed
 from memplan.estimate import device_of, estimate
 from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
@@ -32,10 +32,8 @@ def planner(
     Raises:
         MemplanError: if ipywidgets is not installed; as `memplan.estimate` for the model and the cluster.
     """
-    try:
+    with installed("a menu", "widgets"):
         import ipywidgets
-    except ModuleNotFoundError:
-        raise MemplanError("menus need ipywidgets; install it with: pip install ipywidgets.") from None
     where = resolve_cluster(cluster)
     shape = resolve(model, device=device_of(where).type)
     n_gpus = 1 if where is None else where.n_gpus

@@ -1,13 +1,26 @@
-"""The garbage collector leaves the parametrised tests alone: millions of objects that are kept to the end."""
+"""The garbage collector leaves the parametrised tests alone, and the tests the user's cache of traces.
+
+The parametrised tests are millions of objects that are kept to the end.
+"""
 
 import gc
 
 import pytest
 
+from memplan.tracing import cache
+
 
 def pytest_configure() -> None:
     """Collect the tests without full passes over those collected so far."""
     gc.disable()
+
+
+@pytest.fixture(autouse=True)
+def cache_entry(monkeypatch):
+    """Every trace is made anew, and kept nowhere; what names the entries, for a test of the cache."""
+    named = cache._entry
+    monkeypatch.setattr(cache, "_entry", lambda *_: None)
+    return named
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,11 +13,13 @@ import json
 import pickle
 import random
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,16 +36,18 @@ from memplan.cli import commands
 from memplan.cli.flags import PlanCommand
 from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.errors import MemplanError
+from memplan.memory import n_bytes_of
+from memplan.models.traced import model_from_trace
 from memplan.plan import Plan
+from memplan.shapes import KINDS
 from validate import published, report
 from validate.__main__ import main as validate_commands
 from validate.calibrate import read_timings
-from validate.cases import Case
-from validate.explain import explained
+from validate.cases import Case, trace_file
+from validate.explain import explained, snapshot_comparison
 from validate.records import Record, read_records
 from validate.report import page, tables
 from validate.shipped import data_folder
-from validate.snapshot import snapshot_comparison
 from validate.suites.file import CASE_KEYS, read_suite
 from validate.suites.models import SMALL
 from validate.where import RECORD_FIELDS, read_where, record_facts
@@ -52,7 +56,22 @@ MOST_S: Final = 2.0
 """Processor seconds that no input may take more than."""
 
 HOSTILE_TEXTS: Final = (
-    *("", " ", "x", "0", "1", "nan", "=1+1", "@SUM(A1)", "-2+3", "\x00", "\x1b[2J", "\u202e", "a" * 300),
+    *(
+        "",
+        " ",
+        "x",
+        "0",
+        "1",
+        "nan",
+        "=1+1",
+        "@SUM(A1)",
+        "-2+3",
+        "\x00",
+        "\x1b[2J",
+        "\u202e",
+        "a" * 300,
+        "b" * 5000,
+    ),
     *("é", "模型", "%s%n", "\r\n", "{{ 7 * 7 }}", "../../etc/passwd"),
     *("<script>alert(1)</script>", "\"><img src=x onerror='x'>"),
 )
@@ -170,11 +189,18 @@ def _record_lines() -> tuple[bytes, ...]:
     return tuple(sorted(lines, key=len)[: 3 * len(lines) // 4])
 
 
+NAMES: Final = (*HOSTILE_TEXTS, "..", "../hf-bert-probe", "/etc/passwd", "traces/hf-bert-probe", "~")
+"""Names of traced models, of which none is one."""
+
+
 def make_records(rng: random.Random) -> bytes:
     """A few lines, one of them not as it was."""
     lines = rng.sample(_record_lines(), 3)
     if rng.random() < 0.75:
-        changed = json.dumps(mutated(rng, json.loads(lines[1]))).encode()
+        row = json.loads(lines[1])
+        if "case" in row and rng.random() < 0.1:
+            row["case"]["model"] = {"family": "traced", "name": rng.choice(("hf-bert-probe", *NAMES))}
+        changed = json.dumps(mutated(rng, row)).encode()
     else:
         changed = damaged(rng, lines[1])
     return b"\n".join([lines[0], changed, lines[2], b""])
@@ -274,6 +300,103 @@ def read_config(data: bytes) -> None:
     _check_text(str(memplan.estimate(file_of(data, ".json"), cluster="1xh100-sxm")))
 
 
+# Traces
+
+
+@cache
+def _trace(name: str) -> dict[str, Any]:
+    """A trace with its recordings in fp32 only."""
+    data: dict[str, Any] = json.loads(Path(trace_file(name)).read_text())
+    fp32 = [one for one in data["recordings"] if one["run"][:3] == ["float32", "", "none"]]
+    return data | {"recordings": fp32}
+
+
+def make_trace(rng: random.Random) -> bytes:
+    """A trace with something changed; often an event, or how the module is cut into stages."""
+    data = _trace(rng.choice(("hf-gpt2-untied", "phi3-mini")))
+    how = rng.random()
+    if how < 0.3:
+        data = mutated(rng, data)
+    else:
+        data = deepcopy(data)
+        one = rng.choice(data["recordings"])
+        name = rng.choice(("cut", "ends", "boundary")) if how < 0.5 else rng.choice(list(one["parts"]))
+        owner = one if how < 0.5 else one["parts"]
+        owner[name] = mutated(rng, owner[name])
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return damaged(rng, text) if rng.random() < 0.1 else text
+
+
+def read_trace(data: bytes) -> None:
+    """Read, and estimated whole and as two stages; on CUDA with what the allocator reserves."""
+    model = model_from_trace(file_of(data, ".json"))
+    common: dict[str, Any] = {"seq_len": 8, "precision": "fp32", "global_batch": 2, "dp": 1}
+    for pp in (1, 2):
+        where: dict[str, Any] = {"cluster": f"{pp}xh100-sxm"} if model.device == "cuda" else {"device": "cpu"}
+        found = memplan.estimate(model, pp=pp, **where, **common)
+        _check_order(found, f"trace, pp={pp}")
+
+
+def _check_order(found: memplan.Estimate, what: object) -> None:
+    figures = found.peak.total_bytes, found.allocated_bytes, found.reserved_bytes
+    known = [figure for figure in figures if figure is not None]
+    if known != sorted(known):
+        raise Failed(f"of peak, allocated and reserved bytes a later one is smaller, {figures}: {what}")
+
+
+# What numbers must obey
+
+
+def make_plan(rng: random.Random) -> dict[str, Any]:
+    """A plan of a small model on one node."""
+    zero, tp = rng.choice((0, 1, 2, 3)), rng.choice((1, 1, 2))
+    plan: dict[str, Any] = {
+        "model": rng.choice(("gpt2", "gpt2-medium")),
+        "cluster": rng.choice(("4xh100-sxm", "8xa100-40-sxm")),
+        "zero": zero,
+        "tp": tp,
+        "micro_batch": 2 * rng.randrange(1, 4),
+        "seq_len": 64 * rng.randrange(1, 5),
+        "precision": rng.choice(("fp32", "bf16", "bf16-mixed")),
+        "optimizer": rng.choice(("sgd", "sgd-momentum", "adam", "adamw")),
+        "recompute": rng.choice(("none", "full")),
+        "set_to_none": rng.random() < 0.7,
+    }
+    if not zero and rng.random() < 0.3:
+        plan["ddp_comm_hook"] = "powersgd"
+    return plan
+
+
+def read_plan(plan: dict[str, Any]) -> None:
+    """Estimated: parts add up, allocated is at least the peak, reserved at least allocated.
+
+    A smaller batch and more sharding take no more; another thread, and sometimes another process, agree.
+    """
+    found = memplan.estimate(**plan)
+    said = json.dumps(found.to_dict())
+    for stage in found.stages:
+        if stage.peak.total_bytes != sum(stage.peak.of(kind) for kind in KINDS):
+            raise Failed(f"parts do not add up: {plan}")
+        if stage.peak.total_bytes != n_bytes_of(stage.alive):
+            raise Failed(f"the tensors alive at the peak are not its bytes: {plan}")
+    _check_order(found, plan)
+    smaller = memplan.estimate(**plan | {"micro_batch": plan["micro_batch"] // 2})
+    if smaller.peak.total_bytes > found.peak.total_bytes:
+        raise Failed(f"a smaller batch takes more: {plan}")
+    if plan["zero"] and plan["zero"] < 3:
+        sharded = memplan.estimate(**plan | {"zero": 3})
+        if sharded.worst.states.total_bytes > found.worst.states.total_bytes:
+            raise Failed(f"more sharding takes more between steps: {plan}")
+    with ThreadPoolExecutor(1) as pool:
+        if pool.submit(lambda: json.dumps(memplan.estimate(**plan).to_dict())).result() != said:
+            raise Failed(f"another thread has other numbers: {plan}")
+    if plan["seq_len"] == 64 and plan["micro_batch"] == 2:
+        code = f"import json, memplan; print(json.dumps(memplan.estimate(**{plan!r}).to_dict()))"
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        if other.stdout.strip() != said:
+            raise Failed(f"another process has other numbers: {plan}")
+
+
 # Snapshots
 
 
@@ -290,7 +413,7 @@ def snapshot_of(n: int = 12) -> dict[str, Any]:
     trace = [
         {"action": action, "addr": 512 * i, "size": 512 * (i % 5 + 1), "frames": frames}
         for action in ("alloc", "free_requested")
-        for i in range(n)
+        for i in range(1, n + 1)
     ]
     block = {
         "address": 10**6,
@@ -302,9 +425,30 @@ def snapshot_of(n: int = 12) -> dict[str, Any]:
     return {"segments": [{"device": 0, "address": 10**6, "blocks": [block]}], "device_traces": [trace]}
 
 
+def with_shared(rng: random.Random, value: Any) -> Any:
+    """The value with a list in some place that holds others by reference, or itself many times."""
+    every = list(places(value))
+    shared: Any = rng.choice(([1], {"frames": []}, snapshot_of(1)["device_traces"][0]))
+    if rng.random() < 0.5:
+        for _ in range(rng.choice((20, 60))):
+            shared = [shared, shared]
+    else:
+        shared = [shared] * 10_000
+    if not every:
+        return shared
+    *path, last = rng.choice(every)
+    owner = value
+    for key in path:
+        owner = owner[key]
+    owner[last] = shared
+    return value
+
+
 def make_snapshot(rng: random.Random) -> bytes:
     """A pickle with something changed."""
     value = mutated(rng, snapshot_of()) if rng.random() < 0.7 else snapshot_of()
+    if rng.random() < 0.3:
+        value = with_shared(rng, value)
     data = pickle.dumps(value, protocol=rng.choice((2, 3, 4, 5)))
     return damaged(rng, data) if rng.random() < 0.4 else data
 
@@ -318,13 +462,20 @@ def read_snapshot_file(data: bytes) -> None:
 # Names that go into pages, tables and the terminal
 
 
+ENDS: Final[tuple[dict[str, Any], ...]] = (
+    *({"outcome": outcome} for outcome in ("crashed", "refused", "timed-out", "ok")),
+    {"outcome": "ok", "peak_error": 0.5, "states_off_bytes": 0, "collectives_off": 0},
+)
+"""How a case ended, where nothing is known of its ranks."""
+
+
 def make_names(rng: random.Random) -> list[Record]:
     """Records whose texts are hostile."""
     texts = [text for text in HOSTILE_TEXTS if text]
     return [
         Record(
             case=replace(_snapshot_case(), name=f"{rng.choice(texts)}{rng.choice(texts)} {i}").to_dict(),
-            outcome=rng.choice(("crashed", "refused", "timed-out")),
+            **rng.choice(ENDS),
             reason=f"rank 0: {rng.choice(texts)}\n{rng.choice(texts)}",
             environment={rng.choice(texts): rng.choice(texts)},
         )
@@ -553,6 +704,8 @@ TARGETS: Final = (
     Target(name="suites", make=make_suite, read=read_suite_file),
     Target(name="configs", make=make_config, read=read_config),
     Target(name="snapshots", make=make_snapshot, read=read_snapshot_file),
+    Target(name="traces", make=make_trace, read=read_trace),
+    Target(name="numbers", make=make_plan, read=read_plan),
     Target(name="names", make=make_names, read=read_names),
     Target(name="published", make=make_published, read=read_published),
     Target(name="timings", make=make_timings, read=read_timing_file),
@@ -561,7 +714,7 @@ TARGETS: Final = (
     Target(name="validate commands", make=make_validate_arguments, read=run_validate_arguments),
 )
 
-SHARES: Final = {"names": 0.25, "published": 0.5, "validate commands": 0.5}
+SHARES: Final = {"numbers": 0.1, "names": 0.25, "published": 0.5, "validate commands": 0.5}
 """How many inputs of a target there are for each of the others', where it is not one: these take longer."""
 
 

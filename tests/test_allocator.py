@@ -11,11 +11,13 @@ import memplan
 from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, Pool, rounded_bytes
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
+from memplan.hardware import VERDICTS
 from memplan.hardware.overheads import OVERHEADS
 from memplan.record import Alloc, Free, Stretch, allocs, chain, events, passed, repeated, unrolled
 from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, Buffer
+from memplan.tables import estimate_text
 from memplan.units import GiB, KiB, MiB
 from validate.cases import runnable
 
@@ -379,7 +381,7 @@ def test_an_fsdp2_stage_of_8b_settles_and_reserves_more_than_it_uses():
 def test_the_device_holds_an_interval_and_the_verdict_is_drawn_from_it():
     for margin in (0.0, 0.05, 0.2):
         verdicts = {}
-        for micro_batch in range(1, 9):
+        for micro_batch in range(1, 13, 2):
             e = memplan.estimate(
                 "llama-3-8b", cluster="8xa100-80-sxm", zero=3, recompute="selective", micro_batch=micro_batch,
                 seq_len=2048, margin=margin,
@@ -388,11 +390,14 @@ def test_the_device_holds_an_interval_and_the_verdict_is_drawn_from_it():
             usable = e.cluster.gpu.usable_bytes
             verdicts[micro_batch] = e.verdict
             assert e.worst.replayed.allocated_bytes + 300 * MiB <= low < high
-            assert e.gives_back or high >= e.reserved_bytes + 1008 * MiB
+            assert high >= e.reserved_bytes + 1008 * MiB
             assert (e.verdict == "fits") == (high <= int(usable * (1 - margin)))
             assert (e.verdict == "does not fit") == (low > usable)
-            assert e.fits is {"fits": True, "does not fit": False, "cannot say": None}[e.verdict]
-        assert list(dict.fromkeys(verdicts.values())) == ["fits", "cannot say", "does not fit"]
+            said = {"fits": True, "fits, tight": True, "does not fit": False, "cannot say": None}
+            assert e.fits is said[e.verdict]
+        found = list(dict.fromkeys(verdicts.values()))
+        assert found == [verdict for verdict in VERDICTS if verdict in found]
+        assert len(found) > 1
 
 
 def test_a_momentum_is_as_large_as_the_gradient_it_is_a_clone_of():
@@ -415,11 +420,14 @@ def test_the_first_of_several_stages_frees_the_embedding_that_it_made(name, zero
 @pytest.mark.parametrize("tp, zero, settles", [(2, 2, True), (1, 3, False)])
 def test_a_plan_fits_by_giving_blocks_back_only_if_the_allocator_s_state_recurs(tp, zero, settles):
     """Otherwise each step is fragmented differently from the last: a later one may run out of memory."""
-    e = memplan.estimate("llama-2-7b", cluster="8xa100-40-sxm", tp=tp, zero=zero, global_batch=64)
-    assert e.verdict == ("fits" if settles else "cannot say")
+    e = memplan.estimate(
+        "llama-2-7b", implementation="reference", cluster="8xa100-40-sxm", tp=tp, zero=zero, global_batch=64
+    )
+    assert e.verdict == ("fits, tight" if settles else "cannot say")
     (within,) = [found for limit, found in e.worst.replays.items() if limit is not None]
     assert within.n_retries
-    assert (within.settled, e.gives_back) == (settles, settles)
+    assert within.settled == settles
+    assert within.reserved_bytes < e.reserved_bytes < e.device_bytes.high_bytes
 
 
 @pytest.mark.parametrize("cluster, engine", [("4xcpu", "torch"), ("4xh100-sxm", "textbook")])
@@ -435,7 +443,7 @@ def test_without_a_cluster_there_is_an_interval_but_no_verdict():
     assert e.verdict is None
     assert e.to_dict()["device_bytes"] == e.device_bytes._asdict()
     assert e.to_dict()["reserved_bytes"] == e.reserved_bytes
-    assert "The caching allocator allocates" in str(e)
+    assert "The caching allocator allocates" in estimate_text(e, details=True)
 
 
 def test_hopper_has_larger_workspaces():

@@ -102,7 +102,7 @@ PLANS = [
     ("llama-3-8b", {"dp": 2**20, "tp": 2}, PlanRefused, r"= 2097152 ranks are more than 1048576; use"),
     ("lama-3-70b", {}, UnknownName, r"unknown model 'lama-3-70b'; did you mean 'llama-3-70b'\?"),
     ("gpt2", {"cluster": "8xh100-smx"}, UnknownName, r"unknown GPU 'h100-smx'; did you mean 'h100-sxm'\?"),
-    ("gpt2", {"cluster": "h100"}, InvalidValue, r"cluster='h100' is not understood; use <n>x<gpu>"),
+    ("gpt2", {"cluster": "h100,"}, InvalidValue, r"cluster='h100,' is not understood; use <n>x<gpu>"),
     ("gpt2", {"cluster": "0xa10"}, InvalidValue, r"n_gpus=0 is not allowed; use an integer from 1"),
     ("gpt2", {"precision": "bf61"}, UnknownName, r"unknown precision 'bf61'; did you mean 'bf16'\? Known: "),
     ("gpt2", {"optimizer": "adamww"}, UnknownName, r"unknown optimizer 'adamww'; did you mean 'adamw'\?"),
@@ -231,7 +231,7 @@ BROKEN = {
     "a text": json.dumps(LLAMA | {"hidden_size": "64"}),
     "a fraction": json.dumps(LLAMA | {"hidden_size": 64.5}),
     "zero heads": json.dumps(LLAMA | {"num_attention_heads": 0}),
-    "an unknown architecture": json.dumps({"model_type": "mamba"}),
+    "an unknown architecture": json.dumps({"model_type": "mamba-9"}),
     "no architecture": "{}",
     "a key twice": '{"model_type": "llama", "model_type": "gpt2"}',
 }

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 import memplan
-from memplan.errors import InvalidValue
+from memplan.errors import InvalidValue, PlanRefused
 from memplan.text_tables import WIDTH
 
 
@@ -42,7 +42,8 @@ def test_what_is_printed_and_what_is_plain(planned):
     found = memplan.budget(planned, price_per_gpu_hour=2)
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[-2].startswith(f"The plan: {planned.verdict}. Times are rough: roofline")
+    assert lines[0].startswith("llama-3-8b on 8xh100-sxm FITS: ")
+    assert "Times are a roofline" in str(found)
     assert found._repr_html_() == f"<pre>{found}</pre>"
     assert repr(found).startswith("<Budget of 160,605,224,960 tokens: ")
     plain = found.to_dict()
@@ -72,6 +73,12 @@ def test_a_board_of_unknown_power_has_no_energy(planned):
 def test_a_bad_value_is_refused(planned, asked, message):
     with pytest.raises(InvalidValue, match=message):
         memplan.budget(planned, **asked)
+
+
+def test_what_does_not_fit_has_no_price():
+    asked = memplan.estimate("llama-3-8b", cluster="8xh100-sxm")
+    with pytest.raises(PlanRefused, match=r"^DOES NOT FIT: .* So there is no budget of llama-3-8b .*advise"):
+        memplan.budget(asked, price_per_gpu_hour=2)
 
 
 def test_without_a_step_time_there_is_no_budget():

@@ -1,6 +1,7 @@
 """The command line: what it prints, as text and as JSON, and how it ends."""
 
 import csv
+import inspect
 import json
 import re
 import shlex
@@ -60,13 +61,13 @@ def test_every_flag_is_the_keyword_with_dashes():
 def test_json_is_one_object_with_the_peak_the_stages_and_the_collectives():
     result = json.loads(run(*GPT2, "--json").stdout)
     assert result["fits"] is True
-    assert result["confirmed"] == "unmeasured"
+    assert result["confirmed"] == "nogpu"
     kinds = {key: n for key, n in result["peak"].items() if key != "total_bytes"}
     assert sum(kinds.values()) == result["peak"]["total_bytes"]
     assert result["stages"][0]["peak"] == result["peak"]
     assert {c["kind"] for c in result["stages"][0]["collectives"]} == {"all_gather", "reduce_scatter"}
     assert sum(s for part, s in result["time"].items() if part.endswith("_s")) == result["step_s"]
-    assert "rough" in result["time"]["confidence"]
+    assert "roofline" in result["time"]["confidence"]
     assert "ledger" not in result
 
 
@@ -80,10 +81,28 @@ def test_the_ledger_adds_up_to_the_peak():
 
 def test_models_and_gpus_list_every_name():
     models, gpus = run("models").stdout, run("gpus").stdout
-    assert [line.split()[0] for line in models.splitlines()[1:]] == list(preset_names())
+    named = [line.split()[0] for line in models.splitlines() if re.search(r"  \d", line)]
+    assert named == list(preset_names())
     assert [line.split()[0] for line in gpus.splitlines()[1:]] == list(gpu_names())
     assert max(map(len, (models + gpus).splitlines())) <= 80
     assert "6,738,415,616" in models
+
+
+def test_models_are_in_groups_with_what_each_can_be_divided_by():
+    text = run("models").stdout
+    head, *groups = text.split("\n\n")
+    assert head.split()[-3:] == ["zero", "tp", "pp"]
+    llama = next(group for group in groups if group.startswith("llama (torchtitan, "))
+    rows = {line.split()[0]: line.split()[-3:] for group in groups[:-1] for line in group.splitlines()[1:]}
+    assert "llama-3-8b" in llama
+    assert rows["llama-3-8b"] == ["0-3", "8", "32"]
+    assert rows["resnet-50"] == ["0-1", "-", "-"]
+    for name in ("llama-3-8b", "gpt2", "resnet-50", "qwen2.5-7b"):
+        zero, tp, pp = rows[name]
+        most = {"zero": int(zero[-1]), "tp": 1 if tp == "-" else int(tp), "pp": 1 if pp == "-" else int(pp)}
+        for axis, n in most.items():
+            assert run("estimate", name, "--dp", "2", f"--{axis}", str(n)).exit_code == 0
+            assert run("estimate", name, "--dp", "2", f"--{axis}", str(n + 1)).exit_code == 2
 
 
 def test_models_and_gpus_as_json():
@@ -125,6 +144,26 @@ def test_help_is_printed_within_80_columns(args):
     assert max(map(len, result.output.splitlines())) <= 80
 
 
+def test_the_help_of_estimate_has_every_flag_in_a_group_and_ends_with_examples_that_run():
+    text = run("estimate", "-h").stdout
+    heads = [line for line in text.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
+    groups = ["Model and cluster", "Mesh", "Batch", "Memory saving", "Numbers", "Engine torch", "Output"]
+    assert heads == [f"{group}:" for group in (*groups, "Examples")]
+    examples = text.partition("Examples:\n")[2].replace("\\\n", " ").strip().splitlines()
+    assert len(examples) == 3
+    for example in examples:
+        program, *args = shlex.split(example)
+        assert (program, run(*args).exit_code) == ("memplan", 0)
+
+
+@pytest.mark.parametrize("command", ["search", "smallest-cluster", "longest-sequence", "largest-model"])
+def test_the_help_of_a_search_has_every_flag_in_a_group(command: str):
+    text = run(command, "-h").stdout
+    assert "Other options" not in text
+    assert "Examples:" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_the_module_is_the_command():
     result = python("-m", "memplan", *GPT2)
     assert (result.returncode, result.stderr) == (0, "")
@@ -161,7 +200,7 @@ def test_without_pandas_a_frame_names_the_extra_and_text_still_works():
     start = WITHOUT.format("pandas", "") + "; e = memplan.estimate('gpt2'); "
     assert python("-c", start + "print(e)").stdout == f"{memplan.estimate('gpt2')}\n"
     result = python("-c", start + "e.to_frame()")
-    assert "memplan.errors.MemplanError: a frame needs pandas; install it with: pip install" in result.stderr
+    assert "MissingPackage: a frame needs pandas, which is not installed; use pip install" in result.stderr
 
 
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
@@ -172,7 +211,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
     env = {"PYTHONIOENCODING": "latin-1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "model    \\u6a21\\u578b: " in result.stdout
+    assert "\\u6a21\\u578b: " in result.stdout
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -202,7 +241,54 @@ def test_search_prints_the_best_and_what_was_refused():
         r"\d+ stay within 75.15 GiB \(.*\) by what they allocate, \d+ do not, \d+ are refused", said
     )
     assert "Best of those that fit" in result.stdout
-    assert "rough" in result.stdout
+    assert "Times are a roofline" in result.stdout
+
+
+def test_search_prints_three_plans_and_one_command_and_the_rest_with_all():
+    asked = ["search", "gpt2-medium", "--cluster", "8xh100-sxm", "--zero", "0,3", "--no-offload"]
+    short, full = run(*asked).stdout, run(*asked, "--all").stdout
+    plans = re.compile(r"^ ?\d+=? +\d+ +", re.MULTILINE)
+    assert (len(plans.findall(short)), short.count("memplan estimate")) == (3, 1)
+    n = len(plans.findall(full))
+    assert n > 3
+    assert full.count("memplan estimate") == n
+    assert f"{min(n, 10) - 3} more are kept: see --all" in short
+    assert "plans of this kind" in full
+    assert "plans of this kind" not in short
+    assert len(plans.findall(run(*asked, "--keep", "5").stdout)) == 5
+    command = short.partition("Next: ")[2].replace("\\\n", " ")
+    assert run(*shlex.split(command)[1:]).exit_code == 0
+
+
+def test_without_a_batch_every_command_takes_a_usual_one_and_says_so():
+    searched = run("search", "gpt2", "--cluster", "8xh100-sxm", "--tp", "1", "--pp", "1")
+    assert "gpt2 on 8xh100-sxm, 8 x 1024 tokens a step" in searched.stdout
+    assert "The batch was left out: one sequence for each GPU" in searched.stdout
+    assert "The batch was left out" not in run(*SEARCH).stdout
+    asked = ["compare", "gpt2", "zero=3", "zero=3,micro_batch=3", "--cluster", "2xh100-sxm"]
+    compared = run(*asked)
+    assert "The batch was left out: 6 is the least that both plans can divide" in compared.stdout
+    found = json.loads(run(*asked, "--json").stdout)
+    assert [found[name]["plan"]["global_batch"] for name in "ab"] == [6, 6]
+    same = json.loads(run(*asked[:3], "zero=2", *asked[4:], "--json").stdout)
+    alone = json.loads(run("estimate", "gpt2", "--zero", "3", *asked[4:], "--json").stdout)
+    assert same["a"]["plan"] == alone["plan"]
+
+
+def test_the_inverse_questions_are_commands_that_say_the_answer_first():
+    few = ["--tp", "1", "--pp", "1", "--no-offload"]
+    smallest = run("smallest-cluster", "gpt2-xl", "a100-40-sxm", "--seq-len", "512", *few).stdout
+    expected = memplan.smallest_cluster("gpt2-xl", "a100-40-sxm", seq_len=512, tp=1, pp=1, offload=False)
+    assert smallest.splitlines()[0] == f"The fewest GPUs: {expected.cluster.name}"
+    assert "memplan estimate gpt2-xl --cluster" in smallest
+    longest = run("longest-sequence", "gpt2-medium", "--cluster", "2xa100-40-sxm", *few).stdout
+    assert longest.splitlines()[0] == "The longest sequence: 1,024 tokens"
+    job = ["--cluster", "1xrtx-4090", "--seq-len", "512", "--zero", "0"]
+    largest = run("largest-model", "gpt2", "gpt2-medium", "gpt2-xl", *job)
+    assert largest.stdout.splitlines()[0] == "The largest model: gpt2-medium"
+    rows = json.loads(run("largest-model", "gpt2", *job, "--json").stdout)["plans"]
+    assert rows[0]["command"].startswith("memplan estimate gpt2 --cluster 1xrtx-4090")
+    assert all(len(line) <= 80 for text in (smallest, longest, largest.stdout) for line in text.splitlines())
 
 
 @pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise"])
@@ -306,12 +392,60 @@ def test_compare_says_which_is_better_and_why():
     assert result.exit_code == 0
     assert "a is better: it fits" in result.stdout
     assert json.loads(run(*asked, "--json").stdout)["b"]["fits"] is False
-    wrong = run("compare", "llama-3-70b", "tq=8", "zero=3", *asked[4:])
+    wrong = run("compare", "llama-3-70b", "tpp=8", "zero=3", *asked[4:])
     assert wrong.exit_code == 2
     assert "did you mean 'tp'" in wrong.stderr
     twice = run("compare", "llama-3-70b", "zero=1,tp=8,zero=3", "zero=3", *asked[4:])
     assert twice.exit_code == 2
     assert "zero has two values, '1' and '3'; use one of them." in twice.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, fields",
+    [
+        ("--tp 2 --zero 3", "tp=2,zero=3"),
+        ("--zero=3 --recompute full --no-set-to-none", "zero=3,recompute=full,set_to_none=no"),
+        ("--pp 2 --layers-per-stage 3,29 --virtual-stages 1", "pp=2,layers_per_stage=3,29"),
+        ("--zero=3", "zero=3"),
+    ],
+)
+def test_compare_takes_the_flags_that_search_prints(flags: str, fields: str):
+    job = ["--cluster", "4xh100-sxm", "--global-batch", "8", "--seq-len", "128"]
+    found, same = (
+        run("compare", "llama-3-8b", plan, "zero=2", *job, "--json").stdout for plan in (flags, fields)
+    )
+    assert json.loads(found)["a"]["plan"] == json.loads(same)["a"]["plan"]
+    assert json.loads(found) == json.loads(same)
+
+
+@pytest.mark.parametrize(
+    "plan, told",
+    [
+        ("--tp 2 --clip-norm 1", "plan '--tp 2 --clip-norm 1': No such option '--clip-norm'."),
+        ("--tp 2 --zero", "Option '--zero' requires an argument. Give a plan's own flags, as "),
+        ("--tp '2", "No closing quotation."),
+        ("--zero 3 --fsdp-units bolck", "did you mean 'block'?"),
+    ],
+)
+def test_flags_that_are_no_plans_are_refused(plan: str, told: str):
+    result = run("compare", "gpt2", plan, "zero=2", "--cluster", "2xh100-sxm")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_one_name_for_the_comparison_and_the_old_one_still_works():
+    assert memplan.compare is memplan.why
+    assert {"search", "trace", "advise", "compare"} <= {*dir(memplan)}
+    assert {*dir(memplan)} == {*memplan.__all__, "__version__"}
+
+
+@pytest.mark.parametrize(
+    "function", ["estimate", "search", "smallest_cluster", "longest_sequence", "largest_model"]
+)
+def test_signatures_name_the_keywords_of_a_plan(function: str):
+    shown = inspect.signature(getattr(memplan, function)).parameters
+    assert {*FIELDS, *plan_fields()} - {"dp_replicate"} <= {*shown}
 
 
 @pytest.mark.parametrize(
@@ -372,3 +506,38 @@ def test_a_search_counts_the_plans_that_a_module_was_not_traced_for_as_refused()
     refused = [row["zero"] for row in json.loads(result.stdout)["plans"] if row["verdict"] == "refused"]
     assert result.exit_code == 0
     assert {2, 3} <= {*refused}
+
+
+def test_validate_is_a_command_of_memplan_and_says_what_is_missing(tmp_path):
+    assert "published" in python("-m", "memplan", "validate", "-h").stdout
+    refused = python("-m", "memplan", "validate", "run", "--tq", "2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "No such option '--tq'" in refused.stderr
+    start = "import sys; sys.argv = ['memplan', 'validate', 'run']; {}; from memplan.cli import main; main()"
+    without = python("-c", start.format("sys.modules['torch'] = None"))
+    assert without.returncode == 2
+    assert "install it with: pip install 'memplan[validate]'" in without.stderr
+    (tmp_path / "validate.py").write_text("x = 1\n")
+    hidden = python("-c", start.format(f"sys.path.insert(0, {str(tmp_path)!r})"))
+    assert hidden.returncode == 2
+    assert "another module named validate comes before memplan's" in hidden.stderr
+    listed = python("-X", "importtime", "-m", "memplan", "-h")
+    assert "Run plans for real" in listed.stdout
+    assert not re.search(r"\| +torch$", listed.stderr, re.MULTILINE)
+
+
+def test_the_allocators_settings_are_a_flag_and_a_keyword_that_the_verdict_uses():
+    job: dict[str, Any] = {"cluster": "8xh100-sxm", "zero": 3, "global_batch": 8, "recompute": "full"}
+    conf = "expandable_segments:True"
+    usual, set_so = (memplan.estimate("llama-3-8b", **job, alloc_conf=each) for each in ("", conf))
+    assert set_so.worst.replay("").reserved_bytes == usual.reserved_bytes
+    assert set_so.reserved_bytes == usual.worst.replay(conf).reserved_bytes < usual.reserved_bytes
+    assert set_so.device_bytes.high_bytes < usual.device_bytes.high_bytes
+    flags = [word for name, value in job.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    printed = run("estimate", "llama-3-8b", *flags, "--alloc-conf", conf, "--json").stdout
+    assert json.loads(printed) == json.loads(json.dumps(set_so.to_dict()))
+    found = run("search", "gpt2", "--cluster", "2xh100-sxm", "--pp", "1", "--alloc-conf", conf).stdout
+    assert f"--alloc-conf {conf}" in found
+    wrong = run("estimate", "gpt2", "--alloc-conf", "expandable_segment:True")
+    assert wrong.exit_code == 2
+    assert "alloc_conf has 'expandable_segment', which memplan does not know; use expandable_" in wrong.stderr

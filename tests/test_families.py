@@ -15,14 +15,15 @@ from memplan.hardware import gpu
 from memplan.kernels import cudnn_scratch, efficient_attention_bytes
 from memplan.models import Decoder, model_from_config, preset, preset_names, preset_source
 from memplan.models.config import Config
+from memplan.models.config_of import config_of
 from memplan.models.families import FAMILIES
+from memplan.models.gemma3 import Gemma3
 from memplan.models.mistral import Mistral
 from memplan.ops import attention_kernel
 from memplan.shapes import BF16, FP32
 from validate.cases import OF_TRANSFORMERS, OWN, Case
 from validate.records import read_records
 from validate.suites.families import QUIRKS, SIZES
-from validate.systems.torch.configs import config_of
 from validate.systems.torch.wild import LANGUAGE
 
 DATA = Path(__file__).parents[1] / "data"
@@ -57,6 +58,19 @@ def test_a_preset_of_a_family_is_the_published_model(name, tmp_path):
     file.write_text(json.dumps(next(row for row in PUBLISHED if row["model"] == source)["config"]))
     assert preset(name) == model_from_config(file)
     assert estimate(name, seq_len=256).to_dict()["model"]["implementation"] == "huggingface"
+
+
+@pytest.mark.parametrize("size", ["4b", "12b", "27b"])
+def test_the_text_model_of_gemma_3_is_the_published_one(size, tmp_path):
+    """Table 1 of the report: 3,209, 10,759 and 25,600 million weights beside the table of tokens."""
+    file, source = tmp_path / f"gemma-3-{size}-text.json", f"google/gemma-3-{size}-pt (text_config)"
+    row = next(row for row in PUBLISHED if row["model"] == source)
+    file.write_text(json.dumps(row["config"]))
+    model = preset(f"gemma-3-{size}-text")
+    assert model == model_from_config(file)
+    millions = {"4b": 3_209, "12b": 10_759, "27b": 25_600}[size]
+    assert isinstance(model, Gemma3)
+    assert round((parameter_count(model) - model.vocab_size * model.d_model) / 1e6) == millions
 
 
 def test_palm_has_the_parameters_of_its_paper():

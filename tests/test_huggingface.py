@@ -6,13 +6,17 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memplan
 from memplan.errors import InvalidValue, MemplanError, UnknownName
 from memplan.models import TracedModel, implemented, model_from_config, preset
+from memplan.models.families import FAMILIES
 from memplan.models.huggingface_llama import HuggingFaceLlama
 
 GPT2 = {
@@ -107,6 +111,98 @@ def test_rope_theta_is_read_where_transformers_5_writes_it(read):
     config = {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     assert read(config).rope_theta == 500000.0
     assert read({"model_type": "llama"}).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ],
+    ids=lambda stored: stored["quant_method"],
+)
+@pytest.mark.parametrize("config", [GPT2, LLAMA_3_8B], ids=["gpt2", "llama"])
+def test_the_format_that_a_vendor_stores_weights_in_is_noted_and_ignored(read, config, stored):
+    plain, model = read(config), read(config | {"quantization_config": stored})
+    assert model == plain
+    (note,) = memplan.estimate(model, seq_len=64).notes
+    assert note.startswith(
+        "quantization_config is ignored: it says that the published weights are stored as "
+    )
+    assert stored["quant_method"] in note
+    assert memplan.estimate(plain, seq_len=64).notes == ()
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
+def test_weights_that_are_trained_through_adapters_are_not_planned_as_if_all_were(read, method):
+    stored = {"quant_method": method, "load_in_4bit": True}
+    with pytest.raises(
+        InvalidValue, match=r"is not planned by memplan; remove it to plan training of all weights .*QLoRA"
+    ):
+        read(LLAMA_3_8B | {"quantization_config": stored})
+
+
+DATA = Path(__file__).parents[1] / "data"
+READERS = {kind for name in FAMILIES.own for kind in FAMILIES.named(name).readers}
+DOWNLOADED: list[dict[str, Any]] = [
+    json.loads(line) for line in (DATA / "published" / "downloads.jsonl").read_text().splitlines()
+]
+"""Much downloaded models: their config.json as published, where that is from, and their parameters."""
+
+REFUSED = {
+    *("t5-small", "all-MiniLM-L6-v2", "electra-base-discriminator", "bart-large-mnli", "dinov2-base"),
+    *("swin-tiny-patch4-window7-224", "clip-vit-base-patch32", "siglip-base-patch16-224", "gemma-3-4b-it"),
+    *("Qwen2.5-VL-7B-Instruct", "llava-1.5-7b-hf", "whisper-large-v3", "wav2vec2-base-960h"),
+    "hubert-base-ls960",
+}
+"""The ones that may be refused; every other one is answered."""
+
+
+FEWER = {"deepseek-ai/DeepSeek-V3": {"num_hidden_layers": 5}}
+"""Blocks of a model whose 61 take a minute to trace: three dense ones, and two of the 58 others."""
+
+
+def _downloaded(row: dict[str, Any]) -> Any:
+    """A case of the test below: one that is traced takes seconds."""
+    marks = [] if row["config"]["model_type"] in READERS else [pytest.mark.slow]
+    if row["model"] == "google/gemma-3-4b-it":
+        marks.append(pytest.mark.xfail(reason="PyTorch's error is repeated in full", strict=True))
+    return pytest.param(row, marks=marks, id=row["model"])
+
+
+def test_the_much_downloaded_models_are_of_all_kinds():
+    assert len(DOWNLOADED) >= 40
+    assert {row["kind"] for row in DOWNLOADED} == {"language", "vision", "speech", "multimodal"}
+    assert all(len(row["source"]) > 15 for row in DOWNLOADED)
+
+
+@pytest.mark.parametrize("row", [_downloaded(row) for row in DOWNLOADED])
+def test_a_published_config_is_answered_or_refused_in_one_sentence(read, row):
+    if row["config"]["model_type"] not in READERS:
+        pytest.importorskip("transformers")
+    try:
+        model = read(row["config"] | FEWER.get(row["model"], {}))
+        estimated = memplan.estimate(model, seq_len=min(64, model.max_seq_len))
+    except MemplanError as refusal:
+        said = str(refusal).partition("config.json: ")[2]
+        assert row["model"].partition("/")[2] in REFUSED, said
+        assert len(said) < 500
+        assert said.endswith(".")
+        assert "\n" not in said
+        return
+    if "parameters" in row:
+        assert memplan.parameter_count(model) == row["parameters"]
+    assert estimated.worst.peak_bytes > 16 * memplan.parameter_count(model)
+    assert any("quantization_config" in note for note in estimated.notes) == (
+        "quantization_config" in row["config"]
+    )
 
 
 def test_the_architecture_alone_is_enough(read):
@@ -209,6 +305,7 @@ def test_a_bad_llama_value_is_named_with_its_rule(without_transformers, read, ch
         (json.dumps(GPT2)[:-20], "is not JSON .*; it may be truncated: fetch it again"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a":' * 100_000, "is nested too deeply"),
+        ('{"model_type": "bert", "a": ' + "[" * 100 + "]" * 100 + "}", "is nested deeper than 32 levels"),
         ('{"model_type": "gpt2", "n_layer": NaN}', "NaN is no JSON number; replace it"),
         ('{"model_type": "gpt2", "n_layer": -Infinity}', "-Infinity is no JSON number"),
         ('{"model_type": "gpt2", "n_layer": 1e999}', "'1e999' overflows a float"),

@@ -99,10 +99,10 @@ def test_every_preset_has_a_source_and_a_date(name):
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
-    with pytest.raises(UnknownName, match=r"unknown model 'llama3-70b'; did you mean 'llama-3-70b'\?"):
-        preset("llama3-70b")
+    with pytest.raises(UnknownName, match=r"unknown model 'lama3-70b'; did you mean 'llama-3-70b'\?"):
+        preset("lama3-70b")
     with pytest.raises(UnknownName, match="did you mean 'gpt2'"):
-        preset_source("gpt-2")
+        preset_source("gtp2")
 
 
 def test_a_preset_of_an_unknown_family_is_refused_with_the_nearest_family():

@@ -1,6 +1,7 @@
 """Others' GPUs: the published rows that memplan can express, and why it cannot express the others."""
 
 import json
+import shlex
 from pathlib import Path
 from statistics import median
 
@@ -8,11 +9,23 @@ import pytest
 from click.testing import CliRunner
 
 from memplan import parameter_count, preset
+from memplan.cli import commands
+from memplan.command import estimate_command
 from memplan.errors import MemplanError
 from memplan.models import resolve
+from memplan.steptime import Roofline
 from memplan.text_tables import WIDTH
 from validate.__main__ import main
-from validate.published import DIFFERENCES, INEXPRESSIBLE, LLAMA_3_2_3B, ROWS, compared, read_rows
+from validate.published import (
+    DIFFERENCES,
+    INEXPRESSIBLE,
+    MODELS,
+    ROWS,
+    by_torchtitan,
+    comparable_estimate,
+    compared,
+    read_rows,
+)
 
 ROOT = Path(__file__).parents[1]
 BY_ID = {row["row_id"]: row for row in read_rows(ROOT / ROWS)}
@@ -136,4 +149,25 @@ def test_torchtitans_llama_has_the_same_weights(name):
 
 
 def test_llama_3_2_3b_has_its_published_parameters():
-    assert parameter_count(LLAMA_3_2_3B) == 3_212_749_824
+    assert parameter_count(MODELS["Llama-3.2-3B"]) == 3_212_749_824
+
+
+def test_the_band_of_rates_is_that_of_the_published_runs_of_whole_plans():
+    """Each eager run with a published rate whose plan memplan expresses in full."""
+    band, ratios = Roofline().band, []
+    for row in BY_ID.values():
+        rate = row["tokens_per_s_per_gpu"]
+        if rate and not any(holds(row) for _, holds in (*INEXPRESSIBLE, *DIFFERENCES)):
+            ratios.append(float(rate) / comparable_estimate(row).tokens_per_s_per_gpu)
+    assert (round(min(ratios), 2), round(max(ratios), 2), len(ratios)) == band
+
+
+def test_the_command_line_prints_the_number_of_a_published_row():
+    rows = [row for row in BY_ID.values() if by_torchtitan(row) and row["mem_kind"] == "reserved"]
+    known = [(each, comparable_estimate(each.row)) for each in map(compared, rows) if each.error is not None]
+    commands_of = {estimate_command(e): each.predicted_bytes for each, e in known}
+    command, predicted_bytes = next((line, n) for line, n in commands_of.items() if line is not None)
+    _, *args = shlex.split(command)
+    assert args[args.index("--alloc-conf") + 1] == "expandable_segments:True"
+    printed = json.loads(CliRunner().invoke(commands, [*args, "--json"]).output)
+    assert printed["reserved_bytes"] == predicted_bytes

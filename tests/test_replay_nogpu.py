@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from memplan.allocator import OutOfMemory
+from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
 from memplan.units import GiB
@@ -118,7 +119,9 @@ def test_models_at_true_size_that_ran_out_of_memory_do_not_fit(record):
 def runs(record: Record) -> bool:
     case = Case.from_dict(record.case)
     try:
-        estimated_rank(case, case.ranks[0]).replay(case.alloc_conf, allowed_bytes=allowed_bytes(case))
+        estimated_rank(case, case.ranks[0]).replay(
+            plan_dict(case.plan)["alloc_conf"], allowed_bytes=allowed_bytes(case)
+        )
     except OutOfMemory:
         return False
     return True

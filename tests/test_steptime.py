@@ -40,6 +40,7 @@ from memplan.steptime import (
     reducing_share,
     ring_bytes_per_s,
 )
+from memplan.tables import estimate_text
 from validate.systems.torch.modules import Transformer, token_loss
 
 FIELDS: dict[str, Any] = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 64}
@@ -140,7 +141,7 @@ def test_recomputation_lowers_utilisation_and_counts_as_no_work():
     )
     assert full.total_model_flops == plain.total_model_flops
     assert full.mfu < some.mfu < plain.mfu
-    assert plain.time.recompute_s == selective.time.recompute_s == 0
+    assert plain.time.recompute_s == 0 < selective.time.recompute_s < some.time.recompute_s
     assert some.time.recompute_s == pytest.approx(full.time.recompute_s / 4, rel=1e-12)
 
 
@@ -196,9 +197,13 @@ def test_a_link_that_nothing_crosses_needs_no_rate():
 
 
 def test_the_text_says_how_far_to_trust_it(estimate):
-    assert "rough: roofline, no run has confirmed it" in str(estimate)
-    assert f"MFU {estimate.mfu:.1%}" in str(estimate)
-    assert estimate.to_dict()["time"]["confidence"].startswith("rough")
+    low, high, n_runs = estimate.time_model.band
+    assert f"published runs had {low} to {high} times this rate" in " ".join(str(estimate).split())
+    text = estimate_text(estimate, details=True)
+    assert f"MFU {estimate.mfu:.1%}" in text
+    assert f"a policy; {n_runs} published runs had" in " ".join(text.split())
+    assert estimate.to_dict()["time"]["confidence"].startswith("Times are a roofline")
+    assert estimate.tokens_per_s_band == (low * estimate.tokens_per_s, high * estimate.tokens_per_s)
 
 
 # The seam
@@ -208,7 +213,10 @@ def test_another_model_of_time_takes_the_rooflines_place():
     rough = memplan.estimate("gpt2", cluster="1xh100-sxm")
     better = replace(rough, time_model=Roofline(efficiency=1.0))
     assert better.time.compute_s == rough.time.compute_s / 2
-    assert "100% of peak" in str(better)
+    assert better.tokens_per_s_band is None
+    assert "100% of the peak rate, a policy; no run has confirmed them" in " ".join(
+        estimate_text(better, details=True).split()
+    )
 
 
 @pytest.mark.parametrize("efficiency", [0, -1, 1.5, inf, "fast"])
@@ -313,6 +321,7 @@ class ByShape:
 
     mkn: tuple[int, int, int]
     label = "by shape"
+    band = None
 
     def missing(self, plan, cluster):
         return ()

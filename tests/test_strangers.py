@@ -21,10 +21,10 @@ from mypy import api as mypy
 import memplan
 from memplan.cli import commands
 from memplan.errors import InvalidValue, MemplanError
+from memplan.snapshot import Block
 from memplan.text_tables import csv_of
 from validate.__main__ import main as validate_commands
 from validate.attribution import _holding
-from validate.blocks import Block
 from validate.records import Outcome, read_records
 from validate.report import row, summary
 from validate.shipped import data_folder
@@ -119,8 +119,8 @@ def test_hardware_of_impossible_rates_is_refused(owner, name, value):
 
 
 def test_a_family_of_gpus_is_offered_by_its_members():
-    said = refusal(run("estimate", "gpt2", "--cluster", "8xh100"))
-    assert "did you mean 'h100-nvl', 'h100-pcie' or 'h100-sxm'?" in said
+    said = refusal(run("estimate", "gpt2", "--cluster", "8xrtx"))
+    assert "did you mean 'rtx-3090', 'rtx-4090', 'rtx-5090' or 'rtx-pro-6000'?" in said
 
 
 def test_a_plan_without_a_time_is_not_called_the_fastest():

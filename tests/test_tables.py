@@ -1,14 +1,21 @@
 """Tables: frames that add up, and text that fits a terminal."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import memplan
+from memplan.cli import commands
+from memplan.engines.base import ENGINES
 from memplan.shapes import KINDS
-from memplan.tables import layers_text, stages_frame
+from memplan.tables import estimate_text, layers_text, stages_frame
 from memplan.text_tables import WIDTH, text_table
+
+DATA = Path(__file__).parents[1] / "data"
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "one GPU": ("gpt2", {"cluster": "1xh100-sxm"}),
@@ -71,11 +78,13 @@ def test_the_hosts_ledger_adds_up_to_what_the_host_holds(estimate):
         assert stage.to_dict()["host"] == stage.host.to_dict() | {"pinned_bytes": stage.host_pinned_bytes}
     copied = {c.what for c in estimate.collectives if c.axis == "host"}
     assert copied == ({"weights to the GPU", "gradients to the host"} if estimate.plan.offload else set())
-    assert ("Host " in str(estimate)) == estimate.plan.offload
+    assert ("its host holds " in joined(estimate)) == estimate.plan.offload
+    assert ("\nHost " in estimate_text(estimate, details=True)) == estimate.plan.offload
 
 
-def test_text_fits_80_columns_of_ascii(estimate):
-    text = str(estimate)
+@pytest.mark.parametrize("details", [False, True])
+def test_text_fits_80_columns_of_ascii(estimate, details):
+    text = estimate_text(estimate, details=details)
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in text.splitlines())
@@ -93,31 +102,108 @@ def test_the_verdict_is_said_in_words():
     fits = memplan.estimate("gpt2", cluster="1xh100-sxm")
     too_large = memplan.estimate("llama-3-70b", cluster="1xh100-sxm")
     assert fits.fits is True
-    assert "FITS: a GPU holds 2.96 to 4.11 GiB (" in str(fits)
-    assert "up to 75.15 GiB fit (79.11 GiB usable, less a margin of 5%)." in joined(fits)
+    assert "FITS: a GPU holds 2.96 to 4.11 GiB (" in joined(fits, details=True)
+    assert "up to 75.15 GiB fit (79.11 GiB usable, less a margin of 5%)." in joined(fits, details=True)
     assert too_large.fits is False
     assert "DOES NOT FIT: " in str(too_large)
-    assert "79.11 GiB are usable." in joined(too_large)
-    near = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3, global_batch=64, seq_len=9216)
+    assert "79.11 GiB are usable." in joined(too_large, details=True)
+    near = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3)
     assert (near.verdict, near.fits) == ("cannot say", None)
     assert (
         "up to 75.15 GiB fit (79.11 GiB usable, less a margin of 5%), more than 79.11 GiB do not."
-        in joined(near)
+        in joined(near, details=True)
     )
     assert "FITS: " not in str(near)
     assert "FIT: " not in str(near)
-    assert "No verdict: no cluster was given; a GPU holds " in str(memplan.estimate("gpt2"))
-    assert "No verdict: CPU ranks have no limit." in str(memplan.estimate("llama-3-8b", cluster="1xcpu"))
+    alone, cpu = memplan.estimate("gpt2"), memplan.estimate("llama-3-8b", cluster="1xcpu")
+    assert "No verdict: no cluster was given; a GPU holds " in joined(alone, details=True)
+    assert "No verdict: CPU ranks have no limit." in joined(cpu, details=True)
 
 
-def joined(estimate):
+def joined(estimate, **asked):
     """The text without its line breaks."""
-    return " ".join(str(estimate).split())
+    return " ".join(estimate_text(estimate, **asked).split())
 
 
-def test_what_no_run_has_confirmed_says_so():
-    assert "no GPU run has confirmed them yet" in joined(memplan.estimate("gpt2", cluster="1xh100-sxm"))
-    assert "confirmed by real runs" in str(memplan.estimate("llama-3-8b", cluster="1xcpu", seq_len=128))
+FIRST_LINES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "fits": ("8xh100-sxm", {"recompute": "full"}, r"FITS: \d+\.\d-\d+\.\d of 79\.1 GiB, \d+k-\d+k tokens/s"),
+    "fits, tight": ("8xa100-40-sxm", {"seq_len": 2048}, r"FITS, TIGHT: \d.*"),
+    "cannot say": ("8xh100-sxm", {"global_batch": 8}, r"CANNOT SAY: \d.*"),
+    "does not fit": ("1xrtx-4090", {"zero": 0}, r"DOES NOT FIT: \d.*"),
+}
+
+
+@pytest.mark.parametrize("verdict", FIRST_LINES)
+def test_the_first_line_is_the_verdict_and_the_last_what_to_run(verdict):
+    """Model, GPUs, verdict, bytes against what a GPU has, and a band of tokens per second."""
+    cluster, asked, said = FIRST_LINES[verdict]
+    e = memplan.estimate("llama-3-8b", cluster=cluster, **{"zero": 3, "global_batch": 64} | asked)
+    assert e.verdict == verdict
+    first, *_ = str(e).split("\n")
+    assert re.fullmatch(f"llama-3-8b on {cluster} {said}", first)
+    last = str(e).partition("\nNext: ")[2].replace("\\\n", " ").split()
+    assert CliRunner().invoke(commands, last[1:]).exit_code == 0
+    assert last[1] == ("export" if e.fits else "advise")
+
+
+def test_a_kind_that_is_freed_at_the_worst_instant_is_shown_at_its_own():
+    """Under DDP gradients are freed after the update: none is held where the backward pass starts."""
+    e = memplan.estimate("gpt2", cluster="8xh100-sxm", seq_len=512, micro_batch=8)
+    assert e.peak.grads_bytes == 0 < 4 * 124_439_808 <= e.worst.most["grads"]
+    worst, most = (line.split() for line in str(e).splitlines() if line.startswith(("worst in", "most of")))
+    assert (worst[-5], most[-5]) == ("0.00", "0.46")
+
+
+def test_a_table_has_one_unit():
+    e = memplan.estimate(
+        "llama-3-70b", cluster="64xh100-sxm", tp=8, pp=4, zero=1, global_batch=64, seq_len=4096
+    )
+    text = estimate_text(e, details=True)
+    table = text[text.index("collective  ") :].split("\n\n")[0]
+    assert table.count("GiB") == 2
+    assert not re.search("[KMT]iB", table)
+
+
+@pytest.mark.parametrize(
+    "cluster, said",
+    [
+        ("1xh100-sxm", "Bytes checked for this GPU by PyTorch's real CUDA software without a GPU"),
+        ("1xa100-40-sxm", "Bytes checked for this GPU by"),
+        ("1xl40s", "not checked for this GPU (only for a100-80-sxm, h100-sxm, h200, b200)"),
+        ("1xh100-pcie", "not checked for this GPU"),
+        ("1xv100-32", "not checked for this GPU"),
+        ("1xmi300x", "nothing is known here of ROCm's kernels and allocator, so no verdict"),
+        ("1xcpu", "Bytes checked by real runs on CPU ranks"),
+    ],
+)
+def test_what_has_confirmed_the_bytes_is_said_of_each_gpu(cluster, said):
+    precision = "fp16-mixed" if "v100" in cluster else "bf16-mixed"
+    assert said in joined(memplan.estimate("gpt2", cluster=cluster, seq_len=128, precision=precision))
+
+
+def test_gpus_that_are_said_to_be_checked_have_records():
+    names = {path.name.partition("-")[0] for path in (DATA / "measurements" / "nogpu").glob("*-single.jsonl")}
+    names |= {path.name.partition("-")[0] for path in (DATA / "measurements" / "nogpu").glob("*-wild.jsonl")}
+    assert names == {gpu.partition("-")[0] for gpu in ENGINES.named("torch").confirmed_gpus}
+
+
+def test_on_amd_there_is_a_verdict_only_if_what_is_held_between_steps_is_too_much():
+    small, large = (
+        memplan.estimate(name, cluster="8xmi300x", seq_len=512) for name in ("gpt2", "llama-3-70b")
+    )
+    assert (small.verdict, small.fits) == ("cannot say", None)
+    assert (large.verdict, large.fits) == ("does not fit", False)
+
+
+def test_another_implementation_with_another_verdict_is_named():
+    e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", zero=3)
+    others = {each.model.implementation: each.verdict for each in e.other_implementations}
+    assert (e.verdict, others) == ("cannot say", {"huggingface": "cannot say", "reference": "fits, tight"})
+    assert "The verdict is of torchtitan's code; as reference's code it fits tightly (" in joined(e)
+    assert "as huggingface's" not in joined(e)
+    assert "The verdict is of" not in joined(
+        memplan.estimate("llama-3-8b", cluster="8xh100-sxm", seq_len=512)
+    )
 
 
 def test_many_stages_are_elided_but_never_the_worst():
@@ -135,7 +221,7 @@ def test_many_stages_are_elided_but_never_the_worst():
 def test_every_result_says_the_batch_and_how_many_micro_batches_make_it():
     estimate = memplan.estimate("gpt2", dp=2, seq_len=8, micro_batch=2, global_batch=24)
     batch = {"global_batch": 24, "micro_batch": 2, "n_micro_batches": 6}
-    assert "24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas (gradient" in str(estimate)
+    assert "24 x 8 tokens; 6 micro-batches of 2 for each of 2 replicas (gradient" in joined(estimate)
     assert batch.items() <= estimate.to_dict()["plan"].items()
     assert batch.items() <= stages_frame(estimate).iloc[0].to_dict().items()
 
@@ -145,7 +231,7 @@ def test_text_says_what_differs_from_the_defaults_and_nothing_else():
     other = memplan.estimate(
         "gpt2", dp=2, seq_len=8, ddp_comm_hook="powersgd", gradient_as_bucket_view=True, loss_chunks=4
     )
-    assert "gradient_as_bucket_view=True, ddp_comm_hook=powersgd" in str(other)
+    assert "gradient_as_bucket_view=True, ddp_comm_hook=powersgd" in joined(other)
     assert "loss_chunks=4" in str(other)
     assert "hook" not in str(plain)
     assert "chunks" not in str(plain)

@@ -13,6 +13,7 @@ import memplan
 from memplan import Gpt, Llama
 from memplan.engines import textbook
 from memplan.errors import InvalidValue
+from memplan.tables import estimate_text
 
 GPT3 = {"seq_len": 2048, "d_model": 12288, "n_heads": 96}
 MT_NLG = {"seq_len": 2048, "d_model": 20480, "n_heads": 128}
@@ -251,7 +252,8 @@ def test_estimate_recomputes_only_the_first_layers_it_is_told_to():
 
 def test_textbook_estimates_say_what_they_are():
     estimate = memplan.estimate("gpt2", cluster="1xh100-sxm", engine="textbook")
-    assert "No verdict: textbook accounting" in str(estimate)
-    assert "measured" not in str(estimate)
-    assert estimate.confirmed == "unmeasured"
-    assert memplan.estimate("gpt2", cluster="1xcpu", engine="textbook").confirmed == "unmeasured"
+    assert str(estimate).startswith("gpt2 on 1xh100-sxm: 3.05 GiB of tensors a GPU; no verdict (textbook acc")
+    assert "No verdict: textbook accounting" in estimate_text(estimate, details=True)
+    assert "checked" not in str(estimate)
+    assert estimate.confirmed == "unconfirmed"
+    assert memplan.estimate("gpt2", cluster="1xcpu", engine="textbook").confirmed == "unconfirmed"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,6 +55,8 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "precision": "bf16-mixed", "recompute": "full"},
     {"dp": 2, "dp_replicate": 2, "zero": 3, "global_batch": 8, "recompute": "full", "recompute_blocks": 2},
 )
+
+on_cpu = partial(memplan.trace, device="cpu")
 
 A_FEW_SCALARS = 16
 """Bytes: how the loss is scaled, whose numbers the kernels keep."""
@@ -167,7 +170,7 @@ def test_a_trace_of_an_earlier_memplan_is_to_be_taken_again(pair, tmp_path, key,
 def test_a_trace_in_the_first_format_says_what_it_said():
     old = model_from_trace(Path(__file__).parent / "trace-of-format-1.json")
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
-    new = memplan.trace(
+    new = on_cpu(
         module, torch.zeros(2, 3, 8, 8), loss=torch.sum, device="cuda", precisions=["fp32"], name=old.name
     )
     of_old, of_new = (
@@ -202,7 +205,7 @@ def test_a_shipped_trace_knows_the_operands_of_all_that_it_computes(name):
 def test_tracing_leaves_the_module_as_it_was():
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
     before = {name: (id(t), t.clone()) for name, t in [*module.named_parameters(), *module.named_buffers()]}
-    memplan.trace(module, torch.ones(4, 8), loss=torch.sum)
+    on_cpu(module, torch.ones(4, 8), loss=torch.sum)
     assert not module.training
     assert "forward" not in vars(module[0])
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -223,7 +226,7 @@ def test_a_module_on_meta_of_any_size_is_traced():
     with torch.device("meta"):
         module = Transformer(EIGHT_BILLION, range(3), seq_len=64)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
-    traced = memplan.trace(module, tokens, loss=lambda logits: logits.sum(), precisions=["fp32"])
+    traced = on_cpu(module, tokens, loss=lambda logits: logits.sum(), precisions=["fp32"])
     assert traced.n_layers == 3
     assert traced.n_parameters > 1e9
 
@@ -364,12 +367,12 @@ with warnings.catch_warnings():
 def test_what_cannot_be_traced_says_why(module, options, error, words):
     inputs = options.pop("example_inputs", torch.ones(4, 8)) if options else torch.ones(4, 8)
     with pytest.raises(error, match=words):
-        memplan.trace(module, inputs, **options)
+        on_cpu(module, inputs, **options)
 
 
 def test_parameters_that_get_no_gradient_have_weights_alone_and_stop_ddp(tmp_path):
     """As in PyTorch: their `grad` stays None, so that no optimizer has states of them; DDP waits for them."""
-    memplan.trace(Unused(), torch.ones(4, 8), precisions=["fp32"]).save(tmp_path / "unused.json")
+    on_cpu(Unused(), torch.ones(4, 8), precisions=["fp32"]).save(tmp_path / "unused.json")
     traced = model_from_trace(tmp_path / "unused.json")
     assert traced.unused == ("idle.bias", "idle.weight")
     plan: dict[str, Any] = {"seq_len": 1, "precision": "fp32"}
@@ -398,14 +401,14 @@ class Between(nn.Module):
 def test_blocks_make_the_gradients_of_their_own_parameters_only(shares):
     """Else a block's gradients would be no unit's of FSDP2; DDP would not send what is not any block's."""
     module = Between(shares=shares)
-    traced = memplan.trace(module, torch.ones(4, 8), precisions=["fp32"])
+    traced = on_cpu(module, torch.ones(4, 8), precisions=["fp32"])
     assert traced.n_layers == 0
     plan: dict[str, Any] = {"seq_len": 1, "precision": "fp32", "dp": 2}
     told = memplan.estimate(traced, device="cpu", **plan)
     assert [c.payload_bytes for c in told.collectives] == [4 * traced.n_parameters]
     assert memplan.estimate(traced, device="cpu", zero=3, **plan).worst.states.grads_bytes > 0
     with pytest.raises(InvalidValue, match=r"block \d makes the gradient of between.*not its own"):
-        memplan.trace(module, torch.ones(4, 8), blocks="layers")
+        on_cpu(module, torch.ones(4, 8), blocks="layers")
 
 
 def test_lengths_that_are_traced_are_no_dims_of_weights(monkeypatch):
@@ -420,7 +423,7 @@ def test_lengths_that_are_traced_are_no_dims_of_weights(monkeypatch):
     monkeypatch.setattr(_Tracer, "run", noted)
     module = nn.Sequential(nn.Embedding(48, 64), nn.Linear(64, 32))
     tokens = torch.zeros(2, 64, dtype=torch.long)
-    memplan.trace(module, tokens, loss=torch.sum, precisions=["fp32"])
+    on_cpu(module, tokens, loss=torch.sum, precisions=["fp32"])
     assert {length for _, length in points - {(2, 64)}}.isdisjoint({32, 48, 64})
     assert {name for name in WILD if shipped_trace(name).limits} == {"lstm"}
 
@@ -441,14 +444,14 @@ class Promoting(Twice):
 @pytest.mark.parametrize("multiplied", [torch.mm, lambda a, b: torch.bmm(a[None], b[None])])
 def test_weights_of_a_type_that_the_module_fails_with_are_left_out(multiplied):
     module = Promoting(multiplied)
-    traced = memplan.trace(module, torch.ones(4, 8))
+    traced = on_cpu(module, torch.ones(4, 8))
     assert {variant.weights for variant in traced.recordings} == {"float32"}
     assert memplan.estimate(traced, seq_len=1, precision="bf16-mixed").peak.total_bytes > 0
     for plan in ({"precision": "bf16"}, {"precision": "bf16-mixed", "dp": 2, "zero": 3}):
         with pytest.raises(MissingRule, match=r"with zero=\d takes weights in bfloat16"):
             memplan.estimate(traced, seq_len=1, **cast(Any, plan))
     with pytest.raises(InvalidValue, match=r"fails as it is traced \(RuntimeError"):
-        memplan.trace(module, torch.ones(4, 8), precisions=["bf16"])
+        on_cpu(module, torch.ones(4, 8), precisions=["bf16"])
 
 
 class Experts(nn.Module):
@@ -471,7 +474,7 @@ class Experts(nn.Module):
 
 def test_experts_multiply_the_rows_that_are_sent_to_them_whichever_they_are():
     tokens = torch.zeros(2, 12, 16)
-    traced = memplan.trace(Experts(), tokens, precisions=["fp32"])
+    traced = on_cpu(Experts(), tokens, precisions=["fp32"])
     computed = memplan.estimate(traced, micro_batch=5, seq_len=1, precision="fp32").total_model_flops
     of_router, of_experts = 2 * 16 * 4, 2 * 2 * 16 * 24
     assert computed == 3 * 5 * 12 * (of_router + of_experts)
@@ -493,7 +496,7 @@ class Filled(nn.Module):
 
 def test_what_pytorch_writes_in_place_has_no_storage_of_its_own_and_copies_have():
     inputs = torch.zeros(4, 2, 16), torch.zeros(4, 2, 3, dtype=torch.int64)
-    traced = memplan.trace(Filled(), inputs, precisions=["bf16"])
+    traced = on_cpu(Filled(), inputs, precisions=["bf16"])
     step = memplan.estimate(
         traced, micro_batch=4, seq_len=1, precision="bf16", device="cpu"
     ).worst.record.step
@@ -584,13 +587,13 @@ def test_a_product_of_groups_has_two_flops_for_each_row_and_element_of_its_matri
 
 
 def test_floats_that_follow_from_positions_are_known():
-    traced = memplan.trace(OnDistances(), torch.ones(6, 8), precisions=["fp32"])
+    traced = on_cpu(OnDistances(), torch.ones(6, 8), precisions=["fp32"])
     assert memplan.estimate(traced, seq_len=1, precision="fp32").worst.states.grads_bytes == 72 * 4
 
 
 def test_weights_of_integers_are_held_as_they_are():
     module = with_tensor("parameter", torch.ones(1000, dtype=torch.int8))
-    traced = memplan.trace(module, torch.ones(4, 8), precisions=["fp32"])
+    traced = on_cpu(module, torch.ones(4, 8), precisions=["fp32"])
     e = memplan.estimate(traced, seq_len=1, precision="fp32")
     assert e.worst.states.weights_bytes == 1000 + (8 * 8 + 8) * 4
     assert e.worst.states.grads_bytes == (8 * 8 + 8) * 4
@@ -608,7 +611,7 @@ def test_angles_that_are_complex_are_held_as_a_buffer():
             pairs = torch.view_as_complex(self.w(x).unflatten(-1, (4, 2)))
             return torch.view_as_real(pairs * self.angles).sum()
 
-    traced = memplan.trace(Rotated(), torch.ones(4, 8), precisions=["fp32"])
+    traced = on_cpu(Rotated(), torch.ones(4, 8), precisions=["fp32"])
     e = memplan.estimate(traced, seq_len=1, precision="fp32", micro_batch=16)
     assert {(b.n_bytes, b.dtype.name) for b in e.worst.alive if b.name == "angles"} == {(32, "complex64")}
     assert max(b.n_bytes for b in e.worst.alive if b.dtype.name == "complex64") == 16 * 4 * 8
@@ -625,9 +628,7 @@ def test_what_hooks_of_modules_do_is_part_of_the_module():
     by_hooks.register_full_backward_hook(lambda _, grad_input, grad_output: None)
     peaks = [
         memplan.estimate(
-            memplan.trace(
-                nn.Sequential(nn.Linear(8, 8), module, nn.ReLU()), torch.ones(4, 8), loss=torch.sum
-            ),
+            on_cpu(nn.Sequential(nn.Linear(8, 8), module, nn.ReLU()), torch.ones(4, 8), loss=torch.sum),
             seq_len=1,
             micro_batch=256,
         ).peak.total_bytes
@@ -656,7 +657,7 @@ class Shared(nn.Module):
 
 
 def test_a_shared_weight_is_counted_once_and_a_buffer_is_held():
-    traced = memplan.trace(Shared(), torch.ones(4, 8), precisions=["fp32"])
+    traced = on_cpu(Shared(), torch.ones(4, 8), precisions=["fp32"])
     assert (traced.n_layers, traced.n_parameters, traced.tied) == (0, 64, True)
     e = memplan.estimate(traced, seq_len=1, precision="fp32", dp=2)
     assert e.worst.states.weights_bytes == 256
@@ -687,7 +688,7 @@ def squares(output: torch.Tensor) -> torch.Tensor:
     "plan", [{}, {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}], ids=str
 )
 def test_what_is_frozen_has_weights_alone(plan):
-    traced = memplan.trace(adapted(6), torch.ones(4, 16), loss=squares, precisions=["fp32"])
+    traced = on_cpu(adapted(6), torch.ones(4, 16), loss=squares, precisions=["fp32"])
     assert traced.n_layers == 6
     assert traced.frozen == ("0.weight", "0.bias", "1.*.frozen.weight", "1.*.frozen.bias")
     e = memplan.estimate(traced, seq_len=1, precision="fp32", **plan)
@@ -704,7 +705,7 @@ def test_what_is_frozen_has_weights_alone(plan):
 
 def test_a_pipeline_whose_first_modules_are_frozen():
     module = nn.Sequential(*adapted(6).children(), nn.Linear(16, 4))
-    traced = memplan.trace(module, torch.ones(4, 16), loss=squares, precisions=["fp32"])
+    traced = on_cpu(module, torch.ones(4, 16), loss=squares, precisions=["fp32"])
     plan: dict[str, Any] = {"seq_len": 1, "precision": "fp32", "micro_batch": 64}
     e = memplan.estimate(traced, pp=3, global_batch=256, **plan)
     first, middle, last = e.stages
@@ -718,7 +719,7 @@ def test_a_pipeline_whose_first_modules_are_frozen():
 
 def test_frozen_ends_of_their_own_in_a_pipeline_are_refused():
     module = nn.Sequential(*adapted(6).children(), nn.Linear(16, 4))
-    traced = memplan.trace(module, torch.ones(4, 16), loss=squares, precisions=["fp32"])
+    traced = on_cpu(module, torch.ones(4, 16), loss=squares, precisions=["fp32"])
     plan: dict[str, Any] = {"pp": 2, "dp": 2, "zero": 3, "global_batch": 8, "fsdp_units": "block+ends"}
     with pytest.raises(MissingRule, match="frozen modules before the blocks"):
         memplan.estimate(traced, seq_len=1, precision="fp32", **plan)
@@ -733,7 +734,7 @@ def test_blocks_are_run_once_and_then_the_first_of_them(monkeypatch):
         return forward(self, x)
 
     monkeypatch.setattr(Layer, "forward", counted)
-    few, many = (memplan.trace(adapted(n), torch.ones(4, 16), loss=squares, name="x") for n in (5, 60))
+    few, many = (on_cpu(adapted(n), torch.ones(4, 16), loss=squares, name="x") for n in (5, 60))
     assert len(ran) < 2 * 60 + 8 * len(many.recordings) * 4
     assert many.recordings == few.recordings
     assert (few.n_layers, many.n_layers) == (5, 60)
@@ -752,18 +753,18 @@ def test_a_module_that_needs_all_its_blocks_runs_them_all():
                 outputs.append(x)
             return torch.cat(outputs).sum()
 
-    traced = memplan.trace(Counting(), torch.ones(4, 8), precisions=["fp32"])
+    traced = on_cpu(Counting(), torch.ones(4, 8), precisions=["fp32"])
     named = {one.name: one for one in traced.recordings[next(iter(traced.recordings))].buffers}
     assert named["Counting: cat"].n_bytes == ((224, 1, 0),)
 
 
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(InvalidValue, match="PyTorch sees no GPU"):
-        memplan.trace(Twice(), torch.ones(4, 8), device="cuda", executed=True)
+        on_cpu(Twice(), torch.ones(4, 8), device="cuda", executed=True)
     with pytest.raises(InvalidValue, match="executed=True runs the module on a GPU"):
-        memplan.trace(Twice(), torch.ones(4, 8), executed=True)
+        on_cpu(Twice(), torch.ones(4, 8), executed=True)
     with pytest.raises(memplan.MemplanError, match="unknown device 'tpu'"):
-        memplan.trace(Twice(), torch.ones(4, 8), device=cast(Any, "tpu"))
+        on_cpu(Twice(), torch.ones(4, 8), device=cast(Any, "tpu"))
 
 
 def test_a_module_needs_an_example():
@@ -776,7 +777,7 @@ def test_a_size_that_follows_from_no_rule_holds_for_itself_only():
         def forward(self, x):
             return self.w(x[: int(len(x) ** 0.5)]).sum()
 
-    traced = memplan.trace(Odd(), torch.ones(9, 8), precisions=["fp32"])
+    traced = on_cpu(Odd(), torch.ones(9, 8), precisions=["fp32"])
     assert traced.limits == (9, 1)
     assert memplan.estimate(traced, micro_batch=9, seq_len=1, precision="fp32").peak.total_bytes > 0
     with pytest.raises(MissingRule, match="micro-batch of 9"):
@@ -791,7 +792,7 @@ def test_a_loop_over_the_sequence_holds_for_its_length_and_any_batch():
                 state = self.w(state).relu()
             return state.sum()
 
-    traced = memplan.trace(Unrolled(), torch.zeros(2, 6, dtype=torch.int64), precisions=["fp32"])
+    traced = on_cpu(Unrolled(), torch.zeros(2, 6, dtype=torch.int64), precisions=["fp32"])
     assert traced.limits == (0, 6)
     peaks = [
         memplan.estimate(traced, micro_batch=n, seq_len=6, precision="fp32").peak.total_bytes
@@ -857,7 +858,7 @@ def changed(text: str, path: list[Any], value: object) -> str:
     ids=str,
 )
 def test_a_strangers_file_is_refused(tmp_path, path, value):
-    traced = memplan.trace(Twice(), torch.ones(4, 8), precisions=["fp32"])
+    traced = on_cpu(Twice(), torch.ones(4, 8), precisions=["fp32"])
     traced.save(tmp_path / "t.json")
     (tmp_path / "t.json").write_text(changed((tmp_path / "t.json").read_text(), path, value))
     with pytest.raises(memplan.MemplanError, match=r"t\.json: "):
@@ -922,7 +923,7 @@ class WithTables(nn.Module):
 
 def test_fsdp2_casts_what_blocks_are_called_with(tmp_path):
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    traced = memplan.trace(WithTables(), tokens, targets=tokens)
+    traced = on_cpu(WithTables(), tokens, targets=tokens)
     casts = {(run.weights, run.autocast) for run in traced.recordings if run.units}
     assert casts == {("bfloat16", "")}
     traced.save(tmp_path / "tables.json")
@@ -952,7 +953,7 @@ class Asks(nn.Module):
 
 def test_weights_have_their_shards_type_outside_their_unit():
     images, targets = torch.zeros(2, 8, 96), torch.zeros(2, dtype=torch.int64)
-    traced = memplan.trace(Asks(), images, targets=targets, precisions=["bf16-mixed"])
+    traced = on_cpu(Asks(), images, targets=targets, precisions=["bf16-mixed"])
     assert {run.units for run in traced.recordings} == {"", "block+ends"}
     made = {}
     for units in ("block", "block+ends"):
@@ -974,5 +975,5 @@ def test_weights_have_their_shards_type_outside_their_unit():
 def test_nothing_is_cast_where_blocks_are_called_with_one_type():
     module = Transformer(FAMILIES["gpt"], range(4), seq_len=96)
     tokens = torch.zeros(2, 96, dtype=torch.int64)
-    traced = memplan.trace(module, tokens, targets=tokens, loss=token_loss, precisions=["bf16-mixed"])
+    traced = on_cpu(module, tokens, targets=tokens, loss=token_loss, precisions=["bf16-mixed"])
     assert not any(run.units for run in traced.recordings)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.library import _scoped_library
 
 import memplan
 from memplan import Gpt, Llama, MissingRule
@@ -310,6 +311,67 @@ def test_the_products_of_experts_have_arguments_and_a_workspace(device, sizes, d
 def test_sorts_of_cub_are_refused(ordered, words):
     with pytest.raises(MissingRule, match=f"{words} on CUDA takes memory that only CUB knows"):
         peak_of(ordered)
+
+
+class Adding(nn.Module):
+    """A linear layer, to whose output a constant is added that Python code makes."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.made = made
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y + self.made(y)
+
+
+CONSTANTS = {
+    "tensor": lambda y: torch.tensor([1.0, 2.0], device=y.device),
+    "tensor of a type's name": lambda y: torch.tensor([1.0, 2.0], device=y.device.type),
+    "as_tensor": lambda y: torch.as_tensor([1.0, 2.0], device=y.device),
+    "asarray": lambda y: torch.asarray([1.0, 2.0], device=y.device),
+    "new_tensor": lambda y: y.new_tensor([1.0, 2.0]),
+    "new": lambda y: y.new([1.0, 2.0]),
+    "from the host": lambda y: torch.ones(2).to(y.device.type),
+    "cuda": lambda y: torch.ones(2).cuda() if y.is_cuda else torch.ones(2),
+    "like another": lambda y: torch.ones(2, dtype=torch.int64).to(y),
+}
+
+
+@pytest.mark.parametrize("made", CONSTANTS)
+def test_a_constant_is_copied_to_the_gpu_however_it_is_made(made):
+    """Eight bytes more on CUDA, as on CPU."""
+    inputs, added = torch.zeros(2, 2), Adding(CONSTANTS[made])
+    for device in ("cpu", "cuda"):
+        traced = memplan.trace(added, inputs, loss=torch.sum, device=device, precisions=["fp32"])
+        recording = next(iter(traced.recordings.values()))
+        buffers = [recording.buffers[e.buffer] for e in recording.parts["embed"] if e.kind == "alloc"]
+        constants = [one for one in buffers if [size_at(n, 2, 1) for n in one.shape] == [2]]
+        assert [(size_at(one.n_bytes, 2, 1), one.dtype) for one in constants][-1] == (8, FP32), device
+
+
+def test_a_number_read_from_a_constant_on_the_gpu_is_known():
+    halved = Adding(lambda y: y / torch.tensor(2, device=y.device).item())
+    assert of_the_sum(halved, torch.zeros(2, 2), precisions=["fp32"]).device == "cuda"
+
+
+def test_an_empty_cache_of_keys_is_traced_for_cuda(tmp_path):
+    """As transformers' `DynamicCache` begins: `torch.tensor([], device=...)`."""
+    joined = Adding(lambda y: torch.cat([torch.tensor([], dtype=y.dtype, device=y.device), y]))
+    assert of_the_sum(joined, torch.zeros(2, 2), precisions=["fp32"]).limits is None
+
+
+def test_an_operation_that_has_no_rule_of_shapes_is_named_in_one_sentence():
+    """And nothing else of what PyTorch's dispatcher says, which is 1,500 characters long."""
+    with _scoped_library("memplan_test", "FRAGMENT") as library:
+        library.define("odd(Tensor x) -> Tensor")
+        library.impl("odd", torch.neg, "CPU")
+        odd = Adding(lambda y: torch.ops.memplan_test.odd(y.detach()))
+        with pytest.raises(MissingRule, match=r"has no rule of shapes \(.*memplan_test.odd") as refused:
+            of_the_sum(odd, torch.zeros(2, 2), precisions=["fp32"])
+    assert len(str(refused.value)) < 350
+    assert "Facebook" not in str(refused.value)
 
 
 class Doubling(nn.Module):

@@ -7,11 +7,12 @@ import pytest
 from memplan import Plan
 from memplan.record import Alloc, Free, chain, events, repeated
 from memplan.shapes import FP32, Buffer
+from memplan.snapshot import Block, MemoryEvent
 from validate.attribution import Comparison, comparison
-from validate.blocks import Block, alive_after
+from validate.blocks import alive_after
 from validate.cases import Case
 from validate.launch import run_case
-from validate.memory import OTHER_THREADS, MemoryEvent
+from validate.memory import OTHER_THREADS
 from validate.suites.models import GPT, LLAMA
 
 CASES = [

@@ -3,24 +3,24 @@
 import json
 import pickle
 import pickletools
+import time
 from collections import Counter
 
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from memplan import Plan
+from memplan import Plan, snapshot
 from memplan.device import H100
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.plan import Rank
 from memplan.record import unrolled
 from memplan.shapes import Buffer
-from validate import snapshot
+from memplan.snapshot import plain_data, read_snapshot
 from validate.__main__ import main
 from validate.cases import Case
-from validate.explain import explained, shortened
-from validate.snapshot import plain_data, read_snapshot, snapshot_comparison
+from validate.explain import explained, shortened, snapshot_comparison
 from validate.suites.models import LLAMA
 
 CASE = Case(
@@ -221,6 +221,7 @@ def test_the_loader_knows_no_opcode_that_imports_or_calls():
         b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7fN.",
         b"\x80\x04X\xff\xff\xff\xffab.",
         b"\x80\x04N}NNs.",
+        b"\x80\x04](K\x01K\x02u.",
     ],
 )
 def test_broken_files_are_refused(tmp_path, content):
@@ -251,6 +252,77 @@ def test_a_file_that_is_too_large_is_refused_unread(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "LARGEST_BYTES", 10)
     with pytest.raises(InvalidValue, match=r"is larger than 10 bytes, .*; record fewer entries"):
         read_snapshot(written(tmp_path, {"segments": [], "device_traces": [[]]}))
+
+
+def shared(n):
+    """A list that takes a few bytes more in a pickle for each of its 2**n elements' doublings."""
+    found: list[object] = [1]
+    for _ in range(n):
+        found = [found, found]
+    return found
+
+
+def in_order(trace, blocks=(), **segment):
+    return {"segments": [{"blocks": list(blocks), **segment}], "device_traces": [trace]}
+
+
+ALLOC = entry("alloc", 512, 8)
+BLOCK = {"state": "active_allocated", "address": 512, "size": 8}
+DEEP = shared(40)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        in_order([ALLOC | {"addr": DEEP}]),
+        in_order([ALLOC | {"size": DEEP}]),
+        in_order([ALLOC | {"frames": DEEP}]),
+        in_order([ALLOC | {"frames": [FRAMES[0] | {"name": DEEP}]}]),
+        in_order([ALLOC | {"frames": [FRAMES[0] | {"filename": DEEP}]}]),
+        in_order([ALLOC | {"frames": [FRAMES[0] | {"line": DEEP}]}]),
+        in_order([ALLOC], [BLOCK | {"size": DEEP}]),
+        in_order([ALLOC], [BLOCK | {"requested_size": DEEP}]),
+        in_order([ALLOC], [BLOCK | {"size": DEEP}] * 60, address=DEEP),
+        in_order(DEEP),
+        {"segments": DEEP, "device_traces": [[ALLOC]]},
+        {"segments": [], "device_traces": DEEP},
+        DEEP,
+    ],
+)
+def test_lists_that_are_shared_by_reference_are_refused_at_once(tmp_path, data):
+    file = written(tmp_path, data)
+    assert file.stat().st_size < 2000
+    began_s = time.process_time()
+    with pytest.raises(InvalidValue, match="use a file that") as refused:
+        read_snapshot(file)
+    assert time.process_time() - began_s < 0.5
+    assert len(str(refused.value)) < 600
+
+
+def test_more_blocks_and_entries_than_the_file_can_hold_are_refused(tmp_path):
+    file = written(tmp_path, {"segments": [{"blocks": [BLOCK] * 1000}] * 1000, "device_traces": [[ALLOC]]})
+    with pytest.raises(InvalidValue, match=r"1000001 blocks and entries, some of them by reference"):
+        read_snapshot(file)
+    with pytest.raises(InvalidValue, match=r"1000 blocks and entries, some of them by reference"):
+        read_snapshot(written(tmp_path, in_order([ALLOC] * 1000)))
+
+
+def test_frames_that_are_shared_are_made_a_text_once_and_long_names_are_cut(tmp_path):
+    frames = [FRAMES[0] | {"name": "f" * 10**6}] * 50
+    trace = [entry("alloc", 512 * i, 8) | {"frames": frames} for i in range(1, 100)]
+    events = read_snapshot(written(tmp_path, in_order(trace))).events
+    assert len({id(event.path) for event in events}) == 1
+    assert len(events[0].path) < 50 * 110
+
+
+@pytest.mark.parametrize("key", ["tuples", "numbers"])
+def test_keys_whose_hashes_take_time_are_refused(key):
+    deep: tuple[object, ...] = ()
+    for _ in range(40):
+        deep = (deep, deep)
+    written = b"\x80\x04}" + pickle.dumps(deep if key == "tuples" else 2**200)[2:-1] + b"Ns."
+    with pytest.raises(InvalidValue, match="neither a text nor a number of 64 bits"):
+        plain_data(written, "data")
 
 
 def test_plain_data_comes_back_as_it_was():

@@ -2,6 +2,7 @@
 cases run all the same, `--resume` finishes the suite with every case once, and nothing is left behind.
 """
 
+import math
 import os
 import re
 import resource
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import closing, contextmanager
 from functools import partial
@@ -22,6 +24,7 @@ import torch
 from memplan.engines.options import plan_of
 from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
+from validate.forkserver import End, ForkServer
 from validate.launch import ForkServers, Program, Seat, rank_program, run_case
 from validate.machine import Budget
 from validate.records import merged, open_records, read_records
@@ -215,6 +218,41 @@ def test_a_lost_fork_server_costs_one_case_and_is_replaced(monkeypatch, tmp_path
     assert found.outcome == "ok"
 
 
+@pytest.fixture
+def server():
+    """A fork server that has forked once, and the number of its process."""
+    with closing(ForkServer(())) as server:
+        yield server, server.fork(os.getppid).end().value
+
+
+def test_a_server_that_dies_with_a_request_unread_is_replaced(server):
+    server, pid = server
+    os.kill(pid, signal.SIGSTOP)  # what is sent is taken, and never read
+    killer = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    assert server.fork(math.sqrt, 4.0).end() == End(value=2.0, exit_code=0)
+    killer.join()
+
+
+def test_a_server_that_has_closed_its_socket_and_not_yet_ended_is_replaced(server, monkeypatch):
+    server, pid = server
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(subprocess.Popen, "poll", lambda self: None)  # as in the moment before it has ended
+    assert server.fork(math.sqrt, 4.0).end() == End(value=2.0, exit_code=0)
+
+
+def test_a_server_that_cannot_be_kept_alive_is_an_error():
+    with closing(ForkServer(("no_such_module",))) as server, pytest.raises(ChildProcessError):
+        server.fork(math.sqrt, 4.0)
+
+
+def test_what_a_process_is_given_may_be_of_any_size(server):
+    server, pid = server
+    assert server.fork(len, "x" * 2**20).end().value == 2**20
+    assert server.fork(os.getppid).end().value == pid
+
+
 def kill_parent():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
@@ -297,6 +335,23 @@ def test_ctrl_c_twice_stops_tidily(monkeypatch, tmp_path):
     assert 1 <= len(read_records(sweep.file)) < N_CASES
     assert all(record.outcome == "ok" for record in read_records(sweep.file))
     assert_resume_finishes(tmp_path)
+
+
+def test_ctrl_c_while_modules_load_ends_without_a_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "validate", "sweep", "--list"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_killed_harness_takes_its_ranks_along_and_a_torn_line_is_made_good(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue
 from tests.tiny import DEFAULTS, TINY
 from validate.cases import Case
 from validate.given import Given, GivenRanks, given_ranks
@@ -117,10 +118,18 @@ def test_two_torchruns_sweep_one_suite_and_each_case_has_one_record(tmp_path):
 
 @pytest.mark.slow
 def test_two_torchruns_run_one_plan():
-    outputs = two_torchruns(["validate", "run", "--dp", "2", "--zero", "3", "--json"])
+    outputs = two_torchruns(["validate", "run", "--zero", "3", "--json"])
     (record,) = [json.loads(output) for output in outputs if output]
     assert record["outcome"] == "ok"
     assert record["collectives_off"] == 0
+    assert record["case"]["plan"]["dp"] == 2
+
+
+def test_the_other_axes_leave_the_data_parallel_ranks_of_a_launcher():
+    given = given_ranks({"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "here"})
+    assert given.dp_left({"pp": 2, "tp": 2, "dp_replicate": 1}) == 2
+    with pytest.raises(InvalidValue, match="3 ranks do not divide the 8 that the launcher started; start 9"):
+        given.dp_left({"pp": 1, "tp": 3, "dp_replicate": 1})
 
 
 @pytest.mark.slow
@@ -163,7 +172,9 @@ def test_parts_on_two_machines_are_reported_as_one(tmp_path):
     )
     assert [len(read_records(file)) for file in files] == [1, 1]
     (report,) = ended_well([popen([sys.executable, "-m", "validate", "report", *map(str, files), "--json"])])
-    assert [json.loads(line)["case"]["plan"]["dp"] for line in report.splitlines()] == [1, 2]
+    merged_file = tmp_path / "merged.jsonl"
+    merged_file.write_text(report)
+    assert [record.case["plan"]["dp"] for record in read_records(merged_file)] == [1, 2]
     assert len(merged(record for file in [*files, *files] for record in read_records(file))) == 2
 
 

@@ -1,6 +1,7 @@
 """Records, the verdict's arithmetic, the table."""
 
 import json
+import lzma
 import re
 import resource
 from dataclasses import replace
@@ -11,8 +12,9 @@ from click.testing import CliRunner
 
 from memplan import Plan
 from memplan.errors import InvalidValue
+from memplan.models.traced import LARGEST_TRACE_BYTES
 from memplan.plan import Rank
-from validate import report
+from validate import cases, report
 from validate.__main__ import main
 from validate.cases import Case
 from validate.collectives import Collective
@@ -66,6 +68,47 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(InvalidValue, match="line 2 is not a record"):
         read_records(file)
+
+
+@pytest.mark.parametrize(
+    "name", ["path", "../traces/hf-bert", "../../data/traces/hf-bert", "..", "", "x\x00"]
+)
+def test_a_traced_model_of_a_record_is_found_by_its_name_and_never_by_a_path(tmp_path, name):
+    trace = tmp_path / "hf-bert.json"
+    trace.write_bytes((MEASURED.parent / "traces" / "hf-bert.json").read_bytes())
+    case = CASE.to_dict() | {"model": {"family": "traced", "name": "hf-bert"}}
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({"case": case, "outcome": "refused"}) + "\n")
+    assert read_records(file)[0].case["model"]["name"] == "hf-bert"
+    case["model"]["name"] = str(trace.with_suffix("")) if name == "path" else name
+    file.write_text(json.dumps({"case": case, "outcome": "refused"}) + "\n")
+    with pytest.raises(InvalidValue, match="line 1 is not a record of validate: unknown trace"):
+        read_records(file)
+
+
+def test_a_packed_trace_is_whole_and_of_a_sensible_size_or_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "ARCHITECTURES", tmp_path)
+    text = (MEASURED.parent / "traces" / "hf-bert.json").read_bytes()
+    packed = lzma.compress(text)
+    bomb = lzma.compress(b"0" * (LARGEST_TRACE_BYTES + 1))
+    assert len(bomb) < 20_000
+    for content, complaint in {
+        packed: "",
+        b"something else": "is no xz file (Input format not supported by decoder); compress",
+        packed[:-20]: "is not one whole xz stream",
+        packed + packed: "is not one whole xz stream",
+        bomb: f"unpacks to more than {LARGEST_TRACE_BYTES} bytes, which no trace should have",
+        lzma.compress(b"\xff"): "is not UTF-8 text",
+        lzma.compress(b"[]"): "is no trace",
+    }.items():
+        (tmp_path / "some.json.xz").write_bytes(content)
+        cases.shipped_trace.cache_clear()
+        if not complaint:
+            assert cases.shipped_trace("some").name == "hf-bert"
+            continue
+        with pytest.raises(InvalidValue, match=re.escape(complaint)) as refused:
+            cases.shipped_trace("some")
+        assert str(refused.value).startswith(str(tmp_path / "some.json.xz"))
 
 
 def test_what_is_said_twice_is_written_once_and_read_back(tmp_path):

@@ -20,7 +20,7 @@ from validate import report
 from validate.__main__ import main
 from validate.cases import Case
 from validate.records import PEAK_TOLERANCE, Record, merged, open_records, read_records
-from validate.report import figures, page, tables
+from validate.report import charts, figures, page, tables
 from validate.shipped import data_folder
 from validate.suites.models import GPT, LLAMA
 
@@ -116,7 +116,7 @@ def test_of_a_case_in_several_files_the_last_record_counts(file, tmp_path):
     again = tmp_path / "again.jsonl"
     keep(again, [replace(RECORDS[1], reason="second")])
     output = run(file, again, "--json").output
-    assert [json.loads(line)["reason"] for line in output.splitlines()][1] == "second"
+    assert [json.loads(line).get("reason") for line in output.splitlines()][1] == "second"
     assert len(output.splitlines()) == len(RECORDS)
     assert "1 older record" in run(file, again).output
 
@@ -158,6 +158,14 @@ def test_csv_has_one_row_per_case_and_units_in_its_names(file, tmp_path):
 def test_json_prints_each_case_once(file):
     printed = [json.loads(line) for line in run(file, file, "--json").output.splitlines()]
     assert printed == [json.loads(known.to_json()) for known in RECORDS]
+
+
+def test_json_prints_what_a_file_has(file, tmp_path):
+    some = {"python": "3.11", "torch": "2.13.0"}
+    made = tmp_path / "made.jsonl"
+    keep(made, [replace(RECORDS[0], environment=some), replace(RECORDS[1], environment=some), RECORDS[2]])
+    assert run(made, "--json").output == made.read_text()
+    assert run(file, "--json").output == file.read_text()
 
 
 class _Page(HTMLParser):
@@ -314,3 +322,42 @@ def test_figures_are_of_every_pair_and_nothing_is_cut_off():
         assert box.y1 <= height_in + 0.01
     with pytest.raises(MemplanError, match="give at least one"):
         figures.errors_by({})
+
+
+@pytest.mark.parametrize("peaks", [[6 * 2**20], [5 * 2**20, 9 * 2**20], [3 * 2**20, 900 * 2**30]])
+def test_the_axes_of_the_pages_charts_are_in_words_that_people_read(peaks):
+    records = [record(f"case {i}", n_bytes, n_bytes + 9) for i, n_bytes in enumerate(peaks)]
+    for chart in (charts.predicted_against_measured(records), charts.error_histogram(records)):
+        texts = re.findall(r"<t(?:ext|span)[^>]*>([^<]+)<", chart)
+        assert not [text for text in texts if re.search(r"\u00d7|\\mathdefault|\d[eE][+-]", text)]
+    ticks = re.findall(r">([\d.]+ [KMGT]iB)<", charts.predicted_against_measured(records))
+    assert 4 <= len(ticks) <= 2 * figures.MOST_TICKS
+
+
+def test_a_run_shows_both_columns_of_its_collectives():
+    seen = {"kind": "all_gather", "axis": "dp", "calls": 9, "payload_bytes": 1234}
+    ahead = [seen, {"kind": "send", "axis": "pp", "calls": 2, "payload_bytes": 50}]
+    known = record("both")
+    ranks = {"predicted": [rank(1) | {"collectives": ahead}], "measured": [rank(1) | {"collectives": [seen]}]}
+    both = {side: (getattr(known, side) or {}) | {"ranks": own} for side, own in ranks.items()}
+    both["measured"]["ranks"][0] |= {"rank": 0, "dp": 0}
+    rows = [line.split() for line in report.details(replace(known, **both)).splitlines()]
+    assert ["all_gather", "over", "dp,", "calls", "9", "9"] in rows
+    assert ["all_gather", "over", "dp,", "payload_bytes", "1,234", "1,234"] in rows
+    assert ["send", "over", "pp,", "payload_bytes", "-", "50"] in rows
+
+
+def test_a_record_that_ran_and_has_no_ranks_is_put_on_the_page():
+    case = Case(name="a case", model=LLAMA, plan=plan_of(dp=2, global_batch=2))
+    record = Record(
+        case=case.to_dict(), outcome="ok", peak_error=-0.004, states_off_bytes=0, collectives_off=0
+    )
+    assert "1 of 1 cases confirmed" in page.html([record], sources=["a"])
+
+
+def test_the_names_of_a_suite_are_listed_without_what_moves_the_cursor(tmp_path):
+    suite = tmp_path / "suite.toml"
+    suite.write_text('[[case]]\nname = "a\\u001b[2Jb\\nc"\nmodel = "llama-small"\nseq_len = 32\n')
+    listed = CliRunner().invoke(main, ["sweep", "--suite", str(suite), "--list"])
+    assert listed.exit_code == 0, listed.output
+    assert listed.output == "a\\x1b[2Jb\\nc\n"

@@ -147,7 +147,7 @@ def test_a_suite_from_a_file_tries_every_combination_of_its_lists(tmp_path):
         ("[[case]\n", "is no suite"),
         ("[case]\ndp = 2\n", "there are no cases"),
         ("[[cases]]\ndp = 2\n", "unknown table 'cases'; did you mean 'case'"),
-        ("[[case]]\ndq = 2\n", "case 1: unknown key 'dq'; did you mean 'dp'"),
+        ("[[case]]\nzeroo = 2\n", "case 1: unknown key 'zeroo'; did you mean 'zero'"),
         ("[[case]]\n[[case]]\nzero = 5\n", "case 2: zero=5 is not allowed; use an integer from 0 to 3"),
         ("[[case]]\nmodel = 'lama-small'\n", "case 1: unknown model 'lama-small'"),
         (

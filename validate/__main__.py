@@ -1,4 +1,9 @@
-"""The command line: python -m validate run | sweep | report | explain | rejudge | published | calibrate."""
+"""The command line: python -m validate run | sweep | report | explain | rejudge | published | calibrate.
+
+`memplan validate` has the same commands. Others use the package's name too: ConfigObj (configobj) writes its
+own `validate/__init__.py` into the same folder, which does no harm, since memplan's has nothing that is
+needed; a file validate.py in the current folder hides the package from `python -m`.
+"""
 
 import io
 import json
@@ -12,16 +17,27 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import click
-import torch
+from memplan.errors import InvalidValue, MissingPackage, PlanRefused, did_you_mean, installed, shown_value
+
+try:
+    with installed("python -m validate", "validate"):
+        import click
+        import fastjsonschema  # noqa: F401 - this and what follows are imported by validate's modules
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import pandas  # noqa: F401
+        import rich  # noqa: F401
+        import torch
+except MissingPackage as missing:
+    raise SystemExit(f"Error: {missing}") from None
 
 from memplan.checks import checked_count
 from memplan.cli.flags import PlanCommand, plan_options
 from memplan.cli.program import SETTINGS, Commands, command_line
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
-from memplan.errors import InvalidValue, PlanRefused, did_you_mean, shown_value
 from memplan.files import shown_path
+from memplan.text_tables import printable
 from memplan.units import human_bytes
 from validate import fake, nogpu, published, report
 from validate.attribution import comparison
@@ -35,10 +51,9 @@ from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
-from validate.records import Record, RecordFile, merged, open_records, read_records
+from validate.records import Record, RecordFile, RecordLines, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
-from validate.snapshot import snapshot_comparison
 from validate.suites import NAMES, SEARCHES, Rounds, case_named, model_named, rounds
 from validate.suites.frontier import frontiers
 from validate.suites.gpu import GPU_SUITES
@@ -108,7 +123,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 @click.option(
     "--timeout-s", type=float, default=120.0, show_default=True, help="Seconds until the ranks are ended."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, as `sweep --out` keeps it.")
 @click.option(
     "--events",
     type=click.Path(path_type=Path),
@@ -116,7 +131,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 )
 @_device_option
 @_gpu_option
-@plan_options("engine", dp=1, global_batch=None, seq_len=128, precision="fp32")
+@plan_options("engine", dp=None, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
     steps: int,
@@ -128,8 +143,13 @@ def run(
     global_batch: int | None,
     **plan: Any,
 ) -> None:
-    """Run one plan; under torchrun or srun, on the ranks they started."""
+    """Run one plan; under torchrun or srun, on the ranks they started.
+
+    Without --dp these ranks are divided as the other axes leave them; without a launcher dp is 1.
+    """
     given = given_ranks(os.environ)
+    if plan["dp"] is None:
+        plan["dp"] = 1 if given is None else given.dp_left(plan)
     case = replace(_case(model, global_batch, plan), steps=steps, timeout_s=timeout_s)
     case = placed(case, _gpus(device or "auto", gpu_name, given))
     if given is not None and given.rank:
@@ -155,6 +175,12 @@ def run(
     if record.outcome == "refused":
         sys.exit(2)
     _finish([record])
+
+
+def _json_text() -> Callable[[Record], str]:
+    """Makes the lines of a file of records, one record after the other."""
+    lines = RecordLines()
+    return lambda record: "\n".join(lines.of(record))
 
 
 def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
@@ -199,7 +225,7 @@ def explain(
 
     CASE is a case's name in any suite; or leave it out and give a plan's options, as for `run`.
     """
-    from validate.explain import Explanation, explained, ranks_text
+    from validate.explain import Explanation, explained, ranks_text, snapshot_comparison
 
     if case is not None:
         _refuse_both(context, ("model", "global_batch", *plan))
@@ -306,7 +332,7 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
     type=click.Path(path_type=Path),
     help="On GPUs: a folder for a memory snapshot of every rank, as `explain --snapshot` reads them.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines that a file of records has.")
 def sweep(
     suite: str,
     only: str,
@@ -337,12 +363,12 @@ def sweep(
     machine = machine_budget()
     budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
     if as_list or dry_run:
-        for line in (case.name for case in moved) if as_list else report.plan_lines(moved, budget):
+        for line in (printable(case.name) for case in moved) if as_list else report.plan_lines(moved, budget):
             click.echo(line)
         return
     if snapshots is not None:
         (check_folder if resume else check_new_folder)("--snapshots", snapshots)
-    text = Record.to_json if as_json else report.row
+    text = _json_text() if as_json else report.row
     records: list[Record] = []
     try:
         with (
@@ -441,18 +467,20 @@ def _divided(cases: Iterable[Case], file: RecordFile | None, retry: bool) -> tup
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="What is timed; auto: a GPU if there is one."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per probe.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines that the file of --out has.")
 def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool) -> None:
     """Time a device's matrix products, attention, memory and kernel launches, one operation at a time."""
     gpus = None if device == "cpu" else gpus_here()
     if gpus is None and device == "cuda":
         raise InvalidValue("--device cuda: PyTorch sees no GPU here; leave it out.")
-    said = "" if as_json else f"{_place('calibrate', gpus)}\n"
+    around = surroundings(gpus)
+    said = json.dumps({"environment": around}) if as_json else _place("calibrate", gpus)
     chosen = torch.device("cpu" if gpus is None else "cuda:0")
     try:
         with stoppable():
-            for timing in calibrated(chosen, surroundings(gpus), out, resume=resume):
-                click.echo(said, nl=False)
+            for timing in calibrated(chosen, around, out, resume=resume):
+                if said:
+                    click.echo(said)
                 said = ""
                 click.echo(timing.to_json() if as_json else str(timing))
     except Stopped as stop:
@@ -466,7 +494,7 @@ def calibrate(out: Path | None, resume: bool, device: str | None, as_json: bool)
 @click.option("--csv", type=click.Path(path_type=Path), help="Write one row per case.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page of its own.")
 @click.option("--brief", is_flag=True, help="Only the tables by axis, the worst cases and what failed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines that a file of records has.")
 def report_files(
     files: tuple[Path, ...],
     where: Where | None,
@@ -497,8 +525,8 @@ def report_files(
         names = [file.name for file in sources]
         outputs["--html"].write(page.html(records, sources=names, n_superseded=n_superseded))
     if as_json:
-        for record in records:
-            click.echo(record.to_json())
+        for text in map(_json_text(), records):
+            click.echo(text)
     elif outputs:
         click.echo(report.summary(records))
     else:

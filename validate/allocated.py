@@ -47,7 +47,7 @@ def allowed_bytes(case: Case) -> int | None:
 
 def _errors(case: Case, rank: Mapping[str, Any]) -> AllocatorErrors:
     estimated = estimated_rank(case, rank["rank"])
-    replay = estimated.replay(case.alloc_conf, allowed_bytes=allowed_bytes(case))
+    replay = estimated.replay(allowed_bytes=allowed_bytes(case))
     if replay is None:
         raise ValueError(f"{case.name}: a rank on CPU has no caching allocator")
     measured = rank["allocator"][-1]

@@ -23,10 +23,10 @@ import numpy as np
 from memplan.memory import Alive, n_bytes_of
 from memplan.record import Alloc, Free, Stretch, unrolled
 from memplan.shapes import Buffer
-from validate.blocks import Block, alive_after
+from memplan.snapshot import Block, MemoryEvent
+from validate.blocks import alive_after
 from validate.cases import Case
 from validate.measure import RankMeasurement
-from validate.memory import MemoryEvent
 from validate.predict import estimated_rank
 
 PADDING: Final = " (padding)"

@@ -2,28 +2,12 @@
 
 import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from validate.memory import MemoryEvent
+from memplan.snapshot import Block, MemoryEvent
 
 MOST_SUMS: Final = 2000
 """Sums of blocks tried at most, to find what other threads have freed at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A block that the allocator holds: its allocation's index and the operations around it, outermost first.
-
-    `kind` is "weights" or "optimizer" if its address is known to hold such a state, "" if it is known not to,
-    None if nothing is known.
-    """
-
-    n_bytes: int
-    pointer: int
-    born_ns: int
-    path: str
-    kind: str | None = ""
 
 
 def alive_after(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memplan.checks import LARGEST_BYTES as LARGEST_SIZE
 from memplan.checks import checked_choice, checked_count, checked_positive
-from memplan.errors import InvalidValue, MemplanError
+from memplan.errors import InvalidValue, MemplanError, reason
 from memplan.files import file_bytes, of_file, shown_path
 from memplan.units import KiB, MiB
 from validate.lines import open_lines
@@ -263,7 +263,7 @@ def timings(content: bytes, path: Path) -> list[Timing]:
         return [_timing(row) for row in rows if row.keys() != {"environment"}]
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InvalidValue(
-            f"{shown_path(path)} is no calibration ({error}); use a file of `calibrate --out`."
+            f"{shown_path(path)} is no calibration ({reason(error)}); use a file of `calibrate --out`."
         ) from None
 
 

@@ -1,6 +1,5 @@
 """Cases: configurations to be run and compared."""
 
-import lzma
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,14 +10,15 @@ from typing import Any, Final, Literal, cast
 from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
 from memplan.engines.options import not_usual, plan_dict, plan_of, said_by
-from memplan.errors import InvalidValue, PlanRefused, unknown_name
+from memplan.errors import InvalidValue, MemplanError, PlanRefused, unknown_name
+from memplan.files import of_file, xz_text
 from memplan.hardware import gpu
 from memplan.models import Decoder, Model, resolve
 from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.families import implemented
 from memplan.models.presets import preset_trace
 from memplan.models.torchtitan import TorchtitanLlama
-from memplan.models.traced import model_from_trace, model_of_text
+from memplan.models.traced import LARGEST_TRACE_BYTES, model_from_trace, model_of_text
 from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
@@ -66,9 +66,8 @@ class Case:
 
     The ranks run on `device`, a GPU of the name `gpu` in memplan's table, and communicate by `backend`.
     `rank`: only this rank runs, with stand-ins for the others (`validate.standin`); None: all ranks run. A
-    rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is. CUDA's
-    allocator has the settings of `alloc_conf`, a value of `PYTORCH_CUDA_ALLOC_CONF`. With `tensors` of no
-    data only bytes are seen.
+    rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is. With
+    `tensors` of no data only bytes are seen.
     """
 
     name: str
@@ -82,7 +81,6 @@ class Case:
     backend: Backend = "gloo"
     rank: int | None = None
     limit_bytes: int | None = None
-    alloc_conf: str = ""
     tensors: Tensors = "real"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -160,7 +158,7 @@ class Case:
         said = plan_dict(self.plan)
         batch = said["global_batch"]
         alone = plan_of(micro_batch=batch, global_batch=batch, **{name: said[name] for name in TRAINING})
-        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None, alloc_conf="")
+        return replace(self, name=REFERENCE, plan=alone, limit_bytes=None)
 
     @property
     def identity(self) -> "Case":
@@ -192,6 +190,8 @@ class Case:
         family = model.pop("family")
         plan = dict(known.pop("plan"))
         plan.pop("n_micro_batches", None)
+        if conf := known.pop("alloc_conf", ""):  # as records had it before it was a plan's option
+            plan["alloc_conf"] = conf
         found = shipped_trace(model["name"]) if family == TracedModel.family else FAMILIES[family](**model)
         return Case(model=found, plan=plan_of(**plan), **known)
 
@@ -285,7 +285,10 @@ def family_of(model: Decoder | TracedModel) -> str:
     return next(name for name, family in FAMILIES.items() if type(model) is family)
 
 
-ARCHITECTURES: Final = data_folder() / "traces" / "architectures"
+TRACES: Final = data_folder() / "traces"
+"""The traces of other people's modules that are no presets."""
+
+ARCHITECTURES: Final = TRACES / "architectures"
 """The traces of transformers' language models in small, compressed (`validate.architectures`)."""
 
 
@@ -296,7 +299,7 @@ def architecture_traces() -> dict[str, Path]:
 
 def trace_file(name: str) -> str:
     """Where the trace of one of other people's modules is: with memplan if it is a preset, else in `data`."""
-    return preset_trace(name) or str(data_folder() / "traces" / f"{name}.json")
+    return preset_trace(name) or str(TRACES / f"{name}.json")
 
 
 @cache
@@ -304,11 +307,23 @@ def shipped_trace(name: str) -> TracedModel:
     """The trace of one of other people's modules, which comes with the project.
 
     Raises:
-        InvalidValue: there is none of this name.
+        UnknownName: there is none of this name; a path is no name.
+        InvalidValue: its file is no trace.
     """
-    if (path := ARCHITECTURES / f"{name}.json.xz").is_file():
-        return model_of_text(lzma.decompress(path.read_bytes()).decode())
+    packed = architecture_traces()
+    if name in packed:
+        return _packed_trace(packed[name])
+    plain = {path.stem for path in TRACES.glob("*.json")}
+    if name not in plain and preset_trace(name) is None:
+        raise unknown_name("trace", name, plain)
     return model_from_trace(trace_file(name))
+
+
+def _packed_trace(path: Path) -> TracedModel:
+    try:
+        return model_of_text(xz_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace"))
+    except MemplanError as error:
+        raise of_file(path, error) from None
 
 
 def _model_dict(model: Decoder | TracedModel, values: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:

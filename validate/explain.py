@@ -6,17 +6,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from memplan.estimate import rank_estimate
 from memplan.plots.style import MEASURED, MUTED, OUTSIDE, heading
 from memplan.plots.timeline import SHADES
 from memplan.record import phased
 from memplan.shapes import Buffer
+from memplan.snapshot import read_snapshot
 from memplan.text_tables import WIDTH
 from memplan.units import MiB
 from validate.attribution import Attribution, Comparison
+from validate.cases import Case
 from validate.report.text import floored
 
 if TYPE_CHECKING:
@@ -185,6 +189,19 @@ def ranks_text(explanations: Sequence[Explanation]) -> str:
 def explained(title: str, comparison: Comparison) -> Explanation:
     """The explanation of a rank's step."""
     return Explanation(title=title, comparison=comparison, attribution=comparison.attribution())
+
+
+def snapshot_comparison(case: Case, rank: int, path: Path) -> Comparison:
+    """A snapshot beside what memplan predicts of a case's rank on its GPU.
+
+    Raises:
+        MemplanError: for a file that is no snapshot, or a plan that is refused.
+    """
+    snapshot = read_snapshot(path)
+    record = rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels).record
+    return Comparison(
+        rest=record.rest, step=record.step, held=snapshot.held, events=snapshot.events, one_step=False
+    )
 
 
 def _unmatched_lines(title: str, found: Iterable[tuple[int, str]]) -> Iterator[str]:

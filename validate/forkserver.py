@@ -24,11 +24,16 @@ from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from signal import SIGKILL, Signals
-from typing import Any, Final, Self, cast
+from typing import Any, Final, cast
 
 from validate.tracebacks import without_folders
 
-MOST_MESSAGE_BYTES: Final = 1 << 17
+NUMBER_BYTES: Final = 32
+"""The longest message: the number of a process.
+
+With files it asks to fork that process, without files to kill it; the server returns it once it has forked.
+"""
+
 SAID_BYTES: Final = 4000
 """The number of bytes kept of a process's output."""
 
@@ -72,7 +77,7 @@ class Forked:
     def kill(self) -> None:
         """Ends it, if it has not ended; `end` says when it has."""
         try:
-            self._socket.send(pickle.dumps((self._number, None)))
+            self._socket.send(b"%d" % self._number)
         except OSError:
             return
 
@@ -122,62 +127,78 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._closed = False
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> socket.socket:
-        """Starts the server, unless it runs, and waits until it has imported all."""
-        with self._lock:
-            if self._closed:
-                raise BrokenPipeError("the fork server is closed")
-            if self._process is None or self._process.poll() is not None or self._socket is None:
-                if self._socket is not None:
-                    self._socket.close()
-                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with theirs:
-                    self._process = subprocess.Popen(
-                        [sys.executable, "-m", __name__, str(theirs.fileno()), *self._preload],
-                        stdin=subprocess.DEVNULL,
-                        pass_fds=[theirs.fileno()],
-                        start_new_session=True,
-                        env=os.environ
-                        | SETTINGS
-                        | self._environment
-                        | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                    )
-                if not self._socket.recv(1):
-                    raise ChildProcessError("the fork server did not start; what it printed says why")
-            return self._socket
-
     def close(self) -> None:
         """Ends the server and all that it forked, and waits until they have ended."""
         with self._lock:
             self._closed = True
-            if self._socket is not None:
-                self._socket.close()
-            if self._process is not None:
-                self._process.wait()
+            self._end()
 
     def fork(self, function: Callable[..., Any], *arguments: Any) -> Forked:
-        """Runs a function in a fresh process; function and arguments must be importable and picklable."""
+        """Runs a function in a fresh process; function and arguments must be importable and picklable.
+
+        A server that dies before it has forked is replaced, once.
+
+        Raises:
+            BrokenPipeError: if the server is closed.
+            ChildProcessError: if no server can be started, or the second one dies too.
+        """
         number = next(self._numbers)
-        message = pickle.dumps((number, pickle.dumps((function, arguments))))
         status, told = os.pipe()
-        output, answer = os.memfd_create("output"), os.memfd_create("answer")
+        work, output, answer = (os.memfd_create(name) for name in ("work", "output", "answer"))
         try:
-            socket_ = self.start()
-            socket.send_fds(socket_, [message], [told, output, answer])
-        except OSError:
+            with open(work, "wb", closefd=False) as file:
+                pickle.dump((function, arguments), file)
+            with self._lock:
+                socket_ = self._asked(number, told, work, output, answer)
+        except BaseException:
             for descriptor in (status, output, answer):
                 os.close(descriptor)
             raise
         finally:
             os.close(told)
+            os.close(work)
         return Forked(number, socket_, status, output, answer)
+
+    def _asked(self, number: int, *descriptors: int) -> socket.socket:
+        """The socket of a server that has forked this process.
+
+        A server that is dying may still take a message, so that only its answer says that it has forked.
+        """
+        for _ in range(2):
+            if self._closed:
+                raise BrokenPipeError("the fork server is closed")
+            socket_ = self._socket or self._start()
+            with suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(socket_, [b"%d" % number], descriptors)
+                while said := socket_.recv(NUMBER_BYTES):
+                    if int(said) == number:
+                        return socket_
+            self._end()
+        raise ChildProcessError("two fork servers died before they had forked; what they printed says why")
+
+    def _start(self) -> socket.socket:
+        """Starts the server and waits until it has imported all."""
+        self._socket, theirs = ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *self._preload],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=os.environ | SETTINGS | self._environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        if not ours.recv(1):
+            self._end()
+            raise ChildProcessError("the fork server did not start; what it printed says why")
+        return ours
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,32 +220,33 @@ def serve(client: socket.socket) -> None:
                     os.close(pidfd)
                     _bury(running.pop(key.data))
                     continue
-                message, descriptors, *_ = socket.recv_fds(client, MOST_MESSAGE_BYTES, 3)
+                message, descriptors, *_ = socket.recv_fds(client, NUMBER_BYTES, 4)
                 if not message:
                     _end(running)
                     return
-                number, work = pickle.loads(message)
-                if work is None:
-                    if number in running:
-                        os.kill(running[number].pid, SIGKILL)
-                    continue
-                running[number] = _forked(client, work, *descriptors)
-                ready.register(os.pidfd_open(running[number].pid), selectors.EVENT_READ, number)
+                number = int(message)
+                if descriptors:
+                    running[number] = _forked(client, *descriptors)
+                    ready.register(os.pidfd_open(running[number].pid), selectors.EVENT_READ, number)
+                    with suppress(BrokenPipeError):
+                        client.send(message)
+                elif number in running:
+                    os.kill(running[number].pid, SIGKILL)
 
 
-def _forked(client: socket.socket, work: bytes, told: int, output: int, answer: int) -> _Running:
+def _forked(client: socket.socket, told: int, work: int, output: int, answer: int) -> _Running:
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
         client.close()
         os.close(told)
         _work(server, work, output, answer)
-    os.close(output)
-    os.close(answer)
+    for descriptor in (work, output, answer):
+        os.close(descriptor)
     return _Running(pid, told)
 
 
-def _work(server: int, work: bytes, output: int, answer: int) -> None:
+def _work(server: int, work: int, output: int, answer: int) -> None:
     """The forked process: never returns."""
     code = 1
     try:
@@ -234,7 +256,7 @@ def _work(server: int, work: bytes, output: int, answer: int) -> None:
             os.dup2(output, 2)
             with suppress(OSError):
                 Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
-            function, arguments = pickle.loads(work)
+            function, arguments = pickle.loads(_content(work))
             value = function(*arguments)
             with os.fdopen(answer, "wb") as file:
                 pickle.dump(value, file)

@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Any, Final, Self, cast
 
 import torch.distributed as dist
 
+from memplan.checks import checked_count
 from memplan.errors import InvalidValue
 from validate.cases import Case
 from validate.launch import (
@@ -49,6 +51,20 @@ class Given:
     port: int
     hosts: bool
     attempt: str = "0"
+
+    def dp_left(self, plan: Mapping[str, Any]) -> int:
+        """The data-parallel ranks that a plan's other axes leave of the launcher's.
+
+        Raises:
+            InvalidValue: if the other axes do not divide them.
+        """
+        n_other = prod(checked_count(axis, plan[axis]) for axis in ("pp", "dp_replicate", "tp"))
+        if self.world_size % n_other:
+            raise InvalidValue(
+                f"The other axes' {n_other} ranks do not divide the {self.world_size} that the launcher "
+                f"started; start {-(-self.world_size // n_other) * n_other}, or use other degrees."
+            )
+        return self.world_size // n_other
 
 
 def given_ranks(environment: Mapping[str, str]) -> Given | None:

@@ -24,6 +24,7 @@ from typing import Final, Self, cast
 import torch
 import torch.distributed as dist
 
+from memplan.engines.torch.options import torch_options
 from memplan.errors import MemplanError, PlanRefused
 from memplan.hardware import gpu
 from memplan.units import KiB
@@ -163,8 +164,8 @@ def take_gpu(device: torch.device, case: Case) -> None:
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError("the fork server has used CUDA, which does not survive a fork")
     torch.cuda.set_device(device)
-    if case.alloc_conf:
-        torch.cuda.memory._set_allocator_settings(case.alloc_conf)
+    if conf := torch_options(case.plan).alloc_conf:
+        torch.cuda.memory._set_allocator_settings(conf)
     if case.limit_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.limit_bytes / total_bytes), device)

@@ -17,14 +17,14 @@ from torch.profiler import record_function
 
 from memplan.engines.torch.options import torch_options
 from memplan.plan import Rank
-from validate.blocks import Block, alive_after
+from memplan.snapshot import Block, MemoryEvent
+from validate.blocks import alive_after
 from validate.cases import Case
 from validate.collectives import Collective, CollectiveCounter
 from validate.gloo import let_ranks_go_first, nothing_held_after_waits
 from validate.memory import (
     STEP,
     UPDATE,
-    MemoryEvent,
     Profile,
     count_all_threads,
     during,

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import UntypedStorage
@@ -19,23 +19,10 @@ from torch.autograd import (
     _prepare_profiler,
 )
 
+from memplan.snapshot import MemoryEvent
+
 STEP = "memplan: step"
 UPDATE = "memplan: update"
-
-
-class MemoryEvent(NamedTuple):
-    """One allocation (positive bytes) or free (negative) of the CPU allocator.
-
-    `total_bytes` is what the allocator held just after it, by the allocator's own count; `path` the
-    operations it happened in, outermost first. What threads outside the profile did between two events is
-    one event of its own, with pointer 0.
-    """
-
-    time_ns: int
-    n_bytes: int
-    pointer: int
-    total_bytes: int
-    path: str
 
 
 OTHER_THREADS = "other threads"

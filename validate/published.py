@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from memplan import Cluster, Llama, Model, cluster, preset
+from memplan import Cluster, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_count
-from memplan.errors import InvalidValue, MemplanError, shown_value
+from memplan.errors import InvalidValue, MemplanError, reason, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
@@ -37,29 +37,12 @@ TOLERANCE: Final = 0.1
 Row = Mapping[str, str]
 """A line of the file, by column; what is not known is empty."""
 
-LLAMA_3_2_3B: Final = Llama(
-    name="llama-3.2-3b",
-    n_layers=28,
-    d_model=3072,
-    n_heads=24,
-    n_kv_heads=8,
-    d_ff=8192,
-    vocab_size=128_256,
-    max_seq_len=8192,
-    rope_theta=500_000.0,
-    tied_head=True,
-)
-"""Source: config.json of meta-llama/Llama-3.2-3B."""
-
 MODELS: Final[Mapping[str, Model]] = {
-    **{
-        name: preset(name.lower())
-        for name in (
-            *("Llama-2-7B", "Llama-2-13B", "Llama-2-70B"),
-            *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B"),
-        )
-    },
-    "Llama-3.2-3B": LLAMA_3_2_3B,
+    name: preset(name.lower())
+    for name in (
+        *("Llama-2-7B", "Llama-2-13B", "Llama-2-70B"),
+        *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B", "Llama-3.2-3B"),
+    )
 }
 
 IMPLEMENTATION: Final = "torchtitan"
@@ -147,7 +130,7 @@ class Compared:
     @property
     def contradicted(self) -> bool:
         """Whether a run that fitted is said not to fit, or the other way round."""
-        return self.verdict == ("does not fit" if self.ran else "fits")
+        return self.verdict in (("does not fit",) if self.ran else ("fits", "fits, tight"))
 
     @property
     def confirmed(self) -> bool:
@@ -177,7 +160,7 @@ LARGEST_BYTES: Final = 2**24
 COLUMNS: Final = (
     *("row_id", "framework", "model", "gpu", "n_gpus", "dp", "tp", "cp", "pp", "sp", "zero_stage", "offload"),
     *("micro_batch_per_gpu", "grad_accum", "seq_len", "precision", "optimizer", "recompute", "compile"),
-    *("peak_mem_gib", "mem_kind", "oom", "lora", "notes", "suspect"),
+    *("peak_mem_gib", "mem_kind", "tokens_per_s_per_gpu", "oom", "lora", "notes", "suspect"),
 )
 """The columns that are read."""
 
@@ -196,7 +179,7 @@ def read_rows(path: Path) -> list[Row]:
             raise InvalidValue(f"has no column {missing[0]!r}; see data/README.md for the columns.")
         rows: list[Row] = list(reader)
     except csv.Error as error:
-        raise of_file(path, InvalidValue(f"is no CSV ({error}); give another file.")) from None
+        raise of_file(path, InvalidValue(f"is no CSV ({reason(error)}); give another file.")) from None
     except MemplanError as error:
         raise of_file(path, error) from None
     for number, row in enumerate(rows, start=1):
@@ -219,7 +202,7 @@ def compared(row: Row) -> Compared:
         raise type(error)(f"row {shown_value(row['row_id'])}: {error}") from None
     except (ValueError, OverflowError) as error:
         raise InvalidValue(
-            f"row {shown_value(row['row_id'])} has no number where one is needed: {error}"
+            f"row {shown_value(row['row_id'])} has no number where one is needed: {reason(error)}"
         ) from None
 
 
@@ -261,7 +244,11 @@ def _cluster(row: Row) -> Cluster | None:
 
 
 def _plan(row: Row) -> dict[str, Any]:
-    """The plan of a row; torchtitan clips gradients (`max_norm = 1.0` in its configurations)."""
+    """The plan of a row; torchtitan clips gradients and has expandable segments.
+
+    Source: torchtitan's configurations (`max_norm = 1.0`), its run_llama_train.sh
+    (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
+    """
     degrees = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")}
     micro_batch = int(row["micro_batch_per_gpu"])
     return {
@@ -274,6 +261,7 @@ def _plan(row: Row) -> dict[str, Any]:
         "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
         "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
+        "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
     }
 
@@ -296,14 +284,8 @@ def by_torchtitan(row: Row) -> bool:
 
 
 def _held_bytes(row: Row, e: Estimate) -> int | None:
-    """What the row measured: reserved bytes, torchtitan's with expandable segments, or allocated ones.
-
-    Source: torchtitan's run_llama_train.sh (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
-    """
-    replay = e.worst.replay("expandable_segments:True" if by_torchtitan(row) else "")
-    if replay is None:
-        return None
-    return replay.reserved_bytes if row["mem_kind"] == "reserved" else replay.allocated_bytes
+    """What the row measured: reserved bytes, or allocated ones."""
+    return e.reserved_bytes if row["mem_kind"] == "reserved" else e.allocated_bytes
 
 
 def _nogpu_bytes(row: Row) -> int | None:

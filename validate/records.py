@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -94,8 +94,8 @@ class Record:
         )
 
     def to_json(self) -> str:
-        """One line of JSON with every field."""
-        return json.dumps(asdict(self), allow_nan=False)
+        """One line of JSON, as in a file of records: without defaults and `environment`."""
+        return _line(self)
 
 
 def merged(records: Iterable[Record]) -> list[Record]:
@@ -283,6 +283,21 @@ STARTS: Final = (b'{"case":', b'{"environment":')
 """How every line starts."""
 
 
+class RecordLines:
+    """The lines of a file of records: an environment before the first record that was made with it."""
+
+    def __init__(self, environment: dict[str, Any] | None = None) -> None:
+        self._environment = environment
+
+    def of(self, record: Record) -> list[str]:
+        """The lines that a record adds."""
+        lines = []
+        if record.environment != self._environment:
+            lines.append(json.dumps({"environment": record.environment}, separators=(",", ":")))
+            self._environment = record.environment
+        return [*lines, record.to_json()]
+
+
 class RecordFile:
     """A file that one sweep adds records to; use `open_records`."""
 
@@ -291,7 +306,7 @@ class RecordFile:
         self.known = _records(lines.path, lines.content)
         lines.cut_torn_line()
         self._lines = lines
-        self._environment = self.known[-1].environment if self.known else None
+        self._texts = RecordLines(self.known[-1].environment if self.known else None)
 
     def append(self, record: Record) -> None:
         """Adds a record, to the disk: all of it or nothing.
@@ -299,10 +314,8 @@ class RecordFile:
         Raises:
             DiskFull: if it cannot be written; what the file had before it still has.
         """
-        if record.environment != self._environment:
-            self._lines.append(json.dumps({"environment": record.environment}, separators=(",", ":")))
-            self._environment = record.environment
-        self._lines.append(_line(record))
+        for line in self._texts.of(record):
+            self._lines.append(line)
 
 
 @contextmanager

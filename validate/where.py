@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from memplan import Plan
 from memplan.engines.options import plan_dict
 from memplan.engines.torch.options import TorchOptions
-from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
+from memplan.errors import InvalidValue, MemplanError, reason, shown_value, unknown_name
 from memplan.tape import Backend
 from validate.cases import FAMILIES, Case, RunsOn, Tensors, family_of
 from validate.records import Record
@@ -141,7 +141,7 @@ def read_where(text: str, known: Mapping[str, Field] = RECORD_FIELDS) -> Where:
     except MemplanError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        why = error.msg if isinstance(error, SyntaxError) else reason(error)
         raise InvalidValue(
             f"the expression {shown_value(text)} cannot be read ({why}); join comparisons with and, or, not, "
             f"as {EXAMPLE}."

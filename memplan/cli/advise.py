@@ -7,6 +7,7 @@ import click
 from memplan.advice import COLUMNS, advice_text, advise
 from memplan.cli.flags import PlanCommand, cluster_options, implementation_option, plan_options
 from memplan.cli.output import check_format, print_csv, print_json, progress_bar
+from memplan.cli.own_module import model_of
 from memplan.estimate import estimate
 
 
@@ -20,11 +21,11 @@ from memplan.estimate import estimate
 def command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
     """What to change in a plan that does not fit, and what each change costs.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    MODEL is any that `memplan estimate` takes.
     """
     check_format(as_json, as_csv)
     with progress_bar() as progress:
-        advice = advise(estimate(model, **asked), progress)
+        advice = advise(estimate(model_of(model), **asked), progress)
     if as_csv:
         print_csv(advice.rows(model), COLUMNS)
     elif as_json:

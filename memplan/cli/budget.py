@@ -7,6 +7,7 @@ import click
 from memplan.budget import budget
 from memplan.cli.flags import PlanCommand, cluster_options, implementation_option, plan_options
 from memplan.cli.output import print_json
+from memplan.cli.own_module import model_of
 from memplan.estimate import estimate
 from memplan.fields import number_or_text
 
@@ -22,9 +23,9 @@ from memplan.fields import number_or_text
 def command(model: str, *, tokens: Any, price_per_gpu_hour: Any, as_json: bool, **asked: Any) -> None:
     """Days, GPU-hours, money and energy of a whole training.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json.
+    MODEL is any that `memplan estimate` takes.
     """
-    result = budget(estimate(model, **asked), tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    result = budget(estimate(model_of(model), **asked), tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     if as_json:
         print_json(result.to_dict())
     else:

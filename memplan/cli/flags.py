@@ -1,14 +1,17 @@
 """The flags of a plan, a cluster and a search, made of the tables of their fields."""
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import click
 
 from memplan.cli.program import Refused
+from memplan.command import command_text
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, engine_of_option
+from memplan.errors import InvalidValue, shown_value
 from memplan.fields import (
     Choice,
     Count,
@@ -18,12 +21,14 @@ from memplan.fields import (
     Name,
     Number,
     Registered,
+    Setting,
     count_or_text,
     described_fields,
     number_or_text,
 )
 from memplan.hardware import DEFAULT_MARGIN
 from memplan.plan import FIELDS, Plan
+from memplan.unmodelled import KEYWORDS, not_modelled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,11 +44,13 @@ def choice_option(flag: str, choices: tuple[str, ...], default: str | None, text
     return click.option(flag, default=default, metavar="|".join(choices), help=text, show_default=shown)
 
 
-def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") -> Callable[[F], F]:
-    """The cluster's flags: its name, GPUs per node, network and margin."""
+def cluster_options(
+    *, named: bool = True, required: bool = True, text: str = "As in 64xh100-sxm."
+) -> Callable[[F], F]:
+    """The cluster's flags: its name, unless it is what is asked for, GPUs per node, network and margin."""
     return _all_of(
         [
-            click.option("--cluster", required=required, metavar="NxGPU", help=text),
+            *([click.option("--cluster", required=required, metavar="NxGPU", help=text)] if named else []),
             count_option("--gpus-per-node", "GPUs in a node; left out: as such GPUs are usually built in."),
             click.option(
                 "--network",
@@ -61,11 +68,23 @@ def cluster_options(*, required: bool = True, text: str = "As in 64xh100-sxm.") 
 
 
 def implementation_option() -> Callable[[F], F]:
-    """The flag that says whose code trains a model."""
-    return click.option(
-        "--implementation",
-        metavar="NAME",
-        help="Whose code trains the model: reference, torchtitan, ...; left out: its family's default.",
+    """The flags that say whose code trains a model, and whether a trace that was kept is one to use."""
+    return _all_of(
+        [
+            click.option(
+                "--implementation",
+                metavar="NAME",
+                help="Whose code trains the model: reference, torchtitan, ...; left out: its family's "
+                "default.",
+            ),
+            click.option(
+                "--no-cache",
+                "cache",
+                flag_value=False,
+                default=True,
+                help="Trace a config.json anew, though its trace is in the user's cache folder.",
+            ),
+        ]
     )
 
 
@@ -76,8 +95,43 @@ def plan_options(*left_out: str, **defaults: Any) -> Callable[[F], F]:
     return _all_of([_plan_option(name, FIELDS[name], told[name]) for name in chosen])
 
 
-METAVARS: Final[dict[type[Field], str]] = {Count: "N", Counts: "N,N,...", Number: "X", Name: "NAME"}
+METAVARS: Final[dict[type[Field], str]] = {
+    Count: "N",
+    Counts: "N,N,...",
+    Number: "X",
+    Name: "NAME",
+    Setting: "NAME:VALUE,...",
+}
 """The placeholder for a field's value in the help of its flag."""
+
+GROUPS: Final[dict[str, tuple[str, ...]]] = {
+    "Model and cluster": (
+        "implementation",
+        "cache",
+        "cluster",
+        "most_gpus",
+        "gpus_per_node",
+        "network",
+        "margin",
+        "device",
+    ),
+    "Mesh": (
+        *("dp", "tp", "pp", "dp_replicate", "zero", "sequence_parallel"),
+        *("schedule", "virtual_stages", "layers_per_stage"),
+    ),
+    "Batch": ("micro_batch", "global_batch", "seq_len"),
+    "Memory saving": ("recompute", "recompute_blocks", "offload", "loss_chunks"),
+    "Numbers": ("precision", "optimizer", "clip_grad_norm"),
+    "Engine": ("engine",),
+    "Search": ("objective", "tp_across_nodes"),
+    "Training": ("tokens", "price_per_gpu_hour"),
+    "Other options": (),
+    "Output": ("keep", "show_all", "details", "ledger", "as_json", "as_csv", "help"),
+}
+"""The options of a command's help by group, in order; an option in no group is one of the others."""
+
+FLAG_WIDTH: Final = 24
+"""The widest column of flags in a command's help; a longer flag has a line of its own."""
 
 
 def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
@@ -107,6 +161,8 @@ def search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     if not field.varied:
         text += f"; left out: {field.left_out or default}"
     match field:
+        case Setting():
+            return click.option(flag, metavar=METAVARS[Setting], help=f"{text}.")
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
         case Choice() | Registered() if name != "engine":
@@ -126,6 +182,7 @@ class PlanCommand(click.Command):
     """A command with flags for a plan's fields and for the options of the engine named by `--engine`.
 
     `defaults`: options whose default here differs from the engine's. `option`: makes an option's flag.
+    `examples`: commands that its help ends with.
     """
 
     def __init__(
@@ -133,10 +190,11 @@ class PlanCommand(click.Command):
         *args: Any,
         defaults: Mapping[str, Any] | None = None,
         option: Callable[[str, Field, Any], Callable[[Any], Any]] = _plan_option,
+        examples: Sequence[str] = (),
         **attributes: Any,
     ) -> None:
         super().__init__(*args, **attributes)
-        self.defaults, self.option = defaults or {}, option
+        self.defaults, self.option, self.examples = defaults or {}, option, examples
 
     def options_of(self, engine: str) -> list[click.Parameter]:
         """The flags of an engine's own options; none for an unknown engine, which is refused later."""
@@ -155,6 +213,8 @@ class PlanCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            if (sentence := not_modelled(KEYWORDS, error.option_name)) is not None:
+                raise Refused(sentence) from None
             owner = engine_of_option(error.option_name.strip("-").removeprefix("no-").replace("-", "_"))
             if owner is None:
                 raise
@@ -165,12 +225,59 @@ class PlanCommand(click.Command):
         return [*super().get_params(ctx), *ctx.meta.get("options", ())]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = ctx.meta.pop("options")
-        super().format_options(ctx, formatter)
-        ctx.meta["options"] = own
-        if own:
-            with formatter.section(f"Options of engine {ctx.meta['engine']}"):
-                formatter.write_dl([row for each in own if (row := each.get_help_record(ctx)) is not None])
+        """Writes the options in groups, the engine's own options after the engine."""
+        options = {_name(each): each for each in self.get_params(ctx) if isinstance(each, click.Option)}
+        groups = {**GROUPS, "Engine": (*GROUPS["Engine"], *map(_name, ctx.meta["options"]))}
+        grouped = {name for names in groups.values() for name in names}
+        groups["Other options"] = tuple([name for name in options if name not in grouped])
+        for group, names in groups.items():
+            rows = [options[name].get_help_record(ctx) for name in names if name in options]
+            if shown := [row for row in rows if row is not None]:
+                with formatter.section(f"Engine {ctx.meta['engine']}" if group == "Engine" else group):
+                    formatter.write_dl(shown, col_max=FLAG_WIDTH)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the examples, each as a command that can be copied."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(command_text(example, head="  ") + "\n")
+
+
+def plan_of_flags(text: str) -> dict[str, Any]:
+    """The fields of a plan that are written as flags, as the commands print them.
+
+    Raises:
+        InvalidValue: an unknown flag, or a value that is missing.
+    """
+    command = plan_options()(PlanCommand("plan", add_help_option=False))
+    try:
+        context = command.make_context("plan", shlex.split(text))
+    except (click.UsageError, ValueError) as error:
+        said = error.format_message() if isinstance(error, click.UsageError) else f"{error}."
+        raise InvalidValue(
+            f"plan {shown_value(text.strip())}: {said} Give a plan's own flags, as '--tp 8 --zero 3'."
+        ) from None
+    given = click.core.ParameterSource.COMMANDLINE
+    return {
+        name: value for name, value in context.params.items() if context.get_parameter_source(name) is given
+    }
+
+
+def is_plan_flag(word: str) -> bool:
+    """Whether a word is a flag of a plan, with or without its value.
+
+    >>> is_plan_flag("--tp"), is_plan_flag("--no-set-to-none"), is_plan_flag("--cluster=8xh100-sxm")
+    (True, True, False)
+    """
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    known = (name, name.removeprefix("no_"))
+    return word.startswith("--") and any(each in FIELDS or engine_of_option(each) for each in known)
+
+
+def _name(option: click.Parameter) -> str:
+    """An option's name in `GROUPS`; click's own name for --help differs between its releases."""
+    return "help" if "--help" in option.opts else str(option.name)
 
 
 def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:

@@ -4,11 +4,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from memplan.cli.program import Refused
+from memplan.hardware import Verdict
 from memplan.text_tables import csv_of
 
 
@@ -35,6 +36,22 @@ def check_format(as_json: bool, as_csv: bool) -> None:
 def print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Writes rows as CSV to stdout."""
     click.echo(csv_of(rows, columns), nl=False)
+
+
+COLORS: Final[dict[Verdict | None, str | None]] = {
+    "fits": "green",
+    "fits, tight": "yellow",
+    "cannot say": "yellow",
+    "does not fit": "red",
+    None: None,
+}
+"""The colour of a verdict on a terminal."""
+
+
+def print_verdict_first(text: str, verdict: Verdict | None) -> None:
+    """Writes text whose first line is a verdict: bold and coloured, but only on a terminal."""
+    first, end, rest = text.partition("\n")
+    click.echo(f"{click.style(first, bold=True, fg=COLORS[verdict])}{end}{rest}")
 
 
 def print_json(value: Any) -> None:

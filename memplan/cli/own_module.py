@@ -3,19 +3,16 @@
 import re
 from typing import Any
 
-from memplan.cli.program import Refused, one_line
-from memplan.estimate import device_of
-from memplan.hardware import resolve_cluster
-from memplan.models import Model
+from memplan.errors import installed
 
 
-def module_traced(name: str, device: Any, cluster: Any = None, **options: Any) -> str | Model:
-    """The model of `package.module:factory`, traced for the device or the cluster's; other text unchanged."""
+def model_of(name: str) -> Any:
+    """What the function `package.module:factory` returns, for memplan to trace; every other name unchanged.
+
+    Only functions whose name somebody types are called: no file names one.
+    """
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
         return name
-    try:
-        from memplan.tracing.factory import traced_from_factory  # imports torch, which the module needs too
-    except ModuleNotFoundError as missing:
-        raise Refused(f"{one_line(str(missing))}; to trace a module: pip install 'memplan[trace]'.") from None
-    device = device or device_of(resolve_cluster(cluster)).type
-    return traced_from_factory(name, device=device, **options)
+    with installed("a module that is traced", "trace"):
+        from memplan.tracing.factory import made_by  # imports torch, which the module needs too
+    return made_by(name)

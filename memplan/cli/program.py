@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -51,6 +52,8 @@ class Commands(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        if os.environ.get("NO_COLOR"):  # https://no-color.org; commands inherit it
+            kwargs["color"] = False
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError as error:
@@ -106,6 +109,8 @@ def command_line(group: click.Group, name: str) -> NoReturn:
     Whatever the terminal cannot show is written as an escape; an output that cannot be written is one line on
     stderr and exit code 2; one that nobody reads any more ends the program without a word.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were loaded
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:
         print("Error: the output cannot be written (it is closed).", file=sys.stderr)
         sys.exit(2)

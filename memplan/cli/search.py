@@ -1,6 +1,6 @@
 """`memplan search`."""
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -9,24 +9,33 @@ from memplan.cli.flags import (
     PlanCommand,
     choice_option,
     cluster_options,
-    count_option,
     implementation_option,
     search_option,
     search_options,
 )
-from memplan.cli.output import check_format, print_csv, print_json, progress_bar
-from memplan.errors import PlanRefused
+from memplan.cli.found import found_options, print_found, search_keywords
+from memplan.cli.output import progress_bar
+from memplan.cli.own_module import model_of
 from memplan.search.judge import OBJECTIVES
-from memplan.search.search import KEEP, QUESTIONS, searched
-from memplan.search.table import columns_of, search_dict, search_rows
-from memplan.search.text import SHOWN, nothing_runs, search_text
+from memplan.search.search import QUESTIONS, searched
+
+EXAMPLES: Final = (
+    "memplan search llama-3-8b --cluster 8xh100-sxm",
+    "memplan search llama-3-70b --cluster 64xh100-sxm --global-batch 512 --tp 4,8 --recompute none,full",
+    "memplan search llama-3-8b --cluster 8xa100-80-sxm --objective memory --all",
+)
 
 
-@click.command("search", cls=PlanCommand, option=search_option)
+@click.command("search", cls=PlanCommand, option=search_option, examples=EXAMPLES)
 @click.argument("model")
 @implementation_option()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
-@click.option("--global-batch", type=COUNTS, required=True, metavar="N,N,...", help="Sequences per step.")
+@click.option(
+    "--global-batch",
+    type=COUNTS,
+    metavar="N,N,...",
+    help="Sequences per step; left out: one for each GPU, so that all plans train on the same.",
+)
 @click.option(
     "--seq-len", type=COUNTS, metavar="N,N,...", help="Tokens per sequence; left out: the model's context."
 )
@@ -40,34 +49,13 @@ from memplan.search.text import SHOWN, nothing_runs, search_text
     "sequence (the last two with micro-batches of 1 unless told otherwise).",
 )
 @search_options()
-@count_option(
-    "--keep",
-    "How many of the plans that fit or may fit to show, else of the nearest; left out: "
-    f"{SHOWN}, as JSON or CSV {KEEP}.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-@click.option("--csv", "as_csv", is_flag=True, help="The kept plans as CSV instead of text.")
-def command(model: str, *, as_json: bool, as_csv: bool, **asked: Any) -> None:
+@found_options()
+def command(model: str, **asked: Any) -> None:
     """The best plans of a cluster, of all there are.
 
-    MODEL is a name (see `memplan models`) or the path of a Hugging Face config.json. Flags of a plan take one
-    value or several, as in 1-4,8; those whose help names no default take, if left out, every value that makes
-    a difference.
+    MODEL is any that `memplan estimate` takes. Flags of a plan take one value or several, as in 1-4,8; those
+    whose help names no default take, if left out, every value that makes a difference.
     """
-    check_format(as_json, as_csv)
-    asked = {name: value for name, value in asked.items() if value is not None}
-    asked.setdefault("keep", KEEP if as_json or as_csv else SHOWN)
     with progress_bar() as progress:
-        result = searched(model, progress=progress, **asked)
-    from memplan.search.replays import replay_ahead  # multiprocessing is slow to import
-
-    replay_ahead(result)
-    if as_csv:
-        print_csv(search_rows(result, model), columns_of(result))
-    elif as_json:
-        print_json(search_dict(result, model))
-    reason = nothing_runs(result)
-    if reason:
-        raise PlanRefused(reason)
-    if not as_csv and not as_json:
-        click.echo(search_text(result, model))
+        result = searched(model_of(model), progress=progress, **search_keywords(asked))
+    print_found(result, asked, model)

@@ -5,24 +5,28 @@ from typing import get_args
 import click
 
 from memplan.cli.flags import choice_option
-from memplan.cli.own_module import module_traced
+from memplan.cli.own_module import model_of
 from memplan.cli.program import Refused, one_line
 from memplan.device import DeviceType
-from memplan.models import TracedModel
+from memplan.models import TracedModel, resolve
 from memplan.text_tables import printable
 
 
 @click.command("trace")
-@click.argument("factory")
+@click.argument("model")
 @click.option("--out", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
-@choice_option("--device", get_args(DeviceType), "cpu", "Whose kernels; cuda needs no GPU.")
-def command(factory: str, out: str, device: DeviceType) -> None:
-    """Traces your own torch module; what is written is a MODEL of the other commands, without torch.
+@choice_option("--device", get_args(DeviceType), "cuda", "Whose kernels; neither needs a GPU.")
+def command(model: str, out: str, device: DeviceType) -> None:
+    """Traces a torch module; what is written is a MODEL of the other commands, without torch.
 
-    FACTORY is the name of a function, as package.module:factory, that returns (module, example_inputs).
+    MODEL is package.module:factory, a function as of `memplan estimate`, or a config.json that is traced.
     """
-    model = module_traced(factory, device)
-    if not isinstance(model, TracedModel):
-        raise Refused(f"{one_line(factory)} names no function; use package.module:factory.")
-    model.save(out)
-    click.echo(f"{printable(model.name)}: {model.n_parameters:,} parameters, {model.n_layers} blocks; {out}")
+    traced = resolve(model_of(model), device=device)
+    if not isinstance(traced, TracedModel):
+        raise Refused(
+            f"{one_line(model)} is planned by rules and needs no trace; use package.module:factory, or the "
+            "config.json of an architecture without rules."
+        )
+    traced.save(out)
+    blocks = f"{traced.n_parameters:,} parameters, {traced.n_layers} blocks"
+    click.echo(f"{printable(traced.name)}: {blocks}, for {traced.device}; {out}")

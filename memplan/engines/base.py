@@ -23,8 +23,8 @@ from memplan.tape import Backend
 Rule = Callable[[Model, Plan], None]
 """Raises `PlanRefused` or `MissingRule` for a plan that the engine cannot run on a model."""
 
-Confirmation = Literal["measured", "unmeasured", "unconfirmed"]
-"""Rules were compared with runs on the device, with runs of its software, or not at all."""
+Confirmation = Literal["cpu-ranks", "nogpu", "unconfirmed"]
+"""Rules were compared with real runs on CPU ranks, with CUDA's software without a GPU, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +145,9 @@ class Engine(ABC):
     """The type of its own options: a frozen dataclass of described fields; None: it has none."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
+
+    confirmed_gpus: ClassVar[tuple[str, ...]] = ()
+    """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
 
     @abstractmethod
     def confirmed_on(self, device: Device) -> Confirmation:

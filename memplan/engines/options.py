@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     bucket_cap_bytes: int | None
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
+    alloc_conf: str
 
 
 def shows(keywords: Any) -> Callable[[F], F]:

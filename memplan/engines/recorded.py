@@ -367,15 +367,18 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
     """The results of matrix products: for each the newest tensor that is still alive."""
     found: set[Buffer] = set()
     for part in parts:
-        alive: list[Buffer] = []
+        alive: dict[Buffer, int] = {}
+        """Each buffer's number of tensors, in the order of the newest one of each."""
         for event in part.events:
             match event:
                 case Alloc(buffer):
-                    alive.append(buffer)
+                    alive[buffer] = alive.pop(buffer, 0) + 1
                 case Free(buffer) if buffer in alive:
-                    alive.remove(buffer)
+                    alive[buffer] -= 1
+                    if not alive[buffer]:
+                        del alive[buffer]
                 case Compute(kind=kind) if alive and kind is not ComputeKind.CONVOLUTION:
-                    found.add(alive[-1])
+                    found.add(next(reversed(alive)))
     return frozenset(found)
 
 

@@ -404,7 +404,7 @@ class TextbookEngine(Engine):
     )
 
     def confirmed_on(self, device: Device) -> Confirmation:
-        return "unmeasured"
+        return "unconfirmed"
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         for pp_rank in range(plan.pp):

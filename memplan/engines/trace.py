@@ -498,7 +498,8 @@ def without(segment: Segment, *buffers: Buffer) -> Segment:
     """The segment without the events of some buffers."""
     if not buffers:
         return segment
-    return Segment(tuple([e for e in segment.events if buffer_in(e) not in buffers]))
+    left_out = set(buffers)
+    return Segment(tuple([e for e in segment.events if buffer_in(e) not in left_out]))
 
 
 class _Renamed:

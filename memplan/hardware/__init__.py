@@ -1,12 +1,21 @@
 """Hardware: GPUs, links and clusters, from datasheets."""
 
-from memplan.hardware.cluster import DEFAULT_MARGIN, Cluster, Verdict, cluster, gpus_per_node, resolve_cluster
+from memplan.hardware.cluster import (
+    DEFAULT_MARGIN,
+    VERDICTS,
+    Cluster,
+    Verdict,
+    cluster,
+    gpus_per_node,
+    resolve_cluster,
+)
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
 from memplan.hardware.overheads import Interval, n_communicators, outside_allocator
 
 __all__ = [
     "DEFAULT_MARGIN",
     "DTYPES",
+    "VERDICTS",
     "Cluster",
     "Gpu",
     "Interval",

@@ -1,14 +1,15 @@
 """Clusters: nodes of equal GPUs joined by a network, and whether a plan's bytes fit on each GPU."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, final, get_args
 
 from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
 from memplan.errors import InvalidValue, shown_value
 from memplan.files import toml_table
-from memplan.hardware.gpu import Gpu, Link, check_link, gpu, gpu_names
+from memplan.hardware.gpu import Gpu, Link, check_link, gpu
 from memplan.hardware.overheads import Interval
+from memplan.names import read_as
 
 DEFAULT_MARGIN: Final = 0.05
 """The default fraction of usable memory that a plan must leave free to count as fitting.
@@ -17,8 +18,10 @@ A policy, not a prediction: published runs of plans that memplan can express in 
 (`python -m validate published`).
 """
 
-Verdict = Literal["fits", "does not fit", "cannot say"]
-"""Whether each GPU of a cluster can hold a plan."""
+Verdict = Literal["fits", "fits, tight", "cannot say", "does not fit"]
+"""Whether each GPU of a cluster can hold a plan, the best first."""
+
+VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 
 
 @final
@@ -40,10 +43,12 @@ class Cluster:
     inter_node: Link
     margin: float = DEFAULT_MARGIN
     source: str = ""
+    remarks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Sentences on how its name was read, which the notes of an estimate repeat."""
 
     def __post_init__(self) -> None:
-        for field in ("n_gpus", "gpus_per_node"):
-            object.__setattr__(self, field, checked_count(field, getattr(self, field), most=LARGEST_CLUSTER))
+        for name in ("n_gpus", "gpus_per_node"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name), most=LARGEST_CLUSTER))
         if not isinstance(self.gpu, Gpu):
             raise InvalidValue(
                 f"gpu={shown_value(self.gpu)} is not a GPU; use memplan.gpu(name), or a memplan.Gpu."
@@ -99,7 +104,8 @@ class Cluster:
         """Whether a GPU can hold bytes that are known as an interval; None: it has no limit.
 
         "fits": even the upper end leaves the margin free. "does not fit": even the lower end is more than is
-        usable. "cannot say": neither.
+        usable. "cannot say": neither. Only `Estimate.verdict`, which knows the allocations, says
+        "fits, tight".
 
         Neglects: what else runs on the GPU.
 
@@ -127,9 +133,10 @@ def cluster(
     network: "Link | str | None" = None,
     margin: float | None = None,
 ) -> Cluster:
-    """The cluster "<n>x<gpu>", of the nodes in which `clusters.toml` puts that GPU.
+    """The cluster "<n>x<gpu>", of the nodes in which `clusters.toml` puts that GPU; "<gpu>" is one of them.
 
-    Up to one node's worth is one node of exactly that many; more must fill whole nodes.
+    Up to one node's worth is one node of exactly that many; more must fill whole nodes. A GPU may have any
+    name that `memplan.gpu` knows; if it is another one than the table's, the cluster's `remarks` say so.
 
     Args:
         text: how many GPUs of which kind.
@@ -146,6 +153,8 @@ def cluster(
     (16, 25.0, 0.1)
     >>> cluster("4xcpu").budget_bytes is None
     True
+    >>> cluster("8xH100").remarks
+    ('8xH100 is read as 8xh100-sxm.',)
 
     Raises:
         UnknownName: a GPU that is in no table, with the names that it may stand for.
@@ -153,7 +162,7 @@ def cluster(
     """
     n_gpus, name = _count_and_name(text)
     device = gpu(name)
-    node = _node_of(name)
+    node = _node_of(device.name)
     rate = node.get("network_gbit_per_s_per_gpu")
     found = Cluster(
         n_gpus=n_gpus,
@@ -163,6 +172,7 @@ def cluster(
         inter_node=Link(name=node["network"], bytes_per_s=None if rate is None else rate * 1e9 / 8),
         source=node["source"],
     )
+    found = replace(found, remarks=read_as("".join(text.split()), found.name))
     return changed(found, gpus_per_node=gpus_per_node, network=network, margin=margin)
 
 
@@ -248,10 +258,13 @@ def resolve_cluster(
 
 
 def _count_and_name(text: str) -> tuple[int, str]:
-    example = f"use <n>x<gpu>, as in 64xh100-sxm; GPUs: {', '.join(gpu_names())}."
+    example = "use <n>x<gpu>, as in 64xh100-sxm; `memplan gpus` lists the GPUs."
     if not isinstance(text, str):
         raise InvalidValue(f"cluster={shown_value(text)} is not a text; {example}")
-    match = re.fullmatch(r"\s*([+-]?[0-9]+)\s*x\s*(\S+)\s*", text[:200], flags=re.ASCII | re.IGNORECASE)
+    count, name = r"[+-]?[0-9]+", r"[a-z][a-z0-9 _-]*"
+    match = re.fullmatch(
+        rf"\s*(?:({count})\s*x\s*)?({name}|[0-9]+)\s*", text[:200], flags=re.ASCII | re.IGNORECASE
+    )
     if match is None or len(text) > 200:
         raise InvalidValue(f"cluster={text[:80]!r} is not understood; {example}")
-    return checked_count("n_gpus", int(match[1]), most=LARGEST_CLUSTER), match[2].lower()
+    return checked_count("n_gpus", int(match[1] or 1), most=LARGEST_CLUSTER), match[2].strip()

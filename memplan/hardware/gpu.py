@@ -8,6 +8,7 @@ from memplan.checks import LARGEST_BYTES, checked_choice, checked_count, checked
 from memplan.device import CPU, Device, DeviceType
 from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.files import toml_table
+from memplan.names import words
 from memplan.units import GB, TB, TFLOP, GiB
 
 DTYPES: Final = ("fp32", "tf32", "fp16", "bf16", "fp8")
@@ -127,24 +128,40 @@ def gpu_names() -> tuple[str, ...]:
     """The known names, in the table's order.
 
     >>> gpu_names()[:2]
-    ('v100-32', 'a100-40-sxm')
+    ('v100-32', 't4')
     """
     return tuple(toml_table(GPUS))
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name.
+    """The GPU of that name, or of one of its other names (`also` in the table), in any case.
 
     >>> g = gpu("h100-sxm")
     >>> g.memory_bytes == 80 * GiB, g.link.bytes_per_s / 1e9
     (True, 450.0)
+    >>> gpu("RTX4090").name, gpu("A100").name
+    ('rtx-4090', 'a100-80-sxm')
 
     Raises:
         UnknownName: with the nearest name.
     """
-    if not isinstance(name, str) or name not in toml_table(GPUS):
-        raise unknown_name("GPU", name, toml_table(GPUS))
-    return _gpu(name)
+    known = None
+    if isinstance(name, str):
+        known = name if name in toml_table(GPUS) else _by_words().get(words(name))
+    if known is None:
+        names = gpu_names()
+        raise unknown_name("GPU", name, names, f"`memplan gpus` lists the {len(names)} that are known.")
+    return _gpu(known)
+
+
+@cache
+def _by_words() -> dict[tuple[str, ...], str]:
+    """The table's names by the words of each and of its other names."""
+    return {
+        words(each): name
+        for name, entry in toml_table(GPUS).items()
+        for each in (name, *entry.get("also", ()))
+    }
 
 
 @cache

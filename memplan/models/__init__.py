@@ -5,8 +5,8 @@ from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
 from memplan.models.lookup import model_from_config, resolve
-from memplan.models.parameters import ends_are_tied, has_sequence, not_divided, parameter_count
-from memplan.models.presets import preset, preset_names, preset_source
+from memplan.models.parameters import end_modules, ends_are_tied, has_sequence, not_divided, parameter_count
+from memplan.models.presets import preset, preset_named, preset_names, preset_source
 from memplan.models.traced import TracedModel
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Llama",
     "Model",
     "TracedModel",
+    "end_modules",
     "ends_are_tied",
     "has_sequence",
     "implemented",
@@ -25,6 +26,7 @@ __all__ = [
     "not_divided",
     "parameter_count",
     "preset",
+    "preset_named",
     "preset_names",
     "preset_source",
     "resolve",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -63,12 +63,14 @@ class Model(ABC):
     name: str
     d_model: int
     max_seq_len: int
+    remarks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Sentences on how the model was read, which the notes of an estimate repeat."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise InvalidValue(f"name={shown_value(self.name)} is not allowed; use a text that is not empty.")
-        for field in ("d_model", "max_seq_len"):
-            object.__setattr__(self, field, checked_count(field, getattr(self, field)))
+        for size in ("d_model", "max_seq_len"):
+            object.__setattr__(self, size, checked_count(size, getattr(self, size)))
 
     @property
     @abstractmethod
@@ -132,8 +134,8 @@ class Model(ABC):
         return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
 
     def sizes(self) -> dict[str, Any]:
-        """Its fields as plain values."""
-        return asdict(self)
+        """Its fields as plain values, without remarks."""
+        return {name: value for name, value in asdict(self).items() if name != "remarks"}
 
     def loss(self, logits: Tensor) -> Tensor:
         """The loss of a micro-batch, a scalar."""
@@ -188,10 +190,10 @@ class Decoder(Model):
     def __post_init__(self) -> None:
         Model.__post_init__(self)
         object.__setattr__(self, "n_layers", checked_count("n_layers", self.n_layers, most=MOST_LAYERS))
-        for field in ("n_heads", "d_ff", "vocab_size"):
-            object.__setattr__(self, field, checked_count(field, getattr(self, field)))
-        for field in ("n_kv_heads", "d_head"):
-            object.__setattr__(self, field, checked_count(field, getattr(self, field), least=0))
+        for size in ("n_heads", "d_ff", "vocab_size"):
+            object.__setattr__(self, size, checked_count(size, getattr(self, size)))
+        for size in ("n_kv_heads", "d_head"):
+            object.__setattr__(self, size, checked_count(size, getattr(self, size), least=0))
         if self.d_head == 0:
             _check_divides("n_heads", self.n_heads, "d_model", self.d_model)
             object.__setattr__(self, "d_head", self.d_model // self.n_heads)

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, final
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
-from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import file_text, json_value, shown_path
 
 if TYPE_CHECKING:
@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 LARGEST_CONFIG_BYTES: Final = 2 * 1024**2
 """A config.json is a few KiB; a larger file is taken for a mistake."""
 
+MOST_LEVELS: Final = 32
+"""The most levels of objects and arrays in a config.json."""
+
 
 _shown = partial(shown_value, most=120)
+
+
+STORED_ONLY: Final = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
+"""The `quant_method` of formats in which vendors store models that are trained in 16 bits (DeepSeek-V3)."""
 
 
 class WithoutRule(InvalidValue):
@@ -70,6 +77,30 @@ class Config:
         """Raise for a setting that is not the default, which memplan has no rule for."""
         if (found := self.value(key, default)) != default:
             raise WithoutRule(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
+
+    def quantization_remarks(self) -> tuple[str, ...]:
+        """A sentence that the `quantization_config` of a vendor's file is ignored; none where there is none.
+
+        Raises:
+            InvalidValue: one of another method than `STORED_ONLY`: such weights are trained through adapters.
+        """
+        found = self.values.get("quantization_config")
+        if not found:
+            return ()
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        if method in STORED_ONLY:
+            return (
+                f"quantization_config is ignored: it says that the published weights are stored as {method}; "
+                "they are planned in the types of the plan's precision.",
+            )
+        raise InvalidValue(
+            f"quantization_config={_shown(found)} is not planned by memplan; remove it to plan training of "
+            "all weights (quantized ones are trained through adapters, QLoRA, which is not modelled yet)."
+        )
+
+    def without(self, key: str) -> "Config":
+        """The values but one."""
+        return Config({name: value for name, value in self.values.items() if name != key})
 
     @property
     def _rope_parameters(self) -> "Config":
@@ -144,7 +175,7 @@ def config_file(path: str | os.PathLike[str]) -> "Path":
         return file / "config.json" if file.is_dir() else file
     except (OSError, ValueError) as error:
         shown = shown_path(file)
-        raise InvalidValue(f"path={shown} cannot be looked up ({error}); use another path.") from None
+        raise InvalidValue(f"path={shown} cannot be looked up ({reason(error)}); use another path.") from None
 
 
 def model_name(file: "Path") -> str:
@@ -168,7 +199,21 @@ def read_config(file: "Path") -> Config:
     )
     if not isinstance(config, dict):
         raise InvalidValue(f"holds {_kind(config)} where an object is needed; use the model's config.json.")
+    _check_levels(config)
     return Config(config)
+
+
+def _check_levels(config: dict[str, Any]) -> None:
+    """Raise for objects and arrays that are nested deeper than any model's are."""
+    level: list[Any] = [config]
+    for _ in range(MOST_LEVELS):
+        parts = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [each for part in parts for each in part if isinstance(each, dict | list)]
+    if level:
+        raise InvalidValue(
+            f"is nested deeper than {MOST_LEVELS} levels, which no configuration is; use the model's own "
+            "config.json."
+        )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

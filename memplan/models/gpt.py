@@ -71,7 +71,7 @@ class Gpt(GptDecoder):
 
 def _read(config: Config, name: str) -> HuggingFaceGpt:
     """Source: transformers, GPT2Config (defaults) and GPT2LMHeadModel."""
-    config.refuse("add_cross_attention", "reorder_and_upcast_attn", "quantization_config")
+    config.refuse("add_cross_attention", "reorder_and_upcast_attn")
     d_model = config.count("n_embd", 768)
     return HuggingFaceGpt(
         name=name,

@@ -345,9 +345,8 @@ def decoder_sizes(
     0: they follow from other sizes.
 
     Raises:
-        InvalidValue: a value that is no size; dropout of attention, or quantized weights.
+        InvalidValue: a value that is no size; dropout of attention.
     """
-    config.refuse("quantization_config")
     if (rate := config.fraction("attention_dropout", 0.0)) > 0:
         raise WithoutRule(
             f"attention_dropout={rate} is not allowed: memplan has no rule for it here; set it to 0.0."

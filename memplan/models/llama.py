@@ -76,6 +76,6 @@ def _read(config: Config, name: str) -> HuggingFaceLlama:
 
 
 LLAMA: Final = Family(
-    implementations={"reference": Llama, "torchtitan": TorchtitanLlama, "huggingface": HuggingFaceLlama},
+    implementations={"torchtitan": TorchtitanLlama, "huggingface": HuggingFaceLlama, "reference": Llama},
     readers={"llama": Reader("LlamaForCausalLM", _read)},
 )

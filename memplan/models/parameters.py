@@ -45,6 +45,18 @@ def ends_are_tied(model: Model) -> bool:
     return not embed.keys().isdisjoint(head)
 
 
+def end_modules(model: Model) -> tuple[list[str], list[str]]:
+    """The names of the modules with weights before the blocks, and after them, as the model calls them.
+
+    >>> from memplan.models.presets import preset
+    >>> end_modules(preset("llama-3-8b"))
+    (['embedding.tokens'], ['head.norm', 'head.output'])
+    """
+    embed, _, head = _used(model)
+    before, after = ([name.rpartition(".")[0] for name in weights] for weights in (embed, head))
+    return list(dict.fromkeys(before)), [name for name in dict.fromkeys(after) if name not in before]
+
+
 @cache
 def not_divided(model: Model, tp: int) -> str:
     """The error of an operation that `tp` ranks cannot divide, as text; empty if there is none."""

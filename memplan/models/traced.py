@@ -6,8 +6,10 @@ and every field is checked when it is read.
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Literal, NamedTuple, final, get_args
 
@@ -31,6 +33,12 @@ BEGINS: Final = b'{"format":"memplan trace '
 
 LARGEST_TRACE_BYTES: Final = 64 * 1024**2
 """A trace is some hundred KiB; a larger file is taken for a mistake."""
+
+MOST_VALUES: Final = 3_000_000
+"""The most values of a trace; a module of 250,000 operations and frees has 600,000."""
+
+MOST_DIMS: Final = 64
+"""The most dims of a tensor (c10/core/TensorImpl.h), and the most sizes that an operation has."""
 
 MOST_RESULTS: Final = 4
 """The most results that a kernel returns."""
@@ -431,7 +439,7 @@ def _variant_text(variant: Variant) -> str:
 class _Tables(NamedTuple):
     """What recordings share, each once, by its index."""
 
-    buffers: dict[str, int]
+    buffers: dict[TracedBuffer, int]
     computations: dict[Computation, int]
     convolutions: dict[TracedEvent, int]
 
@@ -461,7 +469,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
             {"run": _plain_variant(variant), **_plain_recording(recording, tables)}
             for variant, recording in model.recordings.items()
         ],
-        "buffers": list(map(json.loads, tables.buffers)),
+        "buffers": list(map(_plain_buffer, tables.buffers)),
         "computations": list(map(_plain_computation, tables.computations)),
         **(_plain_convolutions(model.asked, tables.convolutions) if tables.convolutions else {}),
     }
@@ -502,6 +510,10 @@ def _plain_shape(shape: Iterable[Size]) -> list[Any]:
     return [_plain_size(dim) for dim in shape]
 
 
+def _plain_buffer(one: TracedBuffer) -> list[Any]:
+    return [one.name, _plain_shape(one.shape), one.dtype.name, _plain_size(one.n_bytes), one.kind]
+
+
 def _plain_computation(one: Computation) -> list[Any]:
     """Its values; without the FLOPs where they follow from operands."""
     row = [one.kind.value, [*map(_plain_shape, one.operands)], _plain_shape(one.shape), one.dtype]
@@ -510,12 +522,8 @@ def _plain_computation(one: Computation) -> list[Any]:
 
 def _plain_recording(recording: Recording, tables: _Tables) -> dict[str, Any]:
     """A recording as plain values, of what is shared the indices in the growing tables."""
-    rows = [
-        json.dumps([one.name, _plain_shape(one.shape), one.dtype.name, _plain_size(one.n_bytes), one.kind])
-        for one in recording.buffers
-    ]
     return {
-        "buffers": [_index(row, tables.buffers) for row in rows],
+        "buffers": [_index(one, tables.buffers) for one in recording.buffers],
         "parts": {
             part: [_plain_event(event, tables) for event in events]
             for part, events in recording.parts.items()
@@ -567,6 +575,9 @@ def model_of_text(text: str) -> TracedModel:
     Raises:
         InvalidValue: a text that is no trace, and why.
     """
+    n_values = text.count(",")
+    if n_values > MOST_VALUES:
+        raise _wrong(f"holds {n_values} values, and a trace has {MOST_VALUES} at most")
     return _model(json_value(text, what="trace", way_out="trace the module again"))
 
 
@@ -592,7 +603,7 @@ def _model(data: Any) -> TracedModel:
         )
     of = _Reader(data)
     limits = of("limits", list | None)
-    frozen = of("frozen", list)
+    frozen = set(_texts(of("frozen", list), "frozen"))
     tensors: dict[str, Any] = {
         name: tuple([_tensor(one, name, frozen) for one in of(name, list)]) for name in TENSORS
     }
@@ -607,18 +618,23 @@ def _model(data: Any) -> TracedModel:
         names,
     )
     asked = of("asked", dict | None)
+    n_blocks = checked_count("n_blocks", of("n_blocks", int), least=0, most=MOST_LAYERS)
     recordings = {}
     for one in of("recordings", list):
         within = _Reader(one)
         read = _recording if data["format"] == FORMATS[-1] else _older_recording
-        recordings[_variant(within("run", list))] = read(within, known)
+        recording = read(within, known)
+        _check_sums(recording, n_blocks, names)
+        if isinstance(recording.cut, Cut):
+            _check_cut(recording, recording.cut)
+        recordings[_variant(within("run", list))] = recording
     if not recordings:
         raise _wrong("recordings is empty")
     return TracedModel(
         name=of("name", str) or "traced",
         device=device,
         made_with=of("made_with", str),
-        n_layers=checked_count("n_blocks", of("n_blocks", int), least=0, most=MOST_LAYERS),
+        n_layers=n_blocks,
         blocks=of("blocks", str),
         max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
         has_sequence=of("has_sequence", bool),
@@ -680,6 +696,8 @@ def _are_whole(values: Any, least: int) -> bool:
 
 
 def _shape(value: list[Any]) -> tuple[Size, ...]:
+    if len(value) > MOST_DIMS:
+        raise _wrong(f"a shape of {len(value)} dims is not allowed in a trace, which has {MOST_DIMS} at most")
     return tuple([_size(dim) for dim in value])
 
 
@@ -691,7 +709,7 @@ def _dtype(name: Any) -> DType:
     return DTYPES[name]
 
 
-def _tensor(value: Any, what: str, frozen: list[Any]) -> TracedTensor:
+def _tensor(value: Any, what: str, frozen: set[str]) -> TracedTensor:
     name, shape, dtype = _items(value, what, str, list, str)
     return TracedTensor(name, _shape(shape), _dtype(dtype).name, requires_grad=name not in frozen)
 
@@ -818,6 +836,8 @@ def _cut(value: list[Any] | str | None, n_buffers: int) -> Cut | str | None:
 
 
 def _place(value: Any, n: int) -> int:
+    if type(value) is int and 0 <= value < n:
+        return value
     return checked_count("buffer", value, least=0, most=n - 1)
 
 
@@ -831,10 +851,9 @@ def _buffer(value: Any) -> TracedBuffer:
 
 
 def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
-    if isinstance(value, int) and value < 0:
-        return TracedEvent("free", _place(-1 - value, n_buffers))
     if isinstance(value, int):
-        return TracedEvent("alloc", _place(value, n_buffers))
+        _place(value if value >= 0 else -1 - value, n_buffers)
+        return _moved(value)
     if isinstance(value, list) and len(value) == 1:
         return TracedEvent("add", _place(value[0], n_buffers))
     if isinstance(value, list) and len(value) == 2:
@@ -857,6 +876,63 @@ def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
         raise unknown_name("phase", phase, PHASES)
     computation = Computation(ComputeKind.UNKNOWN, (), _shape(shape), _dtype(dtype).name, _size(flops))
     return TracedEvent("compute", phase=phase, computation=computation)
+
+
+@lru_cache(maxsize=2**16)
+def _moved(value: int) -> TracedEvent:
+    return TracedEvent("alloc", value) if value >= 0 else TracedEvent("free", -1 - value)
+
+
+def _check_sums(recording: Recording, n_blocks: int, trained: set[str]) -> None:
+    """Raise unless each buffer is freed or made a gradient as often as it is allocated, and not before.
+
+    Every parameter that is trained gets a gradient; a kernel's results come right after it.
+    """
+    held: Counter[int] = Counter()
+    with_gradient: set[str] = set()
+    n_times = {"entry": min(1, n_blocks), "block": max(0, n_blocks - 1)}
+    for part in PARTS:
+        n, events = n_times.get(part.partition("_")[0], 1), recording.parts[part]
+        for buffer, (net, least) in _changes(events, part).items() if n else ():
+            if held[buffer] + min(0, (n - 1) * net) + least < 0:
+                raise _wrong(f"{part} frees {_named(recording, buffer)}, which nothing has allocated")
+            held[buffer] += n * net
+        with_gradient.update([one.parameter for one in events if one.kind == "grad"] if n else ())
+    left = next((buffer for buffer, n in held.items() if n), None)
+    if left is not None:
+        raise _wrong(f"nothing frees {_named(recording, left)}, and it is no gradient")
+    if with_gradient != trained:
+        raise _wrong(f"parameter {shown_value(min(trained - with_gradient))} is trained and has no gradient")
+
+
+def _check_cut(recording: Recording, cut: Cut) -> None:
+    """Raise unless what passes between stages is freed where the cut says so."""
+    for part, buffer in ((cut.entry_freed, cut.entry), ("end", cut.loss)):
+        if TracedEvent("free", buffer) not in recording.parts[part]:
+            raise _wrong(f"cut says that {part} frees {_named(recording, buffer)}, which it does not")
+    if TracedEvent("alloc", recording.boundary) not in recording.parts["entry"]:
+        raise _wrong(f"no block allocates {_named(recording, recording.boundary)}, the boundary of blocks")
+
+
+def _named(recording: Recording, buffer: int) -> str:
+    return shown_value(recording.buffers[buffer].name)
+
+
+def _changes(events: Sequence[TracedEvent], part: str) -> dict[int, tuple[int, int]]:
+    """How many more of each buffer there are after some events, and the least on the way, at most 0."""
+    found: dict[int, tuple[int, int]] = {}
+    n_results = 0
+    for kind, buffer, *_, n in events:
+        if n_results and kind != "alloc":
+            raise _wrong(f"{part} has a kernel without its results")
+        n_results = n if kind == "kernel" else max(0, n_results - 1)
+        if kind in ("alloc", "free", "add", "grad"):
+            net, least = found.get(buffer, (0, 0))
+            after = net + (kind == "alloc") - (kind in ("free", "grad"))
+            found[buffer] = after, min(least, net - (kind != "alloc"))
+    if n_results:
+        raise _wrong(f"{part} has a kernel without its results")
+    return found
 
 
 def shape_at(shape: Iterable[Size], batch: int, seq_len: int) -> Shape:

@@ -124,7 +124,8 @@ def attention_kernel(
     >>> [attention_kernel(on, (2, 13), BF16, 128, grouped=True, dropout=False) for on in (A100, H100)]
     ['flash', 'cudnn']
 
-    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (`select_sdp_backend`),
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (`select_sdp_backend`,
+    `check_prefer_cudnn_attention`: compute capability 9.0, 10.0 and 10.3),
     aten/src/ATen/native/transformers/sdp_utils_cpp.cpp (`select_sdp_backend_cpp`).
     """
     if device.on_cpu:
@@ -132,7 +133,12 @@ def attention_kernel(
     if dtype != FP32 and d_head <= 256 and (device.at_least(8) or device.capability is None):
         most = 256 if torch_release < (2, 14) and not device.at_least(10) else 128
         fits = d_head % 8 == 0 and (d_head <= most or (d_head == 256 and torch_release >= (2, 14)))
-        if device.at_least(9) and fits and (not dropout or torch_release < (2, 12)):
+        if (
+            device.at_least(9)
+            and not device.at_least(11)
+            and fits
+            and (not dropout or torch_release < (2, 12))
+        ):
             return "cudnn"
         if not masked:
             return "flash"

@@ -3,6 +3,11 @@
 In a notebook `%matplotlib inline` shows a returned Figure; `slide(figure)` lays it out for a talk.
 """
 
+from memplan.errors import installed
+
+with installed("a chart", "plots"):
+    import matplotlib.figure  # noqa: F401 - every chart is one of its figures
+
 from memplan.plots.measured import predicted_beside_measured
 from memplan.plots.memory import compare, ledger_at_peak, stage_peaks, sweep
 from memplan.plots.ring import ring_all_reduce

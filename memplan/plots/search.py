@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-VERDICTS: Final = {"fits": ("#0072B2", "o"), "cannot say": ("#E69F00", "s"), "does not fit": ("#D55E00", "X")}
+VERDICTS: Final = {
+    "fits": ("#0072B2", "o"),
+    "fits, tight": ("#56B4E9", "D"),
+    "cannot say": ("#E69F00", "s"),
+    "does not fit": ("#D55E00", "X"),
+}
 """The color and the marker of each verdict."""
 
 LINES: Final = (

@@ -129,7 +129,7 @@ def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
         same = all(name in one and one[name].value == value for one in others)
         if same and name != varied and _says_something(estimates, first[name]):
             parts.append(f"{value}" if name in ("precision", "optimizer") else f"{name}={value}")
-    if any(e.confirmed == "unmeasured" for e in estimates):
+    if any(e.confirmed != "cpu-ranks" for e in estimates):
         parts.append("confirmed by no GPU run")
     return ", ".join(parts)
 

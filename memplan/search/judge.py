@@ -24,7 +24,7 @@ from memplan.search.pool import SIMPLER, Keys, Pool
 from memplan.steptime import Roofline, TimeModel
 
 OBJECTIVES: Final = {
-    "speed": ("step_s",),
+    "speed": ("step_s", "peak_bytes"),
     "memory": ("peak_bytes", "step_s"),
     "micro_batch": ("minus_micro_batch", "step_s", "peak_bytes"),
     "front": ("step_s", "peak_bytes"),

@@ -43,6 +43,7 @@ class PlanOptions(TypedDict, total=False):
     bucket_cap_bytes: int | Iterable[int | None] | None
     ddp_comm_hook: str | Iterable[str]
     torch_version: str | Iterable[str]
+    alloc_conf: str
 
 
 class SearchOptions(PlanOptions, total=False):
@@ -57,3 +58,4 @@ class SearchOptions(PlanOptions, total=False):
     tp_across_nodes: bool
     time_model: TimeModel | None
     progress: Progress | None
+    cache: bool

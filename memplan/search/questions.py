@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Final, Unpack, cast
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
+from memplan.engines.options import shows
 from memplan.errors import InvalidValue, PlanRefused, shown_value
 from memplan.hardware import Cluster, gpus_per_node
 from memplan.models import Model, has_sequence, parameter_count, preset, preset_names, resolve
@@ -24,17 +25,19 @@ SMALLEST: Final = {"micro_batch": 1}
 """The default of these questions: a larger micro-batch needs more memory."""
 
 
+@shows(SearchOptions)
 def smallest_cluster(
     model: Model | str | os.PathLike[str],
     gpu: str,
     *,
-    global_batch: int,
+    global_batch: int | None = None,
     most_gpus: int = 1024,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans of the fewest GPUs of a kind that can train the model, fastest first.
 
     Whole nodes beyond the first; options as in `memplan.search`, micro-batches of 1 unless told otherwise.
+    Without `global_batch` each cluster that is tried trains on one sequence for each of its GPUs.
 
     Raises:
         PlanRefused: if `most_gpus` are too few: with what the nearest plan lacks.
@@ -50,11 +53,12 @@ def smallest_cluster(
     return smallest_part(model, cluster=where, global_batch=global_batch, **options)
 
 
+@shows(SearchOptions)
 def smallest_part(
     model: Model | str | os.PathLike[str],
     *,
     cluster: Cluster | str,
-    global_batch: int,
+    global_batch: int | None = None,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans of the fewest GPUs of this cluster that can train the model: as `smallest_cluster`.
@@ -73,7 +77,7 @@ def smallest_part(
         except PlanRefused as refusal:
             no_mesh = f" ({refusal})"
             continue
-        if last.fitting is not None:
+        if last.best or last.fitting:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else no_mesh
     raise PlanRefused(
@@ -82,7 +86,9 @@ def smallest_part(
     )
 
 
-def _probed(model: Model, where: Cluster, global_batch: int, asked: dict[str, Any], **also: Any) -> Found:
+def _probed(
+    model: Model, where: Cluster, global_batch: int | None, asked: dict[str, Any], **also: Any
+) -> Found:
     """A search that keeps few plans, to find out whether one fits."""
     few = asked | {"keep": min(asked.get("keep") or PROBED, PROBED)} | also
     return searched(model, cluster=where, global_batch=global_batch, **few)
@@ -100,11 +106,12 @@ def parts_of_cluster(whole: Cluster) -> Iterator[Cluster]:
     yield from (replace(whole, n_gpus=n) for n in range(node, whole.n_gpus + 1, node))
 
 
+@shows(SearchOptions)
 def longest_sequence(
     model: Model | str | os.PathLike[str],
     *,
     cluster: Cluster | str,
-    global_batch: int,
+    global_batch: int | None = None,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans that fit with the longest sequence, a multiple of 256 tokens; fastest first.
@@ -131,11 +138,11 @@ def longest_sequence(
 
     def fits(n: int) -> bool:
         found = _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)
-        return found.fitting is not None
+        return (found.best or found.fitting) is not None
 
     most = (model.longest_seq_len or 2**22) // SEQ_LEN_STEP
     shortest = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
-    if shortest.fitting is None:
+    if not (shortest.best or shortest.fitting):
         raise PlanRefused(
             f"no plan was found of which it is sure that {model.name} fits with {SEQ_LEN_STEP} tokens"
             f"{nearest_text(shortest)}; use more GPUs."
@@ -150,11 +157,12 @@ def longest_sequence(
     return searched(model, cluster=where, global_batch=global_batch, **asked, seq_len=low * SEQ_LEN_STEP)
 
 
+@shows(SearchOptions)
 def largest_model(
     names: Sequence[Model | str] | None = None,
     *,
     cluster: Cluster | str,
-    global_batch: int,
+    global_batch: int | None = None,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """The plans of the largest of these models (presets' names or Models; None: all presets) that fits.
@@ -175,7 +183,7 @@ def largest_model(
     if names is None:
         presets = map(preset, preset_names())
         names = [model for model in presets if code is None or code in implementations_of(model)]
-    models = [resolve(name, code, device) for name in names]
+    models = [resolve(name, code, device, cache=options.get("cache", True)) for name in names]
     if not models:
         raise InvalidValue("names=[] leaves nothing to try; name at least one model.")
     last: Found | None = None
@@ -183,7 +191,7 @@ def largest_model(
     asked = SMALLEST | asked
     for model in sorted(models, key=parameter_count, reverse=True):
         last = _probed(model, where, global_batch, asked)
-        if last.fitting is not None:
+        if last.best or last.fitting:
             return searched(model, cluster=where, global_batch=global_batch, **asked)
     lacks = nearest_text(last) if last else ""
     raise PlanRefused(

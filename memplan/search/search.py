@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Unpack, cast, final
 import numpy as np
 
 from memplan.checks import checked_choice, checked_count, checked_flag
+from memplan.comparison import held_bytes, is_tie
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, plan_dict, plan_fields, plan_of, shows
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.fields import Counts
-from memplan.hardware import Cluster, Link, resolve_cluster
+from memplan.hardware import Cluster, Link, Verdict, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import Plan
 from memplan.search.judge import (
@@ -54,6 +55,9 @@ QUESTIONS: Final = ("gpus", "seq_len")
 KEEP: Final = 20
 """Plans of each verdict that a search keeps by default; the verdict of each takes a replay."""
 
+USUAL_BATCH: Final = "The batch was left out: one sequence for each GPU (global_batch, --global-batch)."
+"""What a search says if it was not told how many sequences a step trains on."""
+
 LOOKS: Final = 4
 """The most searches for a plan that fits, each leaving more room for the caching allocator."""
 
@@ -68,6 +72,8 @@ class Found:
     (`kept`), so a search never contradicts `memplan.estimate` on a plan that it shows. If none of them fits,
     because the caching allocator reserves more than is allocated, the search is repeated (`again`) for plans
     that leave room for that (`fitting`), which may miss a faster plan that fits with less room.
+
+    A search for speed ranks plans whose times tie by the bytes that a GPU holds, the fewest first.
 
     `jobs` has a plan for each job that was searched for: each combination of the values of `global_batch`,
     `seq_len` and other fields that are not varied within a search. `keep` says how many plans are shown that
@@ -114,23 +120,36 @@ class Found:
 
     @cached_property
     def best(self) -> Estimate | None:
-        """The best of the plans kept that fits, or that has no limit; None if none does."""
-        return next((each for each in self.kept if each.verdict in ("fits", None)), None)
+        """The best of the plans kept that fits, or that has no limit; else of those that fit tightly."""
+        return self._best("fits", None) or self._best("fits, tight")
+
+    def _best(self, *verdicts: Verdict | None) -> Estimate | None:
+        found: list[Estimate] = []
+        for each in self.kept:
+            if found and not (self.objective == "speed" and is_tie(found[0], each)):
+                break
+            if each.verdict in verdicts:
+                found.append(each)
+        return min(found, key=held_bytes, default=None)
 
     @cached_property
     def fitting(self) -> "Found | None":
-        """The first search with a plan that fits: this one, or one with more room; None if there is none."""
-        found = self
+        """The first search with a plan that fits: this one, or one with more room; None if there is none.
+
+        If none is found, the first search with a plan that fits tightly.
+        """
+        found, tight = self, None
         for _ in range(LOOKS):
-            if found.best is not None:
+            if found.best is not None and found.best.verdict != "fits, tight":
                 return found
+            tight = tight or (None if found.best is None else found)
             every = found.n_within == len(found.kept) and not found.n_slower
             if every or not found.kept or self.again is None:
-                return None
+                break
             found = self.again(
                 max([(each.reserved_bytes or 0) - each.worst.peak_bytes for each in found.kept])
             )
-        return None
+        return tight
 
     def estimate(self, judged: Judged) -> Estimate:
         """The estimate of a plan."""
@@ -152,9 +171,9 @@ class Found:
         return search_dict(self)
 
     def __str__(self) -> str:
-        from memplan.search.text import SHOWN, search_text  # which imports this module
+        from memplan.search.text import search_text  # which imports this module
 
-        return search_text(self, most=SHOWN)
+        return search_text(self)
 
     def __repr__(self) -> str:
         return (
@@ -172,7 +191,7 @@ def search(
     *,
     implementation: str | None = None,
     cluster: Cluster | str,
-    global_batch: int | Iterable[int],
+    global_batch: int | Iterable[int] | None = None,
     seq_len: int | Iterable[int] | None = None,
     objective: Objective = "speed",
     keep: int | None = KEEP,
@@ -182,15 +201,17 @@ def search(
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
+    cache: bool = True,
     **options: Unpack[PlanOptions],
 ) -> "pandas.DataFrame":
     """Every plan that the cluster's GPUs can run, best first.
 
     Args:
-        model: a preset's name, the path of a Hugging Face config.json, or a Model.
+        model: any that `memplan.estimate` takes; your own module with its inputs, as `(module, inputs)`.
         implementation: whose code trains it, as "torchtitan"; left out, its family's default.
         cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
-        global_batch: sequences per step; several are compared by tokens per second.
+        global_batch: sequences per step; several are compared by tokens per second; left out, one for each
+            GPU, so that all plans train on the same.
         seq_len: tokens per sequence, one number or several; left out, the model's context.
         objective: "speed" (most tokens per second), "memory" (least peak), "micro_batch" (largest), or
             "front" (all plans that no other beats in both speed and memory). Two more find a size, and the
@@ -209,6 +230,7 @@ def search(
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the least headroom: the fraction of usable memory that a plan which "fits" leaves free; left
             out, 0.05.
+        cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
         **options: fields of `memplan.Plan` and options of its engine. Those that a search varies (`dp`,
             `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
             `recompute`, `recompute_blocks`, `schedule`, `offload`) take all values that make a difference if
@@ -216,11 +238,12 @@ def search(
             for `engine` and `layers_per_stage`; plans of several are compared by tokens per second.
 
     Returns:
-        A frame with a row per plan: those that fit, those of which memplan cannot say, those that do not fit,
-        those that are refused, each the best first. Its columns: the varied fields, `global_batch`,
-        `seq_len`, other fields that are not at their defaults; `tie`, the same number where no plan is more
-        than 1 % slower than the first of them; `verdict` ("fits", "cannot say", "does not fit", "refused";
-        None on CPU ranks, which have no limit), `why` not;
+        A frame with a row per plan: those that fit, those that fit tightly, those of which memplan cannot
+        say, those that do not fit, those that are refused, each the best first. Its columns: the varied
+        fields, `global_batch`, `seq_len`, other fields that are not at their defaults; `tie`, the same number
+        where no plan is more than 1 % slower than the fastest of them (of these, the one that holds least on
+        a GPU stands first); `verdict` ("fits", "fits, tight", "cannot say", "does not fit", "refused"; None
+        on CPU ranks, which have no limit), `why` not;
         `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
         is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
         `worst_stage`, `when`;
@@ -244,7 +267,7 @@ def searched(
     model: Model | str | os.PathLike[str],
     *,
     cluster: Cluster | str,
-    global_batch: int | Iterable[int],
+    global_batch: int | Iterable[int] | None = None,
     objective: Objective = "speed",
     **options: Unpack[SearchOptions],
 ) -> Found:
@@ -269,14 +292,16 @@ def searched(
         asked |= how | {"cluster": where, "global_batch": global_batch}
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
-    asked |= {"seq_len": model.max_seq_len if seq_len is None else seq_len, "global_batch": global_batch}
+    batch = where.n_gpus if global_batch is None else global_batch
+    asked |= {"seq_len": model.max_seq_len if seq_len is None else seq_len, "global_batch": batch}
     varied = {name: asked.pop(name, None) for name in VARIED}
     ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
     jobs = [job(base=base) for base in bases(**asked)]
     for one in jobs:
         one.check_time()
-    return jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
+    found = jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
+    return found if global_batch is not None else replace(found, left_out=(*found.left_out, USUAL_BATCH))
 
 
 def resolved(
@@ -290,7 +315,11 @@ def resolved(
     asked: dict[str, Any] = {**options}
     changes = [asked.pop(name, None) for name in ("gpus_per_node", "network", "margin")]
     where = cluster_of(cluster, *changes)
-    return resolve(model, asked.pop("implementation", None), where.gpu.device.type), where, asked
+    if "precision" in asked:
+        asked["precision"] = values_of("precision", asked["precision"])
+    traced = {"precisions": asked.get("precision", ()), "cache": asked.pop("cache", True)}
+    code, device = asked.pop("implementation", None), where.gpu.device.type
+    return resolve(model, code, device, **traced), where, asked
 
 
 def cluster_of(

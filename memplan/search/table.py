@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.command import estimate_command
+from memplan.comparison import numbered_ties
 from memplan.engines.options import not_usual, plan_dict
 from memplan.estimate import Estimate
 from memplan.search.judge import Judged
@@ -41,10 +42,7 @@ COLUMNS: Final = (
     "command",
 )
 
-TIE: Final = 0.01
-"""Plans within this fraction of the fastest one's rate are a tie, since times are rough."""
-
-ORDER: Final = ("fits", None, "cannot say", "does not fit")
+ORDER: Final = ("fits", None, "fits, tight", "cannot say", "does not fit")
 """Verdicts in the order of a search's rows; refused plans come last."""
 
 
@@ -92,8 +90,8 @@ def search_dict(found: "Found", model: str | None = None) -> dict[str, Any]:
 def search_rows(found: "Found", model: str | None = None) -> Iterator[dict[str, Any]]:
     """The frame's rows as plain values; unknown values, and those that a refused plan lacks, are None.
 
-    First the plans that fit, then the plans that may fit, then the plans that do not fit: each group
-    the best first, the last one the nearest first. `model`: how the model was named on the command line.
+    First the plans that fit, then those that fit tightly, that may fit, and that do not fit: each group the
+    best first, the last one the nearest first. `model`: how the model was named on the command line.
     """
     columns = columns_of(found)
     for _, row in estimated_rows(found, model):
@@ -108,7 +106,7 @@ def estimated_rows(found: "Found", model: str | None = None) -> Iterator[tuple[E
     estimates, columns = shown(found), columns_of(found)
     for verdict in ORDER:
         own = [each for each in estimates if each.verdict == verdict]
-        for each, tie in zip(own, ties(each.tokens_per_s for each in own), strict=True):
+        for each, tie in numbered_ties(own, by_headroom=found.objective == "speed"):
             row = _row(each, tie, model)
             yield each, {name: row[name] for name in columns}
 
@@ -131,7 +129,7 @@ def shown(found: "Found") -> list[Estimate]:
         if len(sure) >= n_sure and len(sure) + len(others) >= keep:
             break
         if each.verdict != "does not fit":
-            (sure if each.verdict != "cannot say" and len(sure) < n_sure else others).append(i)
+            (sure if each.verdict in ("fits", None) and len(sure) < n_sure else others).append(i)
     possible = [estimates[i] for i in sorted([*sure, *others[: keep - len(sure)]])]
     nearest = [found.estimate(one) for one in beyond]
     return [*possible, *(each for each in nearest if each.verdict == "does not fit")]
@@ -147,19 +145,6 @@ def _extending(found: "Found", within: Iterable[Judged]) -> list[Judged]:
             front.append((step_s, peak_bytes))
             kept.add(one.plan)
     return [one for one in found.beyond if one.plan in kept]
-
-
-def ties(rates: Iterable[float | None]) -> Iterator[int | None]:
-    """Numbers plans by their rates, so that near-ties, one after the other, have the same number.
-
-    >>> list(ties([100.0, 99.5, 98.9, 98.5, None]))
-    [1, 1, 2, 2, None]
-    """
-    number, first = 0, 0.0
-    for rate in rates:
-        if rate is not None and not abs(rate - first) <= TIE * first:
-            number, first = number + 1, rate
-        yield None if rate is None else number
 
 
 def _row(estimated: Estimate, tie: int | None, model: str | None) -> dict[str, Any]:

@@ -5,59 +5,70 @@ from itertools import islice
 from typing import Any, Final
 
 from memplan.command import command_text
+from memplan.comparison import TIE
 from memplan.engines.options import plan_dict
-from memplan.estimate import Estimate
 from memplan.plan import MESH_AXES
 from memplan.search.search import Found
-from memplan.search.table import TIE, estimated_rows, search_rows
+from memplan.search.table import estimated_rows, search_rows
 from memplan.tables import cluster_text, counted_in, notes_text, step_text
 from memplan.text_tables import interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import human_bytes
 
-SHOWN: Final = 10
-"""Plans of each verdict, and kinds of refusals, that are printed by default."""
+SHOWN: Final = 3
+"""Plans that are printed by default."""
+
+MOST_REFUSALS: Final = 10
+"""Kinds of refusals that are printed."""
 
 JOB: Final = {"global_batch": "batch", "seq_len": "tokens"}
 
 HEADINGS: Final = {
     "fits": "Best of those that fit",
     None: "Best",
+    "fits, tight": "These fit tightly: only if cached blocks are given back, which takes time",
     "cannot say": "Cannot say whether these fit",
     "does not fit": "Nearest of those that do not fit",
 }
 
-ROUGH: Final = "Times are rough: a roofline that no run has confirmed."
+TIED: Final = (
+    f"A plan marked = ties with the first one above it without the mark (within {TIE:.0%}); of a tie, the "
+    "plan that holds least stands first."
+)
 
-TIED: Final = f"A plan marked = is within {TIE:.0%} of the first one above it without the mark: a tie."
 
+def search_text(
+    found: Found, model: str | None = None, *, most: int | None = SHOWN, in_full: bool = False
+) -> str:
+    """The text of a search: the best plans, or the nearest if none fits, and the command of the first one.
 
-def search_text(found: Found, model: str | None = None, most: int | None = None) -> str:
-    """The text of a search: the best plans, or the nearest if none fits; the refusals; the commands.
-
-    `model`: how the model was named on the command line; `most`: plans of each verdict, None: all.
+    `model`: how the model was named on the command line; `most`: plans that are shown, None: all that are
+    kept; `in_full`: also each plan's command, and how many plans are refused and why.
     """
     kept = list(estimated_rows(found, model))
     parts = [_head(found)]
-    fit = any(row["verdict"] in ("fits", None) for _, row in kept)
-    estimates, shown = list[Estimate](), list[dict[str, Any]]()
+    fit = any(row["verdict"] in ("fits", "fits, tight", None) for _, row in kept)
+    wanted = [(each, row) for each, row in kept if not (fit and row["verdict"] == "does not fit")]
+    chosen = wanted[:most]
+    rows = [row for _, row in chosen]
+    first = 1
     for verdict, heading in HEADINGS.items():
-        chosen = [(each, row) for each, row in kept if row["verdict"] == verdict]
-        if chosen and not (fit and verdict == "does not fit"):
-            first = [row for _, row in chosen[:most]]
-            parts.append(f"{heading}\n{_plans(first, len(shown) + 1, found)}")
-            if more := len(chosen) - len(first):
-                parts.append(f"{more} more of these are kept: see to_frame().")
-            shown += first
-            estimates += [each for each, _ in chosen[:most]]
-    if not fit and shown:
-        parts.append(wrapped(f"Plan 1: {shown[0]['why']}."))
-    if found.refused_by:
+        if own := [row for row in rows if row["verdict"] == verdict]:
+            parts.append(f"{heading}\n{_plans(own, first, found)}")
+            first += len(own)
+    if not fit and rows:
+        parts.append(wrapped(f"Plan 1: {rows[0]['why']}."))
+    if found.refused_by and in_full:
         parts.append(_refusals(found.refused_by))
-    parts += notes_text({str(number): each for number, each in enumerate(estimates, start=1)})
-    if any(row["step_s"] is not None for _, row in kept):
-        parts.append(f"{ROUGH}\n{wrapped(TIED)}" if _has_ties(shown) else ROUGH)
-    if commands := "\n".join(_commands(shown)):
+    parts += notes_text({str(number): each for number, (each, _) in enumerate(chosen, start=1)})
+    if any(row["step_s"] is not None for row in rows):
+        times = wrapped(found.time_model.label)
+        parts.append(f"{times}\n{wrapped(TIED)}" if _has_ties(rows) else times)
+    if len(wanted) > len(chosen):
+        parts.append(f"{len(wanted) - len(chosen)} more are kept: see --all, or to_frame() in Python.")
+    if in_full and (commands := "\n".join(_commands(rows))):
         parts.append(f"Each plan in full\n{commands}")
+    elif rows and rows[0]["command"] is not None:
+        parts.append(command_text(rows[0]["command"], head="Next: "))
     return "\n\n".join(parts)
 
 
@@ -186,8 +197,8 @@ def _commands(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _refusals(refused_by: Mapping[str, int]) -> str:
     rows = [("refused", "plans of this kind")]
-    rows += [(f"{n:,}", text) for text, n in islice(refused_by.items(), SHOWN)]
-    if len(refused_by) > SHOWN:
-        n_others = sum(islice(refused_by.values(), SHOWN, None))
-        rows.append((f"{n_others:,}", f"{len(refused_by) - SHOWN} more kinds"))
+    rows += [(f"{n:,}", text) for text, n in islice(refused_by.items(), MOST_REFUSALS)]
+    if len(refused_by) > MOST_REFUSALS:
+        n_others = sum(islice(refused_by.values(), MOST_REFUSALS, None))
+        rows.append((f"{n_others:,}", f"{len(refused_by) - MOST_REFUSALS} more kinds"))
     return text_table(rows, "><", flexible=[1])

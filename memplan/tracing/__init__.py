@@ -3,7 +3,3 @@
 The module runs forward and backward on tensors without data, so that a model of any size is traced on any
 machine (`recorder`); what it did becomes a `memplan.models.TracedModel` (`units`), which needs no torch.
 """
-
-from memplan.tracing.tracer import trace
-
-__all__ = ["trace"]

@@ -57,13 +57,31 @@ def without_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
+        stack.enter_context(_made_on_the_host())
         library = stack.enter_context(_scoped_library("aten", "IMPL"))
         for name, choice in CHOICES.items():
             library.impl(name, choice, "AutogradCUDA")
+        for name in MOVES:
+            for key in ("AutogradCPU", "CPU"):  # the second below autograd, as in torch.tensor
+                library.impl(name, CHOICES[name], key)
         for name in OF_ONE_KERNEL:
             library.impl(name, _kernel, "CUDA")
         stack.enter_context(autocast_of(library, _is_float_on_cuda))
         yield
+
+
+@contextmanager
+def _made_on_the_host() -> Iterator[None]:
+    """A block in which `torch.tensor` copies to `cuda:0` by an operation that a mode sees.
+
+    Source: torch/csrc/utils/tensor_new.cpp (`internal_new_from_data`).
+    """
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 _make_subclass: Final[Any] = Tensor._make_subclass
@@ -138,11 +156,13 @@ def _moved(
 
     Source: aten/src/ATen/native/TensorConversions.cpp (`to_will_alias`).
     """
-    here = device is None or device.type in (CUDA.type, META.type)
+    to = CUDA if device is not None and device.type in (CUDA.type, META.type) else device
+    here = to is None or to.type == x.device.type
     if here and not copy and dtype in (None, x.dtype):
         return x
-    to = None if here else device
-    return cast(Tensor, ATEN._to_copy(x, dtype=dtype, device=to, memory_format=memory_format))
+    return cast(
+        Tensor, ATEN._to_copy(x, dtype=dtype, device=None if here else to, memory_format=memory_format)
+    )
 
 
 def _moved_to(
@@ -291,6 +311,9 @@ def _attention(
     y = ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     return cast(Tensor, y[..., :d_head] if pad else y)
 
+
+MOVES: Final = ("to.device", "to.dtype_layout")
+"""Operations that may move a tensor from the host to the GPU."""
 
 CHOICES: Final[Mapping[str, Callable[..., Any]]] = {
     "scaled_dot_product_attention": _attention,

@@ -191,8 +191,9 @@ def standard_loss(output: Any, targets: Tensor | None = None) -> Tensor:
     if isinstance(output, Tensor) and targets is not None:
         return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
     raise InvalidValue(
-        f"the module returns {type(output).__name__}, which is no loss; give targets=, or loss=, a function "
-        "from its output to one number."
+        f"the module returns {type(output).__name__}, which is no loss; give memplan.trace targets, or "
+        "a loss that makes one number of the output: a factory returns "
+        '{"module": ..., "example_inputs": ..., "loss": ...}.'
     )
 
 

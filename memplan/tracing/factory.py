@@ -1,43 +1,109 @@
-"""A model from the name of a function: `package.module:factory`, as on the command line."""
+"""A module and its example inputs, in the forms in which people write them, traced."""
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from inspect import Parameter, signature
+from traceback import extract_tb
 from typing import Any
 from unittest.mock import patch
 
 from torch import nn
 
-from memplan.errors import InvalidValue, shown_value
+from memplan.device import DeviceType
+from memplan.errors import InvalidValue, reason, shown_value, unknown_name
+from memplan.files import shown_path
 from memplan.models import TracedModel
+from memplan.tracing.cache import told
 from memplan.tracing.tracer import trace
 
+FORMS = (
+    "(module, inputs), (module, args, kwargs), or a dict of memplan.trace's arguments: "
+    '{"module": ..., "example_inputs": ..., "targets": ..., "loss": ...}'
+)
+"""The forms, for an error's text."""
 
-def traced_from_factory(name: str, **options: Any) -> TracedModel:
-    """What the function of this name returns, traced: the folder one is in is looked into first.
 
-    It returns a module and its example inputs, or a dict of the arguments of `memplan.trace`.
+def made_by(name: str) -> Any:
+    """What the function `package.module:factory` returns; the current folder is looked into first.
 
     Raises:
-        InvalidValue: there is no such function, or it returns something else.
+        InvalidValue: there is no such function, or it fails.
     """
     module_name, _, attribute = name.partition(":")
-    try:
-        with patch.object(sys, "path", [os.getcwd(), *sys.path]):
+    with patch.object(sys, "path", [os.getcwd(), *sys.path]):
+        try:
             found: Any = import_module(module_name)
             for part in attribute.split("."):
                 found = getattr(found, part)
-            made = found()
-    except (ImportError, AttributeError) as error:
+            return found()
+        except Exception as error:
+            where = extract_tb(error.__traceback__)[-1]
+            at = f", {shown_path(where.filename)} line {where.lineno}"
+            raise InvalidValue(
+                f"{name} cannot be called ({type(error).__name__}: {reason(error)}{at}); name a function "
+                "without arguments as package.module:factory."
+            ) from error
+
+
+def traced_example(
+    made: Any, device: DeviceType, precisions: Sequence[str] = (), *, what: str = "model"
+) -> TracedModel:
+    """A module with its example inputs, traced.
+
+    `made`: `(module, inputs)`, `(module, args, kwargs)`, or a dict of `memplan.trace`'s arguments, which go
+    before the others here. A module of transformers may stand alone: its class says what it is called with.
+
+    Raises:
+        InvalidValue: another value, or a module alone whose inputs nobody knows.
+        MemplanError: as `memplan.trace`.
+    """
+    asked = {"device": device, **({"precisions": precisions} if precisions else {})}
+    given = asked | _arguments(made, what)
+    with told(type(given["module"]).__name__, given["device"]):
+        return trace(**given)
+
+
+def _arguments(made: Any, what: str) -> dict[str, Any]:
+    """The arguments of `memplan.trace`."""
+    match made:
+        case nn.Module():
+            return {"module": made, "example_inputs": _known_inputs(made, what)}
+        case (nn.Module() as module, inputs):
+            return {"module": module, "example_inputs": inputs}
+        case (nn.Module() as module, args, Mapping() as kwargs):
+            return {"module": module, "example_inputs": _named(module, args, kwargs, what)}
+        case {"module": module}:
+            known = signature(trace).parameters
+            for key in made:
+                if key not in known:
+                    raise unknown_name(f"key of {what}", key, known)
+            return {**made} if "example_inputs" in made else {**_arguments(module, what), **made}
+    raise InvalidValue(f"{what} is {shown_value(made)}; give {FORMS}.")
+
+
+def _named(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> Any:
+    """All arguments of a call by their names, if there are keywords."""
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    if not kwargs:
+        return args
+    bound = signature(module.forward).bind_partial(*args)
+    if any(bound.signature.parameters[name].kind is Parameter.VAR_POSITIONAL for name in bound.arguments):
         raise InvalidValue(
-            f"{name} cannot be called ({error}); name a function as package.module:factory."
-        ) from None
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return trace(*made, **options)
-    if isinstance(made, Mapping) and isinstance(made.get("module"), nn.Module) and "example_inputs" in made:
-        return trace(**{**options, **made})
-    raise InvalidValue(
-        f"{name} returns {shown_value(made)}; return (module, example_inputs), or memplan.trace's arguments "
-        "as a dict."
-    )
+            f"{what} gives *args, which have no names, and keywords; give all of them as keywords: "
+            "(module, {...})."
+        )
+    return {**bound.arguments, **kwargs}
+
+
+def _known_inputs(module: nn.Module, what: str) -> Any:
+    """The inputs of a module of transformers."""
+    from memplan.tracing.huggingface import inputs_of  # needs no transformers: its module has it
+
+    found = inputs_of(module)
+    if found is None:
+        raise InvalidValue(
+            f"{what} is a module ({type(module).__name__}) without example inputs; give {FORMS}."
+        )
+    return found

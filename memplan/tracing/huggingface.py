@@ -3,20 +3,28 @@
 The file says sizes only: code that it names (`auto_map`) is never fetched or run, and nothing is downloaded.
 """
 
+import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from importlib import import_module
-from json import dumps, loads
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memplan.checks import checked_count
 from memplan.device import DeviceType
-from memplan.errors import InvalidValue, MemplanError, UnknownName, did_you_mean, shown_value, unknown_name
+from memplan.errors import (
+    InvalidValue,
+    MemplanError,
+    UnknownName,
+    did_you_mean,
+    installed,
+    reason,
+    shown_value,
+    unknown_name,
+)
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
@@ -39,47 +47,62 @@ LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "enco
 
 
 def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedModel:
-    """The model of a config.json whose `model_type` transformers knows; a file is traced once a device.
+    """The model of a config.json whose `model_type` transformers knows.
 
     Its class is that of `architectures`, else the first of its type's that `TASKS` knows.
 
     Raises:
-        ModuleNotFoundError: transformers is not installed.
+        MissingPackage: transformers, or what it imports for the class, is not installed or is broken.
         UnknownName: a type or an architecture that transformers does not have.
         InvalidValue: values with which transformers' own code fails.
         MissingRule: for code that cannot be traced.
     """
-    return _traced(dumps(config.values, sort_keys=True), name, device)
-
-
-@lru_cache(maxsize=16)
-def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
-    config, transformers = Config(loads(text)), import_module("transformers")
+    with installed("this architecture", "huggingface"):
+        transformers: Any = import_module("transformers")
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise _unknown(kind, config, transformers)
-    config.refuse("quantization_config")
     for key in LAYERS:
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
     own = {k: v for k, v in config.values.items() if k not in NOT_READ and not k.startswith("_")}
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
+    with installed(f"transformers' {class_name}", "huggingface"):
+        its_class = getattr(transformers, class_name)
     try:
         with offline, _Unfilled():
             settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
-            module = getattr(transformers, class_name)._from_config(settings)
-        longest = next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
+            module = its_class._from_config(settings)
+        longest = _longest(settings)
         inputs = TASKS[task](settings, min(LENGTH, longest))
-        longest = longest if "input_ids" in inputs else None
-        return trace(module, inputs, name=name, max_seq_len=longest, device=device)
+        known = longest if "input_ids" in inputs else None
+        return trace(module, inputs, name=name, max_seq_len=known, device=device)
     except MemplanError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
         raise InvalidValue(
-            f"fails in transformers {transformers.__version__} ({class_name}: {why}); use the model's "
-            "own config.json."
+            f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
+            "model's own config.json."
         ) from error
+
+
+def inputs_of(module: nn.Module) -> Mapping[str, Tensor] | None:
+    """What a module of transformers is called with; None for any other module.
+
+    Raises:
+        UnknownName: a class that is in none of the tables of `TASKS`.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    settings: Any = module.config
+    task, _ = _class_of(settings.model_type, type(module).__name__)
+    return TASKS[task](settings, min(LENGTH, _longest(settings)))
+
+
+def _longest(settings: Any) -> int:
+    """The trained length."""
+    return next((found for key in LENGTHS if (found := getattr(settings, key, None))), LENGTH)
 
 
 def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:
@@ -88,7 +111,8 @@ def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:
     near = did_you_mean(kind, known) if isinstance(kind, str) else "."
     return UnknownName(
         f"unknown model architecture {shown_value(kind)}{near} It is none of the {len(known)} that "
-        f"transformers {transformers.__version__} has{own}."
+        f"transformers {transformers.__version__} has{own}; use a release that has it, or trace the module "
+        "itself (memplan.trace)."
     )
 
 
@@ -103,7 +127,9 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture is None and known:
         architecture = next(iter(known))
     if architecture not in known:
-        raise unknown_name(f"{kind} architecture", architecture, known)
+        traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"
+        way_out = f"{traced} trace the module itself, with its inputs and its loss (memplan.trace)."
+        raise unknown_name(f"{kind} architecture", architecture, known, way_out)
     return known[architecture], architecture
 
 

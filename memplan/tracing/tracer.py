@@ -24,7 +24,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
-from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
+from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, shown_value, unknown_name
 from memplan.models.traced import (
     RECOMPUTES,
     UNITS,
@@ -41,7 +41,7 @@ from memplan.tracing.example import Example, Loss, block_lists, checked_example
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section
 from memplan.tracing.shapes import Shapes, dtype_name
 from memplan.tracing.units import Parts, Point, Unlike, parts_of, recording_of, shape_of
-from memplan.tracing.values import known_value
+from memplan.tracing.values import UnknownValue, known_value
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
@@ -72,12 +72,7 @@ MOST_MASKED: Final = 1 << 20
 ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 """Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
-CANNOT: Final = (
-    NotImplementedError,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+NEEDS_VALUES: Final = (UnknownValue, DataDependentOutputException, DynamicOutputShapeException)
 """The errors raised where an unknown value is needed."""
 
 
@@ -92,7 +87,7 @@ def trace(
     precisions: Sequence[str] = ("fp32", "bf16", "bf16-mixed"),
     max_seq_len: int | None = None,
     name: str = "",
-    device: DeviceType = "cpu",
+    device: DeviceType = "cuda",
     executed: bool = False,
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
@@ -114,9 +109,9 @@ def trace(
         precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
-        device: whose kernels to trace; no GPU is needed for "cuda". The trace is of GPUs from compute
-            capability 8.0 on; what their kernels allocate for themselves follows from rules, when the GPU is
-            known.
+        device: whose kernels to trace, "cuda" or "cpu"; no GPU is needed. A trace for "cuda" is of GPUs from
+            compute capability 8.0 on; what their kernels allocate for themselves follows from rules, when the
+            GPU is known.
         executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
             GPU and for the example's sizes, and with cuDNN's workspaces, for which there are no rules.
 
@@ -283,14 +278,17 @@ class _Tracer:
                 stack.enter_context(recorder)
                 try:
                     self._step(recorder, inputs, targets, scale, weights, autocast)
-                except CANNOT as error:
+                except NEEDS_VALUES as error:
                     raise _depends_on_values(recorder, error) from error
                 except MemplanError:
                     raise
                 except Exception as error:
+                    if _has_no_kernel(error):
+                        raise _without_kernel(recorder, error) from error
+                    why = f"{type(error).__name__}: {reason(error)}"
                     raise _Fails(
-                        f"{_where(recorder)} fails as it is traced ({type(error).__name__}: {_why(error)}); "
-                        "give a module and an example that train, and code that reads no values of floats."
+                        f"{_where(recorder)} fails as it is traced ({why}); give a module and an example "
+                        "that train, and code that reads no values of floats."
                     ) from error
                 self._note_unused(parameters)
         self.neglected |= recorder.neglected
@@ -469,9 +467,25 @@ def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:
     """The error for a module that looks at values of floats, or at what follows from them."""
     return MissingRule(
         f"{_where(recorder)} cannot be traced: {recorder.operation} needs values, and of floats only shapes "
-        f"are known ({_why(error)}); let what is computed not depend on them, or trace the module without "
+        f"are known ({reason(error)}); let what is computed not depend on them, or trace the module without "
         "that part.",
         kind="a module whose passes depend on values",
+    )
+
+
+def _has_no_kernel(error: Exception) -> bool:
+    """Whether PyTorch has no kernel with which an operation could run on tensors without data."""
+    return isinstance(error, UnsupportedOperatorException) or (
+        isinstance(error, NotImplementedError) and str(error).startswith("Could not run")
+    )
+
+
+def _without_kernel(recorder: Recorder, error: Exception) -> MissingRule:
+    """The error for a module that calls an operation that gives no shapes."""
+    return MissingRule(
+        f"{_where(recorder)} cannot be traced: it calls an operation that has no rule of shapes "
+        f"({reason(error)}); use another one, or trace the module on a GPU (executed=True).",
+        kind="a module with an operation that has no rule of shapes",
     )
 
 
@@ -482,10 +496,6 @@ class _Fails(InvalidValue):
 def _where(recorder: Recorder) -> str:
     """The innermost module that runs."""
     return recorder.scopes[-1] if recorder.scopes else "the loss"
-
-
-def _why(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _cast(inputs: Any, weights: str) -> Any:

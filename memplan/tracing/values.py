@@ -44,7 +44,7 @@ class KnownValues:
         """The operation's result `without_data`, and its values where they follow from known ones.
 
         Raises:
-            NotImplementedError: if what is to be done depends on a value that is not known.
+            UnknownValue: if what is to be done depends on a value that is not known.
         """
         func, operator = operation.func, operation.operator
         if func is READ:
@@ -74,15 +74,19 @@ class KnownValues:
         return tensor
 
 
+class UnknownValue(NotImplementedError):
+    """A value that is read but is not known: only what follows from integers is."""
+
+
 def known_value(tensor: Tensor) -> Tensor:
     """The value of a tensor.
 
     Raises:
-        NotImplementedError: if it is not known.
+        UnknownValue: if it is not known.
     """
     value = _value(tensor)
     if value is None:
-        raise NotImplementedError(f"{tensor} is read, but only what follows from integers is known.")
+        raise UnknownValue(f"{tensor} is read, but only what follows from integers is known.")
     return value
 
 
@@ -100,7 +104,7 @@ def _forget(func: Any, written: Iterable[Tensor]) -> None:
             if not _is_counted(tensor):
                 vars(tensor.real_tensor.untyped_storage())[OVERWRITTEN] = True
             elif tensor.numel() > 1:
-                raise NotImplementedError(f"{func} writes unknown values among known ones.")
+                raise UnknownValue(f"{func} writes unknown values among known ones.")
             tensor.real_tensor = None
 
 

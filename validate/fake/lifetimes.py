@@ -6,7 +6,8 @@ from typing import Self, cast
 
 from torch import Tensor, UntypedStorage
 
-from validate.memory import MemoryEvent, Recorded, pointer_of
+from memplan.snapshot import MemoryEvent
+from validate.memory import Recorded, pointer_of
 
 
 class _Watch(weakref.ref[UntypedStorage]):

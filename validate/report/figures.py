@@ -8,7 +8,7 @@ import numpy as np
 
 from memplan.plots.search import LINES
 from memplan.plots.style import MUTED, OUTSIDE, WIDTH_IN, WITHIN, checked_some, heading, plain
-from memplan.units import GiB, KiB, MiB, TiB
+from memplan.units import GiB, KiB, MiB, TiB, human_bytes
 from validate.records import PEAK_TOLERANCE
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ Peaks = tuple[int, int]
 
 WIDE: Final = 256
 """From that ratio of the largest to the smallest peak on errors are drawn by their logarithm."""
+
+MOST_TICKS: Final = 8
+"""The most ticks of an axis of bytes."""
 
 LEAST: Final = 1e-7
 """Where errors of 0 are drawn."""
@@ -53,7 +56,7 @@ def predicted_against_measured(
     below.axhspan(-100 * tolerance, 100 * tolerance, color="0.92", linewidth=0, zorder=0)
     below.axhline(0, color="black", linewidth=0.8, zorder=0)
     below.set(xlabel="measured peak", ylabel=f"error (%)\nshaded: within {100 * tolerance:g} %")
-    _byte_ticks(above, reach, step=32 if wide else 2)
+    byte_ticks(above, reach)
     if wide:
         below.set_yscale("symlog", linthresh=100 * FINEST)
         _percent_ticks(below, max(abs(ahead / seen - 1) for ahead, seen in every))
@@ -66,14 +69,17 @@ def predicted_against_measured(
     return figure
 
 
-def _byte_ticks(axes: "Axes", reach: Any, *, step: int) -> None:
-    """Ticks at powers of a step, in binary units."""
+def byte_ticks(axes: "Axes", reach: Any) -> None:
+    """Ticks in binary units on both axes: powers of 2 equally far apart, or three places between two."""
     units = {"KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
-    each = [step**i for i in range(10) if step**i < 1024]
-    ticks = {n * size: f"{n} {name}" for name, size in units.items() for n in each}
-    shown = {place: text for place, text in ticks.items() if reach[0] <= place <= reach[1]}
-    axes.set_xticks(list(shown), list(shown.values()))
-    axes.set_yticks(list(shown), list(shown.values()))
+    powers = {n * size: f"{n} {name}" for name, size in units.items() for n in (2**i for i in range(10))}
+    shown = [place for place in powers if reach[0] <= place <= reach[1]]
+    chosen = shown[:: -(-len(shown) // MOST_TICKS) or 1]
+    if len(chosen) < 2:
+        chosen = [int(place) for place in np.geomspace(reach[0], reach[1], 5)[1:-1]]
+    texts = [powers.get(place, human_bytes(place)) for place in chosen]
+    axes.set_xticks(chosen, texts)
+    axes.set_yticks(chosen, texts)
     axes.minorticks_off()
 
 

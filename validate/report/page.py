@@ -97,6 +97,10 @@ def html(records: Sequence[Record], *, sources: Sequence[str], n_superseded: int
     style, script = ((FOLDER / name).read_text() for name in ("page.css", "page.js"))
     table = frame(records)
     ran = worst_first(records)
+    drawn = {
+        charts.predicted_against_measured: [record for record in ran if record.fullest_peaks],
+        charts.error_histogram: ran,
+    }
     return environment.get_template("page.html.jinja").render(
         style=Markup(style),
         script=Markup(script),
@@ -104,9 +108,7 @@ def html(records: Sequence[Record], *, sources: Sequence[str], n_superseded: int
         title=TITLE,
         verdict=_verdict(records),
         tiles=_tiles(records, ran),
-        charts=[Markup(draw(ran)) for draw in (charts.predicted_against_measured, charts.error_histogram)]
-        if ran
-        else [],
+        charts=[Markup(draw(some)) for draw, some in drawn.items() if some],
         axes=_axes(table),
         filters={field: sorted(set(table.get(field, ())), key=str) for field in FILTERS} | axes_of(table),
         columns=COLUMNS,

@@ -216,20 +216,17 @@ def _rank_lines(measured: dict[str, Any], ahead: dict[str, Any] | None) -> list[
         lines.append(f"  {key:<42}{measured[key]:>16,}{guess:>16}")
     of_gpu = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "context_bytes")
     lines += [f"  {key:<42}{measured[key]:>16,}{'-':>16}" for key in of_gpu if measured.get(key) is not None]
-    known = {_entry(c) for c in ahead["collectives"]} if ahead else set()
-    seen = {_entry(c) for c in measured["collectives"]}
-    for entry in sorted(seen | known):
-        mark = (
-            ""
-            if not ahead or entry in seen & known
-            else "  predicted only"
-            if entry in known
-            else "  measured only"
-        )
-        kind, axis, calls, payload_bytes = entry
-        lines.append(f"  {kind:<16}{axis:<6}{calls:>6} calls {payload_bytes:>14,} bytes{mark}")
+    seen = _collectives(measured)
+    known = _collectives(ahead) if ahead else {}
+    for kind, axis in sorted(seen.keys() | known.keys()):
+        for key in ("calls", "payload_bytes"):
+            cells = [
+                f"{found[kind, axis][key]:,}" if (kind, axis) in found else "-" for found in (seen, known)
+            ]
+            lines.append(f"  {f'{kind} over {axis}, {key}':<42}{cells[0]:>16}{cells[1]:>16}")
     return lines
 
 
-def _entry(collective: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(collective[key] for key in ("kind", "axis", "calls", "payload_bytes"))
+def _collectives(rank: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """A rank's collectives by kind and axis."""
+    return {(each["kind"], each["axis"]): each for each in rank["collectives"]}

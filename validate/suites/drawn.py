@@ -37,7 +37,7 @@ def _drawn_model(random: Random) -> Decoder:
     }
     if random.random() < 0.5:
         return Gpt(name="gpt", dropout=random.choice((0.0, 0.0, 0.0, 0.1)), **sizes)
-    biases = {"attention_bias": random.random() < 0.2, "mlp_bias": random.random() < 0.2}
+    biases: dict[str, Any] = {"attention_bias": random.random() < 0.2, "mlp_bias": random.random() < 0.2}
     return Llama(name="llama", n_kv_heads=random.choice((1, 2, 4)), **biases, **sizes)
 
 

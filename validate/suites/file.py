@@ -36,7 +36,7 @@ from typing import Any, Final
 
 from memplan.checks import checked_count, checked_positive
 from memplan.engines.options import plan_fields, plan_of
-from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
+from memplan.errors import InvalidValue, MemplanError, reason, shown_value, unknown_name
 from memplan.files import file_text, of_file, shown_path
 from memplan.models import Decoder
 from validate.cases import LEAST_STEPS, OWN, Case, runnable, title
@@ -68,7 +68,7 @@ def read_suite(path: Path) -> tuple[Case, ...]:
         raise of_file(path, error) from None
     except (ValueError, RecursionError) as error:
         raise InvalidValue(
-            f"{shown_path(path)} is no suite ({error}); use a TOML file with [[case]] tables."
+            f"{shown_path(path)} is no suite ({reason(error)}); use a TOML file with [[case]] tables."
         ) from None
     return tuple(cases)
 
@@ -156,7 +156,7 @@ def _model(named: Any) -> Decoder:
     family = sizes.pop("family", None)
     if not isinstance(family, str) or family not in OWN:
         raise unknown_name("model family", family, OWN)
-    known = [field.name for field in fields(OWN[family])]
+    known = [field.name for field in fields(OWN[family]) if field.compare]
     for key in sizes:
         if key not in known:
             raise unknown_name(f"key of a {family} model", key, known)

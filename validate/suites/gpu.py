@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memplan import Llama, Plan
-from memplan.engines.options import plan_of
+from memplan.engines.options import plan_of, with_said
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.hardware import gpu
@@ -209,7 +209,7 @@ def gpu_allocator(gpus: Gpus | None) -> tuple[Case, ...]:
         replace(
             case,
             name=f"{case.name}, {conf}",
-            alloc_conf=conf,
+            plan=with_said(case.plan, alloc_conf=conf),
             limit_bytes=_reserved_bytes(case) if conf.startswith("garbage") else None,
         )
         for conf in ALLOC_CONFS
@@ -238,7 +238,7 @@ def gpu_published(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def _published(case: Case, gpus: Gpus) -> Case:
-    placed = replace(case, device=gpus.device, gpu=gpus.known_as, alloc_conf="expandable_segments:True")
+    placed = replace(case, device=gpus.device, gpu=gpus.known_as)
     return replace(placed, steps=UNTIMED_STEPS, timeout_s=PATIENCE_S)
 
 

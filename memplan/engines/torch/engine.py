@@ -11,6 +11,7 @@ from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import EMPTY, Block, Segment
+from memplan.hardware import gpu
 from memplan.models import Layers, Model
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
@@ -26,12 +27,16 @@ class TorchEngine(Engine):
     refusals = REFUSALS
     options = TorchOptions
     gives_bounds = True
+    confirmed_gpus = ("a100-80-sxm", "h100-sxm", "h200", "b200")
 
     def check_device(self, plan: Plan, device: Device) -> None:
         check_device(plan, device)
 
     def confirmed_on(self, device: Device) -> Confirmation:
-        return "measured" if device.on_cpu else "unmeasured"
+        if device.on_cpu:
+            return "cpu-ranks"
+        chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
+        return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         played = Player()

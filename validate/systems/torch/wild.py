@@ -27,11 +27,11 @@ from memplan import Plan, TracedModel
 from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused, unknown_name
 from memplan.models import Decoder
+from memplan.models.config_of import config_of
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from validate.standin import materialised
 from validate.systems.torch.architectures import is_architecture, small_module
-from validate.systems.torch.configs import config_of
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
 from validate.systems.torch.passes import Passes
 from validate.systems.torch.wild_stages import (

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from memplan.models import Decoder
+from memplan.models.base import Decoder
 from memplan.models.families import FAMILIES
 
 SIZES: Final = {
@@ -23,6 +23,7 @@ SIZES: Final = {
     "mlp_bias": "mlp_bias",
     "use_bias": "use_bias",
     "dropout": "dropout",
+    "rope_theta": "rope_theta",
 }
 """Names of most families' sizes, by memplan's."""
 

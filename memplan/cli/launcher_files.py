@@ -1,0 +1,52 @@
+"""Files of launchers as plans: `memplan estimate --torchtitan FILE`."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+from click.core import ParameterSource
+
+from memplan.cli.program import Refused
+from memplan.launchers import read
+from memplan.models import resolve
+
+LAUNCHERS: Final = ("torchtitan", "accelerate")
+"""The launchers whose files are read."""
+
+
+def file_options() -> Callable[[Any], Any]:
+    """The flags that name a launcher's file."""
+
+    def decorated(command: Any) -> Any:
+        for name in reversed(LAUNCHERS):
+            text = f"The plan of a file of {name}; flags beside it win."
+            command = click.option(f"--{name}", metavar="FILE", help=text)(command)
+        return command
+
+    return decorated
+
+
+def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model, and the flags with what a launcher's file says where no flag was given.
+
+    Raises:
+        UsageError: without a model.
+        Refused: with several files, or a file beside a function of the user's.
+        MemplanError: a file that cannot be read as a plan.
+    """
+    context = click.get_current_context()
+    files = {name: file for name in LAUNCHERS if (file := asked.pop(name)) is not None}
+    if len(files) > 1:
+        raise Refused(f"{' and '.join(f'--{name}' for name in files)} are two plans; use one of them.")
+    for name, file in files.items():
+        if model is not None and ":" in model:
+            raise Refused(f"--{name} plans models of a name or a file; plan a function of yours by flags.")
+        found = read(file, name, None if model is None else resolve(model, asked["implementation"]))
+        model = model or found.keywords["model"]
+        for note in found.notes:
+            click.echo(f"Note: {note}", err=True)
+        given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
+        asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.", context)
+    return model, asked

@@ -1,0 +1,185 @@
+"""The interface of a launcher: which plans it can say, how it says them, what it does otherwise."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+from memplan.command import estimate_command
+from memplan.errors import InvalidValue, MemplanError, PlanRefused
+from memplan.estimate import Estimate
+from memplan.files import file_text, of_file
+from memplan.models import Model
+from memplan.registry import Registry
+from memplan.text_tables import printable
+from memplan.units import human_bytes
+from memplan.version import version
+
+LARGEST_FILE_BYTES: Final = 1024**2
+"""A configuration is a few KiB; a larger file is taken for a mistake."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A plan as a launcher is told it.
+
+    Attributes:
+        text: the content of the file.
+        file: the usual name of the file.
+        notes: what the launcher does otherwise than the plan says; `text` has them as comments where its
+            format has comments.
+    """
+
+    text: str
+    file: str
+    notes: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What a launcher's file says.
+
+    Attributes:
+        keywords: arguments of `memplan.estimate`, `model` among them if the file names one.
+        notes: what the launcher does otherwise than is planned.
+    """
+
+    keywords: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be run: an estimate, and how its model was named (a preset, or a path); None: by itself."""
+
+    estimate: Estimate
+    named: str | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the cluster; 1 without a cluster."""
+        cluster = self.estimate.cluster
+        return 1 if cluster is None else -(-cluster.n_gpus // cluster.gpus_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.estimate.plan.world_size // self.nodes
+
+    @property
+    def headline(self) -> str:
+        """The plan and its bytes, in one line."""
+        estimate, plan = self.estimate, self.estimate.plan
+        return _line(
+            f"{estimate.model.name} on {plan.world_size} ranks: {plan.mesh_text}, zero={plan.zero}, "
+            f"{plan.precision}. memplan {version()}: {human_bytes(estimate.worst.peak_bytes)} of tensors "
+            "on the fullest."
+        )
+
+    @property
+    def command(self) -> str | None:
+        """The `memplan estimate` line of the plan; None for a model that no command line can name."""
+        command = estimate_command(self.estimate, self.named)
+        return None if command is None else _line(command)
+
+    def comments(self, notes: tuple[str, ...]) -> Iterator[str]:
+        """The head of a file: the plan, the command that estimates it, what the launcher does otherwise."""
+        yield self.headline
+        if self.command is not None:
+            yield self.command
+        yield from notes
+
+
+def _line(text: str) -> str:
+    """Text that cannot end a comment or a docstring, whatever a model is called."""
+    return printable(" ".join(text.split())).replace("\\", "/").replace('"', "'")
+
+
+class Launcher(ABC):
+    """A program that runs plans."""
+
+    engine: ClassVar[str] = "torch"
+    """The engine whose plans it runs."""
+    file: ClassVar[str]
+    """The usual name of the file that it is told a plan by."""
+
+    def refusals(self, job: Job) -> Iterator[str]:
+        """What of the plan it cannot be told, each with a way out: "pp=2 ...; use pp=1"."""
+        yield from ()
+
+    def notes(self, job: Job) -> Iterator[str]:
+        """What it does otherwise than the plan says, each as a sentence."""
+        yield from ()
+
+    @abstractmethod
+    def text(self, job: Job, notes: tuple[str, ...]) -> str:
+        """The content of the file for a plan that it can be told."""
+
+    def read(self, text: str, model: Model | None) -> Read:
+        """The keywords of `memplan.estimate` that such a file says, for a model; None: the file names it.
+
+        Raises:
+            InvalidValue: a file that is none, or with a setting that memplan has no rule for, by name.
+        """
+        raise InvalidValue("it is written and not read back; use the flags of memplan estimate.")
+
+
+LAUNCHERS: Final = Registry(
+    what="launcher",
+    kind=Launcher,  # type: ignore[type-abstract]
+    own={
+        "torchrun": "memplan.launchers.torchrun:TORCHRUN",
+        "torchtitan": "memplan.launchers.torchtitan:TORCHTITAN",
+        "accelerate": "memplan.launchers.accelerate:ACCELERATE",
+        "transformers": "memplan.launchers.transformers:TRANSFORMERS",
+    },
+)
+"""The launchers by name; one is imported when it is first named."""
+
+
+def refusals(job: Job, to: str) -> tuple[str, ...]:
+    """Why a launcher cannot be told a plan; empty if it can."""
+    launcher, engine = LAUNCHERS.named(to), job.estimate.plan.engine
+    if engine != launcher.engine:
+        return (f"engine={engine!r}: it runs plans of {launcher.engine!r}; use engine={launcher.engine!r}",)
+    return tuple(launcher.refusals(job))
+
+
+def exported(estimate: Estimate, to: str, named: str | None = None) -> Export:
+    """A plan as the launcher `to` is told it.
+
+    `named`: how the model was named on the command line, a preset or a path; None: the model itself.
+
+    Raises:
+        UnknownName: a launcher that there is not.
+        PlanRefused: a plan that the launcher cannot be told, with every reason and a way out of each.
+    """
+    launcher, job = LAUNCHERS.named(to), Job(estimate=estimate, named=named)
+    if reasons := refusals(job, to):
+        raise PlanRefused(f"{to} cannot be told this plan. {'. '.join(reasons)}.", kind=f"not for {to}")
+    notes = tuple(launcher.notes(job))
+    return Export(text=launcher.text(job, notes), file=launcher.file, notes=notes)
+
+
+def targets(estimate: Estimate) -> tuple[str, ...]:
+    """The launchers that can be told a plan."""
+    return tuple(to for to in LAUNCHERS.names() if not refusals(Job(estimate=estimate), to))
+
+
+def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> Read:
+    """What a launcher's file says, for a model; None: the file names it.
+
+    Raises:
+        UnknownName: a launcher that there is not.
+        InvalidValue: a file that cannot be read, or with a setting that memplan has no rule for, by name.
+    """
+    launcher = LAUNCHERS.named(of)
+    try:
+        text = file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
+        return launcher.read(text, model)
+    except MemplanError as error:
+        raise of_file(path, error) from None

@@ -1,0 +1,108 @@
+"""transformers 5.23: the arguments of its Trainer as JSON, which `HfArgumentParser.parse_json_file` reads.
+
+The Trainer runs on Accelerate, which divides the model.
+
+Source: transformers/training_args.py (`TrainingArguments`, `_process_fsdp_args`), trainer.py.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final, final
+
+from memplan.engines.options import plan_dict
+from memplan.launchers.accelerate import differences, limits
+from memplan.launchers.base import Job, Launcher
+from memplan.plan import Plan
+from memplan.units import MiB
+
+OPTIMIZERS: Final = {
+    ("adamw", "default"): "adamw_torch",
+    ("adamw", "fused"): "adamw_torch_fused",
+    ("sgd", "default"): "sgd",
+}
+"""The Trainer's word for an optimizer and its implementation."""
+
+WHO: Final = "transformers' Trainer"
+
+
+@final
+class Transformers(Launcher):
+    """transformers' Trainer."""
+
+    file: ClassVar[str] = "training_arguments.json"
+
+    def refusals(self, job: Job) -> Iterator[str]:
+        yield from limits(job, WHO)
+        plan = job.estimate.plan
+        options = plan_dict(plan)
+        if (plan.optimizer, options["optimizer_impl"]) not in OPTIMIZERS:
+            known = ", ".join(f"{name} with optimizer_impl={impl!r}" for name, impl in OPTIMIZERS)
+            yield (
+                f"optimizer={plan.optimizer!r}, optimizer_impl={options['optimizer_impl']!r}: {WHO} has no "
+                f"word for it; use {known}"
+            )
+        for name, usual in (("gradient_as_bucket_view", False), ("ddp_comm_hook", "none")):
+            if options[name] != usual:
+                yield f"{name}={options[name]!r}: {WHO} has no argument for it; leave it out"
+        if (cap := options["bucket_cap_bytes"]) is not None and cap % MiB:
+            yield f"bucket_cap_bytes={cap}: {WHO} takes whole MiB; use a multiple of {MiB}"
+        if not options["set_to_none"]:
+            yield f"set_to_none=False: {WHO} frees gradients; use set_to_none=True"
+        if plan.dp_replicate > 1:
+            yield (
+                f"dp_replicate={plan.dp_replicate}: {WHO} has no argument for a mesh; use dp_replicate=1, or "
+                "export it to accelerate"
+            )
+
+    def notes(self, job: Job) -> Iterator[str]:
+        plan = job.estimate.plan
+        yield from differences(job, WHO)
+        if plan.fsdp and plan.formats.reduce != plan.formats.gather:
+            yield (
+                f"{WHO} reduces gradients in {plan.formats.gather.name}, the plan in "
+                f"{plan.formats.reduce.name}: its buffers are smaller, and its sums less exact."
+            )
+        if plan.clip_grad_norm is None:
+            yield f"{WHO} takes the norm of the gradients in every step, also where none is clipped."
+        if plan.precision == "bf16":
+            yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
+
+    def text(self, job: Job, notes: tuple[str, ...]) -> str:
+        return json.dumps(_arguments(job.estimate.plan), indent=2) + "\n"
+
+
+TRANSFORMERS: Final = Transformers()
+
+
+def _arguments(plan: Plan) -> dict[str, Any]:
+    """The arguments of the Trainer that the plan decides."""
+    options = plan_dict(plan)
+    found: dict[str, Any] = {
+        "output_dir": "outputs",
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.n_micro_batches,
+        "optim": OPTIMIZERS[plan.optimizer, options["optimizer_impl"]],
+        "max_grad_norm": plan.clip_grad_norm or 0.0,
+        "bf16": plan.precision == "bf16-mixed",
+        "fp16": plan.precision == "fp16-mixed",
+        "activation_checkpointing": plan.recompute == "full" and not plan.fsdp,
+    }
+    if plan.recompute == "full" and not plan.fsdp:
+        found["activation_checkpointing_kwargs"] = {"use_reentrant": False}
+    if plan.ddp and options["bucket_cap_bytes"] is not None:
+        found["ddp_bucket_cap_mb"] = options["bucket_cap_bytes"] // MiB
+    if options["static_graph"]:
+        found["ddp_static_graph"] = True
+    if plan.fsdp:
+        found["fsdp"] = True
+        found["fsdp_config"] = {
+            "version": 2,
+            "reshard_after_forward": plan.zero == 3,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_offload": plan.offload,
+            "activation_checkpointing": plan.recompute == "full",
+            "state_dict_type": "SHARDED_STATE_DICT",
+        }
+        if plan.n_micro_batches > 1:
+            found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return found

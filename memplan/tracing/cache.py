@@ -1,0 +1,144 @@
+"""Traces of config.json files, each made once: they are kept in the user's cache folder.
+
+A trace follows from the file's values, the device, memplan's own code, and the packages that are installed:
+transformers' code asks which of them there are. So the name of an entry is a hash of all of these, and none
+is ever out of date. Modules of one's own have no entries: nothing says when their code has changed.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkstemp
+from time import monotonic
+from typing import Final
+
+from memplan.device import DeviceType
+from memplan.errors import MemplanError, installed
+from memplan.files import file_text
+from memplan.models.config import Config
+from memplan.models.traced import LARGEST_TRACE_BYTES, TracedModel, model_of_text
+
+MOST_BYTES: Final = 256 * 1024**2
+"""The size of the folder, some 1,000 traces: beyond it the entries that were not used longest are removed."""
+
+LOGGER: Final = logging.getLogger("memplan.tracing")
+"""Told when a trace begins and when it ends; the command line shows it on a terminal."""
+
+PACKAGES: Final = ("torch", "transformers")
+"""The packages whose code is traced."""
+
+
+def traced_from_config(config: Config, name: str, device: DeviceType, *, cache: bool) -> TracedModel:
+    """The model of a config.json, from the cache or traced anew: `memplan.tracing.huggingface`.
+
+    Raises:
+        MissingPackage: what the trace needs is not installed, or is broken.
+        MemplanError: as `memplan.tracing.huggingface.traced_from_config`.
+    """
+    text = json.dumps(config.values, sort_keys=True)
+    return _kept(text, name, device) if cache else _traced(text, name, device)
+
+
+@lru_cache(maxsize=16)
+def _kept(text: str, name: str, device: DeviceType) -> TracedModel:
+    file = _entry(text, name, device)
+    found = None if file is None else _read(file)
+    if found is None:
+        found = _traced(text, name, device)
+        if file is not None:
+            _write(file, found)
+    return found
+
+
+def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
+    config = Config(json.loads(text))
+    with told(config.architecture or name, device):
+        with installed("this architecture", "huggingface"):
+            from memplan.tracing import huggingface
+        return huggingface.traced_from_config(config, name, device)
+
+
+@contextmanager
+def told(what: str, device: DeviceType) -> Iterator[None]:
+    """A block in which something is traced, told to `LOGGER`."""
+    start = monotonic()
+    LOGGER.info("tracing %s for %s", what, device.upper())
+    try:
+        yield
+    finally:
+        LOGGER.info("traced %s in %.0f s", what, monotonic() - start)
+
+
+def _entry(text: str, name: str, device: DeviceType) -> Path | None:
+    """The file of an entry; None if there is no place for it, or code is traced that is no release."""
+    found = {path: os.listdir(path) for path in dict.fromkeys(sys.path) if os.path.isdir(path)}
+    releases = {one for names in found.values() for one in names if one.endswith(".dist-info")}
+    try:
+        import platformdirs  # slow to import, and rarely needed
+
+        specs = {package: find_spec(package) for package in PACKAGES}
+    except (ImportError, ValueError):
+        return None
+    for package, spec in specs.items():
+        where = "" if spec is None or spec.origin is None else os.path.dirname(os.path.dirname(spec.origin))
+        beside = [one for one in found.get(where, ()) if one.startswith(f"{package}-") and one in releases]
+        if not beside:  # a checkout, whose code may change
+            return None
+    follows_from = text, name, device, sys.version, sorted(releases), _own_code()
+    key = hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()
+    return Path(platformdirs.user_cache_dir("memplan")) / "traces" / key
+
+
+def _own_code() -> str:
+    """A hash of memplan's own modules."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> TracedModel | None:
+    """The trace in a file that `_write` wrote; None if there is none, or it is damaged."""
+    try:
+        text, _, said = file_text(file, most_bytes=LARGEST_TRACE_BYTES, what="trace").rpartition("\n")
+        if hashlib.sha256(text.encode()).hexdigest() != said:
+            return None
+        found = model_of_text(text)
+    except MemplanError:
+        return None
+    with suppress(OSError):
+        os.utime(file)
+    return found
+
+
+def _write(file: Path, model: TracedModel) -> None:
+    """Write a trace and its hash completely or, if the folder takes none, not at all."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, beside = mkstemp(dir=file.parent)
+        try:
+            os.close(descriptor)
+            model.save(beside)
+            text = Path(beside).read_text(encoding="utf-8").rstrip("\n")
+            Path(beside).write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}", encoding="utf-8")
+            os.replace(beside, file)
+        finally:
+            Path(beside).unlink(missing_ok=True)
+        _remove_oldest(file.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove the files that were not used longest, until the others fit into `MOST_BYTES`."""
+    used = sorted(((one.stat(), one) for one in folder.iterdir()), key=lambda pair: -pair[0].st_mtime_ns)
+    total = 0
+    for status, file in used:
+        total += status.st_size
+        if total > MOST_BYTES:
+            file.unlink(missing_ok=True)

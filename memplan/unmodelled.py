@@ -1,0 +1,276 @@
+"""What people ask for by name and memplan does not model yet: one table, read by errors and documentation.
+
+A row is known by the keywords (flags) that ask for it, and by values of a plan's fields. What becomes
+modelled is taken out of the table; nothing else refers to a row.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from memplan.names import words
+
+
+class NotModelled(NamedTuple):
+    """One thing that is not modelled.
+
+    Attributes:
+        what: its name, for people.
+        change: what it would change; the sentence goes on from "it".
+        meanwhile: what to use until then; the sentence goes on from "meanwhile".
+        keywords: keywords of `estimate`, and flags, that ask for it, between spaces.
+        values: names that ask for it, by the plan's field that they are values of.
+    """
+
+    what: str
+    change: str
+    meanwhile: str
+    keywords: str = ""
+    values: Mapping[str, str] = {}
+
+
+ROWS: Final = (
+    NotModelled(
+        "context parallelism",
+        "would divide each sequence over ranks, and with it all activations, and send keys and values around",
+        "use tp with sequence_parallel, or recompute='full'",
+        keywords="cp cp_size context_parallel context_parallel_size ring_attention ulysses",
+    ),
+    NotModelled(
+        "expert parallelism",
+        "would divide experts over ranks, and exchange tokens by all-to-all",
+        "use zero=3, which shards experts over the data-parallel ranks as it does all weights",
+        keywords="ep ep_size etp expert_parallel expert_parallel_size expert_model_parallel_size",
+    ),
+    NotModelled(
+        "torch.compile",
+        "would fuse operations, which keep fewer activations and take less time",
+        "plan without it: most compiled steps peak lower, but no rule says by how much",
+        keywords="compile torch_compile",
+    ),
+    NotModelled(
+        "CUDA graphs",
+        "would keep the memory of a captured step in a pool of its own",
+        "plan without them, and leave more free (margin)",
+        keywords="cuda_graph cuda_graphs cudagraphs",
+    ),
+    NotModelled(
+        "asynchronous tensor parallelism",
+        "would cut gathers and reductions in pieces beside the products, in symmetric memory",
+        "use tp without it, which is slower and sends as much",
+        keywords="async_tp async_tensor_parallel tp_comm_overlap",
+    ),
+    NotModelled(
+        "LoRA as an option",
+        "would freeze the model and train adapters, which alone have gradients and optimizer state",
+        "trace the module with its adapters in place (package.module:factory, or memplan.trace): frozen "
+        "weights are planned as such",
+        keywords="lora lora_rank lora_r lora_alpha lora_dropout lora_target_modules peft",
+    ),
+    NotModelled(
+        "weights in 4 or 8 bits (QLoRA)",
+        "would hold frozen weights in a quarter or half of 16 bits, and unpack those of a layer for its "
+        "products",
+        "plan the same module with its weights in bfloat16, which hold more",
+        keywords="qlora load_in_4bit load_in_8bit quantization quantize",
+        values={
+            "precision": "int8 int4 nf4 8bit 4bit",
+        },
+    ),
+    NotModelled(
+        "offloading of activations",
+        "would copy what backward needs to the host and back",
+        "use recompute='full', which keeps a block's input only",
+        keywords="offload_activations activation_offload activation_offloading cpu_offload_activations",
+    ),
+    NotModelled(
+        "offloading of the optimizer state alone",
+        "would leave weights and gradients on the GPU",
+        "use offload with zero=2 or 3, which keeps weights and gradients on the host too",
+        keywords="offload_optimizer optimizer_offload optimizer_cpu_offload",
+    ),
+    NotModelled(
+        "products in 8 or 4 bits",
+        "would make small copies of weights and inputs for each product, and take less time",
+        "use bf16-mixed: weights, gradients and optimizer state are as large there",
+        keywords="fp8 float8 mxfp8 nvfp4",
+        values={
+            "precision": (
+                "fp8 fp8-mixed fp8-hybrid fp8-e4m3 fp8-delayed float8 mxfp8 transformer-engine nvfp4 mxfp4 "
+                "fp4"
+            ),
+        },
+    ),
+    NotModelled(
+        "TF32",
+        "would change the time of products and no byte",
+        "use fp32 for the bytes",
+        keywords="tf32 allow_tf32",
+        values={
+            "precision": "tf32",
+        },
+    ),
+    NotModelled(
+        "float16 weights without a copy in float32",
+        "would halve weights, gradients and optimizer state",
+        "use bf16, whose bytes are equal, or fp16-mixed",
+        values={
+            "precision": "fp16 float16 half fp16-true 16-true",
+        },
+    ),
+    NotModelled(
+        "an optimizer in 8 bits",
+        "would keep each moment in one byte a weight and a scale for each block of weights",
+        "use adamw, which holds more",
+        values={
+            "optimizer": (
+                "adamw8bit adamw-bnb-8bit adam8bit adam-bnb-8bit paged-adamw-8bit paged-adam-8bit "
+                "ademamix-8bit lion-8bit paged-lion-8bit sgd-8bit adamw4bit adam4bit adamwfp8"
+            ),
+        },
+    ),
+    NotModelled(
+        "paged optimizer state",
+        "would be moved between GPU and host by CUDA, a page at a time",
+        "use adamw, with offload where it has to be on the host",
+        values={
+            "optimizer": "paged-adamw paged-adamw-32bit paged-adam paged-adam-32bit paged-lion",
+        },
+    ),
+    NotModelled(
+        "a factored second moment",
+        "would keep a row and a column for each matrix",
+        "use sgd, which keeps nothing, for the least, and sgd-momentum if it keeps a first moment",
+        values={
+            "optimizer": "adafactor came",
+        },
+    ),
+    NotModelled(
+        "an optimizer of one moment other than sgd-momentum",
+        "keeps as much between steps, but other temporaries in a step",
+        "use sgd-momentum for the states",
+        values={
+            "optimizer": "lion adagrad rmsprop lars signum tiger",
+        },
+    ),
+    NotModelled(
+        "an optimizer of two moments other than Adam's",
+        "keeps as much between steps, but other temporaries in a step",
+        "use adamw for the states",
+        values={
+            "optimizer": (
+                "adamax nadam radam adadelta lamb sophia sophiag adabelief adan adamw-schedulefree "
+                "schedule-free-adamw schedulefree adam-schedulefree stableadamw"
+            ),
+        },
+    ),
+    NotModelled(
+        "Muon",
+        "would keep one moment of each matrix, orthogonalize it with temporaries of its size, and leave the "
+        "rest to AdamW",
+        "use adamw, which keeps more between steps",
+        values={
+            "optimizer": "muon muonclip moonlight dion normuon",
+        },
+    ),
+    NotModelled(
+        "preconditioners of matrices",
+        "would keep squares of each matrix's rows and columns beside its moments",
+        "use adamw for the least",
+        values={
+            "optimizer": "shampoo distributed-shampoo soap kfac k-fac psgd",
+        },
+    ),
+    NotModelled(
+        "an optimizer of few or projected moments",
+        "would keep moments for fewer numbers than there are weights",
+        "use adamw, which holds more",
+        values={
+            "optimizer": (
+                "galore galore-adamw apollo apollo-mini fira lomo adalomo adam-mini badam galore-adamw-8bit "
+                "grokadamw q-galore"
+            ),
+        },
+    ),
+    NotModelled(
+        "DeepSpeed",
+        "divides gradients and optimizer state as flat buffers, with buckets and gathers of its own",
+        "use engine='torch' with the same zero, which divides the same states in PyTorch's formats and "
+        "buffers",
+        keywords="deepspeed",
+        values={
+            "engine": "deepspeed deepspeed-zero zero-infinity",
+        },
+    ),
+    NotModelled(
+        "Megatron-LM",
+        "has kernels, gradient buffers and a distributed optimizer of its own",
+        "use engine='torch' with the same tp, pp and zero=1, which divides weights equally, in other buffers",
+        keywords="megatron",
+        values={
+            "engine": "megatron megatron-lm megatron-core mcore nemo",
+        },
+    ),
+    NotModelled(
+        "FSDP1",
+        "makes flat parameters of wrapped modules, and frees gathered ones later",
+        "use zero=2 or 3 of engine='torch', which is FSDP2",
+        values={
+            "engine": "fsdp1 fsdp fairscale",
+        },
+    ),
+    NotModelled(
+        "kernels of Unsloth or Liger",
+        "would keep fewer activations, and compute the loss in pieces",
+        "use loss_chunks for the loss, and engine='torch' for the rest, which holds more",
+        keywords="liger liger_kernel use_liger_kernel unsloth",
+        values={
+            "engine": "unsloth liger",
+        },
+    ),
+    NotModelled(
+        "another framework",
+        "plans memory ahead of the run by rules of its own",
+        "use engine='textbook' for the states, which are as large",
+        values={
+            "engine": "jax xla maxtext tensorflow mlx colossalai paddle mindspore",
+        },
+    ),
+)
+"""What is not modelled yet."""
+
+KEYWORDS: Final = "of a plan"
+"""The end of the words for a plan's fields and options in errors about unknown ones."""
+
+
+def not_modelled(what: str, name: str) -> str | None:
+    """A sentence on something that is not modelled: what it would change, what to use; None: no such name.
+
+    `what`: the words for the name's kind in an error: a plan's field, or "option of a plan".
+
+    >>> print(not_modelled("option of a plan", "ep"))  # doctest: +NORMALIZE_WHITESPACE
+    ep is not modelled yet: expert parallelism would divide experts over ranks, and exchange tokens by
+    all-to-all; meanwhile use zero=3, which shards experts over the data-parallel ranks as it does all
+    weights.
+    >>> print(not_modelled("optimizer", "AdamW_8bit").partition(":")[0])
+    optimizer='AdamW_8bit' is not modelled yet
+    """
+    field = "" if what.endswith(KEYWORDS) else what.partition(" ")[0]
+    for row in ROWS:
+        names = row.values.get(field, "") if field else row.keywords
+        if words(name) in map(words, names.split()):
+            asked = f"{field}={name!r}" if field else name
+            return f"{asked} is not modelled yet: {row.what} {row.change}; meanwhile {row.meanwhile}."
+    return None
+
+
+def not_modelled_list() -> Iterator[str]:
+    """What is not modelled yet as lines of Markdown, each with the names that it is known by.
+
+    >>> print(next(not_modelled_list()))  # doctest: +NORMALIZE_WHITESPACE, +ELLIPSIS
+    - **Context parallelism** (`--cp`, ...) would divide each sequence over ranks, ...
+    """
+    for row in ROWS:
+        names = [f"--{name.replace('_', '-')}" for name in row.keywords.split()]
+        names += [f"--{field} {name}" for field, values in row.values.items() for name in values.split()]
+        known = ", ".join(f"`{name}`" for name in names)
+        yield f"- **{row.what[0].upper()}{row.what[1:]}** ({known}) {row.change}; meanwhile {row.meanwhile}."
