@@ -169,6 +169,10 @@ lowest.
 """
 
 
+FreeSizes = tuple[tuple[tuple[str, bool, int], int], ...]
+"""For each pool (its stream, and whether it is the small one) and each size, how many blocks are free."""
+
+
 class Pool:
     """The free blocks of one stream for small requests, or for large ones.
 
@@ -447,6 +451,18 @@ class CachingAllocator:
             self._since[rest] = self._n_large_requests
         if self.takes_oldest:
             self.ages.split(address, rest)
+
+    def free_sizes(self) -> FreeSizes:
+        """How many blocks of each size are free, by pool, sorted."""
+        pools = self._pools.items()
+        return tuple(
+            sorted(
+                ((*key, n_bytes), len(addresses))
+                for key, pool in pools
+                for n_bytes, addresses in pool.by_size.items()
+                if addresses
+            )
+        )
 
     def moment(self, in_use: Iterable[int], fixed: Mapping[int, int]) -> tuple[Moment, "Places"]:
         """The ages of free blocks and of those `in_use`, and a function that gives each address its place.

@@ -22,6 +22,7 @@ from memplan.allocator import (
     DEFAULTS,
     AllocatorConfig,
     CachingAllocator,
+    FreeSizes,
     OutOfMemory,
     Places,
     Pool,
@@ -98,7 +99,8 @@ class Replayed:
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
     each that is not split off. `after_step` has the peaks of allocated and of reserved bytes after each step.
     `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
-    limit of at least that changes nothing until then.
+    limit of at least that changes nothing until then. `free_after`: the free blocks after each loop of
+    each step that leaves tensors allocated.
     """
 
     allocated_bytes: int
@@ -107,6 +109,7 @@ class Replayed:
     settled: bool
     after_step: tuple[tuple[int, int], ...]
     tried_bytes: int | None = field(default=None, repr=False, compare=False)
+    free_after: tuple[tuple[FreeSizes, ...], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def n_steps(self) -> int:
@@ -243,12 +246,14 @@ def _replayed(
     allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience, reached)
     peaks: list[tuple[int, int]] = []
+    free_after: list[tuple[FreeSizes, ...]] = []
     before: _State | None = None
     settled = False
     while len(peaks) < MOST_STEPS and not settled:
         settled = not replay.step()
         peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
         if not settled:
+            free_after.append(tuple(replay.free_after))
             if len(peaks) == 1:
                 replay.second()
             after = replay.state(replay.started)
@@ -264,6 +269,7 @@ def _replayed(
         n_retries=allocator.n_retries,
         settled=settled,
         after_step=tuple(peaks),
+        free_after=tuple(free_after),
     )
 
 
@@ -324,9 +330,22 @@ def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
         n_retries=0,
         settled=grown == again
         and all(reserved >= allocated for allocated, reserved in grown)
-        and all(one is not None and one.settled for one in three),
+        and all(one is not None and one.settled for one in three)
+        and _frees_grow_evenly([one for one in three if one is not None]),
         after_step=after,
     )
+
+
+def _frees_grow_evenly(three: Sequence[Replayed]) -> bool:
+    """Whether the number of free blocks of each size grows equally twice, after every loop of every step.
+
+    Otherwise segments are being filled, and three results do not tell how many micro-batches fill one.
+    """
+    n_steps = max(len(one.free_after) for one in three)
+    steps = ([*one.free_after, *one.free_after[-1:] * (n_steps - len(one.free_after))] for one in three)
+    loops = [loop for step in zip(*steps, strict=True) for loop in zip(*step, strict=True)]
+    counts = ([Counter(dict(found)) for found in loop] for loop in loops)
+    return all(c[size] - b[size] == b[size] - a[size] for a, b, c in counts for size in {*a, *b, *c})
 
 
 def _n_events(stretch: Stretch) -> int:
@@ -476,6 +495,7 @@ class _Replay:
         self.unmoved = {*self.held, *program.states} - _changed(*steps, events("", program.second))
         """What no step allocates or frees: weights, optimizer state."""
         self.n_steps = self.started = 0
+        self.free_after: list[FreeSizes] = []
         self.loops: dict[int, int] = {}
         """For each loop of the step, by its index, the hash of the state in which the last step began it."""
         self.at_rest = self._all_held()
@@ -493,11 +513,14 @@ class _Replay:
         ages.next_repetition()
         first = self.n_steps == 0
         step = program.first_step if first and program.first_step is not None else program.step
+        self.free_after = []
         so_far: tuple[Any, ...] = ()
         reached, n_skipped = self.reached, 0
         if reached is not None:
             so_far = (first, self._saved(reached.numbers), *map(_repetitions, step.parts))
             n_skipped = self._skipped(reached, so_far)
+            if n_skipped:
+                self._note_free(step.parts[n_skipped - 1])
         for place, part in list(enumerate(step.parts))[n_skipped:]:
             if not first and part.repeats > 2 and part.net_bytes == 0:
                 state = self.state(self.started).whole
@@ -505,6 +528,7 @@ class _Replay:
                     return False
                 self.loops[place] = state
             self._run(part, so_far[: place + 3] if part.has_passes else ())
+            self._note_free(part)
         self.n_steps += 1
         left = self._all_held()
         if first and program.first_step is not None:
@@ -523,6 +547,11 @@ class _Replay:
             for _ in range(n):
                 self._allocate(buffer)
         return True
+
+    def _note_free(self, part: Stretch) -> None:
+        """Note the sizes of the free blocks after a loop that leaves tensors allocated."""
+        if part.repeats > 1 and part.has_passes and part.net_bytes > 0:
+            self.free_after.append(self.allocator.free_sizes())
 
     def _skipped(self, reached: _Reached, so_far: tuple[Any, ...]) -> int:
         """Restore the state after the last loop reached before; the number of parts up to there."""
@@ -544,10 +573,11 @@ class _Replay:
         halfway = [(stage, list(found)) for stage, found in sorted(self.halfway.items())]
         others = sorted(self.passes.items()), sorted(self.loops.items()), len(self.beside), len(self.states)
         held.sort(key=itemgetter(0))
-        return dumps((self.allocator.saved(), held, *counted, halfway, *others), WITHOUT_REFERENCES)
+        rest = *others, self.free_after
+        return dumps((self.allocator.saved(), held, *counted, halfway, *rest), WITHOUT_REFERENCES)
 
     def _restore(self, saved: bytes, buffers: Sequence[Buffer]) -> None:
-        allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states = loads(saved)
+        allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states, free_after = loads(saved)
         self.allocator.restore(allocator)
         self.held = {buffers[i]: found for i, found in held}
         for buffer in self.held:
@@ -555,6 +585,7 @@ class _Replay:
         self.not_yet = Counter({buffers[i]: n for i, n in not_yet})
         self.handed_over = Counter({buffers[i]: n for i, n in handed_over})
         self.halfway = {stage: deque(found) for stage, found in halfway}
+        self.free_after = free_after
         self.passes, self.loops = Counter(dict(passes)), dict(loops)
         self.states = self.states if n_states else ()
         if self.beside:
