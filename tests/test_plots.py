@@ -372,7 +372,8 @@ def test_titles_say_the_finding(one, staged):
 
 def test_a_bar_shows_the_interval_that_its_verdict_hangs_on(staged):
     (axes,) = plots.stage_peaks(staged).axes
-    drawn = [box for box in axes.patches if box.get_height() == pytest.approx(0.4)]
+    boxes: list[Any] = list(axes.patches)
+    drawn = [box for box in boxes if box.get_height() == pytest.approx(0.4)]
     for box, stage in zip(drawn, staged.stages, strict=True):
         held = staged.device_bytes_of(stage)
         assert box.get_x() * GiB == pytest.approx(held.low_bytes)
@@ -386,7 +387,7 @@ def test_lines_are_the_budget_and_the_usable_bytes(one, staged):
     gpu = staged.cluster.gpu
     for draw in (plots.stage_peaks, plots.step_timeline):
         (axes,) = draw(staged).axes
-        ends = [line.get_xydata().flatten().tolist() for line in axes.lines]
+        ends = [np.asarray(line.get_xydata()).ravel().tolist() for line in axes.lines]
         for n_bytes in (staged.cluster.budget_bytes, gpu.usable_bytes):
             assert any(end.count(n_bytes / GiB) == 2 for end in ends)
 
@@ -403,9 +404,10 @@ def test_every_verdict_is_drawn_in_one_way():
     assert set(VERDICTS) == {*memplan.hardware.VERDICTS, None}
     assert len({mark.color for mark in VERDICTS.values()}) == len(VERDICTS)
     (axes,) = plots.front(FRONT).axes
-    for points in axes.collections:
-        if points.get_label() in VERDICTS:
-            assert to_rgb(points.get_facecolor()[0][:3]) == to_rgb(VERDICTS[points.get_label()].color)
+    drawn = {points.get_label(): points for points in axes.collections}
+    for verdict in ("fits", "cannot say", "does not fit"):
+        points: Any = drawn[verdict]
+        assert tuple(points.get_facecolor()[0][:3]) == to_rgb(VERDICTS[verdict].color)
 
 
 @pytest.mark.parametrize("cluster", ["1xh100-sxm", "1xrtx-4090", "1xmi300x", "cpu"])
@@ -424,5 +426,6 @@ def test_pipelines_of_one_job_share_an_axis(staged):
     assert first.get_xlim() == second.get_xlim()
     ends = [max(each.stop_s for each in timetable(e)) for e in (staged, more)]
     assert ends[0] != ends[1]
-    drawn = [max(box.get_x() + box.get_width() for box in axes.patches) for axes in figure.axes]
+    boxes: list[list[Any]] = [list(axes.patches) for axes in figure.axes]
+    drawn = [max(box.get_x() + box.get_width() for box in each) for each in boxes]
     assert drawn[0] / drawn[1] == pytest.approx(ends[0] / ends[1])

@@ -87,12 +87,13 @@ def _subtitle(found: "pandas.DataFrame") -> str:
 
 
 def _fastest(found: "pandas.DataFrame", known: "pandas.DataFrame") -> str:
-    """The fastest plan that fits, and what a GPU holds of it."""
+    """What a GPU holds of the fastest plan that fits; of equally fast ones the smallest."""
     where = " on ".join(filter(None, (found.attrs.get("model"), found.attrs.get("cluster"))))
     fit = known[known["verdict"].isin(("fits", "fits, tight"))]
     if fit.empty:
         return f"{where}: no plan is known to fit"
-    row: Any = fit.loc[fit["tokens_per_s_per_gpu"].idxmax()]
+    by_headroom = fit.sort_values("device_high_bytes")
+    row = by_headroom.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable").iloc[0]
     low, high = (int(row[f"device_{end}_bytes"]) for end in ("low", "high"))
     return f"{where} {row['verdict'].upper()}: {interval_text((low, high))}, fastest {_plan_name(row)}"
 
