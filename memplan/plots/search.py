@@ -9,7 +9,6 @@ import numpy as np
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
 from memplan.plots.style import BESIDE, DASHED, MUTED, VERDICTS, checked_some, new_axes, trusts_text
-from memplan.text_tables import interval_text
 from memplan.units import GiB, human_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def _fastest(found: "pandas.DataFrame", known: "pandas.DataFrame") -> str:
     by_headroom = fit.sort_values("device_high_bytes")
     row = by_headroom.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable").iloc[0]
     low, high = (int(row[f"device_{end}_bytes"]) for end in ("low", "high"))
-    return f"{where} {row['verdict'].upper()}: {interval_text((low, high))}, fastest {_plan_name(row)}"
+    return f"{where} {row['verdict'].upper()}: the fastest holds {low / GiB:.1f}-{high / GiB:.1f} GiB"
 
 
 def _unbeaten(rows: "pandas.DataFrame") -> "pandas.DataFrame":
