@@ -341,7 +341,11 @@ class Estimate:
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
-        replay = self.worst.replayed
+        return self.device_bytes_of(self.worst)
+
+    def device_bytes_of(self, of: StageEstimate) -> Interval | None:
+        """`device_bytes` of one stage."""
+        replay = of.replayed
         if replay is None:
             return None
         outside = self._outside_allocator

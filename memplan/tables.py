@@ -141,6 +141,11 @@ def headline(estimate: Estimate) -> str:
     >>> print(headline(estimate("gpt2", cluster="1xh100-sxm")))
     gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 350k-780k tokens/s
     """
+    return wrapped(f"{finding(estimate)}{_rate_text(estimate)}", indent="    ")
+
+
+def finding(estimate: Estimate) -> str:
+    """The verdict without the rate, in one line of any length: model, GPUs, bytes against what a GPU has."""
     cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
     where = "" if cluster is None else f" on {printable(cluster.name)}"
     usable_bytes = None if cluster is None else cluster.gpu.usable_bytes
@@ -155,7 +160,7 @@ def headline(estimate: Estimate) -> str:
         unit, name = binary_unit(usable_bytes)
         low, high, usable = (scaled(n, unit, 1) for n in (*held, usable_bytes))
         said = f" {verdict.upper()}: {low}-{high} of {usable} {name}"
-    return wrapped(f"{printable(estimate.model.name)}{where}{said}{_rate_text(estimate)}", indent="    ")
+    return f"{printable(estimate.model.name)}{where}{said}"
 
 
 def _rate_text(estimate: Estimate) -> str:
