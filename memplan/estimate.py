@@ -553,7 +553,7 @@ class Estimate:
         return {
             "step_s": None if time is None else time.total_s,
             "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_band": self.tokens_per_s_band,
+            "tokens_per_s_band": None if (band := self.tokens_per_s_band) is None else list(band),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "time": None if time is None else time.parts | {"confidence": self.time_model.label},

@@ -139,7 +139,7 @@ def headline(estimate: Estimate) -> str:
 
     >>> from memplan import estimate
     >>> print(headline(estimate("gpt2", cluster="1xh100-sxm")))
-    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 350k-780k tokens/s
+    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 210k-470k tokens/s
     """
     return wrapped(f"{finding(estimate)}{_rate_text(estimate)}", indent="    ")
 
@@ -494,6 +494,7 @@ def _rate(per_s: float) -> str:
 def _in_table(n_bytes: int, unit: int) -> str:
     """A byte count in a table's unit; a few bytes are less than its last digit, and not 0.
 
+    >>> from memplan.units import GiB
     >>> _in_table(0, GiB), _in_table(17, GiB), _in_table(3 * TiB, GiB)
     ('0', '<0.01', '3,072.00')
     """
