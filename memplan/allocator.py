@@ -14,11 +14,11 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Final, NamedTuple
 
+from memplan.ages import Ages, Moment
 from memplan.errors import InvalidValue, MemplanError
 from memplan.units import MiB
 
@@ -158,7 +158,7 @@ class AllocatorConfig:
 
 DEFAULTS: Final = AllocatorConfig()
 
-Places = Callable[[int], int]
+Places = Callable[[int], Hashable]
 """Renames addresses."""
 
 FreeBlock = tuple[int, int]
@@ -167,6 +167,10 @@ FreeBlock = tuple[int, int]
 Sorted, free blocks are in the order in which the allocator prefers them: the smallest, of equal ones the
 lowest.
 """
+
+
+FreeSizes = tuple[tuple[tuple[str, bool, int], int], ...]
+"""For each pool (its stream, and whether it is the small one) and each size, how many blocks are free."""
 
 
 class Pool:
@@ -247,20 +251,26 @@ class Pool:
         return n_bytes
 
     def take_least(self, n_bytes: int) -> FreeBlock | None:
-        """Remove the smallest free block of at least `n_bytes`, of equal ones the lowest, if there is one.
+        """Remove the smallest free block of at least `n_bytes`, of equal ones the lowest, if there is one."""
+        found_bytes, addresses = self.least(n_bytes)
+        if not addresses:
+            return None
+        address = addresses.pop(0)
+        del self.starts[address], self.ends[address + found_bytes]
+        return found_bytes, address
+
+    def least(self, n_bytes: int) -> tuple[int, list[int]]:
+        """The least size of a free block of at least `n_bytes`, and the addresses of the blocks of that size.
 
         Sizes of which there are no blocks any more are forgotten on the way.
         """
         sizes, by_size = self.sizes, self.by_size
         i = bisect_left(sizes, n_bytes)
         while i < len(sizes):
-            found_bytes = sizes[i]
-            if addresses := by_size[found_bytes]:
-                address = addresses.pop(0)
-                del self.starts[address], self.ends[address + found_bytes]
-                return found_bytes, address
-            del by_size[found_bytes], sizes[i]
-        return None
+            if addresses := by_size[sizes[i]]:
+                return sizes[i], addresses
+            del by_size[sizes[i]], sizes[i]
+        return 0, []
 
     def at_least(self, n_bytes: int, age: Callable[[int], int] | None = None) -> Iterator[FreeBlock]:
         """The free blocks of at least `n_bytes`, sorted by size, then by address or by its `age`."""
@@ -315,10 +325,7 @@ class CachingAllocator:
     given back first, `n_given_back` the segments and ranges of pages that were given back.
 
     Of equal free blocks the one of the lowest address is taken; in torch 2.12 the oldest (`takes_oldest`):
-    what is split off behind a block is as old as that was, which is made anew, and joined blocks are as old
-    as the one that was freed.
-
-    Source of the latter: c10/cuda/CUDACachingAllocator.cpp of 2.12 (`BlockComparatorRegistrationCounter`).
+    see `memplan.ages`.
     """
 
     def __init__(
@@ -341,6 +348,8 @@ class CachingAllocator:
         limits = (config.max_split_bytes, self.collects_above_bytes)
         self.looks_further = config.expandable_segments or takes_oldest or limits != (None, None)
         """Whether more than its size decides which free block is taken."""
+        self.by_age_alone = takes_oldest and config == DEFAULTS
+        """Whether the oldest of equal free blocks is taken, wherever it is."""
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.n_retries = self.n_given_back = 0
@@ -349,9 +358,7 @@ class CachingAllocator:
         self._n_large_requests = 0
         self._since: dict[int, int] = {}
         """The number of large requests so far when the free block at an address was freed."""
-        self._numbers: dict[int, int] = {}
-        """The order in which the blocks were made, by their addresses."""
-        self._n_made = count()
+        self.ages = Ages()
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
         """A block for so many bytes: cached, the smallest that is large enough, or new.
@@ -416,7 +423,7 @@ class CachingAllocator:
         if self.collects_above_bytes is not None:
             self._since[merged] = self._n_large_requests
         if self.takes_oldest:
-            self._numbers[merged] = self._numbers[address]
+            self.ages.free(address, merged)
 
     def _taken(self, pool: Pool, n_bytes: int) -> FreeBlock | None:
         """Remove the free block that serves a request by whatever the settings look at beside its size.
@@ -425,7 +432,13 @@ class CachingAllocator:
         """
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
-        blocks = pool.at_least(n_bytes, self._numbers.__getitem__ if self.takes_oldest else None)
+        if self.by_age_alone:
+            _, addresses = pool.least(n_bytes)
+            if not addresses:
+                return None
+            address = self.ages.oldest(addresses) if len(addresses) > 1 else addresses[0]
+            return pool.take(address), address
+        blocks = pool.at_least(n_bytes, self.ages.numbers.__getitem__ if self.takes_oldest else None)
         best = pool.least_expandable(blocks) if pool.unmapped else next(blocks, None)
         if best is None or not self._serves(best[0], n_bytes):
             return None
@@ -437,15 +450,38 @@ class CachingAllocator:
         if self.collects_above_bytes is not None:
             self._since[rest] = self._n_large_requests
         if self.takes_oldest:
-            self._numbers[rest] = self._numbers[address]
-            self._numbers[address] = next(self._n_made)
+            self.ages.split(address, rest)
 
-    def by_age(self, in_use: Iterable[int], places: "Places | None") -> tuple[int, ...]:
+    def free_sizes(self) -> FreeSizes:
+        """How many blocks of each size are free, by pool, sorted."""
+        pools = self._pools.items()
+        return tuple(
+            sorted(
+                ((*key, n_bytes), len(addresses))
+                for key, pool in pools
+                for n_bytes, addresses in pool.by_size.items()
+                if addresses
+            )
+        )
+
+    def moment(self, in_use: Iterable[int], fixed: Mapping[int, int]) -> tuple[Moment, "Places"]:
+        """The ages of free blocks and of those `in_use`, and a function that gives each address its place.
+
+        `fixed`: blocks that stay in use, their bytes by address.
+        """
+        pools = self._pools.items()
+        segments = {at: (n_bytes, key) for key, pool in pools for at, n_bytes in pool.segments.items()}
+        blocks = [*in_use, *(address for _, pool in pools for address in pool.starts)]
+        gives_back = (self.limit_bytes, self.allowed_bytes) != (None, None)
+        found, places = self.ages.moment(blocks, fixed, segments, gives_back=gives_back)
+        return found, places.__getitem__
+
+    def by_age(self, in_use: Iterable[int], places: "Places | None") -> tuple[Hashable, ...]:
         """The addresses of all blocks, oldest first, if age decides which is taken; renamed by `places`."""
         if not self.takes_oldest:
             return ()
         every = [*in_use, *(address for pool in self._pools.values() for address in pool.starts)]
-        every.sort(key=self._numbers.__getitem__)
+        every.sort(key=self.ages.numbers.__getitem__)
         return tuple(every if places is None else map(places, every))
 
     def saved(self) -> tuple[Any, ...]:
@@ -485,7 +521,8 @@ class CachingAllocator:
         if places is None:
             return tuple([frozenset(pool.starts.items()) for pool in pools])
         segments = tuple([tuple(pool.segments.values()) for pool in pools])
-        return segments, tuple([tuple([(n, places(at)) for n, at in pool.blocks]) for pool in pools])
+        free = [frozenset([(places(at), n) for at, n in pool.starts.items()]) for pool in pools]
+        return segments, tuple(free)
 
     def places(self) -> "Places":
         """A function that renames addresses so that segments which were given back leave no gaps."""
@@ -500,7 +537,7 @@ class CachingAllocator:
         return lambda address: address - moved[bisect_right(starts, address) - 1]
 
     @property
-    def ages(self) -> tuple[int, ...]:
+    def large_requests_since(self) -> tuple[int, ...]:
         """The age of each free block in large requests; empty unless garbage is collected by age."""
         if self.collects_above_bytes is None:
             return ()
@@ -567,7 +604,7 @@ class CachingAllocator:
         address = -(-self._end // pool.page_bytes) * pool.page_bytes
         self._end = address + n_bytes + BLOCK_BYTES
         pool.segments[address] = n_bytes
-        self._numbers[address] = next(self._n_made)
+        self.ages.make(address)
         return address
 
     def _reserve(self, n_bytes: int) -> bool:
@@ -629,8 +666,8 @@ class CachingAllocator:
         unmapped = pool.unmapped.pop(address)
         if mapped < unmapped:
             pool.unmapped[address + mapped] = unmapped - mapped
-            self._numbers[address + mapped] = next(self._n_made)
-        self._numbers[pool.put(address, mapped)] = self._numbers.get(address, 0)
+            self.ages.make(address + mapped)
+        self.ages.numbers[pool.put(address, mapped)] = self.ages.numbers.get(address, 0)
         return True
 
     def release_cached(self) -> None:
@@ -664,17 +701,17 @@ class CachingAllocator:
         pool.take(address)
         self.reserved_bytes -= end - start
         self.n_given_back += 1
-        number = self._numbers.get(address, 0)
+        number = self.ages.numbers.get(address, 0)
         if start > address:
             pool.put(address, start - address)
-            self._numbers[address] = next(self._n_made)
+            self.ages.make(address)
         if address + n_bytes > end:
             pool.put(end, address + n_bytes - end)
-            self._numbers[end] = next(self._n_made)
+            self.ages.make(end)
         end += pool.unmapped.pop(end, 0)
         before = next((at for at, unmapped in pool.unmapped.items() if at + unmapped == start), start)
         pool.unmapped[before] = end - before
-        self._numbers[before] = number
+        self.ages.numbers[before] = number
 
     def _release_oversize(self, pool: Pool, n_bytes: int) -> bool:
         """Give back oversize blocks of the pool, the largest first; whether they are enough for a request.

@@ -25,8 +25,11 @@ def is_tie(faster: Estimate, other: Estimate) -> bool:
 
 
 def held_bytes(estimated: Estimate) -> int:
-    """The most that a GPU may hold (`device_bytes`), which breaks ties; without an allocator, the peak."""
-    held = estimated.device_bytes
+    """The most that a GPU may hold (`device_bytes`), which breaks ties.
+
+    Without an allocator, and where what is allocated is too much already, the peak, which takes no replay.
+    """
+    held = None if estimated.over_bytes else estimated.device_bytes
     return estimated.worst.peak_bytes if held is None else held.high_bytes
 
 

@@ -13,6 +13,10 @@ class MemplanError(ValueError):
     """The error for anything that memplan refuses; its text names value, rule and way out."""
 
 
+class ContradictoryEstimate(MemplanError):
+    """Figures of one plan contradict each other: a fault of memplan's, or of the engine's."""
+
+
 class InvalidValue(MemplanError):
     """A value of the wrong type or outside its range."""
 

@@ -14,7 +14,7 @@ from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_plan
 from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
-from memplan.errors import InvalidValue, MemplanError
+from memplan.errors import ContradictoryEstimate, InvalidValue, MemplanError
 from memplan.hardware import (
     Cluster,
     Interval,
@@ -118,7 +118,21 @@ class StageEstimate:
         if self.program is None:
             return None
         memory = Memory(config=config, limit_bytes=limit_bytes, allowed_bytes=allowed_bytes)
-        return replayed(self.program(), memory)
+        return self._checked(replayed(self.program(), memory))
+
+    def _checked(self, replay: Replayed) -> Replayed:
+        """The replay, whose allocator holds at least the tensors and reserves at least what it allocates.
+
+        Raises:
+            ContradictoryEstimate: otherwise.
+        """
+        if self.peak_bytes <= replay.allocated_bytes <= replay.reserved_bytes:
+            return replay
+        raise ContradictoryEstimate(
+            f"Stage {self.stage} of {self.plan}: tensors of {self.peak_bytes} bytes, allocated "
+            f"{replay.allocated_bytes}, reserved {replay.reserved_bytes}, which must not decrease. This is a "
+            "fault of memplan; please report the plan."
+        )
 
     @property
     def _alloc_config(self) -> AllocatorConfig:
@@ -137,7 +151,7 @@ class StageEstimate:
             try:
                 memory = Memory(config=self._alloc_config, limit_bytes=limit_bytes)
                 found = replayed(self.program(), memory, unlimited=unlimited)
-                self.replays[limit_bytes] = found
+                self.replays[limit_bytes] = self._checked(found)
             except OutOfMemory:
                 self.replays[limit_bytes] = None
         return self.replays.get(limit_bytes)
@@ -327,7 +341,11 @@ class Estimate:
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
-        replay = self.worst.replayed
+        return self.device_bytes_of(self.worst)
+
+    def device_bytes_of(self, of: StageEstimate) -> Interval | None:
+        """`device_bytes` of one stage."""
+        replay = of.replayed
         if replay is None:
             return None
         outside = self._outside_allocator
@@ -535,7 +553,7 @@ class Estimate:
         return {
             "step_s": None if time is None else time.total_s,
             "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_band": self.tokens_per_s_band,
+            "tokens_per_s_band": None if (band := self.tokens_per_s_band) is None else list(band),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "time": None if time is None else time.parts | {"confidence": self.time_model.label},

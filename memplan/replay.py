@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from marshal import dumps, loads
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from memplan.ages import Moment
 from memplan.allocator import (
     DEFAULTS,
     AllocatorConfig,
     CachingAllocator,
+    FreeSizes,
     OutOfMemory,
     Places,
     Pool,
@@ -36,8 +38,14 @@ MOST_STEPS: Final = 10
 FEW: Final = 6
 """Micro-batches of a loop that an extrapolation replays at least; loops of fewer than 4 x 6 are replayed."""
 
+FORGETS: Final = (1, 4, 16)
+"""After this many repetitions of a loop, states that it had before are no longer looked for."""
+
 LONGEST_PERIOD: Final = 3
 """The growth of the peaks may be constant for every micro-batch, every second, or every third."""
+
+MANY: Final = 1000
+"""Steps between equal states for which all ages of blocks compare the same: more make no difference."""
 
 MOST_EVENTS: Final = 500_000
 """Events of the longest step that is replayed in full if the growth is not constant; others are shortened."""
@@ -91,7 +99,8 @@ class Replayed:
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
     each that is not split off. `after_step` has the peaks of allocated and of reserved bytes after each step.
     `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
-    limit of at least that changes nothing until then.
+    limit of at least that changes nothing until then. `free_after`: the free blocks after each loop of
+    each step that leaves tensors allocated.
     """
 
     allocated_bytes: int
@@ -100,6 +109,7 @@ class Replayed:
     settled: bool
     after_step: tuple[tuple[int, int], ...]
     tried_bytes: int | None = field(default=None, repr=False, compare=False)
+    free_after: tuple[tuple[FreeSizes, ...], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def n_steps(self) -> int:
@@ -201,6 +211,18 @@ def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Repl
     )
 
 
+class _State(NamedTuple):
+    """A state of a replay without the blocks' ages, and these; None where age decides nothing alone."""
+
+    key: int
+    moment: Moment | None
+
+    @property
+    def whole(self) -> int:
+        """A hash of all of the state."""
+        return hash((self.key, None if self.moment is None else self.moment.order))
+
+
 class _NotRecurring(Exception):
     """No state of the allocator has recurred within the given number of micro-batches."""
 
@@ -224,22 +246,30 @@ def _replayed(
     allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience, reached)
     peaks: list[tuple[int, int]] = []
-    before: object = None
+    free_after: list[tuple[FreeSizes, ...]] = []
+    before: _State | None = None
     settled = False
     while len(peaks) < MOST_STEPS and not settled:
         settled = not replay.step()
         peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
         if not settled:
+            free_after.append(tuple(replay.free_after))
             if len(peaks) == 1:
                 replay.second()
-            after = replay.state()
-            settled, before = after == before, after
+            after = replay.state(replay.started)
+            n = 0
+            if before is not None and before.key == after.key:
+                n, after = replay.repeated(before, after, MANY)
+            before = after
+            settled = n == MANY
+            peaks += [] if settled else peaks[-1:] * min(n, MOST_STEPS - len(peaks))
     return Replayed(
         allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.peak_reserved_bytes,
         n_retries=allocator.n_retries,
         settled=settled,
         after_step=tuple(peaks),
+        free_after=tuple(free_after),
     )
 
 
@@ -258,6 +288,8 @@ def _extrapolated(
 
     for period in range(1, LONGEST_PERIOD + 1):
         shortest = left_out - left_out % period
+        if not _grows_evenly(program, shortest, period):
+            return None
         three = [without(shortest - i * period) for i in (2, 1, 0)]
         found = _along(three[::-1], shortest // period)
         if found is None or found.settled:
@@ -265,8 +297,22 @@ def _extrapolated(
     return found
 
 
+def _grows_evenly(program: AllocatorProgram, left_out: int, period: int) -> bool:
+    """Whether the step's peak of tensors grows with micro-batches as it does in the shorter programs.
+
+    It does not where the worst instant of few micro-batches is another one than that of many.
+    """
+    shorter = _without(program, left_out), _without(program, left_out - period)
+    if None in shorter:
+        return True
+    first, second = (one.step.high_bytes for one in shorter if one is not None)
+    return program.step.high_bytes == first + left_out // period * (second - first)
+
+
 def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
     """The first result's peaks plus `times` their growth; settled if both growths are equal.
+
+    Where reserved bytes grow less than allocated ones, later micro-batches reserve more.
 
     `three`: the results of the shortest program, and of those with one and two periods of micro-batches more.
     """
@@ -282,9 +328,24 @@ def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
         allocated_bytes=after[-1][0],
         reserved_bytes=after[-1][1],
         n_retries=0,
-        settled=grown == again and all(one is not None and one.settled for one in three),
+        settled=grown == again
+        and all(reserved >= allocated for allocated, reserved in grown)
+        and all(one is not None and one.settled for one in three)
+        and _frees_grow_evenly([one for one in three if one is not None]),
         after_step=after,
     )
+
+
+def _frees_grow_evenly(three: Sequence[Replayed]) -> bool:
+    """Whether the number of free blocks of each size grows equally twice, after every loop of every step.
+
+    Otherwise segments are being filled, and three results do not tell how many micro-batches fill one.
+    """
+    n_steps = max(len(one.free_after) for one in three)
+    steps = ([*one.free_after, *one.free_after[-1:] * (n_steps - len(one.free_after))] for one in three)
+    loops = [loop for step in zip(*steps, strict=True) for loop in zip(*step, strict=True)]
+    counts = ([Counter(dict(found)) for found in loop] for loop in loops)
+    return all(c[size] - b[size] == b[size] - a[size] for a, b, c in counts for size in {*a, *b, *c})
 
 
 def _n_events(stretch: Stretch) -> int:
@@ -433,7 +494,8 @@ class _Replay:
         steps = [program.step, *([] if program.first_step is None else [program.first_step])]
         self.unmoved = {*self.held, *program.states} - _changed(*steps, events("", program.second))
         """What no step allocates or frees: weights, optimizer state."""
-        self.n_steps = 0
+        self.n_steps = self.started = 0
+        self.free_after: list[FreeSizes] = []
         self.loops: dict[int, int] = {}
         """For each loop of the step, by its index, the hash of the state in which the last step began it."""
         self.at_rest = self._all_held()
@@ -445,20 +507,28 @@ class _Replay:
         """Replay a step and free what it leaves; False if a state recurs, so that the rest is left out."""
         program = self.program
         self.passes.clear()
+        ages = self.allocator.ages
+        self.started = ages.clock
+        ages.compared.clear()
+        ages.next_repetition()
         first = self.n_steps == 0
         step = program.first_step if first and program.first_step is not None else program.step
+        self.free_after = []
         so_far: tuple[Any, ...] = ()
         reached, n_skipped = self.reached, 0
         if reached is not None:
             so_far = (first, self._saved(reached.numbers), *map(_repetitions, step.parts))
             n_skipped = self._skipped(reached, so_far)
+            if n_skipped:
+                self._note_free(step.parts[n_skipped - 1])
         for place, part in list(enumerate(step.parts))[n_skipped:]:
             if not first and part.repeats > 2 and part.net_bytes == 0:
-                state = hash(self.state())
+                state = self.state(self.started).whole
                 if self.loops.get(place) == state:
                     return False
                 self.loops[place] = state
             self._run(part, so_far[: place + 3] if part.has_passes else ())
+            self._note_free(part)
         self.n_steps += 1
         left = self._all_held()
         if first and program.first_step is not None:
@@ -467,7 +537,8 @@ class _Replay:
             for buffer, n in self.handed_over.items():
                 net[buffer] += n
                 net[program.handed_over[buffer]] -= n
-            self.at_rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
+            rest = Counter({buffer: left[buffer] - net[buffer] for buffer in {*left, *net}})
+            self.at_rest = rest | program.kept
         at_rest = self.at_rest
         for buffer, n in (left - at_rest).items():
             for _ in range(n):
@@ -476,6 +547,11 @@ class _Replay:
             for _ in range(n):
                 self._allocate(buffer)
         return True
+
+    def _note_free(self, part: Stretch) -> None:
+        """Note the sizes of the free blocks after a loop that leaves tensors allocated."""
+        if part.repeats > 1 and part.has_passes and part.net_bytes > 0:
+            self.free_after.append(self.allocator.free_sizes())
 
     def _skipped(self, reached: _Reached, so_far: tuple[Any, ...]) -> int:
         """Restore the state after the last loop reached before; the number of parts up to there."""
@@ -497,10 +573,11 @@ class _Replay:
         halfway = [(stage, list(found)) for stage, found in sorted(self.halfway.items())]
         others = sorted(self.passes.items()), sorted(self.loops.items()), len(self.beside), len(self.states)
         held.sort(key=itemgetter(0))
-        return dumps((self.allocator.saved(), held, *counted, halfway, *others), WITHOUT_REFERENCES)
+        rest = *others, self.free_after
+        return dumps((self.allocator.saved(), held, *counted, halfway, *rest), WITHOUT_REFERENCES)
 
     def _restore(self, saved: bytes, buffers: Sequence[Buffer]) -> None:
-        allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states = loads(saved)
+        allocator, held, not_yet, handed_over, halfway, passes, loops, _, n_states, free_after = loads(saved)
         self.allocator.restore(allocator)
         self.held = {buffers[i]: found for i, found in held}
         for buffer in self.held:
@@ -508,6 +585,7 @@ class _Replay:
         self.not_yet = Counter({buffers[i]: n for i, n in not_yet})
         self.handed_over = Counter({buffers[i]: n for i, n in handed_over})
         self.halfway = {stage: deque(found) for stage, found in halfway}
+        self.free_after = free_after
         self.passes, self.loops = Counter(dict(passes)), dict(loops)
         self.states = self.states if n_states else ()
         if self.beside:
@@ -520,23 +598,49 @@ class _Replay:
         for event in changes(self.program.second):
             self.at_rest[event.buffer] += event.sign
 
-    def state(self) -> object:
+    def state(self, since: int = 0) -> "_State":
         """The state that the rest of the replay depends on: free blocks, and used ones by micro-batch age.
 
         Addresses are counted without the gaps of segments that were given back. Blocks that no step
         frees are left out: they fill the rest.
+
+        `since`: where age alone decides which block is taken, the clock when the states to compare began.
         """
         passes, allocator = self.passes, self.allocator
         halfway = [(stage, n) for stage, found in self.halfway.items() for n in found]
         over = {stage: min(passes[stage, "forward"], passes[stage, "backward"]) for stage, _ in passes}
         for stage, n in reversed(halfway):
             over[stage] = min(over[stage], n - 1)
-        same = allocator.n_given_back == self.n_given_back
-        names = None if same else allocator.places()
+        fixed: dict[int, int] = {}
+        names: Places | None = None
+        moment: Moment | None = None
+        if allocator.by_age_alone:
+            fixed = self._not_freed(since)
+            moment, names = allocator.moment([block for block in self._in_use() if block not in fixed], fixed)
+        elif allocator.n_given_back != self.n_given_back:
+            names = allocator.places()
         held = frozenset(self._held_blocks(over, names))
-        in_use = (block for found in self.held.values() for blocks in found.values() for block in blocks)
         ages = frozenset((stage, n - passes[stage, "forward"]) for stage, n in halfway)
-        return allocator.layout(names), allocator.ages, allocator.by_age(in_use, names), held, ages
+        of_garbage = allocator.large_requests_since
+        by_age = () if moment is not None else allocator.by_age(self._in_use(), names)
+        key = hash((allocator.layout(names), of_garbage, by_age, held, ages, frozenset(fixed)))
+        return _State(key, moment)
+
+    def _in_use(self) -> Iterator[int]:
+        """The addresses of all blocks in use."""
+        return (block for found in self.held.values() for blocks in found.values() for block in blocks)
+
+    def _not_freed(self, since: int) -> dict[int, int]:
+        """The bytes of each block in use, by its address, that has not been freed `since` then."""
+        found: dict[int, int] = {}
+        freed = self.allocator.ages.freed
+        for buffer, held in self.held.items():
+            pool, n_bytes = self.requests[buffer]
+            for blocks in held.values():
+                for block in blocks:
+                    if freed.get(block, 0) <= since:
+                        found[block] = n_bytes + pool.unsplit.get(block, 0)
+        return found
 
     def _held_blocks(self, over: Mapping[int, int], names: Places | None) -> Iterator[tuple[object, ...]]:
         """The blocks of each buffer and micro-batch, with its age; None once all its passes are `over`."""
@@ -557,24 +661,38 @@ class _Replay:
             for buffer in self.states:
                 self._allocate(buffer)
             self.states = ()
-        seen: dict[int, int] = {}
-        i, n = 0, stretch.repeats
+        seen: dict[int, tuple[int, _State]] = {}
+        ages = self.allocator.ages
+        since = i = n_played = 0
+        n, may_recur = stretch.repeats, stretch.repeats > 2 and stretch.net_bytes == 0
         while i < n:
             if self.reached is not None and so_far and i >= FEW and not self.beside:
                 key = *so_far[:-1], (i, *so_far[-1][1:])
                 self.reached.states[key] = self._saved(self.reached.numbers)
-            if n > 2 and stretch.net_bytes == 0:
-                state = hash(self.state())
-                if state in seen:
-                    n = i + (n - i) % (i - seen[state])
-                    seen, so_far = {}, ()
-                    if i == n:
-                        return
-                seen[state] = i
-            if i == self.patience and stretch.stage_pass is None and stretch.has_passes:
+            if may_recur:
+                if n_played in FORGETS:
+                    since, seen = ages.clock, {}
+                state = self.state(since)
+                if state.key in seen:
+                    start, before = seen[state.key]
+                    n_more, state = self.repeated(before, state, (n - i) // (i - start))
+                    if n_more:
+                        i, n_played = i + n_more * (i - start), 0
+                        seen, so_far = {}, ()
+                        continue
+                seen[state.key] = i, state
+            if n_played == self.patience and stretch.stage_pass is None and stretch.has_passes:
                 raise _NotRecurring(self.allocator.peak_reserved_bytes)
+            ages.next_repetition()
             self._once(stretch)
-            i += 1
+            i, n_played = i + 1, n_played + 1
+
+    def repeated(self, before: _State, now: _State, most: int) -> tuple[int, _State]:
+        """Leave out up to `most` repetitions between equal states; how many, and the state after them."""
+        if before.moment is None or now.moment is None:
+            return most, now
+        n, moment = self.allocator.ages.repeat(before.moment, now.moment, most)
+        return n, _State(now.key, moment)
 
     def _once(self, stretch: Stretch) -> None:
         before = self.current

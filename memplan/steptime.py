@@ -388,7 +388,9 @@ class Roofline:
     @property
     def band(self) -> Band | None:
         """The band of the published runs of `steptime.toml`; None with another efficiency."""
-        return Band(**toml_table(RATES)["band"]) if self.efficiency == EFFICIENCY else None
+        found = toml_table(RATES)["band"]
+        known = Band(found["low"], found["high"], found["n_runs"])
+        return known if self.efficiency == EFFICIENCY else None
 
     def missing(self, plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
         """Why there is no step time: the rates that are not known."""

@@ -139,8 +139,13 @@ def headline(estimate: Estimate) -> str:
 
     >>> from memplan import estimate
     >>> print(headline(estimate("gpt2", cluster="1xh100-sxm")))
-    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 350k-780k tokens/s
+    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 210k-470k tokens/s
     """
+    return wrapped(f"{finding(estimate)}{_rate_text(estimate)}", indent="    ")
+
+
+def finding(estimate: Estimate) -> str:
+    """The verdict without the rate, in one line of any length: model, GPUs, bytes against what a GPU has."""
     cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
     where = "" if cluster is None else f" on {printable(cluster.name)}"
     usable_bytes = None if cluster is None else cluster.gpu.usable_bytes
@@ -155,7 +160,7 @@ def headline(estimate: Estimate) -> str:
         unit, name = binary_unit(usable_bytes)
         low, high, usable = (scaled(n, unit, 1) for n in (*held, usable_bytes))
         said = f" {verdict.upper()}: {low}-{high} of {usable} {name}"
-    return wrapped(f"{printable(estimate.model.name)}{where}{said}{_rate_text(estimate)}", indent="    ")
+    return f"{printable(estimate.model.name)}{where}{said}"
 
 
 def _rate_text(estimate: Estimate) -> str:
@@ -489,6 +494,7 @@ def _rate(per_s: float) -> str:
 def _in_table(n_bytes: int, unit: int) -> str:
     """A byte count in a table's unit; a few bytes are less than its last digit, and not 0.
 
+    >>> from memplan.units import GiB
     >>> _in_table(0, GiB), _in_table(17, GiB), _in_table(3 * TiB, GiB)
     ('0', '<0.01', '3,072.00')
     """

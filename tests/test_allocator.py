@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
-from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, rounded_bytes
+from memplan.allocator import AllocatorConfig, CachingAllocator, OutOfMemory, Pool, rounded_bytes
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
 from memplan.hardware import VERDICTS
@@ -303,6 +303,71 @@ def test_left_out_repetitions_of_a_plan_change_nothing(plan):
     assert updates
     written_out = dataclasses.replace(program, step=chain("step", *parts))
     assert replayed(written_out) == replayed(program)
+
+
+BY_AGE: list[dict[str, Any]] = [
+    {"dp": 2, "zero": 1, "global_batch": 64},
+    {"dp": 2, "global_batch": 24, "recompute": "full", "set_to_none": False},
+    {"dp": 2, "zero": 2, "global_batch": 40, "precision": "fp32"},
+    {"pp": 2, "global_batch": 30, "schedule": "1f1b"},
+]
+
+
+@pytest.mark.parametrize("plan", BY_AGE, ids=lambda plan: " ".join(map(str, plan.values())))
+def test_what_is_left_out_of_a_plan_of_torch_2_12_changes_nothing(plan, monkeypatch):
+    """There the oldest of equal free blocks is taken; all that is left out is played in the reference."""
+    program = memplan.estimate(SMALL, seq_len=96, torch_version="2.12", **plan).worst.program()
+    some = replayed(program)
+    parts = [part if part.name == "update" else literal(part) for part in program.step.parts if part.repeats]
+    monkeypatch.setattr("memplan.ages.Ages.repeat", lambda self, before, now, most: (0, now))
+    every = replayed(dataclasses.replace(program, step=chain("step", *parts)))
+    assert every.after_step[: some.n_steps] == some.after_step
+    assert set(every.after_step[some.n_steps :]) <= {some.after_step[-1]}
+
+
+def test_peaks_of_which_reserved_bytes_grow_less_than_allocated_ones_are_not_extrapolated():
+    """Reserved bytes grow by whole segments: not at all in three micro-batches, then by 2 MiB."""
+    model = dataclasses.replace(SMALL, n_layers=8, d_model=64, n_heads=4, n_kv_heads=2, d_head=16, d_ff=128)
+    model = dataclasses.replace(model, vocab_size=512)
+    e = memplan.estimate(
+        model, pp=2, dp=2, zero=2, global_batch=80, seq_len=17, schedule="gpipe", precision="fp32",
+        optimizer="sgd-momentum", torch_version="2.12",
+    )  # fmt: skip
+    replay = e.stages[0].replayed
+    assert replay.allocated_bytes <= replay.reserved_bytes
+
+
+def test_peaks_that_grow_equally_by_chance_are_not_extrapolated(monkeypatch):
+    """Three micro-batches reserve another 2 MiB twice, and then sometimes not, since segments fill up."""
+    model = dataclasses.replace(SMALL, n_layers=4, d_model=64, n_heads=4, n_kv_heads=2, d_head=16, d_ff=128)
+    e = memplan.estimate(
+        dataclasses.replace(model, vocab_size=512), pp=2, dp=3, zero=3, global_batch=90, seq_len=100,
+        schedule="looped-bfs", virtual_stages=2, precision="fp32", optimizer="sgd", recompute="full",
+        set_to_none=False, torch_version="2.13",
+    )  # fmt: skip
+    program = e.stages[1].program()
+    found = replayed(program)
+    monkeypatch.setattr("memplan.replay.FEW", 100)
+    assert found.after_step == replayed(program).after_step
+
+
+@pytest.mark.parametrize("model", ["gpt2-medium", "gemma-2-2b"])
+def test_the_ages_of_blocks_cost_few_requests(model, monkeypatch):
+    requests = []
+    allocate = CachingAllocator.allocate
+
+    def counted(self: CachingAllocator, pool: Pool, n_bytes: int) -> int:
+        requests.append(n_bytes)
+        return allocate(self, pool, n_bytes)
+
+    monkeypatch.setattr(CachingAllocator, "allocate", counted)
+    counts = []
+    for version in ("2.13", "2.12"):
+        requests.clear()
+        e = memplan.estimate(model, dp=2, zero=1, global_batch=128, torch_version=version)
+        assert e.worst.replayed.settled
+        counts.append(len(requests))
+    assert counts[1] < 3 * counts[0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

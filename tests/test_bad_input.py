@@ -262,7 +262,7 @@ def test_a_folders_name_cannot_move_the_cursor(tmp_path):
     result = estimate_on_the_command_line(folder)
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
-    assert result.stdout.startswith("a\\x1b[2J\\nb: ")
+    assert "a\\x1b[2J\\nb: " in result.stdout
 
 
 sizes = st.integers(1, 2**31 - 1) | st.sampled_from([1, 2, 4, 8, 64, 1024])

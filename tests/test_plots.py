@@ -17,11 +17,14 @@ from memplan import plots
 from memplan.errors import MemplanError
 from memplan.memory import running_bytes
 from memplan.plots.measured import _pair
+from memplan.plots.style import HOLDS, VERDICTS
 from memplan.plots.style import KINDS as PARTS
 from memplan.plots.time import PASSES, SECONDS
 from memplan.plots.timeline import _drawn, _held
 from memplan.record import Stretch, chain, unrolled
 from memplan.shapes import KINDS
+from memplan.tables import finding, trust_text
+from memplan.timetable import timetable
 from memplan.units import GiB, MiB
 from tests.gallery import EXAMPLES, gallery
 
@@ -88,6 +91,7 @@ def every_chart(one, staged):
         "ledger_at_peak": plots.ledger_at_peak(staged),
         "sweep": plots.sweep("micro_batch", sweep),
         "schedule": plots.schedule(staged),
+        "schedules on one axis": plots.schedule(staged, long),
         "schedule of many micro-batches": plots.schedule(long),
         "ring_all_reduce": plots.ring_all_reduce(4),
         "ring_all_reduce of many": plots.ring_all_reduce(16),
@@ -137,7 +141,7 @@ def test_text_on_a_slide_is_read_from_the_back_row(one, staged):
 
 
 def test_a_slide_may_say_something_else(one):
-    assert plots.slide(plots.stage_peaks(one)).texts[0].get_text() == "Peak bytes of one GPU"
+    assert plots.slide(plots.stage_peaks(one)).texts[0].get_text().startswith("gpt2 on 1xh100-sxm FITS")
     assert plots.slide(plots.stage_peaks(one), "It fits").texts[0].get_text() == "It fits"
 
 
@@ -149,14 +153,17 @@ def test_too_many_rows_for_a_slide_are_refused(one):
 
 def test_every_axis_has_a_unit_or_a_name(one, staged):
     for name, figure in every_chart(one, staged).items():
-        assert all(axes.get_xlabel() for axes in figure.axes), name
+        shared = figure.axes[:-1] if name == "schedules on one axis" else []
+        assert all(axes.get_xlabel() for axes in figure.axes if axes not in shared), name
     assert "(GiB)" in plots.stage_peaks(staged).axes[0].get_xlabel()
     assert "(GiB)" in plots.step_timeline(one).axes[0].get_ylabel()
 
 
 def test_bars_add_up_to_the_peak_in_the_order_of_the_legend(staged):
     figure = plots.stage_peaks(staged)
-    bars = {container.get_label(): container for container in figure.axes[0].containers}
+    labels = [part.label for part in PARTS.values()]
+    found = {container.get_label(): container for container in figure.axes[0].containers}
+    bars = {label: container for label, container in found.items() if label in labels}
     assert list(bars) == [part.label for part in PARTS.values()]
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown[: len(bars)] == list(bars)
@@ -341,3 +348,84 @@ def test_a_sweep_needs_two_values():
     one = memplan.estimate("gpt2", seq_len=64)
     with pytest.raises(memplan.InvalidValue, match="two values"):
         plots.sweep("micro_batch", [one])
+
+
+def title_of(figure):
+    return " ".join(figure.texts[0].get_text().split())
+
+
+def test_titles_say_the_finding(one, staged):
+    """The verdict with its bytes where one plan is drawn; which one is best where several are."""
+    for draw in (plots.stage_peaks, plots.step_timeline):
+        assert title_of(draw(one)) == finding(one) == "gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB"
+    large = memplan.estimate("llama-3-8b", cluster="1xh100-sxm", seq_len=512)
+    assert title_of(plots.compare({"a": large, "b": one})).startswith(
+        "1 of 2 plans fits; b takes the least, "
+    )
+    assert title_of(plots.compare({"b": one, "a": staged})).startswith("All 2 plans fit; b takes the least, ")
+    assert title_of(plots.step_time({"a": one, "b": staged})).startswith("a is the fastest: ")
+    longer = [memplan.estimate("gpt2", cluster="1xh100-sxm", micro_batch=n) for n in (1, 2, 256)]
+    assert [e.verdict for e in longer] == ["fits", "fits", "does not fit"]
+    assert title_of(plots.sweep("micro_batch", longer)) == "gpt2 FITS up to micro_batch=2"
+    assert title_of(plots.front(FRONT)) == "gpt2 on 8xh100-sxm FITS: the fastest holds 63.0-70.0 GiB"
+
+
+def test_a_bar_shows_the_interval_that_its_verdict_hangs_on(staged):
+    (axes,) = plots.stage_peaks(staged).axes
+    boxes: list[Any] = list(axes.patches)
+    drawn = [box for box in boxes if box.get_height() == pytest.approx(0.4)]
+    for box, stage in zip(drawn, staged.stages, strict=True):
+        held = staged.device_bytes_of(stage)
+        assert box.get_x() * GiB == pytest.approx(held.low_bytes)
+        assert (box.get_x() + box.get_width()) * GiB == pytest.approx(held.high_bytes)
+        mark = VERDICTS[staged.verdict if stage is staged.worst else None]
+        assert to_rgb(box.get_edgecolor()[:3]) == to_rgb(mark.color)
+    assert staged.device_bytes_of(staged.worst) == staged.device_bytes
+
+
+def test_lines_are_the_budget_and_the_usable_bytes(one, staged):
+    gpu = staged.cluster.gpu
+    for draw in (plots.stage_peaks, plots.step_timeline):
+        (axes,) = draw(staged).axes
+        ends = [np.asarray(line.get_xydata()).ravel().tolist() for line in axes.lines]
+        for n_bytes in (staged.cluster.budget_bytes, gpu.usable_bytes):
+            assert any(end.count(n_bytes / GiB) == 2 for end in ends)
+
+
+def test_the_timeline_and_the_sweep_show_what_a_gpu_holds(staged):
+    sweep = plots.sweep(
+        "seq_len", [memplan.estimate("gpt2", cluster="1xh100-sxm", seq_len=n) for n in (8, 9)]
+    )
+    for figure in (plots.step_timeline(staged), sweep):
+        assert HOLDS in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_every_verdict_is_drawn_in_one_way():
+    assert set(VERDICTS) == {*memplan.hardware.VERDICTS, None}
+    assert len({mark.color for mark in VERDICTS.values()}) == len(VERDICTS)
+    (axes,) = plots.front(FRONT).axes
+    drawn = {points.get_label(): points for points in axes.collections}
+    for verdict in ("fits", "cannot say", "does not fit"):
+        points: Any = drawn[verdict]
+        assert tuple(points.get_facecolor()[0][:3]) == to_rgb(VERDICTS[verdict].color)
+
+
+@pytest.mark.parametrize("cluster", ["1xh100-sxm", "1xrtx-4090", "1xmi300x", "cpu"])
+def test_charts_say_what_confirmed_the_bytes_of_this_gpu(cluster):
+    e = memplan.estimate("gpt2", cluster=cluster, seq_len=64)
+    assert trust_text(e) in plots.stage_peaks(e).get_suptitle()
+    found = FRONT.copy()
+    found.attrs["trust"] = trust_text(e)
+    assert trust_text(e) in plots.front(found).get_suptitle()
+
+
+def test_pipelines_of_one_job_share_an_axis(staged):
+    more = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", pp=4, seq_len=2048, global_batch=16)
+    figure = plots.schedule(staged, more)
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    ends = [max(each.stop_s for each in timetable(e)) for e in (staged, more)]
+    assert ends[0] != ends[1]
+    boxes: list[list[Any]] = [list(axes.patches) for axes in figure.axes]
+    drawn = [max(box.get_x() + box.get_width() for box in each) for each in boxes]
+    assert drawn[0] / drawn[1] == pytest.approx(ends[0] / ends[1])

@@ -106,7 +106,7 @@ class TwoLists(nn.Module):
     [(None, 7, 15), ("first", 3, 7), ("first,second", 7, 15), (["second"], 4, 9), ("", 0, 1)],
 )
 def test_ones_own_lists_are_units_as_they_are_named(blocks, n_layers, n_gathers):
-    traced = memplan.trace(TwoLists(), torch.ones(4, 16), precisions=["fp32"], blocks=blocks)
+    traced = memplan.trace(TwoLists(), torch.ones(4, 16), precisions=["fp32"], device="cpu", blocks=blocks)
     assert traced.n_layers == n_layers
     assert traced.n_parameters == sum(p.numel() for p in TwoLists().parameters())
     assert gathers(traced, seq_len=1) == n_gathers
@@ -115,7 +115,7 @@ def test_ones_own_lists_are_units_as_they_are_named(blocks, n_layers, n_gathers)
 
 
 def test_a_model_of_two_stacks_has_no_pipeline_and_is_recomputed_whole_or_not():
-    traced = memplan.trace(TwoLists(), torch.ones(4, 16), precisions=["fp32"])
+    traced = memplan.trace(TwoLists(), torch.ones(4, 16), precisions=["fp32"], device="cpu")
     plan: dict[str, Any] = {"device": "cpu", "seq_len": 1, "precision": "fp32"}
     assert traced.n_stacks == 2
     with pytest.raises(MissingRule, match=r"its blocks are in several stacks\); use pp=1"):
@@ -128,7 +128,7 @@ def test_a_model_of_two_stacks_has_no_pipeline_and_is_recomputed_whole_or_not():
 
 def test_a_pipeline_over_blocks_of_several_kinds_leaves_gradients_alone():
     module = nn.Sequential(nn.Linear(16, 16), nn.Sequential(*map(Block, (32, 32, 64, 64))), nn.Linear(16, 4))
-    traced = memplan.trace(module, torch.ones(4, 16), loss=torch.sum, precisions=["fp32"], blocks="1")
+    traced = memplan.trace(module, torch.ones(4, 16), loss=torch.sum, precisions=["fp32"], device="cpu", blocks="1")
     assert traced.layers == (("blocks", 2), ("blocks 2", 1), ("blocks 3", 1)) or len(traced.layers) == 2
     for layers in ((2, 2), (1, 3), (3, 1)):
         e = memplan.estimate(
@@ -158,7 +158,7 @@ class Children(nn.Module):
 
 @pytest.mark.parametrize("plan", [{}, {"dp": 2}, {"dp": 2, "zero": 3}], ids=str)
 def test_the_peak_of_a_module_without_blocks_is_in_a_part_of_its_own(plan):
-    traced = memplan.trace(Children(), torch.ones(4, 16), precisions=["fp32"])
+    traced = memplan.trace(Children(), torch.ones(4, 16), precisions=["fp32"], device="cpu")
     e = memplan.estimate(traced, device="cpu", seq_len=1, precision="fp32", micro_batch=4096, **plan)
     assert e.worst.when in ("forward: body", "forward: Children", "backward: head", "backward: body")
     assert "no repeated blocks" in str(e)

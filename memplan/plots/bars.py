@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
-from memplan.plots.style import DASHED, MUTED, PAPER, Line, Swatch, legend_below, new_axes
+from memplan.hardware import Verdict
+from memplan.plots.style import (
+    DASHED,
+    DOTTED,
+    HOLDS,
+    MUTED,
+    PAPER,
+    Line,
+    Swatch,
+    interval_style,
+    legend_below,
+    new_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,17 +38,24 @@ VISIBLE: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar: its name, the values of its parts, and the two lines of text at its end."""
+    """A bar: its name, its parts, two lines of text at its end, and what a GPU holds (`HOLDS`) by verdict."""
 
     label: str
     values: Mapping[str, float]
     total_text: str
     small_text: str
+    holds: tuple[float, float] | None = None
+    verdict: Verdict | None = None
 
     @property
     def total(self) -> float:
-        """Where it ends."""
+        """The sum of the parts."""
         return sum(self.values.values())
+
+    @property
+    def end(self) -> float:
+        """Where what is drawn ends."""
+        return self.total if self.holds is None else self.holds[1]
 
 
 def stacked_bars(
@@ -49,14 +68,15 @@ def stacked_bars(
     line: Line | None = None,
 ) -> "Figure":
     """Bars of parts in the order of `parts`; the legend leaves out a part that is too small in every bar."""
-    reach = max([bar.total for bar in bars] + ([line.value] if line else []))
+    reach = max([bar.end for bar in bars] + ([line.usable] if line else []))
     labels = ["\n".join(fill(text, LABEL_LENGTH) for text in bar.label.splitlines()) for bar in bars]
     n_lines = max(label.count("\n") for label in labels) + 1
-    height_in = 1.5 + max(0.5, 0.19 * n_lines) * len(bars)
+    height_in = 1.9 + max(0.5, 0.19 * n_lines) * len(bars)
     figure, axes = new_axes(title, subtitle, height_in=height_in)
     below = [0.0] * len(bars)
     for name, part in parts.items():
         _draw_part(axes, part, [bar.values.get(name, 0.0) for bar in bars], below, reach)
+    _draw_intervals(axes, bars)
     ends = _ends(bars, line, reach)
     for y, (bar, end) in enumerate(zip(bars, ends, strict=True)):
         place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "bbox": PAPER, "zorder": 4}
@@ -69,18 +89,33 @@ def stacked_bars(
     axes.tick_params(axis="y", length=0)
     if line:
         axes.axvline(line.value, label=line.text, zorder=3, clip_on=False, **DASHED)
+        axes.axvline(line.usable, zorder=3, clip_on=False, **DOTTED)
     legend_below(figure, axes)
     return figure
 
 
 def _ends(bars: Sequence[Bar], line: Line | None, reach: float) -> list[float]:
     """Where each bar's total is written: at its end; behind the line if the line would cross one of them."""
-    ends = [bar.total for bar in bars]
+    ends = [bar.end for bar in bars]
     if line is None:
         return ends
     widths = [CHARACTER * max(len(bar.total_text), len(bar.small_text)) * reach for bar in bars]
-    crossed = any(end <= line.value < end + width for end, width in zip(ends, widths, strict=True))
-    return [line.value if crossed and end <= line.value else end for end in ends]
+    crossed = any(
+        end <= line.usable and end + width > line.value for end, width in zip(ends, widths, strict=True)
+    )
+    return [line.usable if crossed and end <= line.usable else end for end in ends]
+
+
+def _draw_intervals(axes: "Axes", bars: Sequence[Bar]) -> None:
+    """What a GPU holds, as a pale bar behind each stack."""
+    if any(bar.holds for bar in bars):
+        axes.fill_between([], [], label=HOLDS, **interval_style(None))
+    for y, bar in enumerate(bars):
+        if bar.holds is not None:
+            low, high = bar.holds
+            style = interval_style(bar.verdict)
+            axes.hlines(y, bar.total, low, color=style["edgecolor"], linewidth=1.2)
+            axes.barh(y, high - low, left=low, height=0.4, **style)
 
 
 def _draw_part(axes: "Axes", part: Swatch, values: Sequence[float], below: list[float], reach: float) -> None:

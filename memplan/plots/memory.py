@@ -9,17 +9,20 @@ from memplan.checks import checked_count
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
-from memplan.hardware import Verdict
+from memplan.hardware import Interval, Verdict
 from memplan.plots.bars import Bar, stacked_bars
 from memplan.plots.style import (
     DASHED,
+    DOTTED,
+    HOLDS,
     KINDS,
     MUTED,
     STACKED,
-    Line,
+    VERDICTS,
     budget_line,
     checked_some,
     common_text,
+    interval_style,
     legend_of,
     legend_top_down,
     new_axes,
@@ -27,7 +30,8 @@ from memplan.plots.style import (
     stage_text,
     upright,
 )
-from memplan.tables import ledger_rows
+from memplan.tables import finding, ledger_rows
+from memplan.text_tables import interval_text
 from memplan.units import binary_unit, human_bytes
 
 if TYPE_CHECKING:
@@ -47,48 +51,78 @@ AXIS_LABELS: Final = {
 
 
 def stage_peaks(estimate: Estimate) -> "Figure":
-    """The worst instant of each pipeline stage by kind, the verdict at the worst; the cluster's budget."""
-    stages, worst = estimate.stages, estimate.worst
-    peaks = [
-        _Peak(f"stage {s.stage}\n{stage_layers_text(s.layers)}", s, estimate.verdict if s is worst else None)
-        for s in stages
-    ]
-    one = len(stages) == 1
-    title = "Peak bytes of one GPU" if one else "Peak bytes of one GPU in each pipeline stage"
-    return _peaks(title, [estimate], peaks)
+    """The tensors of each pipeline stage at its peak by kind, and what its GPU holds against the budget.
+
+    The title is the verdict, which hangs on the worst stage.
+    """
+    peaks = [_Peak(f"stage {s.stage}\n{stage_layers_text(s.layers)}", estimate, s) for s in estimate.stages]
+    return _peaks(finding(estimate), peaks)
 
 
 def compare(estimates: Mapping[str, Estimate]) -> "Figure":
-    """The worst GPU's worst instant by kind, one bar for each named plan.
+    """The tensors of the fullest GPU at its peak by kind, and what it holds, one bar for each named plan.
 
     The budget is drawn where all plans have the same one.
     """
     checked_some("estimates", estimates)
-    peaks = [_Peak(name, e.worst, e.verdict) for name, e in estimates.items()]
-    return _peaks("Peak bytes of the fullest GPU", list(estimates.values()), peaks)
+    return _peaks(_best_of(estimates), [_Peak(name, e, e.worst) for name, e in estimates.items()])
+
+
+def _best_of(estimates: Mapping[str, Estimate]) -> str:
+    """How many of the plans fit, and which one takes least."""
+    least = min(estimates, key=lambda name: _most_bytes(estimates[name]))
+    e, n_plans = estimates[least], len(estimates)
+    held = e.device_bytes
+    takes = f"{human_bytes(e.worst.peak_bytes)} of tensors" if held is None else interval_text(held)
+    takes = f"{' '.join(least.split())} takes the least, {takes}"
+    if n_plans == 1:
+        return finding(e)
+    if any(each.verdict is None for each in estimates.values()):
+        return f"Of {n_plans} plans {takes}"
+    n_fit = sum(each.fits is True for each in estimates.values())
+    count = "All" if n_fit == n_plans else f"{n_fit or 'None'} of"
+    return f"{count} {n_plans} plans {'fits' if n_fit == 1 else 'fit'}; {takes}"
+
+
+def _most_bytes(estimate: Estimate) -> int:
+    """The upper end of what a GPU holds; the tensors at the peak where that is not known."""
+    held = estimate.device_bytes
+    return estimate.worst.peak_bytes if held is None else held.high_bytes
 
 
 class _Peak(NamedTuple):
     label: str
+    estimate: Estimate
     of: StageEstimate
-    verdict: Verdict | None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The estimate's verdict, at its worst stage."""
+        return self.estimate.verdict if self.of is self.estimate.worst else None
 
 
-def _peaks(title: str, estimates: Sequence[Estimate], peaks: Sequence[_Peak]) -> "Figure":
+def _peaks(title: str, peaks: Sequence[_Peak]) -> "Figure":
+    estimates = [each.estimate for each in peaks]
     budget = budget_line(estimates)
     highest = max([each.of.peak.total_bytes for each in peaks] + ([budget.value] if budget else []))
     unit, name = binary_unit(highest)
     bars = []
-    for label, of, verdict in peaks:
-        total = human_bytes(of.peak.total_bytes) + ("" if verdict is None else f", {verdict}")
-        bars.append(Bar(label, {kind: of.peak.of(kind) / unit for kind in KINDS}, total, of.when))
+    for peak in peaks:
+        held = peak.estimate.device_bytes_of(peak.of)
+        tensors = human_bytes(peak.of.peak.total_bytes)
+        total = tensors if held is None else interval_text(held)
+        total += "" if peak.verdict is None else f", {peak.verdict}"
+        small = peak.of.when if held is None else f"tensors {tensors}, {peak.of.when}"
+        holds = None if held is None else (held.low_bytes / unit, held.high_bytes / unit)
+        parts = {kind: peak.of.peak.of(kind) / unit for kind in KINDS}
+        bars.append(Bar(peak.label, parts, total, small, holds, peak.verdict))
     return stacked_bars(
         bars,
         KINDS,
         title=title,
         subtitle=common_text(estimates),
-        xlabel=f"bytes held at the worst instant ({name})",
-        line=None if budget is None else Line(budget.value / unit, budget.text),
+        xlabel=f"tensors at the peak, and bytes of a GPU ({name})",
+        line=None if budget is None else budget.per(unit),
     )
 
 
@@ -127,7 +161,7 @@ def _tensor_text(row: Mapping[str, Any]) -> str:
 
 
 def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
-    """Peak bytes by kind of plans that differ in one keyword of a Plan, against that keyword.
+    """Tensors by kind, and what a GPU holds, of plans that differ in one keyword, against that keyword.
 
     Kinds jump where another instant of the step becomes the worst one; a dotted line marks that.
     """
@@ -139,25 +173,56 @@ def sweep(keyword: str, estimates: Iterable[Estimate]) -> "Figure":
     if len({*values}) < 2:
         raise InvalidValue(f"every estimate has {keyword}={values[0]}; give estimates of two values or more.")
     budget = budget_line(every)
-    highest = max(e.peak.total_bytes for e in every)
+    held = [e.device_bytes or Interval(e.worst.peak_bytes, e.worst.peak_bytes) for e in every]
+    highest = max(each.high_bytes for each in held)
     unit, name = binary_unit(highest)
-    title = f"Peak bytes of the fullest GPU against {keyword}"
-    figure, axes = new_axes(title, common_text(every, keyword), height_in=4.6)
+    figure, axes = new_axes(_fitting(keyword, values, every), common_text(every, keyword), height_in=4.6)
     rows = np.array([[e.peak.of(kind) / unit for e in every] for kind in KINDS])
     axes.stackplot(values, rows, **STACKED)
     marker = "o" if len(values) <= 24 else ""
     axes.plot(values, rows.sum(axis=0), "k-", marker=marker, markersize=4, clip_on=False, label="peak")
+    low, high = np.array(held).T / unit
+    if any(e.device_bytes for e in every):
+        axes.fill_between(values, low, high, label=HOLDS, **interval_style(None))
+    for verdict, mark in VERDICTS.items():
+        own = [i for i, e in enumerate(every) if verdict is not None and e.verdict == verdict]
+        if own:
+            axes.plot([values[i] for i in own], high[own], color=mark.color, marker=mark.marker, linestyle="",
+                      markersize=5, clip_on=False, label=verdict)  # fmt: skip
     if budget and budget.value < 1.15 * highest:
-        axes.axhline(budget.value / unit, label=budget.text, **DASHED)
+        axes.axhline(
+            budget.value / unit, label=budget.text.replace(": ", ":\n").replace(", ", "\n"), **DASHED
+        )
+        axes.axhline(budget.usable / unit, **DOTTED)
     axes.set_xlim(values[0], values[-1])
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(0, 1.25 * highest / unit)
     _part_instants(axes, values, [e.worst.when.partition(",")[0] for e in every])
     axes.set_xlabel(AXIS_LABELS.get(keyword, keyword))
-    axes.set_ylabel(f"bytes held at the worst instant ({name})")
+    axes.set_ylabel(f"tensors at the peak, and bytes of a GPU ({name})")
     legend_top_down(figure, axes)
     return figure
+
+
+def _fitting(keyword: str, values: Sequence[int], estimates: Sequence[Estimate]) -> str:
+    """The values of the keyword with which a plan fits."""
+    models = {e.model.name for e in estimates}
+    model = models.pop() if len(models) == 1 else "The plan"
+    fit = [value for value, e in zip(values, estimates, strict=True) if e.fits]
+    ends = f"{keyword}={values[0]:,} to {values[-1]:,}"
+    if any(e.verdict is None for e in estimates):
+        first, last = (human_bytes(e.worst.peak_bytes) for e in (estimates[0], estimates[-1]))
+        return f"{model} takes {first} to {last} of tensors a GPU with {ends}"
+    if not fit:
+        return f"{model} FITS with none of {ends}"
+    if fit == list(values):
+        return f"{model} FITS with every {ends}"
+    if fit == values[: len(fit)]:
+        return f"{model} FITS up to {keyword}={fit[-1]:,}"
+    if fit == values[-len(fit) :]:
+        return f"{model} FITS from {keyword}={fit[0]:,}"
+    return f"{model} FITS with {keyword}={', '.join(f'{value:,}' for value in fit)}"
 
 
 def _value(estimate: Estimate, keyword: str) -> int:

@@ -8,20 +8,12 @@ import numpy as np
 
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
-from memplan.plots.style import BESIDE, DASHED, MUTED, checked_some, new_axes
+from memplan.plots.style import BESIDE, DASHED, MUTED, VERDICTS, checked_some, new_axes, trusts_text
 from memplan.units import GiB, human_bytes
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-
-VERDICTS: Final = {
-    "fits": ("#0072B2", "o"),
-    "fits, tight": ("#56B4E9", "D"),
-    "cannot say": ("#E69F00", "s"),
-    "does not fit": ("#D55E00", "X"),
-}
-"""The color and the marker of each verdict."""
 
 LINES: Final = (
     ("#0072B2", "o"),
@@ -46,20 +38,20 @@ def front(found: "pandas.DataFrame") -> "Figure":
     Raises:
         InvalidValue: no plan with a step time that fits or may fit.
     """
-    known = found[found["verdict"].isin(VERDICTS) & found["tokens_per_s_per_gpu"].notna()]
+    known = found[found["verdict"].isin(filter(None, VERDICTS)) & found["tokens_per_s_per_gpu"].notna()]
     known = known[known["device_high_bytes"].notna()]
     checked_some("plans with a step time that fit or may fit", list(known.index))
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
 
-    figure, axes = new_axes("Speed against memory", _subtitle(found), height_in=5.0)
-    for verdict, (color, marker) in VERDICTS.items():
+    figure, axes = new_axes(_fastest(found, known), _subtitle(found), height_in=5.0)
+    for verdict, mark in VERDICTS.items():
         rows = known[known["verdict"] == verdict]
         if len(rows):
             low, high = (rows[f"device_{end}_bytes"].to_numpy(float) / GiB for end in ("low", "high"))
             speed = rows["tokens_per_s_per_gpu"].to_numpy(float)
-            axes.hlines(speed, low, high, color=color, alpha=0.35, linewidth=2.5, zorder=2)
-            axes.scatter(high, speed, color=color, marker=marker, s=34, zorder=3, label=verdict)
+            axes.hlines(speed, low, high, color=mark.color, alpha=0.35, linewidth=2.5, zorder=2)
+            axes.scatter(high, speed, color=mark.color, marker=mark.marker, s=34, zorder=3, label=verdict)
     best = _unbeaten(known[known["verdict"] == "fits"])
     axes.plot(best["device_high_bytes"] / GiB, best["tokens_per_s_per_gpu"], color="black", linewidth=1,
               drawstyle="steps-post", zorder=2.5, label="none beats in both")  # fmt: skip
@@ -88,9 +80,21 @@ def _subtitle(found: "pandas.DataFrame") -> str:
     jobs = ", ".join(f"{job['global_batch']:,} x {job['seq_len']:,}" for job in asked.get("jobs", []))
     return (
         f"{asked.get('model', '')} on {asked.get('cluster', '')}, {jobs} tokens a step; the best kept of "
-        f"{asked.get('n_plans', len(found)):,} plans\nbars: the interval of bytes that a verdict hangs on, "
-        "confirmed by no GPU run; times are a roofline"
+        f"{asked.get('n_plans', len(found)):,} plans\n"
+        f"bars: the interval of bytes that a verdict hangs on; times are a roofline\n{asked.get('trust', '')}"
     )
+
+
+def _fastest(found: "pandas.DataFrame", known: "pandas.DataFrame") -> str:
+    """What a GPU holds of the fastest plan that fits; of equally fast ones the smallest."""
+    where = " on ".join(filter(None, (found.attrs.get("model"), found.attrs.get("cluster"))))
+    fit = known[known["verdict"].isin(("fits", "fits, tight"))]
+    if fit.empty:
+        return f"{where}: no plan is known to fit"
+    by_headroom = fit.sort_values("device_high_bytes")
+    row = by_headroom.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable").iloc[0]
+    low, high = (int(row[f"device_{end}_bytes"]) for end in ("low", "high"))
+    return f"{where} {row['verdict'].upper()}: the fastest holds {low / GiB:.1f}-{high / GiB:.1f} GiB"
 
 
 def _unbeaten(rows: "pandas.DataFrame") -> "pandas.DataFrame":
@@ -145,9 +149,10 @@ def frontier(lines: Mapping[str, Sequence[Estimate]]) -> "Figure":
     gpus = sorted({each.cluster.gpu.name for each in every if each.cluster is not None})
     seq_lens = sorted({each.plan.seq_len for each in every})
     subtitle = f"{', '.join(gpus)}; sequences of {', '.join(f'{n:,}' for n in seq_lens)} tokens"
-    figure, axes = new_axes(
-        "The largest model that fits", f"{subtitle}; confirmed by no GPU run", height_in=4.8
-    )
+    largest = max(every, key=lambda each: each.n_parameters)
+    strategy = next(name for name, line in lines.items() if largest in line)
+    title = f"{largest.model.name} is the largest that fits: {strategy}, {largest.plan.world_size:,} GPUs"
+    figure, axes = new_axes(title, f"{subtitle}\n{trusts_text(every)}", height_in=4.8)
     for (name, line), (color, marker) in zip(lines.items(), cycle(LINES), strict=False):
         points = sorted((each.plan.world_size, each.n_parameters / 1e9) for each in line)
         axes.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=6, label=name)

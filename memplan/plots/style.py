@@ -5,16 +5,18 @@ are those of Okabe and Ito 2008, "Color Universal Design", ordered so that neigh
 and a print in grey stays readable.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 from memplan.engines.options import Said, said_by
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
+from memplan.hardware import Cluster, Verdict
 from memplan.plan import MESH_AXES
-from memplan.tables import ALWAYS, HEADED, layers_text
+from memplan.tables import ALWAYS, HEADED, layers_text, trust_text
 from memplan.units import human_bytes
 
 if TYPE_CHECKING:
@@ -42,11 +44,35 @@ KINDS: Final[Mapping[str, Swatch]] = {
 }
 """Kinds of bytes, from the bottom or the left: blue stays, green are gradients, warm comes and goes."""
 
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The color and the marker of a verdict."""
+
+    color: str
+    marker: str
+
+
+VERDICTS: Final[Mapping[Verdict | None, Mark]] = {
+    "fits": Mark("#0072B2", "o"),
+    "fits, tight": Mark("#56B4E9", "D"),
+    "cannot say": Mark("#E69F00", "s"),
+    "does not fit": Mark("#D55E00", "X"),
+    None: Mark("0.5", "o"),
+}
+"""How each verdict is drawn in every chart; None where there is no verdict."""
+
+HOLDS: Final = "a GPU holds, low to high"
+"""The name of the interval of bytes on which a verdict hangs."""
+
 WITHIN, OUTSIDE, MEASURED = "#0072B2", "#D55E00", "#56B4E9"
 """Colors of errors within and outside the tolerance, and of measurements."""
 
 MUTED: Final = "0.35"
 WIDTH_IN: Final = 9.0
+TITLE_LENGTH: Final = 64
+"""Characters of a title in a line, on a slide too."""
+
 LEFT: Final = 0.012
 """Where titles start, as a share of the width."""
 
@@ -68,6 +94,7 @@ CLOSE: Final[dict[str, Any]] = {"columnspacing": 1.2, "handlelength": 1.6}
 
 PAPER: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 DASHED: Final[dict[str, Any]] = {"color": "black", "linestyle": (0, (4, 3)), "linewidth": 1.2}
+DOTTED: Final[dict[str, Any]] = {"color": "black", "linestyle": ":", "linewidth": 1.0}
 STACKED: Final[dict[str, Any]] = {
     "colors": [part.color for part in KINDS.values()],
     "labels": [part.label for part in KINDS.values()],
@@ -77,20 +104,37 @@ STACKED: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A dashed line at a value of an axis, and its text."""
+    """The budget on an axis of bytes, the usable bytes above it, and their text."""
 
     value: float
+    usable: float
     text: str
+
+    def per(self, unit: int) -> "Line":
+        """The line on an axis in this unit."""
+        return Line(self.value / unit, self.usable / unit, self.text)
+
+
+def budget_text(cluster: Cluster) -> str:
+    """The bytes up to which a plan fits, and beyond which it does not."""
+    budget, usable = human_bytes(cluster.budget_bytes or 0), human_bytes(cluster.gpu.usable_bytes or 0)
+    return f"{cluster.gpu.name}: budget {budget}, usable {usable}"
 
 
 def budget_line(estimates: Sequence[Estimate]) -> Line | None:
     """The budget that all have in common; None if there is none, or no verdict hangs on it (accounting)."""
     clusters = [e.cluster for e in estimates if e.cluster is not None and not e.engine.is_accounting]
-    budgets = {(c.gpu.name, c.budget_bytes) for c in clusters}
+    budgets = {(c.budget_bytes, c.gpu.usable_bytes, budget_text(c)) for c in clusters}
     if len(clusters) < len(estimates) or len(budgets) != 1:
         return None
-    name, n_bytes = budgets.pop()
-    return None if n_bytes is None else Line(n_bytes, f"budget of {name}: {human_bytes(n_bytes)}")
+    budget_bytes, usable_bytes, text = budgets.pop()
+    return None if budget_bytes is None or usable_bytes is None else Line(budget_bytes, usable_bytes, text)
+
+
+def interval_style(verdict: Verdict | None) -> dict[str, Any]:
+    """How the interval of bytes that a GPU holds is drawn: pale, with an edge."""
+    color = VERDICTS[verdict].color
+    return {"facecolor": (color, 0.18), "edgecolor": color, "linewidth": 1.2}
 
 
 def checked_some(what: str, found: "Sequence[object] | Mapping[str, object]") -> None:
@@ -120,7 +164,7 @@ FIELDS: Final = ("dp", "tp", "pp", *HEADED[len(MESH_AXES) :], *ALWAYS)
 
 
 def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
-    """The fields that all plans have in common, except the `varied` keyword, as text."""
+    """The fields that all plans have in common, except the `varied` keyword; and what confirmed them."""
     models = {e.model.name for e in estimates}
     parts = [models.pop()] if len(models) == 1 else []
     first, *others = [{each.name: each for each in said_by(e.plan)} for e in estimates]
@@ -129,9 +173,12 @@ def common_text(estimates: Sequence[Estimate], varied: str = "") -> str:
         same = all(name in one and one[name].value == value for one in others)
         if same and name != varied and _says_something(estimates, first[name]):
             parts.append(f"{value}" if name in ("precision", "optimizer") else f"{name}={value}")
-    if any(e.confirmed != "cpu-ranks" for e in estimates):
-        parts.append("confirmed by no GPU run")
-    return ", ".join(parts)
+    return "\n".join([", ".join(parts), trusts_text(estimates)])
+
+
+def trusts_text(estimates: Iterable[Estimate]) -> str:
+    """What has confirmed the bytes of these estimates; each sentence once."""
+    return "\n".join(dict.fromkeys(map(trust_text, estimates)))
 
 
 def _says_something(estimates: Sequence[Estimate], said: Said) -> bool:
@@ -158,13 +205,15 @@ def new_axes(title: str, subtitle: str, *, height_in: float) -> "tuple[Figure, A
 def heading(figure: "Figure", title: str, subtitle: str = "") -> None:
     """A title in bold above lines that wrap at the figure's width.
 
-    The layout keeps room for one text above the axes: for the lines, with two empty ones where the title is.
+    The layout keeps room for one text above the axes: for the lines, with empty ones where the title is.
     """
+    title = fill(title, TITLE_LENGTH)
     from matplotlib.transforms import ScaledTranslation
 
     top = figure.transFigure + ScaledTranslation(0, -0.05, figure.dpi_scale_trans)
     figure.text(LEFT, 1, title, va="top", fontsize=13, weight="bold", transform=top)
-    lines = f"\n\n{subtitle}" if subtitle else "\n "
+    above = "\n" * (2 + 2 * title.count("\n"))
+    lines = f"{above}{subtitle}" if subtitle else f"{above[1:]} "
     figure.suptitle(lines, x=LEFT, ha="left", fontsize=9, color=MUTED, wrap=True)
 
 
@@ -195,13 +244,14 @@ def plain(axes: "Axes") -> None:
 
 
 def legend_below(figure: "Figure", axes: "Axes") -> None:
-    """A legend in a row below the axes: the parts as they are stacked, then the lines."""
+    """A legend below the axes: the parts as they are stacked, then the lines; more than 6 in two rows."""
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: isinstance(handles[i], Line2D))
+    order = sorted(range(len(labels)), key=lambda i: (isinstance(handles[i], Line2D), labels[i] == HOLDS))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
-    figure.legend(handles, labels, ncols=len(handles), **BELOW, **CLOSE)
+    n_columns = len(handles) if len(handles) <= 6 else -(-len(handles) // 2)
+    figure.legend(handles, labels, ncols=n_columns, **BELOW, **CLOSE)
 
 
 def legend_top_down(figure: "Figure", axes: "Axes") -> None:

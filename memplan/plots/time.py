@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
 from memplan.plots.bars import Bar, stacked_bars
-from memplan.plots.style import Swatch, checked_some, common_text, legend_of, new_axes
+from memplan.plots.style import WIDTH_IN, Swatch, checked_some, common_text, heading, legend_of, plain
 from memplan.timetable import TimedPass, timetable
 from memplan.units import scaled, time_unit
 
@@ -42,6 +42,8 @@ numbers, so that a print in grey tells it from backward."""
 
 IDLE: Final = Swatch("idle", "white", edge="0.75", hatch="////")
 
+BOX: Final[dict[str, Any]] = {"height": 0.8, "linewidth": 0.5}
+
 CHARACTER: Final = 0.0085
 """About how much of the axis' width a character of a micro-batch's number takes."""
 
@@ -71,39 +73,86 @@ def step_time(estimates: Mapping[str, Estimate]) -> "Figure":
     return stacked_bars(
         bars,
         SECONDS,
-        title="Where a step's time goes, on the slowest stage",
-        subtitle=f"{common_text(every)}\n{every[0].time_model.label}",
+        title=_fastest(estimates),
+        subtitle=f"a step's time on the slowest stage; {common_text(every)}\n{every[0].time_model.label}",
         xlabel=f"time of a step ({unit})",
     )
 
 
-def schedule(estimate: Estimate) -> "Figure":
-    """The passes of a pipeline over time (a Gantt chart): a row for each rank.
+def _fastest(estimates: Mapping[str, Estimate]) -> str:
+    """The fastest of the plans that fit, or of all if none is known to."""
+    fit = {name: each for name, each in estimates.items() if each.fits} or estimates
+    name = min(fit, key=lambda name: fit[name].step_s or 0.0)
+    step_s = fit[name].step_s or 0.0
+    seconds, unit = time_unit(step_s)
+    takes = f"{scaled(step_s, seconds, 2)} {unit} a step, {fit[name].verdict or 'no verdict'}"
+    return f"{' '.join(name.split())}{' is the fastest' if len(estimates) > 1 else ''}: {takes}"
+
+
+def schedule(*estimates: Estimate) -> "Figure":
+    """The passes of pipelines over time (Gantt charts on one axis): a row for each rank.
 
     Passes are numbered by micro-batch where there is room; what is hatched is idle. Times are those of
     `memplan.timetable`; reductions of gradients and the update come after.
     """
-    passes = timetable(estimate)
-    plan = estimate.plan
-    end_s = max(each.stop_s for each in passes)
-    idle = 1 - sum(each.stop_s - each.start_s for each in passes) / (end_s * plan.pp)
+    checked_some("estimates", estimates)
+    from matplotlib.figure import Figure
+
+    tables = [timetable(each) for each in estimates]
+    end_s = max(each.stop_s for passes in tables for each in passes)
     seconds, unit = time_unit(end_s)
-    name = "no pipeline" if plan.pp == 1 else plan.schedule
-    title = f"{name}: {_many(plan.pp, 'rank')}, {_many(plan.n_micro_batches, 'micro-batch')}, {idle:.0%} idle"
-    subtitle = f"{common_text([estimate])}\n{estimate.time_model.label}"
-    rows = [_rank_text(estimate, rank) for rank in range(plan.pp)]
-    figure, axes = new_axes(title, subtitle, height_in=1.75 + 0.36 * plan.pp)
-    for rank in range(plan.pp):
-        _draw_rank(axes, [each for each in passes if each.rank == rank], plan.pp, end_s, seconds)
-    axes.set_yticks(range(plan.pp), rows)
-    axes.set_ylim(plan.pp - 0.5, -0.5)
-    axes.set_xlim(0, end_s / seconds)
-    axes.set_xlabel(f"time ({unit}), before gradients are reduced and weights updated")
-    axes.tick_params(axis="y", length=0)
-    drawn = {_part(each, plan.pp).label for each in passes}
+    ranks = [each.plan.pp for each in estimates]
+    height_in = 2.1 + 0.36 * sum(ranks) + 0.4 * (len(ranks) - 1)
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    rows = figure.subplots(len(ranks), 1, sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
+    idle = [_idle(each, passes) for each, passes in zip(estimates, tables, strict=True)]
+    titles = [_schedule_text(*each) for each in zip(estimates, idle, strict=True)]
+    alone = len(estimates) == 1
+    title = (
+        titles[0]
+        if alone
+        else "; ".join(
+            f"{_schedule_name(each)} {share:.0%} idle" for each, share in zip(estimates, idle, strict=True)
+        )
+    )
+    heading(figure, title, f"{common_text(estimates)}\n{estimates[0].time_model.label}")
+    drawn: set[str] = set()
+    for axes, estimate, passes, text in zip(rows, estimates, tables, titles, strict=True):
+        plain(axes)
+        pp = estimate.plan.pp
+        own_end_s = max(each.stop_s for each in passes)
+        for rank in range(pp):
+            own = [each for each in passes if each.rank == rank]
+            for start_s, stop_s in _gaps(own, own_end_s):
+                axes.barh(rank, (stop_s - start_s) / seconds, left=start_s / seconds, color=IDLE.color,
+                          edgecolor=IDLE.edge, hatch=IDLE.hatch, **BOX)  # fmt: skip
+            _draw_rank(axes, own, pp, end_s, seconds)
+        axes.set_yticks(range(pp), [_rank_text(estimate, rank) for rank in range(pp)])
+        axes.set_ylim(pp - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        if not alone:
+            axes.set_title(text, loc="left", fontsize=9, weight="bold")
+        drawn |= {_part(each, pp).label for each in passes}
+    rows[0].set_xlim(0, end_s / seconds)
+    rows[-1].set_xlabel(f"time ({unit}), before gradients are reduced and weights updated")
     parts = [part for pair in PASSES.values() for part in pair if part.label in drawn]
-    legend_of(figure, parts + [IDLE] * (idle > 0), in_a_row=4)
+    legend_of(figure, parts + [IDLE] * any(share > 0 for share in idle), in_a_row=4)
     return figure
+
+
+def _idle(estimate: Estimate, passes: Sequence[TimedPass]) -> float:
+    """The share of the ranks' time until the last pass ends in which they wait."""
+    end_s = max(each.stop_s for each in passes)
+    return 1 - sum(each.stop_s - each.start_s for each in passes) / (end_s * estimate.plan.pp)
+
+
+def _schedule_name(estimate: Estimate) -> str:
+    return "no pipeline" if estimate.plan.pp == 1 else estimate.plan.schedule
+
+
+def _schedule_text(estimate: Estimate, idle: float) -> str:
+    ranks, passes = _many(estimate.plan.pp, "rank"), _many(estimate.plan.n_micro_batches, "micro-batch")
+    return f"{_schedule_name(estimate)}: {ranks}, {passes}, {idle:.0%} idle"
 
 
 def _many(n: int, what: str) -> str:
@@ -124,10 +173,6 @@ def _part(of: TimedPass, pp: int) -> Swatch:
 
 def _draw_rank(axes: "Axes", passes: Sequence[TimedPass], pp: int, end_s: float, seconds: float) -> None:
     rank = passes[0].rank
-    place: dict[str, Any] = {"height": 0.8, "linewidth": 0.5}
-    for start_s, stop_s in _gaps(passes, end_s):
-        axes.barh(rank, (stop_s - start_s) / seconds, left=start_s / seconds, color=IDLE.color,
-                  edgecolor=IDLE.edge, hatch=IDLE.hatch, **place)  # fmt: skip
     parts = [_part(each, pp) for each in passes]
     edges = "white" if len(passes) < 200 else "none"
     axes.barh(
@@ -136,7 +181,7 @@ def _draw_rank(axes: "Axes", passes: Sequence[TimedPass], pp: int, end_s: float,
         left=[each.start_s / seconds for each in passes],
         color=[part.color for part in parts],
         edgecolor=edges,
-        **place,
+        **BOX,
     )
     for each, part in zip(passes, parts, strict=True):
         text = str(each.micro_batch)

@@ -11,15 +11,21 @@ import numpy as np
 from memplan.estimate import Estimate, StageEstimate
 from memplan.memory import Bytes, alive_at_high, bytes_by_kind
 from memplan.plots.style import (
+    DASHED,
+    DOTTED,
+    HOLDS,
     KINDS,
     STACKED,
+    budget_line,
     common_text,
+    interval_style,
     legend_top_down,
     new_axes,
     stage_text,
     upright,
 )
 from memplan.record import StepPhase, Stretch, phased
+from memplan.tables import finding
 from memplan.units import binary_unit, human_bytes
 
 if TYPE_CHECKING:
@@ -42,13 +48,25 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
     of = estimate.stage(stage)
     held = _held(of)
     unit, name = binary_unit(of.peak.total_bytes)
-    title = f"Bytes held over one training step, {stage_text(estimate, of)}"
-    figure, axes = new_axes(title, common_text([estimate]), height_in=4.6)
+    subtitle = f"tensors over one training step, {stage_text(estimate, of)}\n{common_text([estimate])}"
+    figure, axes = new_axes(finding(estimate), subtitle, height_in=5.0)
     starts, points = _drawn(held)
     drawn = held.by_kind[:, [*points, points[-1]]] / unit
     axes.stackplot(starts, drawn, step="post", **STACKED)
     axes.set_xlim(0, starts[-1])
-    axes.set_ylim(0, 1.16 * of.peak.total_bytes / unit)
+    top = 1.16 * of.peak.total_bytes
+    if (gpu := estimate.device_bytes_of(of)) is not None:
+        verdict = estimate.verdict if of is estimate.worst else None
+        axes.axhspan(gpu.low_bytes / unit, gpu.high_bytes / unit, label=HOLDS, **interval_style(verdict))
+        top = max(top, 1.04 * gpu.high_bytes)
+    budget = budget_line([estimate])
+    if budget is not None and budget.value < 2 * top:
+        axes.axhline(
+            budget.value / unit, label=budget.text.replace(": ", ":\n").replace(", ", "\n"), **DASHED
+        )
+        axes.axhline(budget.usable / unit, **DOTTED)
+        top = max(top, 1.04 * budget.usable)
+    axes.set_ylim(0, top / unit)
     at = int(np.argmax(held.total[points]))
     _mark_peak(axes, float(starts[at] + starts[at + 1]) / 2, of, unit)
     envelope = "" if len(points) == len(held.total) else ", upper envelope"
@@ -56,7 +74,7 @@ def step_timeline(estimate: Estimate, stage: int | None = None) -> "Figure":
         f"{len(held.total):,} allocations and frees in order (not to the scale of time){envelope}"
     )
     _shade_phases(axes, held)
-    axes.set_ylabel(f"bytes held ({name})")
+    axes.set_ylabel(f"tensors, and bytes of a GPU ({name})")
     legend_top_down(figure, axes)
     return figure
 

@@ -10,7 +10,7 @@ from memplan.estimate import Estimate
 from memplan.search.judge import Judged
 from memplan.search.plans import VARIED
 from memplan.search.space import refusal
-from memplan.tables import figures_of
+from memplan.tables import figures_of, trust_text
 from memplan.text_tables import frame, interval_text, margin_text
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -55,6 +55,8 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
     result = frame(list(search_rows(found)), columns_of(found))
     result.attrs |= counts(found)
     result.attrs |= {"model": found.model.name, "budget_bytes": found.cluster.budget_bytes}
+    for each in (*found.within, *found.beyond)[:1]:
+        result.attrs["trust"] = trust_text(found.estimate(each))
     return result
 
 
