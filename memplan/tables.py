@@ -126,6 +126,8 @@ def estimate_text(estimate: Estimate, model: str | None = None, *, details: bool
     """
     parts = [f"{headline(estimate)}\n{_plan(estimate)}", _stages(estimate), _summary(estimate)]
     if details:
+        if (where := estimate.cluster) is not None:
+            parts.append(wrapped(f"{printable(where.name)}: {cluster_text(where)}"))
         parts += [_verdict(estimate), _host(estimate), _collectives(estimate), _time(estimate)]
     parts += notes_text({"": estimate})
     parts.append("\n".join(map(wrapped, [*_disagreement(estimate), trust_text(estimate)])))

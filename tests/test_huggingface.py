@@ -86,14 +86,16 @@ def test_the_published_gpt2_is_the_preset(read):
 
 
 def test_the_published_llama_3_8b_is_the_preset(read):
-    assert implemented(read(LLAMA_3_8B, "llama-3-8b.json"), "torchtitan") == preset("llama-3-8b")
+    assert implemented(read(LLAMA_3_8B, "llama-3-8b.json"), "reference") == implemented(
+        preset("llama-3-8b"), "reference"
+    )
 
 
 def test_absent_and_null_keys_take_transformers_defaults(read):
     assert sizes(read({"model_type": "gpt2"})) == sizes(read(GPT2))
     llama = read({"model_type": "llama", "num_key_value_heads": None, "head_dim": None})
     named = replace(llama, name="llama-2-7b", max_seq_len=4096)
-    assert implemented(named, "torchtitan") == preset("llama-2-7b")
+    assert implemented(named, "reference") == implemented(preset("llama-2-7b"), "reference")
 
 
 def test_every_key_is_read(read):

@@ -49,7 +49,7 @@ def test_a_refusal_names_every_reason():
     words = ("--implementation", "reference", "--cluster", "8xh100-sxm", "--zero", "1")
     said = run("export", "llama-3-8b", *words, "--to", "torchtitan")
     assert said.exit_code == 2
-    assert "implementation='reference'" in said.stderr
+    assert "zero=1: torchtitan shards by FSDP2" in said.stderr
     assert "zero=1" in said.stderr
     assert "clip_grad_norm is left out" in said.stderr
 

@@ -128,7 +128,9 @@ def test_a_model_of_two_stacks_has_no_pipeline_and_is_recomputed_whole_or_not():
 
 def test_a_pipeline_over_blocks_of_several_kinds_leaves_gradients_alone():
     module = nn.Sequential(nn.Linear(16, 16), nn.Sequential(*map(Block, (32, 32, 64, 64))), nn.Linear(16, 4))
-    traced = memplan.trace(module, torch.ones(4, 16), loss=torch.sum, precisions=["fp32"], device="cpu", blocks="1")
+    traced = memplan.trace(
+        module, torch.ones(4, 16), loss=torch.sum, precisions=["fp32"], device="cpu", blocks="1"
+    )
     assert traced.layers == (("blocks", 2), ("blocks 2", 1), ("blocks 3", 1)) or len(traced.layers) == 2
     for layers in ((2, 2), (1, 3), (3, 1)):
         e = memplan.estimate(

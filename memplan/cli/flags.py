@@ -112,7 +112,7 @@ METAVARS: Final[dict[type[Field], str]] = {
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Model and cluster": (
-        "implementation",
+        *("torchtitan", "accelerate", "blocks", "implementation"),
         "cache",
         "cluster",
         "most_gpus",
