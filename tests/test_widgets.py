@@ -43,5 +43,5 @@ def test_a_choice_shows_its_verdict_its_charts_and_its_command(menus, capsys):
 
 def test_without_ipywidgets_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(MemplanError, match="pip install ipywidgets"):
+    with pytest.raises(MemplanError, match=r"pip install 'memplan\[widgets\]'"):
         planner("gpt2", cluster="1xh100-sxm", global_batch=8)
