@@ -11,6 +11,7 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -473,7 +474,8 @@ def test_layers_of_each_stage_that_cannot_be_read_name_the_spelling(value: str):
 
 @pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise", "compare"])
 def test_every_command_about_plans_takes_whose_code_trains_the_model(command: str):
-    flags = {flag for each in commands.commands[command].params for flag in each.opts}
+    found = commands.get_command(click.Context(commands), command)
+    flags = {flag for each in found.params for flag in each.opts}
     assert "--implementation" in flags
 
 

@@ -433,7 +433,7 @@ def test_an_engines_option_is_on_the_command_line(installed):
         assert run.exit_code == 0, run.output
         assert '"spare_blocks": 3' in run.output
     told = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "toy", "-h"])
-    assert "--style plain|loud" in told.output.partition("Options of engine toy:")[2]
+    assert "--style plain|loud" in told.output.partition("Engine toy:")[2]
     for flag, owner, other in (("--spare-blocks", "toy", "torch"), ("--no-set-to-none", "torch", "toy")):
         refused = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", other, flag])
         assert refused.exit_code == 2

@@ -147,9 +147,9 @@ def test_the_notebooks_last_words_are_about_what_its_first_estimate_prints():
     cells = notebook["cells"]
     printed = "".join(next(cell for cell in cells if cell["cell_type"] == "code")["outputs"][0]["text"])
     last = " ".join("".join(cells[-1]["source"]).split())
-    assert "The caching allocator allocates" in printed
-    assert "FITS: a GPU holds" in printed
-    assert "`print` of an estimate shows all three" in last
+    assert "gpt2 on 1xh100-sxm FITS: " in printed
+    assert "Next: memplan " in printed
+    assert "The first line of an estimate is that interval" in last
 
 
 def test_json_says_its_version_its_budget_and_its_margin():

@@ -139,7 +139,7 @@ def test_the_listing_fits_80_columns_and_names_what_did_not_run(file):
 def test_where_filters_by_plan_and_by_outcome(file):
     assert "2 cases" in run(file, "--where", "outcome != 'ok'").output
     assert "1 case: " in run(file, "--where", "tp>1 and abs(peak_error)>0.01").output
-    refused = run(file, "--where", "pq>1")
+    refused = run(file, "--where", "worldsize>1")
     assert refused.exit_code == 2
     assert "did you mean" in refused.output
 

@@ -229,7 +229,7 @@ def _of_stage(
 
     The stage's first block is of the kind `entry`.
     """
-    cut, found = _checked_cut(model, recording), dict(part)
+    cut, found = checked_cut(model, recording), dict(part)
     if not first:
         found |= _without_embedding(found, recording, cut, buffers, entry)
     if last:
@@ -237,7 +237,7 @@ def _of_stage(
     return found | _without_head(found, recording, cut, buffers, sent)
 
 
-def _checked_cut(model: TracedModel, recording: Recording) -> Cut:
+def checked_cut(model: TracedModel, recording: Recording) -> Cut:
     """The recording's description of how the module is cut into stages.
 
     Raises:

@@ -42,7 +42,7 @@ MOST_VALUES: Final = 3_000_000
 """The most values of a trace; a module of 250,000 operations and frees has 600,000."""
 
 MOST_DIMS: Final = 64
-"""The most dims of a tensor (c10/core/TensorImpl.h, `dim`), and the most sizes that an operation has."""
+"""The most dims of a tensor (`at::MAX_DIMS`), and the most sizes that an operation has."""
 
 MOST_RESULTS: Final = 4
 """The most results that a kernel returns."""

@@ -5,6 +5,7 @@ from math import gcd
 from typing import Final
 
 from memplan.device import Device
+from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.engines.torch.options import TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused
@@ -334,6 +335,16 @@ def _check_recorded(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_cut(model: Model, plan: Plan) -> None:
+    """Raise for a pipeline of a traced module that cannot be cut into stages."""
+    if not isinstance(model, TracedModel) or plan.pp == 1:
+        return
+    weights, recompute = weight_dtype(plan).name, plan.recompute
+    for variant, recording in model.recordings.items():
+        if (variant.weights, variant.recompute) == (weights, recompute):
+            checked_cut(model, recording)
+
+
 def _check_traced_ends(model: Model, plan: Plan) -> None:
     """Raise if a trace does not say where the modules outside the blocks run, which are to be units."""
     if not isinstance(model, TracedModel) or torch_options(plan).fsdp_units != "block+ends":
@@ -367,6 +378,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_units,
     _check_traced,
     _check_recorded,
+    _check_cut,
     _check_traced_ends,
     _check_code,
     _check_sizes,
