@@ -337,7 +337,7 @@ def _check_recorded(model: Model, plan: Plan) -> None:
 
 def _check_cut(model: Model, plan: Plan) -> None:
     """Raise for a pipeline of a traced module that cannot be cut into stages."""
-    if not isinstance(model, TracedModel) or plan.pp == 1:
+    if not isinstance(model, TracedModel) or plan.pp == 1 or not model.n_layers:
         return
     weights, recompute = weight_dtype(plan).name, plan.recompute
     for variant, recording in model.recordings.items():
