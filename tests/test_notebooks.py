@@ -1,5 +1,6 @@
 """Notebooks run from top to bottom, and what they show is what the code says today."""
 
+import re
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -64,7 +65,7 @@ def test_every_picture_is_committed_once(committed):
 
 
 def test_notebooks_define_nothing_and_name_no_machine(committed):
-    text = nbformat.writes(committed)
+    text = re.sub(r'"image/png": "[^"]*"', "", nbformat.writes(committed))  # base64 may spell any short path
     for cell in code_cells(committed):
         lines = [line.split() for line in cell.source.splitlines()]
         assert not [words for words in lines if words and words[0] in ("def", "class", "async")], cell.source
