@@ -1,6 +1,7 @@
 """gloo's threads: kept from preempting ranks, and waited for until they hold no tensor (Linux only)."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ THREADS = Path("/proc/self/task")
 SOCKETS = "gloo_tcp_loop"
 WORKERS = "pt_gloo_runloop"
 SLEEPING = b"S"
+YIELDED = 1e-4  # seconds
+SCHEDULED = re.compile(rb"^(?:State|\w+_ctxt_switches):\t(\w+)", re.MULTILINE)
 
 Wait = Callable[..., Any]
 
@@ -48,19 +51,19 @@ def nothing_held_after_waits() -> Iterator[None]:
     """Makes waiting for a collective return only after gloo's worker has dropped its tensors.
 
     gloo's worker tells the waiting rank first and drops its references to the operands after: if it loses
-    its core in between, they live on while the rank allocates, and a peak depends on the machine's load. A
-    worker that sleeps has dropped them.
+    its core in between, they live on while the rank allocates, and a peak depends on the machine's load.
+    Freeing the last reference to a tensor of Python takes the interpreter's lock, so a worker may sleep
+    before it has dropped its tensors too. A worker that sleeps on after the lock was free has dropped them.
 
     Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, `runLoop` and `AsyncWork::execute`.
     """
-    states = [os.open(THREADS / str(thread) / "stat", os.O_RDONLY) for thread in threads_named(WORKERS)]
+    workers = [os.open(THREADS / str(thread) / "status", os.O_RDONLY) for thread in threads_named(WORKERS)]
 
     def then_let_go(wait: Wait) -> Wait:
         def waited(*args: Any, **kwargs: Any) -> Any:
             result = wait(*args, **kwargs)
-            for state in states:
-                while not _sleeps(state):
-                    time.sleep(0)
+            while not _sleep_on(workers):
+                time.sleep(YIELDED)
             return result
 
         return waited
@@ -72,13 +75,21 @@ def nothing_held_after_waits() -> Iterator[None]:
         try:
             yield
         finally:
-            for state in states:
-                os.close(state)
+            for worker in workers:
+                os.close(worker)
 
 
-def _sleeps(state: int) -> bool:
-    """Whether a thread sleeps, by its `stat`: number, name in parentheses, state."""
-    return os.pread(state, 64, 0).rpartition(b") ")[2][:1] == SLEEPING
+def _sleep_on(workers: list[int]) -> bool:
+    """Whether threads sleep, and none wakes when the interpreter's lock is free for a moment."""
+    before = [_scheduled(worker) for worker in workers]
+    time.sleep(0)  # frees the lock, which wakes the thread that waits for it
+    after = [_scheduled(worker) for worker in workers]
+    return before == after and all(state == SLEEPING for state, *_ in before)
+
+
+def _scheduled(worker: int) -> list[bytes]:
+    """What a thread's `status` says of its state and of how often it was switched to."""
+    return SCHEDULED.findall(os.pread(worker, 4096, 0))
 
 
 @contextmanager
