@@ -17,7 +17,7 @@ from memplan.search.space import divisors
 from memplan.steptime import Roofline
 from memplan.tables import figures_of, headline, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
-from memplan.units import human_bytes
+from memplan.units import in_unit, table_unit
 from memplan.version import versioned
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
     `model`: how the model was named on the command line.
     """
     asked = advice.asked
-    rows = [("change", "frees", "peak", "verdict", "a step takes")]
+    unit, name = table_unit([row["peak_bytes"] or 0 for row in advice.rows()])
+    rows = [("change", f"frees {name}", f"peak {name}", "verdict", "a step takes")]
     refused = []
     for row in advice.rows():
         if row["why_not"] is not None:
@@ -215,8 +216,8 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
         rows.append(
             (
                 row["change"],
-                f"{sign}{human_bytes(abs(row['freed_bytes']))}",
-                human_bytes(row["peak_bytes"]),
+                f"{sign}{in_unit(abs(row['freed_bytes']), unit)}",
+                in_unit(row["peak_bytes"], unit),
                 row["verdict"],
                 "unknown" if slower is None else f"{slower:+.3g} s",
             )

@@ -65,7 +65,8 @@ def _preset_name(model: Model) -> str | None:
 
 def _implementation(model: Model, named_as: str) -> dict[str, str]:
     """The implementation, unless it is the model's default."""
-    usual = preset(named_as).implementation if preset_named(named_as) is not None else None
+    known = preset_named(named_as) is not None
+    usual = preset(named_as).implementation if known else "traced" if ":" in named_as else None
     return {} if model.implementation == usual else {"implementation": model.implementation}
 
 

@@ -12,7 +12,7 @@ from memplan.hardware import VERDICTS
 from memplan.plan import MESH_AXES
 from memplan.tables import SAID, notes_text, verdict_text
 from memplan.text_tables import text_table, wrapped
-from memplan.units import human_bytes
+from memplan.units import human_bytes, in_unit, table_unit
 
 TIE: Final = 0.01
 """Steps within this fraction of the faster one's time are a tie, since times are rough."""
@@ -155,7 +155,7 @@ def _parts(estimated: Estimate) -> dict[str, float]:
 
 
 def _table(a: Estimate, b: Estimate) -> str:
-    rows = [("", "a", "b", "a - b")]
+    rows: list[tuple[str, ...]] = [("", "a", "b", "a - b")]
     of_a, of_b = _parts(a), _parts(b)
     rows += [
         (part.removesuffix("_s"), *_seconds(of_a.get(part), of_b.get(part)))
@@ -163,10 +163,12 @@ def _table(a: Estimate, b: Estimate) -> str:
     ]
     if of_a or of_b:
         rows.append(("step", *_seconds(a.step_s, b.step_s)))
+    unit, unit_name = table_unit([a.peak.total_bytes, b.peak.total_bytes])
     for (kind, left), right in zip(a.peak.to_dict().items(), b.peak.to_dict().values(), strict=True):
         name = "peak" if kind == "total_bytes" else kind.removesuffix("_bytes")
         sign = "-" if left < right else "+"
-        rows.append((name, human_bytes(left), human_bytes(right), sign + human_bytes(abs(left - right))))
+        cells = (in_unit(left, unit), in_unit(right, unit), sign + in_unit(abs(left - right), unit))
+        rows.append((name, *(f"{cell} {unit_name}" for cell in cells)))
     return text_table(rows, "<>>>")
 
 
@@ -184,5 +186,6 @@ def _traffic(a: Estimate, b: Estimate) -> list[str]:
         for c in each.collectives:
             axes[c.axis] += c.wire_bytes
     ordered = [axis for axis in (*reversed(MESH_AXES), "world", "host") if axis in sent[0]]
-    rows += [(f"over {axis}", *(human_bytes(axes[axis]) for axes in sent)) for axis in ordered]
+    unit, name = table_unit([n_bytes for axes in sent for n_bytes in axes.values()])
+    rows += [(f"over {axis}", *(f"{in_unit(axes[axis], unit)} {name}" for axes in sent)) for axis in ordered]
     return ["", text_table(rows, "<>>")] if len(rows) > 1 else []

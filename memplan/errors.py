@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from memplan.unmodelled import not_modelled
+from memplan.names import option_of
+from memplan.unmodelled import KEYWORDS, not_modelled
 
 
 class MemplanError(ValueError):
@@ -156,6 +157,8 @@ def unknown_name(what: str, name: object, known: Iterable[str], listed: str = ""
     shown = name[:80] if isinstance(name, str) else shown_value(name)
     if (sentence := not_modelled(what, shown)) is not None:
         return UnknownName(sentence)
+    if what.endswith(KEYWORDS) and (option := option_of(shown)) is not None:
+        return UnknownName(f"{shown} is called {option} in memplan; use that.")
     listed = listed or f"Known: {', '.join(names)}."
     return UnknownName(f"unknown {what} {shown!r}{did_you_mean(shown, names)} {listed}")
 

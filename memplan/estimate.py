@@ -670,7 +670,7 @@ def estimate(
         sequence_parallel: divide the sequence over the tensor axis between its regions.
         micro_batch: sequences per micro-batch and replica.
         global_batch: sequences per step; left out, one micro-batch per pipeline stage and replica.
-        seq_len: tokens per sequence; left out, the model's context.
+        seq_len: tokens per sequence; left out, the model's context, and at most 8,192.
         precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed" (with a loss scaler).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
         recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
@@ -716,7 +716,9 @@ def estimate(
         n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
         asked["dp"] = _dp_left(cluster, n_other)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
-    asked["seq_len"] = model.max_seq_len if seq_len is None else seq_len
+    asked["seq_len"] = model.usual_seq_len if seq_len is None else seq_len
+    if seq_len is None:
+        model = replace(model, remarks=(*model.remarks, *model.usual_seq_len_said))
     return estimate_plan(model, plan_of(**asked, **options), cluster, device)
 
 

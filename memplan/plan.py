@@ -113,7 +113,7 @@ class Plan:
             left_out="one micro-batch per pipeline stage and replica",
         ),
     )
-    seq_len: int = described(1024, Count("Tokens per sequence", left_out="the model's context"))
+    seq_len: int = described(1024, Count("Tokens per sequence", left_out="the model's context, at most 8192"))
     precision: str = described("bf16-mixed", Registered("Number formats", registry=PRECISIONS))
     optimizer: Optimizer = described("adamw", Choice("Optimizer", choices=OPTIMIZERS))
     recompute: Recompute = described(

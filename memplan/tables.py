@@ -15,7 +15,7 @@ from memplan.hardware import Cluster, Verdict
 from memplan.plan import MESH_AXES, Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
-from memplan.units import TiB, binary_unit, human_bytes, scaled, time_unit
+from memplan.units import binary_unit, human_bytes, in_unit, scaled, table_unit, time_unit
 
 if TYPE_CHECKING:
     import pandas
@@ -132,7 +132,7 @@ def estimate_text(estimate: Estimate, model: str | None = None, *, details: bool
     parts += notes_text({"": estimate})
     parts.append("\n".join(map(wrapped, [*_disagreement(estimate), trust_text(estimate)])))
     if (command := next_command(estimate, model)) is not None:
-        parts.append(_unusual_length(estimate) + f"Next: {command_text(command, head='      ').lstrip()}")
+        parts.append(f"Next: {command_text(command, head='      ').lstrip()}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -224,12 +224,9 @@ SAID: Final[dict[Verdict | None, str]] = {
 }
 """Verdicts as parts of a sentence about a plan."""
 
-LONG: Final = 16384
-"""Tokens of a sequence from which a plan that does not fit is told that shorter ones need less."""
-
 TRUST: Final = {
     "cpu-ranks": "Bytes checked by real runs on CPU ranks (python -m validate).",
-    "nogpu": "Bytes checked for this GPU by PyTorch's real CUDA software without a GPU, which gives NVIDIA's "
+    "nogpu": "Bytes checked for {gpu} by PyTorch's real CUDA software without a GPU, which gives NVIDIA's "
     "own bytes of H100 and A100 runs within 0.28%.",
     "unconfirmed": "No run has checked these bytes.",
 }
@@ -245,7 +242,8 @@ def trust_text(estimate: Estimate) -> str:
     if estimate.confirmed == "unconfirmed" and not estimate.device.on_cpu:
         known = ", ".join(estimate.engine.confirmed_gpus)
         return f"Bytes by CUDA's rules, not checked for this GPU{f' (only for {known})' if known else ''}."
-    return TRUST[estimate.confirmed]
+    gpu = "an H100, since no GPU was named," if estimate.cluster is None else "this GPU"
+    return TRUST[estimate.confirmed].format(gpu=gpu)
 
 
 def _disagreement(estimate: Estimate) -> list[str]:
@@ -259,22 +257,13 @@ def _disagreement(estimate: Estimate) -> list[str]:
     return [f"{own}; {'; '.join(others)} (--implementation)."] if others else []
 
 
-def _unusual_length(estimate: Estimate) -> str:
-    """What a plan for the model's whole context is told if it does not fit; empty for any other one."""
-    seq_len = estimate.plan.seq_len
-    if estimate.fits or seq_len < LONG or seq_len != estimate.model.max_seq_len:
-        return ""
-    text = f"The sequences are as long as the model's context, {seq_len:,} tokens; --seq-len 8192 needs less."
-    return f"{wrapped(text)}\n"
-
-
 def next_command(estimate: Estimate, model: str | None = None) -> str | None:
     """The command to run after this estimate; None for a model or a cluster that no command line can name."""
     command = estimate_command(estimate, model)
     if command is None:
         return None
     if estimate.cluster is None and not estimate.device.on_cpu:
-        return f"{command} --cluster 8xh100-sxm"
+        return f"{command} --cluster {estimate.plan.world_size}xh100-sxm"
     if estimate.fits is False or estimate.verdict == "cannot say":
         return command.replace("memplan estimate", "memplan advise", 1)
     from memplan.launchers import targets  # they are read only for a plan that may be run
@@ -358,7 +347,7 @@ def cluster_text(cluster: Cluster) -> str:
 
 def _stages(estimate: Estimate) -> str:
     """The worst instant of each stage by kind; and the most of each kind, which has instants of its own."""
-    unit, name = binary_unit(estimate.peak.total_bytes)
+    unit, name = table_unit([estimate.peak.total_bytes])
     digits = 2 if estimate.peak.total_bytes < 100 * unit else 1
     several = len(estimate.stages) > 1
     head = ("stage", "layers") if several else ("",)
@@ -493,28 +482,15 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if 100 <= per_s < 1e12 else f"{per_s:.3g}"
 
 
-def _in_table(n_bytes: int, unit: int) -> str:
-    """A byte count in a table's unit; a few bytes are less than its last digit, and not 0.
-
-    >>> from memplan.units import GiB
-    >>> _in_table(0, GiB), _in_table(17, GiB), _in_table(3 * TiB, GiB)
-    ('0', '<0.01', '3,072.00')
-    """
-    if 0 < n_bytes < unit / 200:
-        return "<0.01"
-    number = n_bytes / unit
-    return "0" if not n_bytes else f"{number:,.2f}" if number < 1e6 else f"{number:.2e}"
-
-
 def _collectives(estimate: Estimate) -> str:
     busiest = estimate.busiest
     calls = sorted(busiest.collectives, key=lambda c: c.wire_bytes, reverse=True)
     if not calls:
         return "No collectives." if estimate.plan.world_size == 1 else ""
-    unit, name = binary_unit(min(max(c.payload_bytes for c in calls), TiB - 1))
+    unit, name = table_unit(c.payload_bytes for c in calls)
     rows = [("collective", "axis", "what", "calls", f"payload {name}", f"wire {name}")]
     for c in calls:
-        payload, sent = (_in_table(n, unit) for n in (c.payload_bytes, c.wire_bytes))
+        payload, sent = (in_unit(n, unit) for n in (c.payload_bytes, c.wire_bytes))
         rows.append((c.kind, c.axis, _brief(c.what), f"{c.calls:,}", payload, sent))
     wire = human_bytes(busiest.sent_bytes)
     pcie = sum(c.wire_bytes for c in calls if c.axis == "host")

@@ -1,5 +1,6 @@
 """Units: capacities are binary (KiB to TiB), rates are decimal (TB/s, TFLOP/s)."""
 
+from collections.abc import Iterable
 from typing import Final
 
 KiB: Final = 1024
@@ -23,6 +24,27 @@ def binary_unit(n_bytes: float) -> tuple[int, str]:
         if abs(n_bytes) >= unit:
             return unit, name
     return 1, "B"
+
+
+def table_unit(byte_counts: Iterable[int]) -> tuple[int, str]:
+    """The one unit of a table of byte counts, and its name: the largest count's, and at most GiB.
+
+    >>> table_unit([17, 3 * MiB]), table_unit([5 * TiB])
+    ((1048576, 'MiB'), (1073741824, 'GiB'))
+    """
+    return binary_unit(min(max(byte_counts, default=0), TiB - 1))
+
+
+def in_unit(n_bytes: int, unit: int) -> str:
+    """A byte count in a table's unit; a few bytes are less than its last digit, and not 0.
+
+    >>> in_unit(0, GiB), in_unit(17, GiB), in_unit(3 * TiB, GiB)
+    ('0', '<0.01', '3,072.00')
+    """
+    if 0 < n_bytes < unit / 200:
+        return "<0.01"
+    number = n_bytes / unit
+    return "0" if not n_bytes else f"{number:,.2f}" if number < 1e6 else f"{number:.2e}"
 
 
 def human_bytes(n_bytes: float) -> str:

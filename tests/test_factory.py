@@ -167,6 +167,12 @@ def test_a_trace_is_for_cuda_unless_told_otherwise(run, tmp_path):
     assert "needs no trace" in run("trace", "gpt2", "--out", "t.json").output
 
 
+def test_a_factory_is_named_by_its_file_too(run):
+    by_file = run("estimate", "mine.py:make", "--cluster", "1xrtx-4090").output
+    assert by_file == run("estimate", "./mine.py:make", "--cluster", "1xrtx-4090").output.replace("./", "")
+    assert by_file.splitlines()[-2].startswith("Next: memplan export mine.py:make --cluster 1xrtx-4090")
+
+
 def test_the_message_of_a_missing_loss_can_be_followed(run):
     said = run("estimate", "mine:without_a_loss").output
     assert '{"module": ..., "example_inputs": ..., "loss": ...}' in said

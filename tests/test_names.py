@@ -12,12 +12,13 @@ from click.testing import CliRunner
 
 import memplan
 from memplan.cli import commands
-from memplan.engines.options import USUAL_ENGINE, plan_fields
+from memplan.engines.options import USUAL_ENGINE, EngineOptions, plan_fields
 from memplan.errors import InvalidValue, MemplanError, UnknownName, did_you_mean
 from memplan.models import preset, preset_named, preset_names, resolve
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset_table
-from memplan.names import words
+from memplan.names import OPTIONS, words
+from memplan.plan import FIELDS
 from memplan.unmodelled import ROWS, not_modelled, not_modelled_list
 
 
@@ -54,7 +55,7 @@ def test_a_repository_of_another_context_has_that_context():
     model = resolve("Qwen/Qwen2.5-7B-Instruct")
     assert model == replace(preset("qwen2.5-7b"), max_seq_len=32768)
     note = "Qwen/Qwen2.5-7B-Instruct is read as qwen2.5-7b with a context of 32768 tokens."
-    assert memplan.estimate("Qwen/Qwen2.5-7B-Instruct").notes == (note,)
+    assert memplan.estimate("Qwen/Qwen2.5-7B-Instruct", seq_len=64).notes == (note,)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +270,40 @@ def test_a_removed_row_is_all_that_is_needed(monkeypatch):
     assert not_modelled("option of a plan", "cp") is None
     assert not any("ontext parallelism" in line for line in not_modelled_list())
     run = CliRunner().invoke(commands, ["estimate", "gpt2", "--cp", "2"])
-    assert "No such option" in run.output
+    assert "no such flag --cp" in run.output
 
 
 def test_the_list_for_documentation_has_every_row():
     lines = list(not_modelled_list())
     assert len(lines) == len(ROWS)
     assert all(re.fullmatch(r"- \*\*.+\*\* \(`.+`\) .+; meanwhile .+\.", line) for line in lines)
+
+
+def test_other_frameworks_names_of_options_are_of_one_option_and_of_no_row():
+    others = [words(name) for names in OPTIONS.values() for name in names.split()]
+    own = {*map(words, FIELDS), *map(words, EngineOptions.__annotations__), words("cluster")}
+    assert len(others) == len(set(others))
+    assert not set(others) & {words(name) for row in ROWS for name in row.keywords.split()}
+    assert not set(others) & own
+    assert {words(option.partition("=")[0]) for option in OPTIONS} <= own
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--batch-size 4", "--batch-size is called --micro-batch in memplan."),
+        ("--gradient-checkpointing", "--gradient-checkpointing is called --recompute full in memplan."),
+        ("--gpus 8", "--gpus is called --cluster 8xh100-sxm in memplan."),
+        ("--tq 3", "no such flag --tq; did you mean '--tp'?"),
+        ("--purple", "no such flag --purple."),
+    ],
+)
+def test_a_flag_of_another_framework_is_answered_with_memplans(flags, said):
+    run = CliRunner().invoke(commands, ["estimate", "gpt2", *flags.split()])
+    assert run.exit_code == 2
+    assert run.output.startswith(f"Error: {said}")
+
+
+def test_a_keyword_of_another_framework_is_answered_with_memplans():
+    with pytest.raises(UnknownName, match="gradient_checkpointing is called recompute='full' in memplan"):
+        memplan.estimate("gpt2", **{"gradient_checkpointing": True})

@@ -743,3 +743,16 @@ def test_the_largest_preset_in_some_code_is_one_that_has_it():
     assert found.model.implementation == "huggingface"
     with pytest.raises(InvalidValue, match="planned as its own code"):
         memplan.estimate("resnet-50", implementation="huggingface")
+
+
+def test_a_length_that_is_left_out_is_the_context_and_at_most_8192_tokens():
+    short, long = memplan.estimate("gpt2"), memplan.estimate("llama-3.1-8b", cluster="8xh100-sxm", zero=3)
+    assert (short.plan.seq_len, long.plan.seq_len) == (1024, 8192)
+    said = "The length was left out: sequences of 8,192 tokens, of the 131,072 of the model's context"
+    assert not any("left out" in note for note in short.notes)
+    assert any(note.startswith(said) for note in long.notes)
+    given = memplan.estimate("llama-3.1-8b", cluster="8xh100-sxm", zero=3, seq_len=8192)
+    assert not any("left out" in note for note in given.notes)
+    found = searched("llama-3.1-8b", cluster="8xh100-sxm", zero=3, global_batch=8)
+    assert any(sentence.startswith(said) for sentence in found.left_out)
+    assert {job.seq_len for job in found.jobs} == {8192}

@@ -49,7 +49,7 @@ def _is_plan(word: str, own: Container[str]) -> bool:
 @implementation_option()
 @cluster_options()
 @count_option("--global-batch", "Sequences per step; left out: the least that both plans can divide.")
-@count_option("--seq-len", "Tokens per sequence; left out: the model's context.")
+@count_option("--seq-len", "Tokens per sequence; left out: the model's context, at most 8192.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def command(model: str, plan_a: str, plan_b: str, *, as_json: bool, **asked: Any) -> None:
     """Which of two plans is better, and why.

@@ -10,11 +10,15 @@ from memplan.errors import installed
 def model_of(name: str, blocks: str | None = None) -> Any:
     """What the function `package.module:factory` returns, for memplan to trace; every other name unchanged.
 
-    Only functions whose name somebody types are called: no file names one. `blocks`: the lists of its blocks.
+    `package/module.py:factory` is the same function. Only functions whose name somebody types are called: no
+    file names one. `blocks`: the lists of its blocks.
 
     Raises:
         Refused: blocks of a model that is no module.
     """
+    file, colon, function = name.partition(":")
+    if file.endswith(".py"):
+        name = f"{file.removesuffix('.py').removeprefix('./').replace('/', '.')}{colon}{function}"
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is None:
         if blocks is not None:
             raise Refused(

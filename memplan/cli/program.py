@@ -12,6 +12,7 @@ import click
 
 from memplan.errors import MemplanError, did_you_mean
 from memplan.files import shown_path
+from memplan.names import option_of
 from memplan.text_tables import printable
 
 SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -91,7 +92,20 @@ class Commands(click.Group):
 def _refused(error: click.UsageError) -> Refused:
     """click's message for a wrong flag or argument, and the command that prints help, in one line."""
     where = "" if error.ctx is None else f" Try '{error.ctx.command_path} -h' for help."
-    return Refused(one_line(f"{error.format_message()}{where}"))
+    said = _no_such_flag(error) if isinstance(error, click.NoSuchOption) else error.format_message()
+    return Refused(one_line(f"{said}{where}"))
+
+
+def _no_such_flag(error: click.NoSuchOption) -> str:
+    """What is wrong with a flag, and the flag that another framework's name or a slip of the keys means."""
+    name = error.option_name
+    params = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
+    own = [flag for each in params for flag in each.opts if flag.startswith("--")]
+    keyword, _, value = (option_of(name) or "").partition("=")
+    if (flag := f"--{keyword.replace('_', '-')}") in own:
+        bare = value.strip("'")
+        return f"{name} is called {flag}{' ' * bool(bare)}{bare} in memplan."
+    return f"no such flag {name}{did_you_mean(name, own)}"
 
 
 def one_line(text: str) -> str:

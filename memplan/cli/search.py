@@ -37,7 +37,10 @@ EXAMPLES: Final = (
     help="Sequences per step; left out: one for each GPU, so that all plans train on the same.",
 )
 @click.option(
-    "--seq-len", type=COUNTS, metavar="N,N,...", help="Tokens per sequence; left out: the model's context."
+    "--seq-len",
+    type=COUNTS,
+    metavar="N,N,...",
+    help="Tokens per sequence; left out: the model's context, at most 8192.",
 )
 @click.option("--tp-across-nodes", is_flag=True, help="Also tensor axes that are on several nodes.")
 @choice_option(

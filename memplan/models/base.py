@@ -34,6 +34,10 @@ class Layers(NamedTuple):
     n: int
 
 
+USUAL_SEQ_LEN: Final = 8192
+"""Tokens of a sequence where the model's context is longer and no length was given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(ABC):
     """A language model as engines see it: an embedding, blocks of one or several kinds, a head.
@@ -77,6 +81,24 @@ class Model(ABC):
             raise InvalidValue(f"name={shown_value(self.name)} is not allowed; use a text that is not empty.")
         for size in ("d_model", "max_seq_len"):
             object.__setattr__(self, size, checked_count(size, getattr(self, size)))
+
+    @property
+    def usual_seq_len(self) -> int:
+        """Tokens of a sequence that nobody has given: the model's context, and at most `USUAL_SEQ_LEN`.
+
+        Contexts of 128k tokens are reached by a last, short training; nearly all pretraining and
+        fine-tuning has sequences of at most 8,192.
+        """
+        return min(self.max_seq_len, USUAL_SEQ_LEN)
+
+    @property
+    def usual_seq_len_said(self) -> tuple[str, ...]:
+        """A sentence that `usual_seq_len` is not the model's context; none if it is."""
+        usual, longest = self.usual_seq_len, self.max_seq_len
+        if usual == longest:
+            return ()
+        left_out = f"The length was left out: sequences of {usual:,} tokens"
+        return (f"{left_out}, of the {longest:,} of the model's context (seq_len, --seq-len).",)
 
     @property
     @abstractmethod

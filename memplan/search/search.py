@@ -212,7 +212,8 @@ def search(
         cluster: "<n>x<gpu>" or a Cluster: all of its GPUs are used, unless the fewest are asked for.
         global_batch: sequences per step; several are compared by tokens per second; left out, one for each
             GPU, so that all plans train on the same.
-        seq_len: tokens per sequence, one number or several; left out, the model's context.
+        seq_len: tokens per sequence, one number or several; left out, the model's context, and at
+            most 8,192.
         objective: "speed" (most tokens per second), "memory" (least peak), "micro_batch" (largest), or
             "front" (all plans that no other beats in both speed and memory). Two more find a size, and the
             fastest plans for it, with micro_batch=1 unless it is given: "gpus" (the fewest of the cluster
@@ -293,7 +294,7 @@ def searched(
         asked |= {} if seq_len is None else {"seq_len": seq_len}
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     batch = where.n_gpus if global_batch is None else global_batch
-    asked |= {"seq_len": model.max_seq_len if seq_len is None else seq_len, "global_batch": batch}
+    asked |= {"seq_len": model.usual_seq_len if seq_len is None else seq_len, "global_batch": batch}
     varied = {name: asked.pop(name, None) for name in VARIED}
     ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
     job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
@@ -301,7 +302,9 @@ def searched(
     for one in jobs:
         one.check_time()
     found = jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])
-    return found if global_batch is not None else replace(found, left_out=(*found.left_out, USUAL_BATCH))
+    assumed = () if seq_len is not None else model.usual_seq_len_said
+    assumed += () if global_batch is not None else (USUAL_BATCH,)
+    return replace(found, left_out=(*found.left_out, *assumed)) if assumed else found
 
 
 def resolved(

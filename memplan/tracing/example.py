@@ -183,8 +183,9 @@ def standard_loss(output: Any, targets: Tensor | None = None) -> Tensor:
         return output
     if isinstance(output, Tensor) and targets is not None:
         return F.cross_entropy(output.flatten(0, targets.dim() - 1), targets.flatten())
+    returned = "a tensor of many numbers" if isinstance(output, Tensor) else type(output).__name__
     raise InvalidValue(
-        f"the module returns {type(output).__name__}, which is no loss; give memplan.trace targets, or "
+        f"the module returns {returned}, which is no loss; give memplan.trace targets, or "
         "a loss that makes one number of the output: a factory returns "
         '{"module": ..., "example_inputs": ..., "loss": ...}.'
     )
