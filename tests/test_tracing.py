@@ -20,7 +20,7 @@ from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedMo
 from memplan.models.traced import model_from_trace
 from memplan.record import Compute, ComputeKind, flops_of, unrolled
 from memplan.tracing.computed import computed_of
-from memplan.tracing.shapes import ATEN, tensors
+from memplan.tracing.shapes import ATEN, Operation, Shapes, tensors
 from memplan.tracing.tracer import _Tracer
 from tests.traced import trace_of
 from validate.cases import shipped_trace
@@ -993,3 +993,17 @@ def test_nothing_is_cast_where_blocks_are_called_with_one_type():
     tokens = torch.zeros(2, 96, dtype=torch.int64)
     traced = on_cpu(module, tokens, targets=tokens, loss=token_loss, precisions=["bf16-mixed"])
     assert not any(run.units for run in traced.recordings)
+
+
+def test_rows_taken_by_numbers_are_asked_for_once_and_rows_taken_by_a_mask_anew():
+    shapes = Shapes()
+    with shapes.mode:
+        rows, numbers = torch.empty(6, 4), torch.zeros(5, dtype=torch.int64)
+        for places, is_kept in ((numbers, True), (torch.ones(6, dtype=torch.bool), False)):
+            taken = Operation(ATEN.index.Tensor, (), (rows, [places]), {})
+            assert (shapes.memo(taken) is shapes.memo(taken)) is is_kept
+    by_numbers = Operation(ATEN.index.Tensor, (), (rows, [numbers]), {})
+    memo = shapes.memo(by_numbers)
+    for _ in range(2):
+        assert shapes.result(by_numbers, memo).shape == (5, 4)
+        assert memo.results is not None

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from memplan.advice import COLUMNS, advice_text, advise
-from memplan.cli.flags import PlanCommand, cluster_options, implementation_option, plan_options
+from memplan.cli.flags import PlanCommand, cluster_options, model_options, plan_options
 from memplan.cli.output import check_format, print_csv, print_json, progress_bar
 from memplan.cli.own_module import model_of
 from memplan.estimate import estimate
@@ -13,7 +13,7 @@ from memplan.estimate import estimate
 
 @click.command("advise", cls=PlanCommand)
 @click.argument("model")
-@implementation_option()
+@model_options()
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from memplan.budget import budget
-from memplan.cli.flags import PlanCommand, cluster_options, implementation_option, plan_options
+from memplan.cli.flags import PlanCommand, cluster_options, model_options, plan_options
 from memplan.cli.output import print_json
 from memplan.cli.own_module import model_of
 from memplan.estimate import estimate
@@ -14,7 +14,7 @@ from memplan.fields import number_or_text
 
 @click.command("budget", cls=PlanCommand)
 @click.argument("model")
-@implementation_option()
+@model_options()
 @cluster_options()
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @click.option("--tokens", type=number_or_text, metavar="N", help="As in 15e12; left out: 20 a parameter.")

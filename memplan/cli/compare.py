@@ -10,8 +10,8 @@ import click
 from memplan.cli.flags import (
     cluster_options,
     count_option,
-    implementation_option,
     is_plan_flag,
+    model_options,
     plan_of_flags,
 )
 from memplan.cli.output import print_json
@@ -46,7 +46,7 @@ def _is_plan(word: str, own: Container[str]) -> bool:
 @click.argument("model")
 @click.argument("plan_a")
 @click.argument("plan_b")
-@implementation_option()
+@model_options()
 @cluster_options()
 @count_option("--global-batch", "Sequences per step; left out: the least that both plans can divide.")
 @count_option("--seq-len", "Tokens per sequence; left out: the model's context, at most 8192.")

@@ -9,7 +9,7 @@ from memplan.cli.flags import (
     blocks_option,
     choice_option,
     cluster_options,
-    implementation_option,
+    model_options,
     plan_options,
 )
 from memplan.cli.launcher_files import file_options, with_file
@@ -30,7 +30,7 @@ EXAMPLES: Final = (
 @click.command("estimate", cls=PlanCommand, examples=EXAMPLES)
 @click.argument("model", required=False)
 @file_options()
-@implementation_option()
+@model_options()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: memory and traffic only.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @choice_option("--device", get_args(DeviceType), None, "Whose rules; left out: the cluster's, or cuda.")

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import click
 
-from memplan.cli.flags import PlanCommand, choice_option, cluster_options, implementation_option, plan_options
+from memplan.cli.flags import PlanCommand, choice_option, cluster_options, model_options, plan_options
 from memplan.device import DeviceType
 from memplan.estimate import estimate
 from memplan.launchers import LAUNCHERS, exported
@@ -16,7 +16,7 @@ from memplan.text_tables import printable
 @click.argument("model")
 @choice_option("--to", LAUNCHERS.names(), "torchrun", "The program that is to train.")
 @click.option("--out", metavar="FILE", help="Where to write it; left out: to the terminal.")
-@implementation_option()
+@model_options()
 @cluster_options(required=False, text="As in 64xh100-sxm; left out: one node.")
 @plan_options(dp=None, global_batch=None, seq_len=None)
 @choice_option("--device", get_args(DeviceType), None, "What it runs on; left out: the cluster's, or cuda.")

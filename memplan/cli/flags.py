@@ -73,8 +73,8 @@ def blocks_option() -> Callable[[F], F]:
     return click.option("--blocks", metavar="PATH,...", help=text)
 
 
-def implementation_option() -> Callable[[F], F]:
-    """The flags that say whose code trains a model, and whether a trace that was kept is one to use."""
+def model_options() -> Callable[[F], F]:
+    """The flags that say where a model comes from: whose code trains it, and whether traces are kept."""
     return _all_of(
         [
             click.option(
@@ -88,7 +88,8 @@ def implementation_option() -> Callable[[F], F]:
                 "cache",
                 flag_value=False,
                 default=True,
-                help="Trace a config.json anew, though its trace is in the user's cache folder.",
+                help="Trace a config.json anew: the traces kept in the user's cache folder are not read, and "
+                "the new one is not written there.",
             ),
         ]
     )

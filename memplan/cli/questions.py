@@ -8,7 +8,7 @@ from memplan.cli.flags import (
     PlanCommand,
     cluster_options,
     count_option,
-    implementation_option,
+    model_options,
     search_option,
     search_options,
 )
@@ -32,7 +32,7 @@ BATCH: Final = "Sequences per step; left out: one for each GPU."
 )
 @click.argument("model")
 @click.argument("gpu")
-@implementation_option()
+@model_options()
 @cluster_options(named=False)
 @count_option("--most-gpus", "The largest cluster that is tried; left out: 1024.")
 @count_option("--global-batch", BATCH)
@@ -58,7 +58,7 @@ def smallest_cluster_command(model: str, gpu: str, **asked: Any) -> None:
     examples=("memplan longest-sequence llama-3-8b --cluster 8xh100-sxm --zero 3",),
 )
 @click.argument("model")
-@implementation_option()
+@model_options()
 @cluster_options()
 @count_option("--global-batch", BATCH)
 @click.option("--tp-across-nodes", is_flag=True, help="Also tensor axes that are on several nodes.")
@@ -84,7 +84,7 @@ def longest_sequence_command(model: str, **asked: Any) -> None:
     ),
 )
 @click.argument("models", nargs=-1)
-@implementation_option()
+@model_options()
 @cluster_options()
 @count_option("--global-batch", BATCH)
 @count_option("--seq-len", "Tokens per sequence; left out: each model's context, at most 8192.")

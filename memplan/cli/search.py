@@ -9,7 +9,7 @@ from memplan.cli.flags import (
     PlanCommand,
     choice_option,
     cluster_options,
-    implementation_option,
+    model_options,
     search_option,
     search_options,
 )
@@ -28,7 +28,7 @@ EXAMPLES: Final = (
 
 @click.command("search", cls=PlanCommand, option=search_option, examples=EXAMPLES)
 @click.argument("model")
-@implementation_option()
+@model_options()
 @cluster_options(text="As in 64xh100-sxm; all of it is used, unless for the objective gpus.")
 @click.option(
     "--global-batch",

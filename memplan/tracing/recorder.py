@@ -366,11 +366,13 @@ class Recorder(ShapesMode):
             results = results[: kernel.n_results]
             self.events.append(Event("kernel", self.section, -1, kernel))
         self._allocated(operation, results[::-1] if func in LAST_FIRST else results)
-        for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
+        for made in () if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
-        self._freed_scratch(self._scratch(taken.scratch))
+        if taken.scratch:
+            self._freed_scratch(self._scratch(taken.scratch))
         phase = "recompute" if self.recomputing else self.section.phase
-        self.events += [Event("compute", self.section, -1, (one, phase)) for one in taken.computed]
+        for one in taken.computed:
+            self.events.append(Event("compute", self.section, -1, (one, phase)))
 
     def _convolved(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of a convolution, each with what computes it."""

@@ -26,6 +26,10 @@ NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
 LAYER_NORM: Final = ATEN.native_layer_norm.default
 GROUPED_PRODUCT: Final = ATEN._grouped_mm.default
 PRODUCTS: Final = (ATEN.mm.default, ATEN.addmm.default)
+INDEX: Final = ATEN.index.Tensor
+"""Its result's shape depends on the values of masks, but not on those of other indices."""
+
+MASKS: Final = (torch.bool, torch.uint8)
 
 
 @cache
@@ -144,7 +148,9 @@ class Shapes:
 
     def memo(self, operation: Operation) -> Memo:
         """What is remembered of the operation: nothing, if its results do not follow from layouts."""
-        return self._memos[operation.key] if operation.operator.follows_from_layouts else Memo()
+        by_numbers = operation.func is INDEX and all(one.dtype not in MASKS for one in operation.given[1:])
+        follows = by_numbers or operation.operator.follows_from_layouts
+        return self._memos[operation.key] if follows else Memo()
 
     def result(self, operation: Operation, memo: Memo) -> Any:
         """The result of the operation."""

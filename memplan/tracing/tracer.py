@@ -350,8 +350,8 @@ class _Tracer:
 
     def _check_called(self, recorder: Recorder) -> None:
         """Raise if some blocks of a stack are called and others are not."""
-        called = {unit.path for unit in recorder.units}
-        blocks = {unit for module, unit in self.units.items() if module in {*self.example.module.modules()}}
+        called, modules = {unit.path for unit in recorder.units}, {*self.example.module.modules()}
+        blocks = [unit for module, unit in self.units.items() if module in modules]
         for stack in {unit.stack for unit in recorder.units} - {""}:
             left = [unit.path for unit in blocks if unit.stack == stack and unit.path not in called]
             if left:
