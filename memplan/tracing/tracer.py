@@ -436,16 +436,12 @@ class _Tracer:
     def _told(
         self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
     ) -> Callable[..., Any]:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            with patch.object(recorder, "recomputing", recorder.section.phase == "backward"):
-                return forward(*args, **kwargs)
-
         def block(*args: Any, **kwargs: Any) -> Any:
             number = recorder.entered(unit, (args, kwargs))
             if variant.units:
                 args, kwargs = _cast((args, kwargs), variant.weights)
             if variant.recompute == "full" and unit.role == "block":
-                output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
+                output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
             recorder.left(number, output)

@@ -80,11 +80,13 @@ class TorchEngine(Engine):
         def costs(
             parameters: Sequence[Parameter], forward: Sequence[Segment], backward: Segment, flops: Segment
         ) -> Costs:
-            sent = [e for each in (*forward, backward) for e in each.events if isinstance(e, Collective)]
+            events = [e for each in (*forward, backward) for e in each.events]
+            sent = [e for e in events if isinstance(e, Collective)]
             computed = [e for e in flops.events if isinstance(e, Compute)]
             return Costs(
                 elements=sum([p.n_elements for p in parameters if p.requires_grad]),
                 flops=sum([e.flops for e in computed if e.phase != "backward"]),
+                backward_flops=sum([e.backward_flops for e in events if isinstance(e, Compute)]),
                 sent_bytes=sum([self.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
                 saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
             )
