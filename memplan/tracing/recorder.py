@@ -333,7 +333,7 @@ class Recorder(ShapesMode):
         Source: aten/src/ATen/native/Linear.cpp (`linear`), aten/src/ATen/native/transformers/attention.cpp
         (`_scaled_dot_product_attention_math`), torch/csrc/autograd/FunctionsManual.cpp.
         """
-        if self.section.phase == "forward" or self._is_recomputing():
+        if self.section.phase == "forward" or self.is_recomputing:
             return func is ADD and self.adds_in_place
         if func is not ADD:
             node = torch._C._current_autograd_node()
@@ -342,7 +342,8 @@ class Recorder(ShapesMode):
             self._added(self.storage_of(args[0]))
         return summed
 
-    def _is_recomputing(self) -> bool:
+    @property
+    def is_recomputing(self) -> bool:
         """Whether a forward pass is run again in the backward pass, which itself records no gradients."""
         return self.section.phase == "backward" and torch.is_grad_enabled()
 
@@ -372,7 +373,7 @@ class Recorder(ShapesMode):
         for made in set() if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         self._freed_scratch(self._scratch(taken.scratch))
-        phase = "recompute" if self._is_recomputing() else self.section.phase
+        phase = "recompute" if self.is_recomputing else self.section.phase
         self.events += [Event("compute", self.section, -1, (one, phase)) for one in taken.computed]
 
     def _convolved(self, operation: Operation, results: Sequence[Tensor]) -> None:
@@ -446,7 +447,7 @@ class Recorder(ShapesMode):
             return
         if isinstance(function, Operator):
             scope = self.scopes[-1] if self.scopes else ""
-            if self.section.phase == "backward" and not self._is_recomputing():
+            if self.section.phase == "backward" and not self.is_recomputing:
                 scope = "grad"
             function = f"{scope}: {function.name}"
         made = self._allocates(function, tuple(tensor.shape), tensor.dtype, storage.nbytes())

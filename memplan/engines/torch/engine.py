@@ -13,10 +13,10 @@ from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import EMPTY, Block, Segment
 from memplan.hardware import gpu
-from memplan.models import Layers, Model, counted_weights
+from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
-from memplan.shapes import Parameter
+from memplan.shapes import FP32, Parameter
 from memplan.tape import Backend
 
 
@@ -59,6 +59,12 @@ class TorchEngine(Engine):
             yield (
                 f"{model.name} has no repeated blocks that are known: FSDP2 gathers it as one unit. Name its "
                 "lists of blocks, as --blocks model.layers, or memplan.trace(..., blocks='model.layers')."
+            )
+        held = set(model.trained_dtypes) - {FP32.name} if isinstance(model, TracedModel) else ()
+        if held and plan.formats.stored == FP32:
+            yield (
+                f"{model.name} holds weights that it trains in {' and '.join(sorted(held))}; precision="
+                f"{plan.precision!r} stores them in float32. Use precision='bf16' for weights in bfloat16."
             )
         padding = ""
         if plan.fsdp and plan.tp == 1:
