@@ -1,5 +1,6 @@
 """Modules that hold weights of several types, or checkpoint themselves, are planned as CPU ranks run them."""
 
+import json
 from contextlib import closing
 from typing import Any
 
@@ -89,3 +90,22 @@ def test_cpu_ranks_hold_and_send_what_is_said(name):
     with judging(None) as judge, closing(swept(cases, judge, BUDGET)) as fresh:
         records = list(fresh)
     assert [(r.case["name"], r.outcome, r.reason) for r in records if not r.confirmed] == []
+
+
+SIZES = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 99}
+SMALL = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ({"_attn_implementation": "eager"}, "_attn_implementation=eager is ignored"),
+        ({"attn_implementation": "flex_attention"}, "attn_implementation=flex_attention is ignored"),
+        ({"gradient_checkpointing": True}, "use recompute='full'"),
+        ({"_attn_implementation": "sdpa", "gradient_checkpointing": False}, ""),
+    ],
+)
+def test_settings_of_a_run_in_a_config_are_named(setting, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **setting}))
+    notes = memplan.estimate(str(tmp_path), seq_len=32, device="cpu").notes
+    assert [told in note for note in notes if "is ignored" in note] == ([True] if told else [])
