@@ -483,8 +483,8 @@ class Estimate:
     @property
     def total_model_flops(self) -> int:
         """FLOPs of a step on all GPUs, forward and backward, without recomputation."""
-        forward = sum([stage.flops for stage in self.stages]) * self.plan.n_replicas * self.plan.tp
-        return int(model_flops(forward))
+        one_pipeline = sum([model_flops(stage.record.step.counts) for stage in self.stages])
+        return one_pipeline * self.plan.n_replicas * self.plan.tp
 
     @property
     def mfu(self) -> float | None:
@@ -495,7 +495,7 @@ class Estimate:
         peak = peak_flops_per_s(self.plan, self.cluster)
         if peak is None:
             return None
-        one_pipeline = model_flops(sum([stage.flops for stage in self.stages]))
+        one_pipeline = sum([model_flops(stage.record.step.counts) for stage in self.stages])
         return float(utilisation(one_pipeline, step_s, self.plan.pp, peak))
 
     def ledger(self, stage: int | None = None, *, host: bool = False) -> "pandas.DataFrame":

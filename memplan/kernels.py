@@ -112,7 +112,7 @@ def flash_splits(device: Device, batch: int, n_heads: int, seq_len: int, d_head:
     return next(n for n, efficiency in efficiencies.items() if efficiency >= 0.85 * best)
 
 
-def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_head: int) -> int:
+def efficient_attention_bytes(device: Device, itemsize: int, n_queries: int, d_head: int, n_keys: int) -> int:
     """Bytes that memory-efficient attention accumulates gradients in, for one head of one sequence.
 
     Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`:
@@ -120,10 +120,10 @@ def efficient_attention_bytes(device: Device, itemsize: int, seq_len: int, d_hea
     """
     rows, columns = _gradient_tile(device, itemsize, d_head)
     tile = 4 * rows * columns + 16
-    queries = ceil(seq_len / rows) * ceil(d_head / columns) * tile
+    queries = ceil(n_queries / rows) * ceil(d_head / columns) * tile
     if itemsize == 4 or d_head <= rows:
         return queries
-    return queries + 2 * 4 * ceil(seq_len / columns) * columns * ceil(d_head / 128) * 128
+    return queries + 2 * 4 * ceil(n_keys / columns) * columns * ceil(d_head / 128) * 128
 
 
 def _gradient_tile(device: Device, itemsize: int, d_head: int) -> tuple[int, int]:

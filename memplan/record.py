@@ -133,10 +133,12 @@ def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
-    """An operation with FLOPs, in a forward pass or a recomputation; compared by identity.
+    """An operation with FLOPs; compared by identity.
 
     `operands`: their shapes, as its kind says; empty where only FLOPs are known. `shape`, `dtype`: its
-    result's. Backward runs two more for each in a forward pass (`memplan.steptime.backward_flops`).
+    result's. `n_grads`: the products as large as this one that backward runs for it and that the record has
+    no events of: one for the gradient of each operand (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    A traced module's record has events of them.
     """
 
     kind: ComputeKind
@@ -145,6 +147,18 @@ class Compute:
     flops: int
     shape: Shape
     dtype: DType
+    n_grads: int = 2
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of backward passes that it stands for, without recomputation.
+
+        Neglects: fused attention computes its scores again in backward.
+        """
+        if self.phase != "backward":
+            return self.n_grads * self.flops if self.phase == "forward" else 0
+        fused = self.kind is ComputeKind.ATTENTION_BACKWARD
+        return 2 * flops_of(ComputeKind.ATTENTION, self.operands) if fused else self.flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

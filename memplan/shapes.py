@@ -91,7 +91,8 @@ class Parameter:
     `placements`: by mesh axis; a weight that has some is a DTensor. `grad_placements`: of its gradient as the
     backward pass makes it. `shape`, `n_elements` and `n_bytes` are local; `partial_grad` is this rank's term
     of a gradient that is still to be summed over ranks. A parameter that does not require a gradient is
-    frozen: it has neither gradient nor optimizer state.
+    frozen: it has neither gradient nor optimizer state. `held`: the narrow type of floats that a frozen one
+    has where the others are stored in float32; None: no other type.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class Parameter:
         grad_placements: Placements | None = None,
         mesh: Mapping[str, int] | None = None,
         requires_grad: bool = True,
+        held: DType | None = None,
     ) -> None:
         self.name = name
+        self.held = held
         self.dtype = dtype
         self.requires_grad = requires_grad
         self.whole_shape, self.mesh = whole_shape, mesh or {}
@@ -123,7 +126,7 @@ class Parameter:
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether it is of floats, whose type the precision decides."""
+        """Whether it is of floats."""
         return "float" in self.dtype.name
 
     @property

@@ -135,31 +135,6 @@ class TimeModel(Protocol):
 # --- Computation ------------------------------------------------------------------------------------------
 
 
-def backward_flops(forward_flops: Quantity) -> Quantity:
-    """FLOPs of a backward pass: 2 x forward, a product for the inputs' gradient and one for the weights'.
-
-    Neglects: fused attention computes its scores again in backward.
-    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
-
-    >>> backward_flops(10)
-    20
-    """
-    return 2 * forward_flops
-
-
-def model_flops(forward_flops: Quantity) -> Quantity:
-    """FLOPs of a forward and a backward pass, without recomputation.
-
-    Causal attention is counted whole (`memplan.record.flops_of`).
-
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
-
-    >>> model_flops(10)
-    30
-    """
-    return forward_flops + backward_flops(forward_flops)
-
-
 def compute_s(flops: Quantity, peak_flops_per_s: float, efficiency: float) -> Quantity:
     """Seconds of matrix products: FLOPs / (peak dense rate x efficiency).
 
@@ -171,18 +146,24 @@ def compute_s(flops: Quantity, peak_flops_per_s: float, efficiency: float) -> Qu
     return flops / (peak_flops_per_s * efficiency)
 
 
-def backward_s(products_s: Quantity, again_s: Quantity) -> Quantity:
-    """Seconds of the backward passes: two thirds of the matrix products, and all recomputation.
-
-    >>> backward_s(3.0, 1.0)
-    3.0
-    """
-    return products_s * 2 / 3 + again_s
-
-
 def forward_flops(counts: Counts) -> int:
     """FLOPs of a rank's forward passes in a step, over all micro-batches."""
     return sum([e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase == "forward"])
+
+
+def backward_flops(counts: Counts) -> int:
+    """FLOPs of a rank's backward passes in a step, without recomputation (`Compute.backward_flops`)."""
+    return sum([e.backward_flops * n for e, n in counts.items() if isinstance(e, Compute)])
+
+
+def model_flops(counts: Counts) -> int:
+    """FLOPs of a rank's forward and backward passes in a step, without recomputation.
+
+    Causal attention is counted whole (`memplan.record.flops_of`).
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    return forward_flops(counts) + backward_flops(counts)
 
 
 def recomputed_flops(counts: Counts) -> int:
@@ -481,6 +462,7 @@ def _step_times(
         states = rank.states
         work = Work(
             forward_flops=forward_flops(rank.counts),
+            backward_flops=backward_flops(rank.counts),
             recomputed_flops=recomputed_flops(rank.counts),
             sent=sent_bytes(rank.collectives),
             reducing=reducing_share(rank.counts),
@@ -509,6 +491,7 @@ class Work(NamedTuple):
     """
 
     forward_flops: Quantity
+    backward_flops: Quantity
     recomputed_flops: Quantity
     sent: Mapping[Overlap, Sent]
     reducing: Quantity
@@ -544,12 +527,13 @@ def parts_s(work: Work, rates: Rates, efficiency: float) -> dict[str, Quantity]:
     """The parts of `StepTime` without the bubble: of one rank, or arrays over plans."""
     seconds = {overlap: _seconds(sent, rates.bytes_per_s) for overlap, sent in work.sent.items()}
     waits = seconds["nothing"]
-    products_s = compute_s(model_flops(work.forward_flops), rates.flops_per_s, efficiency)
-    again_s = compute_s(work.recomputed_flops, rates.flops_per_s, efficiency)
+    of_passes = work.forward_flops, work.backward_flops, work.recomputed_flops
+    forward_s, backward_s, again_s = (compute_s(n, rates.flops_per_s, efficiency) for n in of_passes)
+    products_s = forward_s + backward_s
     beside_s = exposed_s(
         _over_data_axes(seconds["backward"]),
         _over_data_axes(seconds["compute"]),
-        work.reducing * backward_s(products_s, again_s),
+        work.reducing * (backward_s + again_s),
         products_s + again_s,
     )
     return {

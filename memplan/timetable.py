@@ -1,6 +1,6 @@
 """The start and end of every pass of a pipeline: each starts when its rank is free and its input is there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -8,19 +8,14 @@ from memplan.errors import InvalidValue, MissingRule
 from memplan.estimate import Estimate, StageEstimate
 from memplan.record import PassPart, Stretch
 from memplan.schedules import SCHEDULES
-from memplan.steptime import StepTime, forward_flops, recomputed_flops
+from memplan.steptime import StepTime, backward_flops, forward_flops, recomputed_flops
 from memplan.traffic import collectives
 
 MOST_PASSES: Final = 100_000
 """The most passes of a timetable."""
 
-FORWARDS: Final[dict[PassPart, int]] = {
-    "forward": 1,
-    "backward": 2,
-    "backward-input": 1,
-    "backward-weight": 1,
-}
-"""FLOPs of a pass as a multiple of the forward pass's: `memplan.steptime.backward_flops`."""
+BACKWARD_PARTS: Final[Mapping[PassPart, int]] = {"backward": 1, "backward-input": 2, "backward-weight": 2}
+"""How many parts of equal FLOPs a backward pass has, by what these are."""
 
 
 @final
@@ -99,29 +94,31 @@ def _passes(stretch: Stretch) -> Iterator[Stretch]:
 def _works(of: StageEstimate) -> Iterator[_Work]:
     """The work of each pass of a rank; that of a backward pass follows from its stage's forward pass."""
     stages, schedule = of.plan.stages_of(of.stage), SCHEDULES.named(of.plan.schedule)
-    products: dict[int, int] = {}
+    to_come: dict[int, int] = {}
     seen: dict[tuple[int, PassPart], int] = {}
-    known: dict[Stretch, tuple[int, int, int, int]] = {}
+    known: dict[Stretch, tuple[int, int, int, int, int]] = {}
     for stretch in _passes(of.record.step):
         local, part = stretch.stage_pass or (0, "forward")
         if stretch not in known:
             known[stretch] = _sums(stretch, of)
-        forward, recomputed, tp_bytes, pp_bytes = known[stretch]
+        forward, backward, recomputed, tp_bytes, pp_bytes = known[stretch]
         if part == "forward":
-            products[local] = forward
+            to_come[local], products = backward, forward
+        else:
+            products = to_come[local] // BACKWARD_PARTS[part] + backward
         kind: PassPart = "backward" if part == "backward-input" else part
         n = seen[local, kind] = seen.get((local, kind), -1) + 1
         if part != "forward" and schedule.backward_reversed:
             n = of.plan.n_micro_batches - 1 - n
-        work = FORWARDS[part] * products[local]
-        yield _Work(stages[local], part, n, work, recomputed, tp_bytes, pp_bytes)
+        yield _Work(stages[local], part, n, products, recomputed, tp_bytes, pp_bytes)
 
 
-def _sums(stretch: Stretch, of: StageEstimate) -> tuple[int, int, int, int]:
-    """A pass' forward and recomputed FLOPs, and the bytes it sends over tp and pp without overlap."""
-    waits = [c for c in collectives(stretch.counts, of.plan) if not c.overlappable]
+def _sums(stretch: Stretch, of: StageEstimate) -> tuple[int, int, int, int, int]:
+    """A pass' forward, backward, recomputed FLOPs, and the bytes it sends over tp and pp without overlap."""
+    counts = stretch.counts
+    waits = [c for c in collectives(counts, of.plan) if not c.overlappable]
     tp_bytes, pp_bytes = (sum(c.wire_bytes for c in waits if c.axis == axis) for axis in ("tp", "pp"))
-    return forward_flops(stretch.counts), recomputed_flops(stretch.counts), tp_bytes, pp_bytes
+    return forward_flops(counts), backward_flops(counts), recomputed_flops(counts), tp_bytes, pp_bytes
 
 
 def _timed(works: Sequence[_Work], time: StepTime) -> Iterator[tuple[_Work, float]]:

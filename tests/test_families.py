@@ -246,7 +246,17 @@ def test_cudnn_s_attention_needs_the_workspaces_that_its_plans_say(
 )
 def test_gradients_of_masked_attention_are_summed_in_these_bytes(name, itemsize, seq_len, d_head, n_bytes):
     """Of 8 heads: what PyTorch 2.13's CUDA build asked its allocator for, without a GPU."""
-    assert 8 * efficient_attention_bytes(gpu(name).device, itemsize, seq_len, d_head) == n_bytes
+    one_head = efficient_attention_bytes(gpu(name).device, itemsize, seq_len, d_head, seq_len)
+    assert 8 * one_head == n_bytes
+
+
+def test_gradients_of_other_keys_than_queries_are_summed_where_they_do_not_stay_in_registers():
+    """By kernel_backward.h: of float32 in no memory; of narrow wide heads in blocks of 64 keys (A100)."""
+    a100 = gpu("a100-80-sxm").device
+    assert {efficient_attention_bytes(a100, 4, 130, 96, n) for n in (130, 77, 1)} == {1049088 // 8}
+    of_queries = 2 * 3 * (4 * 128 * 64 + 16)
+    in_bf16 = [efficient_attention_bytes(a100, 2, 130, 160, n) for n in (130, 128, 64)]
+    assert in_bf16 == [of_queries + 2 * 4 * n * 256 for n in (192, 128, 64)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedModel, UnknownName
@@ -179,7 +179,9 @@ def test_a_trace_in_the_first_format_says_what_it_said():
     )
     assert of_old.peak.total_bytes == of_new.peak.total_bytes == 67_281_560
     assert of_old.reserved_bytes == of_new.reserved_bytes
-    assert of_old.total_model_flops == of_new.total_model_flops == 1_769_472
+    of_convolution, of_linear = 2 * 4 * 27 * 64 * 36, 2 * 64 * 144 * 5
+    flops = 2 * of_convolution + 3 * of_linear  # the image has no gradient
+    assert of_old.total_model_flops == of_new.total_model_flops == flops
     computed = [
         [(event.kind, event.operands) for event in e.worst.record.step.counts if isinstance(event, Compute)]
         for e in (of_old, of_new)
@@ -484,7 +486,41 @@ def test_experts_multiply_the_rows_that_are_sent_to_them_whichever_they_are():
     traced = on_cpu(Experts(), tokens, precisions=["fp32"])
     computed = memplan.estimate(traced, micro_batch=5, seq_len=1, precision="fp32").total_model_flops
     of_router, of_experts = 2 * 16 * 4, 2 * 2 * 16 * 24
-    assert computed == 3 * 5 * 12 * (of_router + of_experts)
+    assert computed == 2 * 5 * 12 * (of_router + of_experts)  # the rows have no gradient
+
+
+class OwnCheckpoints(nn.Module):
+    """Layers that the module itself recomputes, as torch.utils.checkpoint recommends; some may be frozen."""
+
+    def __init__(self, n: int, frozen: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(n))
+        self.blocks[:frozen].requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(*[nn.Linear(32, 32).requires_grad_(i == 8) for i in range(9)]),
+        nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)),
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+        OwnCheckpoints(4),
+        OwnCheckpoints(4, frozen=2),
+    ],
+    ids=["a trained last layer", "a perceptron", "attention", "own checkpoints", "own checkpoints, frozen"],
+)
+def test_flops_are_those_that_pytorch_counts_as_the_module_runs(module):
+    x = torch.randn(3, 8, 32)
+    traced = on_cpu(module, x, loss=torch.sum, precisions=["fp32"])
+    estimate = memplan.estimate(traced, micro_batch=3, seq_len=1, precision="fp32")
+    with FlopCounterMode(display=False) as counter:
+        module(x).sum().backward()
+    assert estimate.total_model_flops + estimate.worst.recomputed_flops == counter.get_total_flops()
 
 
 class Filled(nn.Module):

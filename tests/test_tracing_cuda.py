@@ -430,3 +430,30 @@ def test_autocasts_lists_name_operations_that_pytorch_casts():
              if torch._C._dispatch_has_kernel_for_dispatch_key(name, KEY)}  # fmt: skip
     assert names >= NARROW | WIDEST
     assert not NARROW & WIDEST
+
+
+class Cross(nn.Module):
+    """Attention of 16 queries to 77 keys, two heads of 32, as cross-attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Parameter(torch.zeros(2, n, 32)) for n in (16, 77))
+
+    def forward(self, x):
+        q, k = self.q * x, self.k * x
+        return nn.functional.scaled_dot_product_attention(q, k, k).square().mean()
+
+
+def test_cross_attention_in_float32_takes_what_its_kernel_allocates():
+    """By attention_backward.cu: sums of rows padded to 32, dots, and tiles of queries only."""
+    traced = memplan.trace(Cross(), torch.ones(2, 1, 1, 1), device="cuda", precisions=["fp32"])
+    plan: dict[str, Any] = {"precision": "fp32", "micro_batch": 2, "seq_len": 1}
+    step = memplan.estimate(traced, cluster="1xa100-80-sxm", **plan).worst.record.step
+    made = [event.buffer for _, event in unrolled(step) if isinstance(event, Alloc)]
+    n_bytes = {buffer.name: buffer.n_bytes for buffer in made}
+    n_heads, a_tile = 2 * 2, 4 * 64 * 64 + 16
+    assert n_bytes["tiles of gradients"] == n_heads * a_tile
+    assert n_bytes["dots"] == n_heads * 16 * 4
+    assert n_bytes["sums of terms"] == n_heads * 16 * 4
+    y, log_sums = [b.n_bytes for b in made if b.name.endswith("efficient_attention")][:2]
+    assert (y, log_sums) == (n_heads * 16 * 32 * 4, n_heads * 32 * 4)

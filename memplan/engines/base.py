@@ -79,13 +79,15 @@ class RankRecord:
 class Costs(NamedTuple):
     """Costs of a part of the model on one tensor rank, for one micro-batch.
 
-    Elements of its trained weights; FLOPs of its forward pass, and of the part that is recomputed; bytes sent
-    over the tensor axis in both passes; bytes that the forward pass saves for the backward pass. An engine
-    gives numbers; a search turns them into functions of the micro-batch, and into arrays over plans.
+    Elements of its trained weights; FLOPs of its forward pass, or of the part that is recomputed, and of its
+    backward pass without that; bytes sent over the tensor axis in both passes; bytes that the forward pass
+    saves for the backward pass. An engine gives numbers; a search turns them into functions of the
+    micro-batch, and into arrays over plans.
     """
 
     elements: Any
     flops: Any
+    backward_flops: Any
     sent_bytes: Any
     saved_bytes: Any
 

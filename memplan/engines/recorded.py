@@ -422,9 +422,11 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
 
 
 def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
-    """A parameter in the type that weights are computed in; integers keep their own."""
-    own = dtype if one.dtype == FP32.name else DTYPES[one.dtype]
-    return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad)
+    """A parameter in the type that weights are computed in; integers keep their own, frozen floats may."""
+    own, held = DTYPES[one.dtype] if one.keeps_dtype else dtype, None
+    if one.keeps_dtype and one.is_floating_point:
+        own, held = own if dtype == FP32 else dtype, own
+    return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad, held=held)
 
 
 def _events(
@@ -479,6 +481,7 @@ def _computed(traced: Computation, phase: Phase, batch: int, seq_len: int) -> Co
         flops=flops_of(traced.kind, operands) if operands else size_at(traced.flops, batch, seq_len),
         shape=shape_at(traced.shape, batch, seq_len),
         dtype=DTYPES[traced.dtype],
+        n_grads=0,
     )
 
 

@@ -4,7 +4,7 @@ The file comes from outside: whatever is in it, the result is a Model or a Mempl
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -29,6 +29,10 @@ _shown = partial(shown_value, most=120)
 
 STORED_ONLY: Final = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
 """The `quant_method` of formats in which vendors store models that are trained in 16 bits (DeepSeek-V3)."""
+
+
+OTHER_ATTENTION: Final = ("eager", "flex_attention", "sdpa_paged", "eager_paged")
+"""Implementations of transformers' attention that are not planned where a config.json asks for them."""
 
 
 class WithoutRule(InvalidValue):
@@ -78,7 +82,28 @@ class Config:
         if (found := self.value(key, default)) != default:
             raise WithoutRule(f"{key}={_shown(found)} is not planned by memplan; use {default!r}.")
 
-    def quantization_remarks(self) -> tuple[str, ...]:
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence for each setting that would change memory and that a plan does not take from the file.
+
+        Raises:
+            InvalidValue: a `quantization_config` of weights that are trained through adapters.
+        """
+        return (*self._quantization_remarks(), *self._remarks_of_a_run())
+
+    def _remarks_of_a_run(self) -> Iterator[str]:
+        """Settings of a run, which a config.json keeps from the run that has written it."""
+        for key in ("_attn_implementation", "attn_implementation"):
+            if (asked := self.values.get(key)) in OTHER_ATTENTION:
+                yield (
+                    f"{key}={asked} is ignored: attention is planned as PyTorch's fused function "
+                    "runs it where the architecture has it; eager attention keeps the scores of all pairs of "
+                    "tokens. Trace the module itself (memplan.trace) to plan another."
+                )
+        for key in ("gradient_checkpointing", "use_gradient_checkpointing"):
+            if self.values.get(key) is True:
+                yield f"{key}=true is ignored; use recompute='full' to plan it."
+
+    def _quantization_remarks(self) -> tuple[str, ...]:
         """A sentence that the `quantization_config` of a vendor's file is ignored; none where there is none.
 
         Raises:

@@ -128,7 +128,7 @@ def model_from_config(
 def _of_config(file: "Path", name: str, how: Tracing) -> Model:
     try:
         config = read_config(file)
-        remarks = config.quantization_remarks()
+        remarks = config.remarks()
         found = _of_values(config.without("quantization_config"), name, how)
         return replace(found, remarks=remarks) if remarks else found
     except MemplanError as error:

@@ -246,13 +246,25 @@ class Recording(NamedTuple):
 class TracedTensor(NamedTuple):
     """A parameter, a buffer of the module, or an input; where inputs go, `shape` depends on their sizes.
 
-    A parameter that does not require a gradient is frozen.
+    A parameter that does not require a gradient is frozen. `dtype` is what the module holds: a precision
+    decides the type of trained floats, and of frozen ones of float32; narrower frozen floats are cast where
+    it has no float32, and integers never.
     """
 
     name: str
     shape: tuple[Size, ...]
     dtype: str
     requires_grad: bool = True
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it is of floats."""
+        return "float" in self.dtype
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether a parameter is held in its own type beside others that a precision stores in float32."""
+        return not (self.is_floating_point and (self.requires_grad or self.dtype == FP32.name))
 
     def buffer(self, batch: int, seq_len: int) -> Buffer:
         """The buffer for these sizes of the input."""
@@ -384,7 +396,18 @@ class TracedModel(Model):
     @property
     def integer_dtypes(self) -> tuple[str, ...]:
         """The types of parameters that are not of floats."""
-        return tuple(sorted({one.dtype for one, _ in self.parameters if one.dtype != FP32.name}))
+        return tuple(sorted({one.dtype for one, _ in self.parameters if not one.is_floating_point}))
+
+    @property
+    def narrow_dtypes(self) -> tuple[str, ...]:
+        """The types of floats that frozen parameters keep beside others in float32."""
+        kept = [one for one, _ in self.parameters if one.keeps_dtype and one.is_floating_point]
+        return tuple(sorted({one.dtype for one in kept}))
+
+    @property
+    def trained_dtypes(self) -> tuple[str, ...]:
+        """The types in which the module holds the parameters that it trains."""
+        return tuple(sorted({one.dtype for one, _ in self.parameters if one.requires_grad}))
 
     @property
     def n_parameters(self) -> int:

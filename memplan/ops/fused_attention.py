@@ -143,13 +143,13 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
     batch, seq, n_heads, d_head = shape
     device = tape.context.device
     separate_dots = dtype == FP32 or (d_head > 128 and not device.at_least(8))
-    tile_bytes = efficient_attention_bytes(device, dtype.itemsize, seq, d_head)
+    tile_bytes = efficient_attention_bytes(device, dtype.itemsize, seq, d_head, kv_shape[1])
 
     def backward_scratch(tape: Tape) -> None:
         with tape.workspace() as temporary:
-            if kv_shape != shape:
-                temporary.new("expanded dk", shape, dtype)
-                temporary.new("expanded dv", shape, dtype)
+            if kv_shape[2] != n_heads:
+                temporary.new("expanded dk", (*kv_shape[:2], n_heads, d_head), dtype)
+                temporary.new("expanded dv", (*kv_shape[:2], n_heads, d_head), dtype)
             with tape.workspace() as terms:
                 if separate_dots:
                     for _ in range(1 if dtype == FP32 else 3):

@@ -157,13 +157,12 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Te
     """Memory-efficient attention.
 
     Raises:
-        MissingRule: for other keys than queries; for a mask whose rows it would pad.
+        MissingRule: for a mask whose rows it would pad.
     """
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    if n_queries != n_keys or (masked and n_keys % 8):
+    if masked and k.shape[1] % 8:
         raise MissingRule(
-            f"memory-efficient attention of {n_queries} queries to {n_keys} keys (mask: {masked}) has no "
-            "rule for CUDA; use lengths that are equal, and with a mask a multiple of 8."
+            f"memory-efficient attention to {k.shape[1]} keys with a mask has no rule for CUDA, as it pads "
+            "the mask's rows; use a number of keys that is a multiple of 8."
         )
     return efficient_attention(q, k, v)
 

@@ -308,12 +308,16 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     if not known.any():
         return np.full((len(known), 1), inf)
     m, pp, v = plans.m, plans.pp, plans.virtual_stages
-    flops = sum([n * plans.of("flops", block) for n, block, _ in plans.runs]) + plans.of("flops", "head")
+    forward_flops, backward_flops = (
+        sum([n * plans.of(name, block) for n, block, _ in plans.runs]) + plans.of(name, "head")
+        for name in ("flops", "backward_flops")
+    )
     again: Any = sum([plans.recomputed(block.kind) * plans.of("flops", block) for _, _, block in plans.runs])
     data = plans.data_parallelism(plans.all_elements / pp)
     updated = data.updated_bytes
     work = Work(
-        forward_flops=m * flops / pp,
+        forward_flops=m * forward_flops / pp,
+        backward_flops=m * backward_flops / pp,
         recomputed_flops=m * again / pp,
         sent=_sent(plans, data),
         reducing=data.reducing,

@@ -72,6 +72,7 @@ def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedM
     try:
         with offline, _Unfilled():
             settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
+            settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
         longest = _longest(settings)
         inputs = TASKS[task](settings, min(LENGTH, longest))
@@ -181,10 +182,18 @@ def _images(settings: Any, _length: int) -> Inputs:
     return {"pixel_values": images, "labels": torch.zeros(2, dtype=torch.int64)}
 
 
+def _speech(settings: Any, length: int) -> Inputs:
+    """Spectrograms of the only length that the model takes, and the text."""
+    frames = 2 * settings.max_source_positions
+    heard = torch.empty(2, settings.num_mel_bins, frames, device="meta")
+    return {"input_features": heard, "labels": _tokens(settings, length)["input_ids"]}
+
+
 TASKS: Final[Mapping[str, Callable[[Any, int], Inputs]]] = {
     "SEQ_TO_SEQ_CAUSAL_LM": _next_tokens,
     "MASKED_LM": _next_tokens,
     "CAUSAL_LM": _next_tokens,
+    "SPEECH_SEQ_2_SEQ": _speech,
     "IMAGE_CLASSIFICATION": _images,
     "SEQUENCE_CLASSIFICATION": _classes_of_texts,
     "TOKEN_CLASSIFICATION": _classes_of_tokens,

@@ -178,7 +178,6 @@ class Recorder(ShapesMode):
         """The kind of each storage that is no temporary."""
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded."""
-        self.recomputing = False
         self.adds_in_place = False
         """Whether a function runs that adds in place: a linear layer's bias, an attention's mask."""
         self._zeros = GIVEN
@@ -334,7 +333,7 @@ class Recorder(ShapesMode):
         Source: aten/src/ATen/native/Linear.cpp (`linear`), aten/src/ATen/native/transformers/attention.cpp
         (`_scaled_dot_product_attention_math`), torch/csrc/autograd/FunctionsManual.cpp.
         """
-        if self.section.phase == "forward" or self.recomputing:
+        if self.section.phase == "forward" or self.is_recomputing:
             return func is ADD and self.adds_in_place
         if func is not ADD:
             node = torch._C._current_autograd_node()
@@ -342,6 +341,11 @@ class Recorder(ShapesMode):
         if summed := _is_summed_in_place(*args):
             self._added(self.storage_of(args[0]))
         return summed
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a forward pass is run again in the backward pass, which itself records no gradients."""
+        return self.section.phase == "backward" and torch.is_grad_enabled()
 
     def _on_device(self, out: Any) -> tuple[Tensor, ...]:
         """The tensors of a result that are in the device's memory."""
@@ -370,9 +374,8 @@ class Recorder(ShapesMode):
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         if taken.scratch:
             self._freed_scratch(self._scratch(taken.scratch))
-        phase = "recompute" if self.recomputing else self.section.phase
-        for one in taken.computed:
-            self.events.append(Event("compute", self.section, -1, (one, phase)))
+        phase = "recompute" if self.is_recomputing else self.section.phase
+        self.events += [Event("compute", self.section, -1, (one, phase)) for one in taken.computed]
 
     def _convolved(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of a convolution, each with what computes it."""
@@ -445,7 +448,7 @@ class Recorder(ShapesMode):
             return
         if isinstance(function, Operator):
             scope = self.scopes[-1] if self.scopes else ""
-            if self.section.phase == "backward" and not self.recomputing:
+            if self.section.phase == "backward" and not self.is_recomputing:
                 scope = "grad"
             function = f"{scope}: {function.name}"
         made = self._allocates(function, tuple(tensor.shape), tensor.dtype, storage.nbytes())

@@ -436,19 +436,17 @@ class _Tracer:
     def _told(
         self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
     ) -> Callable[..., Any]:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            with patch.object(recorder, "recomputing", recorder.section.phase == "backward"):
-                return forward(*args, **kwargs)
-
         def block(*args: Any, **kwargs: Any) -> Any:
-            number = recorder.entered(unit, (args, kwargs))
+            again = recorder.is_recomputing  # by the module itself
+            number = 0 if again else recorder.entered(unit, (args, kwargs))
             if variant.units:
                 args, kwargs = _cast((args, kwargs), variant.weights)
             if variant.recompute == "full" and unit.role == "block":
-                output = checkpoint(recomputed, *args, use_reentrant=False, **kwargs)
+                output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
-            recorder.left(number, output)
+            if not again:
+                recorder.left(number, output)
             return output
 
         return block
@@ -635,9 +633,13 @@ def _given(tensor: Tensor, recorder: Recorder) -> Tensor:
 
 
 def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
-    """A parameter, of type `weights` if it is one of floats, or a buffer, on tensors without data."""
+    """A parameter, of type `weights` if it is one of floats, or a buffer, on tensors without data.
+
+    Where `weights` are float32, frozen ones keep a narrower type (`TracedTensor.keeps_dtype`).
+    """
     is_parameter = isinstance(tensor, nn.Parameter)
-    dtype = weights if is_parameter and tensor.is_floating_point() else tensor.dtype
+    keeps = weights == torch.float32 and not tensor.requires_grad
+    dtype = weights if is_parameter and tensor.is_floating_point() and not keeps else tensor.dtype
     if not is_parameter:
         made = _without_values(tensor.detach(), recorder)
     elif recorder.executes:
@@ -902,9 +904,8 @@ def _kinds_of_blocks(
 
 
 def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedTensor:
-    """A buffer, or a parameter, whose floats have the plan's type."""
-    is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    dtype = "float32" if is_weight else dtype_name(tensor.dtype)
+    """A buffer, or a parameter; one that is unused is cast as a trained one."""
+    dtype = "float32" if tensor.requires_grad and not requires_grad else dtype_name(tensor.dtype)
     return TracedTensor(name, tuple([(Term(n),) for n in tensor.shape]), dtype, requires_grad)
 
 

@@ -13,10 +13,10 @@ from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import EMPTY, Block, Segment
 from memplan.hardware import gpu
-from memplan.models import Layers, Model, counted_weights
+from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
-from memplan.shapes import Parameter
+from memplan.shapes import FP32, Parameter
 from memplan.tape import Backend
 
 
@@ -60,6 +60,12 @@ class TorchEngine(Engine):
                 f"{model.name} has no repeated blocks that are known: FSDP2 gathers it as one unit. Name its "
                 "lists of blocks, as --blocks model.layers, or memplan.trace(..., blocks='model.layers')."
             )
+        held = set(model.trained_dtypes) - {FP32.name} if isinstance(model, TracedModel) else ()
+        if held and plan.formats.stored == FP32:
+            yield (
+                f"{model.name} holds weights that it trains in {' and '.join(sorted(held))}; precision="
+                f"{plan.precision!r} stores them in float32. Use precision='bf16' for weights in bfloat16."
+            )
         padding = ""
         if plan.fsdp and plan.tp == 1:
             padding = padding_note(counted_weights(model), plan.dp, plan.formats.gather.itemsize)
@@ -80,11 +86,13 @@ class TorchEngine(Engine):
         def costs(
             parameters: Sequence[Parameter], forward: Sequence[Segment], backward: Segment, flops: Segment
         ) -> Costs:
-            sent = [e for each in (*forward, backward) for e in each.events if isinstance(e, Collective)]
+            events = [e for each in (*forward, backward) for e in each.events]
+            sent = [e for e in events if isinstance(e, Collective)]
             computed = [e for e in flops.events if isinstance(e, Compute)]
             return Costs(
                 elements=sum([p.n_elements for p in parameters if p.requires_grad]),
                 flops=sum([e.flops for e in computed if e.phase != "backward"]),
+                backward_flops=sum([e.backward_flops for e in events if isinstance(e, Compute)]),
                 sent_bytes=sum([self.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
                 saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
             )

@@ -48,8 +48,8 @@ def host_of(stages: RankStages) -> HostRecord | None:
 
 def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
     """The rest of each page-locked block: blocks are powers of two."""
-    itemsize = stages.weight_dtype.itemsize
     for parameter, n in stages.counted_parameters:
+        itemsize = stages.stored_dtype(parameter).itemsize
         held = [("", padded_shard_elements(parameter, stages.plan.dp))]
         if parameter.requires_grad:
             held.append((".grad", stages.weight_elements(parameter)))

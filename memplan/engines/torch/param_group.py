@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
-from memplan.engines.torch.stage import Stage, trained
+from memplan.engines.torch.stage import Stage, stored_dtype, trained
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
@@ -77,11 +77,20 @@ class ParamGroup:
         return padded_shard_elements(parameter, self.stage.plan.dp)
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
-        """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from."""
-        stored, compute = self.stage.weight_dtype, self.stage.plan.formats.gather
+        """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from.
+
+        `shards`: the elements of all of them.
+        """
+        compute = self.stage.plan.formats.gather
+
+        def stored(p: Parameter) -> DType:
+            return stored_dtype(p, self.stage.weight_dtype)
+
         if not self.stage.offloads:
-            cast = buffer_of(f"{name} (own shards as {compute.name})", (shards,), compute)
-            return ([([cast], 1)] if compute != stored else []), {}
+            as_stored = [self.shard(p) * n for own, n in self.parts for p in own if stored(p) == compute]
+            n_cast = shards - sum(as_stored)
+            cast = buffer_of(f"{name} (own shards as {compute.name})", (n_cast,), compute)
+            return ([([cast], 1)] if n_cast else []), {}
         found: list[tuple[list[Buffer], int]] = []
         uploads: dict[Buffer, Buffer] = {}
         for parameters, times in self.parts:
@@ -89,8 +98,8 @@ class ParamGroup:
             for p in parameters:
                 shard = buffer_of(f"{p.name} (own shard as {compute.name})", (self.shard(p),), compute)
                 found[-1][0].append(shard)
-                if compute != stored:
-                    uploads[shard] = buffer_of(f"{p.name} (own shard)", (self.shard(p),), stored)
+                if compute != stored(p):
+                    uploads[shard] = buffer_of(f"{p.name} (own shard)", (self.shard(p),), stored(p))
         return found, uploads
 
     def unshard(self) -> Iterator[CountedEvents]:

@@ -16,7 +16,7 @@ from memplan.memory import Alive
 from memplan.models import TracedModel
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
-from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
+from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
 from memplan.units import MiB
 
 BROADCAST_BYTES: Final = 250 * MiB
@@ -124,7 +124,10 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
     Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
     torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`: of a single tensor a view).
     """
-    found = ddp_buckets(stage.parameters(), BROADCAST_BYTES)
+    by_type: dict[DType, list[Parameter]] = {}
+    for parameter in stage.parameters():
+        by_type.setdefault(parameter.dtype, []).append(parameter)
+    found = [bucket for own in by_type.values() for bucket in ddp_buckets(own, BROADCAST_BYTES)]
     copies = _flat([parameters for parameters in found if len(parameters) > 1], stages)
     for i, copy in enumerate(copies):
         yield from allocs(copy)
@@ -178,7 +181,7 @@ def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[
     for parameter, shard in zip(parameters, made, strict=True):
         elements = padded_shard_elements(parameter, stages.plan.dp)
         if elements != stages.weight_elements(parameter):
-            padded = buffer_of(parameter.name, (elements,), stages.weight_dtype, "weights")
+            padded = buffer_of(parameter.name, (elements,), stages.stored_dtype(parameter), "weights")
             yield from (*allocs(padded), *frees(shard))
 
 
@@ -195,7 +198,7 @@ def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
 
 def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buffer]:
     return [
-        buffer_of("DDP bucket", (sum([p.n_elements for p in parameters]),), stages.weight_dtype)
+        buffer_of("DDP bucket", (sum([p.n_elements for p in parameters]),), parameters[0].dtype)
         for parameters in found
     ]
 

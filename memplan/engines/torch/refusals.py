@@ -280,7 +280,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
     if not isinstance(model, TracedModel):
         return
     options = torch_options(plan)
-    integers = model.integer_dtypes
+    integers, narrow = model.integer_dtypes, model.narrow_dtypes
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
     traced_alone = (
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
@@ -307,6 +307,11 @@ def _check_traced(model: Model, plan: Plan) -> None:
             plan.fsdp and bool(integers),
             f"zero={plan.zero} of weights of {', '.join(integers)}",
             "zero=0 or 1",
+        ),
+        (
+            plan.fsdp and bool(narrow) and plan.formats.gather == FP32,
+            f"zero={plan.zero} of weights of {', '.join(narrow)} beside others in float32",
+            "zero=0 or 1, or precision='bf16-mixed'",
         ),
         (other_release, f"torch_version={options.torch_version!r}", f"that of {model.made_with}"),
     )

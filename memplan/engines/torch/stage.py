@@ -193,6 +193,12 @@ class Stage:
         return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
 
 
+def stored_dtype(parameter: Parameter, weight_dtype: DType) -> DType:
+    """The type that a parameter is stored in under a precision that stores weights in `weight_dtype`."""
+    own = parameter.held if weight_dtype == FP32 else None
+    return own or (weight_dtype if parameter.is_floating_point else parameter.dtype)
+
+
 def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters that require gradients."""
     return [parameter for parameter in parameters if parameter.requires_grad]
@@ -295,8 +301,8 @@ class RankStages:
         return zero_redundancy_partition(tuple(self.trained_parameters()), self.plan.dp)
 
     def stored_dtype(self, parameter: Parameter) -> DType:
-        """The type that a parameter is stored in: the precision's, or its own if it is of integers."""
-        return self.weight_dtype if parameter.is_floating_point else parameter.dtype
+        """The type that a parameter is stored in: the precision's, or its own."""
+        return stored_dtype(parameter, self.weight_dtype)
 
     def weight_elements(self, parameter: Parameter) -> int:
         """Elements of a parameter that this rank stores."""
@@ -371,11 +377,12 @@ class RankStages:
         of_bucket: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
         for parameter, n in self.counted_parameters:
             shape = self.weight_shape(parameter)
-            alive[buffer_of(parameter.name, shape, self.stored_dtype(parameter), "weights")] += n
+            stored = self.stored_dtype(parameter)
+            alive[buffer_of(parameter.name, shape, stored, "weights")] += n
             if sharded:
                 padding = padded_shard_elements(parameter, self.plan.dp) - self.weight_elements(parameter)
                 if padding:
-                    alive[buffer_of(f"{parameter.name} (padding)", (padding,), dtype)] += n
+                    alive[buffer_of(f"{parameter.name} (padding)", (padding,), stored)] += n
             if not parameter.requires_grad:
                 continue
             if in_buckets:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan import Plan, TracedModel
@@ -231,6 +232,41 @@ class LoraLinear(nn.Module):
         return cast(Tensor, self.base(x) + 2.0 * self.b(self.a(x)))
 
 
+class WideLoraLinear(LoraLinear):
+    """The same beside a base in a narrow type, as PEFT computes it: the trained product in its own type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return cast(Tensor, (y + 2.0 * self.b(self.a(x.to(self.a.weight.dtype)))).to(y.dtype))
+
+
+class OwnCheckpoints(nn.Module):
+    """Layers that the module itself recomputes, after one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.tokens(x))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return cast(Tensor, self.head(x))
+
+
+class Mlp(nn.Module):
+    """Two layers and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, x + self.down(F.gelu(self.up(x))))
+
+
 class FourBitLinear(nn.Module):
     """A linear layer with weights of four bits, which become floats when they are used (arXiv:2305.14314)."""
 
@@ -247,17 +283,22 @@ class FourBitLinear(nn.Module):
         return F.linear(x, (bits.to(x.dtype) * (2 / (LEVELS - 1)) - 1) * self.scale.to(x.dtype))
 
 
-def _lora(model: str, *, quantized: bool) -> Callable[[], nn.Module]:
-    """A language model whose own weights are frozen, beside whose linear layers others are trained."""
+def _lora(model: str, *, quantized: bool = False, narrow: bool = False) -> Callable[[], nn.Module]:
+    """A language model whose own weights are frozen, beside whose linear layers others are trained.
+
+    `narrow`: its own weights are in bfloat16, and those beside them in float32.
+    """
     of_language = _language(*LANGUAGE[model], use_cache=False)
 
     def made() -> nn.Module:
         module = of_language().requires_grad_(False)
+        module.to(torch.bfloat16 if narrow else torch.float32)
+        kind = WideLoraLinear if narrow else LoraLinear
         blocks = module.get_submodule("model.layers")
         for name, one in list(blocks.named_modules()):
             if isinstance(one, nn.Linear):
                 base = FourBitLinear(one) if quantized else one
-                blocks.set_submodule(name, LoraLinear(base, one.in_features, one.out_features))
+                blocks.set_submodule(name, kind(base, one.in_features, one.out_features))
         return module
 
     return made
@@ -515,9 +556,7 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
     },
     "hf-vit": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
     "hf-clip": Wild(module=_clip, inputs=_labelled_images, package="transformers"),
-    "hf-llama-lora": Wild(
-        module=_lora("llama", quantized=False), inputs=_tokens, seq_len=64, package="transformers"
-    ),
+    "hf-llama-lora": Wild(module=_lora("llama"), inputs=_tokens, seq_len=64, package="transformers"),
     "hf-llama-qlora": Wild(
         module=_lora("llama", quantized=True), inputs=_tokens, seq_len=64, package="transformers"
     ),
@@ -588,6 +627,10 @@ IN_STACKS: Final[Mapping[str, Wild]] = {
         )
         for name, how in OF_SEVERAL_KINDS.items()
     },
+    "hf-llama-lora-bf16": Wild(
+        module=_lora("llama", narrow=True), inputs=_tokens, seq_len=64, package="transformers"
+    ),
+    "own-checkpoints": Wild(module=OwnCheckpoints, inputs=_next_tokens, seq_len=64),
     "hf-vit-whole": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
     "hf-clip-whole": Wild(module=_clip, inputs=_labelled_images, package="transformers"),
     "hf-whisper": Wild(
@@ -603,7 +646,7 @@ IN_STACKS: Final[Mapping[str, Wild]] = {
         inputs=_speech, seq_len=64, package="transformers",
     ),
 }  # fmt: skip
-"""Small ones with blocks of several kinds or in several stacks."""
+"""Small ones with blocks of several kinds, in several stacks, of weights of several types."""
 
 
 def wild_named(name: str) -> Wild:

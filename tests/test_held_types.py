@@ -1,0 +1,111 @@
+"""Modules that hold weights of several types, or checkpoint themselves, are planned as CPU ranks run them."""
+
+import json
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan import MissingRule
+from memplan.engines.options import plan_of
+from memplan.models.traced import model_from_trace
+from validate.cases import Case, shipped_trace
+from validate.machine import Budget
+from validate.sweep import judging, swept
+
+BUDGET = Budget(cores=2, memory_bytes=8 * 2**30)
+
+
+class Layers(nn.Module):
+    """Nine layers of 2 MiB in bfloat16, all but the last frozen; that one is of 4 MiB in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(9))
+        self.layers.to(torch.bfloat16)
+        self.layers[:-1].requires_grad_(False)
+        self.layers[-1].float()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.float().sum()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_frozen_weights_are_held_in_their_own_type(device, tmp_path):
+    module = Layers()
+    traced = memplan.trace(module, torch.zeros(4, 1024), device=device)
+    traced.save(tmp_path / "trace.json")
+    assert model_from_trace(tmp_path / "trace.json") == traced
+    own_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    for precision, mebibytes in (("bf16-mixed", 20), ("fp32", 20), ("bf16", 18)):
+        estimate = memplan.estimate(traced, device=device, seq_len=1, precision=precision)
+        assert estimate.worst.states.weights_bytes == mebibytes * 2**20
+        assert (estimate.worst.states.weights_bytes == own_bytes) == (precision != "bf16")
+
+
+def test_what_is_trained_in_another_type_than_it_is_held_in_is_told():
+    module = Layers().to(torch.bfloat16).requires_grad_()
+    traced = memplan.trace(module, torch.zeros(4, 1024), device="cpu")
+    told = {
+        precision: "holds weights that it trains in bfloat16"
+        in str(memplan.estimate(traced, device="cpu", seq_len=1, precision=precision).notes)
+        for precision in ("fp32", "bf16", "bf16-mixed")
+    }
+    assert told == {"fp32": True, "bf16": False, "bf16-mixed": True}
+
+
+def test_weights_of_several_types_are_not_gathered_as_they_are():
+    traced = shipped_trace("hf-llama-lora-bf16")
+    with pytest.raises(MissingRule, match=r"weights of bfloat16 beside others in float32.*'bf16-mixed'"):
+        memplan.estimate(traced, device="cpu", precision="fp32", zero=3, dp=2)
+
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16"},
+    {"precision": "bf16-mixed", "dp": 2},
+    {"precision": "bf16-mixed", "dp": 2, "zero": 1, "optimizer": "sgd-momentum"},
+    {"precision": "bf16-mixed", "dp": 2, "zero": 2},
+    {"precision": "bf16-mixed", "dp": 2, "zero": 3},
+    {"precision": "fp32", "dp": 2},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf-llama-lora-bf16", "own-checkpoints"])
+def test_cpu_ranks_hold_and_send_what_is_said(name):
+    """States and collectives to the byte, peaks within the tolerance, as `validate` judges real runs."""
+    model = shipped_trace(name)
+    fp32 = {"precision": "fp32", "dp": 2, "zero": 3}
+    plans = [*PLANS, *([fp32] if name == "own-checkpoints" else [])]
+    cases = [
+        Case(name=f"{name} {plan}", model=model, plan=plan_of(seq_len=64, global_batch=4, **plan))
+        for plan in plans
+    ]
+    with judging(None) as judge, closing(swept(cases, judge, BUDGET)) as fresh:
+        records = list(fresh)
+    assert [(r.case["name"], r.outcome, r.reason) for r in records if not r.confirmed] == []
+
+
+SIZES = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 99}
+SMALL = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ({"_attn_implementation": "eager"}, "_attn_implementation=eager is ignored"),
+        ({"attn_implementation": "flex_attention"}, "attn_implementation=flex_attention is ignored"),
+        ({"gradient_checkpointing": True}, "use recompute='full'"),
+        ({"_attn_implementation": "sdpa", "gradient_checkpointing": False}, ""),
+    ],
+)
+def test_settings_of_a_run_in_a_config_are_named(setting, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **setting}))
+    notes = memplan.estimate(str(tmp_path), seq_len=32, device="cpu").notes
+    assert [told in note for note in notes if "is ignored" in note] == ([True] if told else [])
