@@ -289,7 +289,7 @@ def test_other_frameworks_names_of_options_are_of_one_option_and_of_no_row():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags, said",
     [
         ("--batch-size 4", "--batch-size is called --micro-batch in memplan."),
         ("--gradient-checkpointing", "--gradient-checkpointing is called --recompute full in memplan."),
@@ -306,4 +306,4 @@ def test_a_flag_of_another_framework_is_answered_with_memplans(flags, said):
 
 def test_a_keyword_of_another_framework_is_answered_with_memplans():
     with pytest.raises(UnknownName, match="gradient_checkpointing is called recompute='full' in memplan"):
-        memplan.estimate("gpt2", **{"gradient_checkpointing": True})
+        memplan.estimate("gpt2", **cast(Any, {"gradient_checkpointing": True}))
