@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from memplan import starting as _starting  # noqa: F401 (first: the others take a while to load)
 from memplan.budget import Budget, budget
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE

@@ -3,16 +3,19 @@
 Each input follows from a seed, the reader's name and a number, so that one that fails is named and can be
 made again: `python -m tests.fuzz --only records --first 4711 --inputs 1`. What is claimed: a reader answers,
 or raises a `MemplanError`; a command ends with 0, 1 or 2, and with 2 after one line on stderr; and nothing
-takes longer than `MOST_S` seconds of processor time.
+takes longer than `MOST_S` seconds of processor time, or `MOST_TRACED_S` if it is traced. A command that a
+signal interrupts ends by it, without a traceback, and leaves no part of a file.
 """
 
 import csv
 import gc
 import io
 import json
+import os
 import pickle
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +41,7 @@ from memplan.cli.flags import PlanCommand
 from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.errors import MemplanError
 from memplan.memory import n_bytes_of
+from memplan.models import model_from_config
 from memplan.models.traced import model_from_trace
 from memplan.plan import Plan
 from memplan.shapes import KINDS
@@ -53,7 +58,10 @@ from validate.suites.models import SMALL
 from validate.where import RECORD_FIELDS, read_where, record_facts
 
 MOST_S: Final = 2.0
-"""Processor seconds that no input may take more than."""
+"""Processor seconds that no input may take more than, unless it is traced."""
+
+MOST_TRACED_S: Final = 20.0
+"""Processor seconds of an input for which a module runs, forward and backward, in every precision."""
 
 HOSTILE_TEXTS: Final = (
     *(
@@ -91,11 +99,15 @@ class Failed(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A reader, and how its inputs are made: from a random number generator, anew each time."""
+    """A reader, and how its inputs are made: from a random number generator, anew each time.
+
+    `most_s`: the processor seconds that none of its inputs may take more than.
+    """
 
     name: str
     make: Callable[[random.Random], Any]
     read: Callable[[Any], None]
+    most_s: float = MOST_S
 
 
 def any_value(rng: random.Random, depth: int = 2) -> Any:
@@ -298,6 +310,38 @@ def make_config(rng: random.Random) -> bytes:
 def read_config(data: bytes) -> None:
     """Read and estimated."""
     _check_text(str(memplan.estimate(file_of(data, ".json"), cluster="1xh100-sxm")))
+
+
+# Configurations of architectures without a family
+
+FALCON: Final = {
+    "model_type": "falcon", "architectures": ["FalconForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 32, "new_decoder_architecture": False, "alibi": False,
+}  # fmt: skip
+MIXTRAL: Final = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 32,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+}  # fmt: skip
+VIT: Final = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8, "id2label": {"0": "cat", "1": "dog"},
+}  # fmt: skip
+
+
+def make_traced_config(rng: random.Random) -> bytes:
+    """A configuration that transformers' code is traced for, with something changed."""
+    return json.dumps(mutated(rng, rng.choice((FALCON, MIXTRAL, VIT)))).encode("utf-8", "surrogatepass")
+
+
+def read_traced_config(data: bytes) -> None:
+    """Traced anew, and estimated in few tokens."""
+    model = model_from_config(file_of(data, ".json"), cache=False)
+    found = memplan.estimate(model, seq_len=min(8, model.max_seq_len), cluster="1xh100-sxm")
+    _check_text(str(found))
+    _check_order(found, data)
 
 
 # Traces
@@ -699,11 +743,66 @@ def _check_ended(arguments: list[str], result: Any) -> None:
     _check_text(result.output.replace("\b", ""))
 
 
+# Signals
+
+INTERRUPTED: Final = (
+    "estimate gpt2 --cluster 8xh100-sxm --zero 3",
+    "export gpt2 --cluster 8xh100-sxm --to torchrun --out out/plan",
+    "search llama-3-8b --cluster 64xh100-sxm --global-batch 512",
+    "longest-sequence gpt2 --cluster 8xh100-sxm --global-batch 8",
+)
+"""Commands that take from a moment to some seconds; what one writes is out/plan."""
+
+Interrupted = tuple[str, signal.Signals, float]
+"""A command, a signal, and the seconds after which it comes."""
+
+
+def make_signal(rng: random.Random) -> Interrupted:
+    """A command and when it is interrupted: while Python starts, too."""
+    stop = rng.choice((signal.SIGINT, signal.SIGTERM))
+    return rng.choice(INTERRUPTED), stop, rng.uniform(0.05, 2.0)
+
+
+def run_interrupted(made: Interrupted) -> None:
+    """Run: it ends by itself or by the signal, says nothing of its insides, and leaves no part of a file."""
+    command, stop, after_s = made
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "out").mkdir()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memplan", *command.split()],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(Path(memplan.__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(after_s)
+        process.send_signal(stop)
+        try:
+            said, complaint = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise Failed(f"{made}: it runs on after the signal") from None
+        left = [file.name for file in Path(folder).rglob("*") if file.is_file()]
+    ended = process.returncode
+    if "Traceback" in complaint and str(Path(memplan.__file__).parent) not in complaint:
+        return  # while Python itself starts, whose traceback it is
+    if ended not in (0, -stop, 128 + stop):
+        raise Failed(f"{made}: exit code {ended}, {complaint[-500:]!r}")
+    if "Traceback" in said + complaint:
+        raise Failed(f"{made}: {complaint[-500:]!r}")
+    if left != (["plan"] if ended == 0 and "--out" in command else []):
+        raise Failed(f"{made}: exit code {ended}, and it leaves {left}")
+
+
 TARGETS: Final = (
     Target(name="records", make=make_records, read=read_record_file),
     Target(name="suites", make=make_suite, read=read_suite_file),
     Target(name="configs", make=make_config, read=read_config),
     Target(name="snapshots", make=make_snapshot, read=read_snapshot_file),
+    Target(name="traced configs", make=make_traced_config, read=read_traced_config, most_s=MOST_TRACED_S),
     Target(name="traces", make=make_trace, read=read_trace),
     Target(name="numbers", make=make_plan, read=read_plan),
     Target(name="names", make=make_names, read=read_names),
@@ -712,9 +811,17 @@ TARGETS: Final = (
     Target(name="expressions", make=make_where, read=read_expression),
     Target(name="commands", make=make_arguments, read=run_arguments),
     Target(name="validate commands", make=make_validate_arguments, read=run_validate_arguments),
+    Target(name="signals", make=make_signal, read=run_interrupted),
 )
 
-SHARES: Final = {"numbers": 0.1, "names": 0.25, "published": 0.5, "validate commands": 0.5}
+SHARES: Final = {
+    "numbers": 0.1,
+    "names": 0.25,
+    "published": 0.5,
+    "validate commands": 0.5,
+    "traced configs": 0.02,
+    "signals": 0.01,
+}
 """How many inputs of a target there are for each of the others', where it is not one: these take longer."""
 
 
@@ -746,7 +853,7 @@ def tried(target: Target, *, seed: int, first: int, n_inputs: int) -> Outcome:
             why = traceback.format_exc()
         seconds = time.process_time() - began_s
         slowest_s = max(slowest_s, seconds)
-        if seconds > MOST_S:
+        if seconds > target.most_s:
             why += f"it took {seconds:.1f} s"
         if why:
             failures.append(f"{target.name} {number}: {str(made)[:300]!r}\n{why}")

@@ -15,13 +15,19 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import transformers.models.auto.modeling_auto  # noqa: F401 (once, before processes are forked)
 from torch.profiler import record_function
 
 from validate.gloo import let_ranks_go_first, nothing_held_after_waits
 from validate.memory import STEP, MemoryProfile, count_all_threads, during
 
 N_WARM_UP, N_OBSERVED = 3, 2
+IMPORTED_ONCE = (
+    "validate.systems.torch.modules",
+    "transformers.models.auto.modeling_auto",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "gpt_neox", "llama")),
+)
+"""What scripts import or call, imported before processes are forked, so that each has them."""
+
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -75,6 +81,8 @@ def main() -> None:
     torch.backends.mkldnn.set_flags(False)
     count_all_threads()
     torch.manual_seed(0)
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     gc.disable()
     gc.freeze()
     for script in json.loads(Path(sys.argv[1]).read_text()):

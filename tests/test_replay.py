@@ -90,11 +90,8 @@ def ranks_of(record: Record) -> list[dict[str, Any]]:
     return ranks
 
 
-every_case = pytest.mark.parametrize("record", RECORDS, ids=[record.case["name"] for record in RECORDS])
-
-
-@every_case
-def test_every_rank_was_measured_in_a_run_that_trained_rightly(record):
+def check_run(record: Record) -> None:
+    """Every rank was measured in a run that trained rightly."""
     case = Case.from_dict(record.case)
     assert record.outcome == "ok", record.reason
     assert [rank["rank"] for rank in ranks_of(record)] == list(case.ranks)
@@ -103,34 +100,43 @@ def test_every_rank_was_measured_in_a_run_that_trained_rightly(record):
         assert (rank["pp"], rank["dp"], rank["tp"]) == (at.pp, at.dp, at.tp)
 
 
-@every_case
-def test_states_equal_the_measured_ones_to_the_byte(record):
+def check_states(record: Record) -> None:
+    """States equal the measured ones to the byte."""
     said = {rank: each.states for rank, each in predicted(record).items()}
     assert said == {r["rank"]: {kind: r[kind] for kind in STATES} for r in ranks_of(record)}
 
 
-@every_case
-def test_collectives_equal_the_counted_ones(record):
+def check_collectives(record: Record) -> None:
+    """Collectives equal the counted ones."""
     for rank in ranks_of(record):
         counted = {(c["kind"], c["axis"], c["calls"], c["payload_bytes"]) for c in rank["collectives"]}
         said = predicted(record)[rank["rank"]].collectives
         assert said == counted, f"rank {rank['rank']}: predicted and measured differ in {said ^ counted}"
 
 
-@every_case
-def test_the_peak_is_within_1_percent_of_the_measured_one(record):
+def check_peak(record: Record) -> None:
+    """The peak is within 1 % of the measured one."""
     errors = {rank["rank"]: error for rank, error in zip(ranks_of(record), peak_errors(record), strict=True)}
     off = {rank: f"{error:+.3%}" for rank, error in errors.items() if abs(error) > PEAK_TOLERANCE}
     assert not off, f"ranks whose predicted peak is off: {off}"
 
 
-@every_case
-def test_the_prediction_on_file_is_todays(record):
-    """Notebooks and reports show it: a file is rejudged in the commit that changes a rule."""
+def check_file(record: Record) -> None:
+    """The prediction on file is today's: notebooks and reports show it.
+
+    A file is rejudged in the commit that changes a rule.
+    """
     assert record.predicted is not None
     on_file = [rank["peak_bytes"] for rank in record.predicted["ranks"]]
     today = [predicted(record)[rank["rank"]].peak_bytes for rank in ranks_of(record)]
     assert on_file == today, "use `python -m validate rejudge FILE --out NEW`"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=[record.case["name"] for record in RECORDS])
+def test_a_measured_run_is_what_is_predicted_and_what_the_file_says(record):
+    """One test of a run, so that what is predicted of it is worked out once."""
+    for check in (check_run, check_states, check_collectives, check_peak, check_file):
+        check(record)
 
 
 def test_the_median_peak_is_within_a_quarter_percent():

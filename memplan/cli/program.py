@@ -19,6 +19,10 @@ SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 """Settings of every command, also of `validate`."""
 
 
+INTERRUPTED: Final = 128 + signal.SIGINT
+"""The exit code of a command that Ctrl-C ended."""
+
+
 WHOLE: Final = 1000
 """Characters of a command's first sentence: click would cut it off after 45."""
 
@@ -121,10 +125,9 @@ def command_line(group: click.Group, name: str) -> NoReturn:
     """Runs commands as a program and ends it.
 
     Whatever the terminal cannot show is written as an escape; an output that cannot be written is one line on
-    stderr and exit code 2; one that nobody reads any more ends the program without a word.
+    stderr and exit code 2; one that nobody reads any more ends the program without a word. Ctrl-C ends it
+    with 130, as a shell says of a program that SIGINT ended.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were loaded
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:
         print("Error: the output cannot be written (it is closed).", file=sys.stderr)
         sys.exit(2)
@@ -133,11 +136,15 @@ def command_line(group: click.Group, name: str) -> NoReturn:
         reconfigure(errors="backslashreplace")
     try:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were loaded
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             group(prog_name=name)
             code: Any = 0
         except SystemExit as end:
-            code = end.code
+            code = INTERRUPTED if isinstance(end.__context__, click.Abort) else end.code
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except OSError as error:
         # What is left in the buffer has nowhere to go: Python would complain of it when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
