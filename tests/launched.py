@@ -22,7 +22,7 @@ from validate.memory import STEP, MemoryProfile, count_all_threads, during
 
 N_WARM_UP, N_OBSERVED = 3, 2
 IMPORTED_ONCE = (
-    "validate.systems.torch.modules",
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "gpt_neox", "llama")),
 )
