@@ -204,10 +204,11 @@ def advice_text(advice: Advice, model: str | None = None) -> str:
     `model`: how the model was named on the command line.
     """
     asked = advice.asked
-    unit, name = table_unit([row["peak_bytes"] or 0 for row in advice.rows()])
+    changes = advice.rows()
+    unit, name = table_unit([row["peak_bytes"] or 0 for row in changes])
     rows = [("change", f"frees {name}", f"peak {name}", "verdict", "a step takes")]
     refused = []
-    for row in advice.rows():
+    for row in changes:
         if row["why_not"] is not None:
             refused.append((row["change"], row["why_not"]))
             continue

@@ -483,8 +483,12 @@ class Estimate:
     @property
     def total_model_flops(self) -> int:
         """FLOPs of a step on all GPUs, forward and backward, without recomputation."""
-        one_pipeline = sum([model_flops(stage.record.step.counts) for stage in self.stages])
-        return one_pipeline * self.plan.n_replicas * self.plan.tp
+        return self._pipeline_flops * self.plan.n_replicas * self.plan.tp
+
+    @property
+    def _pipeline_flops(self) -> int:
+        """FLOPs of a step on one pipeline's ranks of one place on the tensor axis."""
+        return sum([model_flops(stage.record.step.counts) for stage in self.stages])
 
     @property
     def mfu(self) -> float | None:
@@ -495,8 +499,7 @@ class Estimate:
         peak = peak_flops_per_s(self.plan, self.cluster)
         if peak is None:
             return None
-        one_pipeline = sum([model_flops(stage.record.step.counts) for stage in self.stages])
-        return float(utilisation(one_pipeline, step_s, self.plan.pp, peak))
+        return float(utilisation(self._pipeline_flops, step_s, self.plan.pp, peak))
 
     def ledger(self, stage: int | None = None, *, host: bool = False) -> "pandas.DataFrame":
         """Every named tensor that is alive at the peak of a stage (None: the worst one), largest first.
@@ -716,8 +719,9 @@ def estimate(
         n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
         asked["dp"] = _dp_left(cluster, n_other)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
-    asked["seq_len"] = model.usual_seq_len if seq_len is None else seq_len
+    asked["seq_len"] = seq_len
     if seq_len is None:
+        asked["seq_len"] = model.usual_seq_len
         model = replace(model, remarks=(*model.remarks, *model.usual_seq_len_said))
     return estimate_plan(model, plan_of(**asked, **options), cluster, device)
 
