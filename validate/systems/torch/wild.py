@@ -762,7 +762,7 @@ def wild_modules(
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
-        stacks, path = _stacks(module, model), ""
+        stacks, path = stacks_of(module, model), ""
         if plan.recompute == "full":
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
         if plan.pp > 1:
@@ -802,7 +802,7 @@ def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
             one.gradient_checkpointing = False
 
 
-def _stacks(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
+def stacks_of(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
     """The stacks of blocks of a module, in its order."""
     if isinstance(model, TracedModel):
         owners = [module.get_submodule(path.removesuffix(".*")) for path in model.blocks]
