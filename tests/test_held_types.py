@@ -1,6 +1,7 @@
 """Modules that hold weights of several types, or checkpoint themselves, are planned as CPU ranks run them."""
 
 import json
+import re
 from contextlib import closing
 from typing import Any
 
@@ -109,3 +110,45 @@ def test_settings_of_a_run_in_a_config_are_named(setting, told, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **setting}))
     notes = memplan.estimate(str(tmp_path), seq_len=32, device="cpu").notes
     assert [told in note for note in notes if "is ignored" in note] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(
+    "said, precision, told",
+    [
+        ({"dtype": "bfloat16"}, "bf16-mixed", "dtype=bfloat16 in its config.json .* precision='bf16' or "),
+        ({"torch_dtype": "torch.bfloat16"}, "fp32", "torch_dtype=bfloat16 .*'fp32' holds them in float32"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bf16-mixed", "^dtype=bfloat16 .* precision='bf16' or "),
+        ({"dtype": "bfloat16"}, "bf16", ""),
+        ({"dtype": "float32"}, "bf16-mixed", ""),
+        ({"dtype": "float32"}, "bf16", "precision='fp32' or 'bf16-mixed' or 'fp16-mixed' plays"),
+        ({"dtype": "float16"}, "fp16-mixed", "which no precision plays; .* holds them in float32"),
+        ({"dtype": "int8"}, "bf16-mixed", "dtype='int8' is ignored"),
+        ({"dtype": {"": "float32"}}, "bf16-mixed", "dtype=.* is ignored"),
+        ({"dtype": None}, "bf16-mixed", ""),
+    ],
+)
+def test_the_type_in_a_config_is_obeyed_or_named(said, precision, told, tmp_path):
+    """transformers 5 loads a checkpoint in it; a plan's bytes are those of its precision."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **said}))
+    (tmp_path / "plain.json").write_text(json.dumps(SMALL))
+    asked: dict[str, Any] = {"seq_len": 32, "device": "cpu", "precision": precision}
+    found, plain = (memplan.estimate(str(tmp_path / name), **asked) for name in ("config.json", "plain.json"))
+    notes = [note for note in found.notes if "dtype" in note]
+    assert [re.search(told, note) is not None for note in notes] == ([True] if told else [])
+    assert found.peak == plain.peak
+
+
+def test_a_checkpoint_is_loaded_in_the_type_that_is_named(tmp_path):
+    """Measured: the bytes of a small checkpoint in bfloat16 as transformers loads it, which 'bf16' plans."""
+    transformers = pytest.importorskip("transformers")
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).to(torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    held_bytes = sum(p.numel() * p.element_size() for p in loaded.parameters())
+    found = {
+        precision: memplan.estimate(str(tmp_path), seq_len=32, device="cpu", precision=precision)
+        for precision in ("bf16", "bf16-mixed")
+    }
+    weights = {precision: one.worst.states.weights_bytes for precision, one in found.items()}
+    assert weights == {"bf16": held_bytes, "bf16-mixed": 2 * held_bytes}
+    assert ["bfloat16 in its config.json" in str(one.notes) for one in found.values()] == [False, True]
