@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 import memplan
-from memplan import MissingRule
+from memplan import MissingRule, PlanRefused
 from memplan.engines.options import plan_of
 from memplan.models.traced import model_from_trace
+from tests.traced import trace_of
 from validate.cases import Case, shipped_trace
 from validate.machine import Budget
+from validate.suites.models import SMALL as SMALL_MODELS
 from validate.sweep import judging, swept
 
 BUDGET = Budget(cores=2, memory_bytes=8 * 2**30)
@@ -91,6 +94,47 @@ def test_cpu_ranks_hold_and_send_what_is_said(name):
     with judging(None) as judge, closing(swept(cases, judge, BUDGET)) as fresh:
         records = list(fresh)
     assert [(r.case["name"], r.outcome, r.reason) for r in records if not r.confirmed] == []
+
+
+NARROW: tuple[dict[str, Any], ...] = (
+    {"precision": "bf16-autocast"},
+    {"precision": "bf16-autocast", "dp": 2, "global_batch": 8},
+    {"precision": "bf16-autocast", "dp": 2, "zero": 3},
+    {"precision": "bf16-reduce-fp32", "dp": 2, "zero": 2},
+    {"precision": "bf16-reduce-fp32", "dp": 2, "zero": 3, "global_batch": 8},
+)
+
+
+@pytest.mark.slow
+def test_cpu_ranks_hold_bfloat16_weights_as_each_precision_says():
+    """Measured by PyTorch on CPU ranks over gloo: states, collectives and peaks to the byte."""
+    cases = [
+        Case(name=str(plan), model=SMALL_MODELS["llama-small"], plan=plan_of(seq_len=64, **plan))
+        for plan in NARROW
+    ]
+    with judging(None) as judge, closing(swept(cases, judge, BUDGET)) as fresh:
+        found = {r.case["name"]: (r.states_off_bytes, r.collectives_off, r.peak_error) for r in fresh}
+    assert found == {case.name: (0, 0, 0.0) for case in cases}
+
+
+def test_gradients_in_float32_need_fsdp2():
+    with pytest.raises(PlanRefused, match=r"'bf16-reduce-fp32' reduces gradients in float32, but Distri"):
+        memplan.estimate("gpt2", precision="bf16-reduce-fp32", dp=2)
+
+
+def test_cuda_s_autocast_computes_norms_of_bfloat16_weights_in_float32():
+    """The family's rules have the bytes that a trace of PyTorch's own dispatch has, more than without it."""
+    model = replace(SMALL_MODELS["gpt-small"], dropout=0.0)
+    asked: dict[str, Any] = {"device": "cuda", "seq_len": 64, "micro_batch": 64}
+    peaks = {
+        precision: [
+            memplan.estimate(one, precision=precision, **asked).peak.total_bytes
+            for one in (model, trace_of(model, "cuda", (precision,)))
+        ]
+        for precision in ("bf16", "bf16-autocast")
+    }
+    assert [by_rules == traced for by_rules, traced in peaks.values()] == [True, True], peaks
+    assert peaks["bf16"] < peaks["bf16-autocast"]
 
 
 SIZES = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 99}

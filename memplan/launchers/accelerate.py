@@ -50,6 +50,8 @@ def limits(job: Job, who: str) -> Iterator[str]:
     options = plan_dict(plan)
     if job.estimate.device.on_cpu:
         yield f"device='cpu': {who} is told of GPUs here; leave device out"
+    if plan.precision not in MIXED:
+        yield f"precision={plan.precision!r}: {who} has no word for it; use {', '.join(MIXED)}"
     if plan.pp > 1:
         yield f"pp={plan.pp}: {who} trains no pipelines; use pp=1"
     if plan.tp > 1:
