@@ -50,6 +50,9 @@ def limits_of(job: Job, who: str) -> Iterator[Limit]:
     options = plan_dict(plan)
     if job.estimate.device.on_cpu:
         yield Limit(f"device='cpu': {who} is told of GPUs here", {"device": None})
+    if plan.precision not in MIXED:
+        why = f"precision={plan.precision!r}: {who} has no word for it"
+        yield Limit(why, {"precision": "bf16-mixed"})
     if plan.pp > 1:
         yield Limit(f"pp={plan.pp}: {who} trains no pipelines", {"pp": 1})
     if plan.tp > 1:

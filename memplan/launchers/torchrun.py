@@ -402,8 +402,8 @@ def _several_meshes(plan: Plan) -> bool:
 def _autocast(job: Job) -> str:
     """The context of the plan's mixed precision where no wrapper casts; empty: none."""
     plan = job.estimate.plan
-    cast = plan.mixed and not plan.fsdp
-    return f'torch.autocast("{job.estimate.device.type}", torch.{plan.formats.compute.name})' if cast else ""
+    device, dtype = job.estimate.device.type, plan.formats.compute.name
+    return f'torch.autocast("{device}", torch.{dtype})' if plan.autocasts else ""
 
 
 def _divided(job: Job, source: Source) -> str:

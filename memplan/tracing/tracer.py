@@ -48,7 +48,8 @@ from memplan.tracing.values import UnknownValue, known_value
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
-    "bf16": (("bfloat16", ""),),
+    **dict.fromkeys(("bf16", "bf16-reduce-fp32"), (("bfloat16", ""),)),
+    "bf16-autocast": (("bfloat16", "bfloat16"),),
     "bf16-mixed": (("float32", "bfloat16"), ("bfloat16", "")),
     "fp16-mixed": (("float32", "float16"), ("float16", "")),
 }
@@ -110,7 +111,7 @@ def trace(
             "encoder.layers,decoder.layers"; "" for none. Left out, what transformers says to wrap; else all
             lists of blocks of one class; else the list with the most parameters whose blocks are equal.
         sequence: names (or places) of the inputs whose second dim is the sequence.
-        precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
+        precisions: those to trace for: any of memplan's own.
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
         device: whose kernels to trace, "cuda" or "cpu"; no GPU is needed. A trace for "cuda" is of GPUs from
