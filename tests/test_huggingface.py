@@ -160,7 +160,7 @@ DOWNLOADED: list[dict[str, Any]] = [
 
 REFUSED = {
     *("t5-small", "all-MiniLM-L6-v2", "electra-base-discriminator", "bart-large-mnli", "dinov2-base"),
-    *("swin-tiny-patch4-window7-224", "clip-vit-base-patch32", "siglip-base-patch16-224", "gemma-3-4b-it"),
+    *("swin-tiny-patch4-window7-224", "clip-vit-base-patch32", "siglip-base-patch16-224"),
     *("Qwen2.5-VL-7B-Instruct", "llava-1.5-7b-hf", "wav2vec2-base-960h"),
     "hubert-base-ls960",
 }
