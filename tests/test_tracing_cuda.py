@@ -457,3 +457,38 @@ def test_cross_attention_in_float32_takes_what_its_kernel_allocates():
     assert n_bytes["sums of terms"] == n_heads * 16 * 4
     y, log_sums = [b.n_bytes for b in made if b.name.endswith("efficient_attention")][:2]
     assert (y, log_sums) == (n_heads * 16 * 32 * 4, n_heads * 32 * 4)
+
+
+class Biased(nn.Module):
+    """Attention with a bias that is trained, as T5's and Swin's are; `strided`: heads are its last dim."""
+
+    def __init__(self, *, strided: bool) -> None:
+        super().__init__()
+        self.tokens, self.heads = nn.Embedding(64, 64), nn.Linear(64, 64)
+        self.bias = nn.Embedding(16, 4)
+        self.strided = strided
+
+    def forward(self, ids):
+        q = self.heads(self.tokens(ids)).unflatten(-1, (4, 16)).transpose(1, 2)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        bias = self.bias((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
+        bias = bias if self.strided else bias.contiguous()
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias).square().mean()
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_a_mask_with_a_gradient_is_taken_by_the_kernel_that_pytorch_s_cuda_build_takes(strided):
+    """Without a GPU 2.13 takes separate products where the last dim is strided, else the efficient kernel."""
+    ids = torch.zeros(2, 112, dtype=torch.int64)
+    traced = memplan.trace(Biased(strided=strided), ids, device="cuda", precisions=["bf16"])
+    plan: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
+    for cluster in ("1xa100-80-sxm", "1xh100-sxm"):
+        e = memplan.estimate(traced, cluster=cluster, seq_len=64, **plan)
+        made = [event.buffer for _, event in unrolled(e.worst.record.step) if isinstance(event, Alloc)]
+        tiles = [buffer for buffer in made if buffer.name == "tiles of gradients"]
+        assert bool(tiles) != strided
+        of_scores = [buffer for buffer in made if buffer.n_bytes == 2 * 4 * 64 * 64 * (4 if strided else 2)]
+        assert of_scores
+    if not strided:
+        with pytest.raises(MissingRule, match="multiple of 16"):
+            memplan.estimate(traced, cluster="1xa100-80-sxm", seq_len=72, **plan)

@@ -145,29 +145,33 @@ def _grouped_product(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     return (y,)
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
-"""From queries, keys, values, whether there is dropout and whether there is a mask, to the output."""
+Attention = Callable[[Tensor, Tensor, Tensor, bool, int], Tensor]
+"""From queries, keys, values, whether there is dropout and how there is a mask, to the output."""
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
     return flash_attention_cuda(q, k, v, dropout=drops)
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int, mask_has_grad: bool = False
+) -> Tensor:
     """Memory-efficient attention.
 
     Raises:
-        MissingRule: for a mask whose rows it would pad.
+        MissingRule: for a mask whose rows are padded otherwise than they were as it was traced, or whose
+            gradient's are, as sums of such gradients are not in place.
     """
-    if masked and k.shape[1] % 8:
+    n_keys = k.shape[1]
+    if masked and (masked - 1 != n_keys % 8 or (mask_has_grad and masked == 1 and n_keys % 16)):
         raise MissingRule(
-            f"memory-efficient attention to {k.shape[1]} keys with a mask has no rule for CUDA, as it pads "
-            "the mask's rows; use a number of keys that is a multiple of 8."
+            f"memory-efficient attention to {n_keys} keys with a mask has no rule for CUDA, as it pads "
+            f"the mask's rows; use a number of keys that is a multiple of {16 if mask_has_grad else 8}."
         )
-    return efficient_attention(q, k, v)
+    return efficient_attention(q, k, v, mask_has_grad=mask_has_grad)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
     """Attention by the kernel that PyTorch takes on the GPU.
 
     Raises:
@@ -181,7 +185,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor
         q.shape[3],
         grouped=grouped,
         dropout=drops,
-        masked=masked,
+        masked=bool(masked),
     )
     match kernel:
         case "cudnn":
@@ -200,12 +204,13 @@ def _attended(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> tuple[
     """The node of attention, and what it has saved beside queries, keys and values.
 
     Sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout,
-    whether there is a mask.
+    and 0 without a mask, else 1 and by how much its rows are longer than whole 8s (8: they are not
+    aligned, and were not padded).
     """
     batch, n_queries, n_keys, n_heads, n_kv_heads, d_head, drops, masked = sizes
     q = Tensor(tape, (batch, n_queries, n_heads, d_head), dtype)
     k, v = (Tensor(tape, (batch, n_keys, n_kv_heads, d_head), dtype) for _ in range(2))
-    node = rule(q, k, v, bool(drops), bool(masked)).node
+    node = rule(q, k, v, bool(drops), masked).node
     if not isinstance(node, Node) or node.saved is None:
         raise MissingRule("attention has no backward pass here.")
     return node, node.saved[3:]
@@ -250,9 +255,12 @@ KERNELS: Final[Mapping[str, Kernel]] = {
     "fused_attention": Kernel(8, partial(_attention, _fused)),
     "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
     "efficient_attention": Kernel(8, partial(_attention, _efficient)),
-    "efficient_attention_backward": Kernel(8, partial(_attention_backward, _efficient)),
-    "efficient_attention_backward_in_order": Kernel(
-        8, partial(_attention_backward, _efficient, copies_grad=True)
-    ),
+    **{
+        f"efficient_attention_backward{'_in_order' * copies}{'_and_mask' * of_mask}": Kernel(
+            8, partial(_attention_backward, partial(_efficient, mask_has_grad=of_mask), copies_grad=copies)
+        )
+        for copies in (False, True)
+        for of_mask in (False, True)
+    },
 }
 """Each kernel by its name."""

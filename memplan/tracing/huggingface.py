@@ -30,7 +30,7 @@ from memplan.models.config import Config
 from memplan.models.traced import TracedModel
 from memplan.tracing.tracer import trace
 
-LENGTH: Final = 96
+LENGTH: Final = 112
 """Tokens of the example; what is traced holds for any length."""
 
 IMAGE: Final = 224

@@ -75,6 +75,9 @@ MOST_MASKED: Final = 1 << 20
 ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 """Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
+FLAG: Final = "gradient_checkpointing"
+"""Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
+
 NEEDS_VALUES: Final = (UnknownValue, DataDependentOutputException, DynamicOutputShapeException)
 """The errors raised where an unknown value is needed."""
 
@@ -326,7 +329,7 @@ class _Tracer:
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, variant))
                 if recompute == "full":
-                    stack.enter_context(_inputs_require_grads(self.example.module))
+                    stack.enter_context(_checkpointing(self.example.module))
                 recorder.events.clear()
                 stack.enter_context(recorder)
                 try:
@@ -706,23 +709,27 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
 
 
 @contextmanager
-def _inputs_require_grads(module: nn.Module) -> Iterator[None]:
-    """Makes token embeddings require gradients, as transformers' checkpointing does even if they are frozen.
+def _checkpointing(module: nn.Module) -> Iterator[None]:
+    """Tells a module of transformers that its blocks are recomputed, though here the tracer recomputes them.
 
-    Source: transformers.modeling_utils (`PreTrainedModel.activation_checkpointing_enable`).
+    Token embeddings require gradients even if they are frozen. Modules whose flag is their own see it: T5's
+    attention makes zeros that require a gradient where a stack has no position bias.
+
+    Source: transformers.modeling_utils (`PreTrainedModel.gradient_checkpointing_enable`),
+    transformers.models.t5.modeling_t5 (`T5Attention.forward`).
     """
+    owner = cast(Any, module)
     hooked = getattr(module, "main_input_name", "") == "input_ids" and hasattr(
         module, "enable_input_require_grads"
     )
-    if not hooked:
+    with ExitStack() as stack:
+        for one in module.modules():
+            if vars(one).get(FLAG) is False and not hasattr(type(one), FLAG):
+                stack.enter_context(patch.object(one, FLAG, True))
+        if hooked:
+            owner.enable_input_require_grads()
+            stack.callback(owner.disable_input_require_grads)
         yield
-        return
-    owner = cast(Any, module)
-    owner.enable_input_require_grads()
-    try:
-        yield
-    finally:
-        owner.disable_input_require_grads()
 
 
 @contextmanager
@@ -832,7 +839,7 @@ def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recor
 
 
 def _lengths(example: Example) -> tuple[int, ...]:
-    """The lengths that are traced: no dims of weights, so that sizes tell them apart."""
+    """The lengths that are traced: no dims of weights, so that sizes tell them apart, and aligned alike."""
     length = example.point[1]
     if not example.has_sequence:
         return (1, 1, 1)
@@ -840,7 +847,7 @@ def _lengths(example: Example) -> tuple[int, ...]:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
     usual = LENGTHS if length >= max(LENGTHS) else (length * 3 // 4, length, length // 2)
     dims = {n for parameter in example.module.parameters() for n in parameter.shape}
-    found = [next((m for m in range(n, 0, -gcd(n, 8)) if m not in dims), n) for n in usual]
+    found = [next((m for m in range(n, 0, -gcd(n, 16)) if m not in dims), n) for n in usual]
     return tuple(found) if len({*found}) == len(usual) else usual
 
 

@@ -530,14 +530,14 @@ def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> Tr
         raise Unlike(f"{one.name} has other dims where sizes differ")
     try:
         shape = shape_of([each.shape for each in stored], points)
+        n_bytes = product((Term(one.itemsize),), *shape)
+        if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not its alone
+            n_bytes = size_of(all_bytes, points)
+            shape = (size_of([n // one.itemsize for n in all_bytes], points),)
     except MissingRule:
         if not one.by_kernel:
             raise
-        return TracedBuffer(one.name, (), dtype, (Term(0),), kind)
-    n_bytes = product((Term(one.itemsize),), *shape)
-    if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not the tensor's alone
-        n_bytes = size_of(all_bytes, points)
-        shape = (size_of([n // one.itemsize for n in all_bytes], points),)
+        shape, n_bytes = (), (Term(0),)
     return TracedBuffer(one.name, shape, dtype, n_bytes, kind)
 
 
