@@ -203,7 +203,7 @@ NESTED = ("hf-causal-falcon_mamba", "hf-causal-mamba")
 """Accelerate makes a unit of each mixer too, within its block's: a plan has the blocks."""
 
 TIED_ENDS = ("bert", "camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl")
-"""Accelerate makes a unit of the embeddings, whose weight the head has too; a plan leaves them to the root."""
+"""Accelerate makes a unit of embeddings with a weight of the head too; a plan leaves both to the root."""
 
 
 def test_the_blocks_of_architectures_are_what_accelerate_wraps():
