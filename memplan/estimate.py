@@ -34,6 +34,7 @@ from memplan.plan import (
     Rank,
     Recompute,
 )
+from memplan.precisions import PRECISIONS
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
 from memplan.shapes import Kind
@@ -610,8 +611,22 @@ def notes_of(model: Model, plan: Plan, cluster: Cluster | None) -> Iterator[str]
         )
     if plan.pp == 1 and plan.schedule != Plan.__dataclass_fields__["schedule"].default:
         yield f"schedule={plan.schedule!r} makes no difference: with pp=1 there is no pipeline to order."
+    yield from _note_of_dtype(model, plan)
     yield from model.notes(device_of(cluster), plan.micro_batch)
     yield from ENGINES.named(plan.engine).notes(model, plan)
+
+
+def _note_of_dtype(model: Model, plan: Plan) -> Iterator[str]:
+    """A sentence on the type that a config.json names, if the plan's precision holds weights in another."""
+    dtype, stored = model.asked_dtype.rpartition("=")[2], plan.formats.stored.name
+    if dtype in ("", stored):
+        return
+    names = [repr(name) for name in PRECISIONS.own if PRECISIONS.named(name).stored.name == dtype]
+    held = f"precision={' or '.join(names)}" if names else "no precision"
+    yield (
+        f"{model.asked_dtype} in its config.json is the type that from_pretrained loads weights in, which "
+        f"{held} plays; precision={plan.precision!r} holds them in {stored}."
+    )
 
 
 def device_of(cluster: Cluster | None) -> Device:
@@ -674,7 +689,8 @@ def estimate(
         micro_batch: sequences per micro-batch and replica.
         global_batch: sequences per step; left out, one micro-batch per pipeline stage and replica.
         seq_len: tokens per sequence; left out, the model's context, and at most 8,192.
-        precision: "fp32", "bf16", "bf16-mixed" or "fp16-mixed" (with a loss scaler).
+        precision: "fp32", "bf16", "bf16-autocast" (weights in bfloat16 under autocast), "bf16-reduce-fp32"
+            (FSDP2's reduce_dtype), "bf16-mixed" or "fp16-mixed" (with a loss scaler).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
         recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
         recompute_blocks: recompute only the first N blocks of each stage; left out, all.

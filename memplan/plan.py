@@ -189,6 +189,11 @@ class Plan:
         return self.formats.stored != self.formats.compute
 
     @property
+    def autocasts(self) -> bool:
+        """Whether passes run under autocast: FSDP2 casts wider weights itself."""
+        return self.formats.autocast or (self.mixed and not self.fsdp)
+
+    @property
     def formats(self) -> Precision:
         """The number formats of its precision."""
         return PRECISIONS.named(self.precision)

@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 from memplan.registry import Registry
 from memplan.shapes import BF16, FP16, FP32, DType
@@ -25,6 +25,8 @@ class Precision:
             optimizer.
         matmul: the format whose peak rate matrix products have; TF32 is off by default in torch.
         loss_scaled: whether the loss is scaled, so that small gradients do not become 0.
+        autocast: whether passes run under autocast to `compute` although weights are in it: on CUDA norms,
+            powers and losses are then computed in float32. Weights in a wider type are cast anyway.
     """
 
     stored: DType
@@ -34,14 +36,15 @@ class Precision:
     accumulate: DType
     matmul: Literal["fp32", "bf16", "fp16"]
     loss_scaled: bool = False
+    autocast: bool = False
 
 
 def _precision(
-    compute: DType, rest: DType, matmul: Literal["fp32", "bf16", "fp16"], *, loss_scaled: bool = False
+    compute: DType, rest: DType, matmul: Literal["fp32", "bf16", "fp16"], **others: Any
 ) -> Precision:
-    """Products and gathered weights in one format, the rest in another."""
+    """Products and gathered weights in one format, the rest, but for `others`, in another."""
     types = {"compute": compute, "gather": compute, "stored": rest, "reduce": rest, "accumulate": rest}
-    return Precision(**types, matmul=matmul, loss_scaled=loss_scaled)
+    return Precision(**types | others, matmul=matmul)
 
 
 PRECISIONS: Final = Registry(
@@ -50,6 +53,8 @@ PRECISIONS: Final = Registry(
     own={
         "fp32": _precision(FP32, FP32, "fp32"),
         "bf16": _precision(BF16, BF16, "bf16"),
+        "bf16-autocast": _precision(BF16, BF16, "bf16", autocast=True),
+        "bf16-reduce-fp32": _precision(BF16, BF16, "bf16", reduce=FP32),
         "bf16-mixed": _precision(BF16, FP32, "bf16"),
         "fp16-mixed": _precision(FP16, FP32, "fp16", loss_scaled=True),
     },

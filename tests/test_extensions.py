@@ -55,7 +55,7 @@ broken = test_extensions:POINTS
 mixed = test_extensions:MIXED
 
 [memplan.precisions]
-bf16-reduce-fp32 = test_extensions:WIDE_REDUCTION
+toy-reduce-fp32 = test_extensions:WIDE_REDUCTION
 fp32-master = test_extensions:WIDE_GRADIENTS
 
 [memplan.schedules]
@@ -292,32 +292,32 @@ def test_an_engine_is_on_the_command_line(installed):
 
 def test_a_precisions_row_is_gathered_and_reduced_as_it_says(installed):
     asked: dict[str, Any] = {"zero": 3, **ASKED}
-    e = memplan.estimate("gpt2", precision="bf16-reduce-fp32", **asked)
+    e = memplan.estimate("gpt2", precision="toy-reduce-fp32", **asked)
     narrow = memplan.estimate("gpt2", precision="bf16", **asked)
     assert e.peak.weights_bytes == narrow.peak.weights_bytes
     assert e.peak.optimizer_bytes == narrow.peak.optimizer_bytes
     sent = [{c.kind: c.payload_bytes for c in one.collectives} for one in (e, narrow)]
     assert sent[0]["all_gather"] == sent[1]["all_gather"]
     assert sent[0]["reduce_scatter"] == 2 * sent[1]["reduce_scatter"]
-    assert "bf16-reduce-fp32" in str(e)
+    assert "toy-reduce-fp32" in str(e)
 
 
 def test_a_precision_is_searched_and_on_the_command_line(installed):
-    found = memplan.search("gpt2", precision="bf16-reduce-fp32", zero=(0, 3), tp=1, pp=1, keep=None, **ASKED)
+    found = memplan.search("gpt2", precision="toy-reduce-fp32", zero=(0, 3), tp=1, pp=1, keep=None, **ASKED)
     assert set(found["zero"][found["verdict"] == "fits"]) == {3}
     assert set(found["zero"][found["verdict"] == "refused"]) >= {0}
     run = CliRunner().invoke(
-        commands, ["estimate", "gpt2", "--dp", "2", "--zero", "3", "--precision", "bf16-reduce-fp32"]
+        commands, ["estimate", "gpt2", "--dp", "2", "--zero", "3", "--precision", "toy-reduce-fp32"]
     )
     assert run.exit_code == 0, run.output
-    assert "bf16-reduce-fp32" in run.output
+    assert "toy-reduce-fp32" in run.output
 
 
 @pytest.mark.parametrize(
     "asked,reason",
     [
         (
-            {"precision": "bf16-reduce-fp32", "zero": 0},
+            {"precision": "toy-reduce-fp32", "zero": 0},
             r"buckets have the weights. type, bfloat16",
         ),
         ({"precision": "fp32-master", "zero": 3}, r"gradient in PyTorch has its weight's type"),
@@ -334,7 +334,7 @@ def test_a_precision_runs_as_it_is_predicted(installed, options):
     """PyTorch itself, on CPU ranks, which know the precision by the same entry points."""
     tests, packages = Path(__file__).parent, [p for p in sys.path if p.endswith("site")]
     path = os.pathsep.join([str(tests.parent), str(tests), *packages])
-    asked = ["--model", "llama-small", "--zero", "2", "--precision", "bf16-reduce-fp32", *options, "--json"]
+    asked = ["--model", "llama-small", "--zero", "2", "--precision", "toy-reduce-fp32", *options, "--json"]
     run = subprocess.run(
         [sys.executable, "-m", "validate", "run", *asked],
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,

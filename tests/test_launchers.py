@@ -54,6 +54,26 @@ def test_a_refusal_names_every_reason():
     assert "clip_grad_norm is left out" in said.stderr
 
 
+@pytest.mark.parametrize("to", ["torchtitan", "accelerate", "transformers"])
+@pytest.mark.parametrize("plan", ["--zero 3", "--zero 1", "--tp 2 --sequence-parallel --global-batch 64"])
+def test_a_refusal_ends_in_the_nearest_command_that_is_not_refused(to, plan):
+    refused = run("export", "llama-3-8b", "--cluster", "8xh100-sxm", *plan.split(), "--to", to)
+    assert refused.exit_code == 2
+    _, found, command = " ".join(refused.stderr.split()).partition(
+        "The nearest that it can be told: memplan "
+    )
+    if to == "torchtitan" or "--tp" not in plan:
+        assert found
+    said = run(*command.split()) if found else refused
+    assert (said.exit_code == 0) == bool(found), said.stderr
+
+
+def test_a_refusal_that_no_keyword_mends_ends_in_no_command():
+    said = run("export", "gpt2", "--cluster", "8xh100-sxm", "--to", "torchtitan")
+    assert "torchtitan trains its own modules; use llama-3-8b or llama-3-70b" in said.stderr
+    assert "nearest" not in said.stderr
+
+
 def test_the_script_of_a_file_reads_the_file(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 176}
     file = tmp_path / "config.json"

@@ -157,7 +157,7 @@ def test_accelerates_fsdp2_takes_the_bytes_of_the_estimate(tmp_path):
 
 REFUSED = [
     ({"pp": 2, "zero": 0}, "pp=2: Accelerate trains no pipelines; use pp=1"),
-    ({"zero": 1}, "zero=1: Accelerate has no ZeroRedundancyOptimizer; use zero=0 or 2"),
+    ({"zero": 1}, "zero=1: Accelerate has no ZeroRedundancyOptimizer; use zero=2"),
     ({"recompute": "selective"}, "recompute='selective'"),
     ({"recompute": "full", "recompute_blocks": 2}, "recompute_blocks=2"),
     ({"fsdp_units": "block"}, "use fsdp_units='block.ends'"),

@@ -105,7 +105,7 @@ def test_a_command_is_read_back_as_the_plan_that_it_was_written_from(tmp_path, n
 @pytest.mark.parametrize(
     "plan,why",
     [
-        ({"zero": 1, "fsdp_units": "block"}, "zero=1: .*use zero=2 or 3, and fsdp_units='block.ends'"),
+        ({"zero": 1, "fsdp_units": "block"}, "zero=1: .*use zero=3 and use fsdp_units='block.ends'"),
         ({"fsdp_units": "block"}, "fsdp_units='block'"),
         ({"implementation": "huggingface"}, "implementation='huggingface'"),
         ({"precision": "bf16"}, "precision='bf16': torchtitan reduces gradients in float32"),

@@ -296,6 +296,7 @@ def test_other_frameworks_names_of_options_are_of_one_option_and_of_no_row():
         ("--gpus 8", "--gpus is called --cluster 8xh100-sxm in memplan."),
         ("--tq 3", "no such flag --tq; did you mean '--tp'?"),
         ("--purple", "no such flag --purple."),
+        ("--model gpt2", "MODEL is given without --model."),
     ],
 )
 def test_a_flag_of_another_framework_is_answered_with_memplans(flags, said):

@@ -11,9 +11,10 @@ import memplan
 from memplan import MissingRule, TracedModel
 from memplan.engines.options import plan_of
 from memplan.models.traced import model_from_trace
-from validate.cases import Case, shipped_trace
+from validate.cases import Case, architecture_traces, shipped_trace
 from validate.judge import References, judged
-from validate.systems.torch.wild import wild_named
+from validate.systems.torch.architectures import small_module
+from validate.systems.torch.wild import stacks_of, wild_named
 
 pytest.importorskip("transformers")
 
@@ -203,3 +204,31 @@ def test_presets_of_experts_have_as_many_parameters_as_published(name):
     assert e.n_parameters == PUBLISHED[name]
     assert sum(c.calls for c in e.collectives if c.kind == "all_gather") == 2 * e.model.n_blocks + 1
     assert any("eager attention" in note for note in e.notes) == name.startswith("gpt-oss")
+
+
+NESTED = ("hf-causal-falcon_mamba", "hf-causal-mamba")
+"""Accelerate makes a unit of each mixer too, within its block's: a plan has the blocks."""
+
+TIED_ENDS = ("bert", "camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl")
+"""Accelerate makes a unit of embeddings with a weight of the head too; a plan leaves both to the root."""
+
+
+def test_the_blocks_of_architectures_are_what_accelerate_wraps():
+    utils = pytest.importorskip("accelerate.utils.fsdp_utils")
+    plugin = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
+    checked, others = 0, set()
+    for name in architecture_traces():
+        with torch.device("meta"):
+            module: Any = small_module(name)
+        classes = {type(one).__name__ for one in module.modules()}
+        if not module._no_split_modules or not {*module._no_split_modules} <= classes:
+            continue  # Accelerate wraps nothing, or refuses a class that the module has not
+        policy = utils.fsdp2_prepare_auto_wrap_policy(plugin, module)
+        blocks = {id(block) for stack in stacks_of(module, shipped_trace(name)) for block in stack}
+        checked += 1
+        if blocks != {id(one) for one in module.modules() if policy(one)}:
+            others.add(name)
+    assert checked > 80
+    assert others == {*NESTED, *[f"hf-causal-{kind}" for kind in TIED_ENDS]}

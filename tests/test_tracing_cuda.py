@@ -492,3 +492,40 @@ def test_a_mask_with_a_gradient_is_taken_by_the_kernel_that_pytorch_s_cuda_build
     if not strided:
         with pytest.raises(MissingRule, match="multiple of 16"):
             memplan.estimate(traced, cluster="1xa100-80-sxm", seq_len=72, **plan)
+
+
+class Crossed(nn.Module):
+    """Attention between sequences of other lengths, whose output goes into the loss as it is."""
+
+    def __init__(self, d_head: int) -> None:
+        super().__init__()
+        self.d_head = d_head
+        self.q, self.kv = nn.Linear(4 * d_head, 4 * d_head), nn.Linear(4 * d_head, 4 * d_head)
+
+    def forward(self, x, context):
+        q, kv = (
+            own(given).unflatten(-1, (4, self.d_head)).transpose(1, 2)
+            for own, given in ((self.q, x), (self.kv, context))
+        )
+        return nn.functional.scaled_dot_product_attention(q, kv, kv).square().mean()
+
+
+@pytest.mark.parametrize(
+    "gpu, n_queries, n_keys, d_head, measured",
+    [
+        ("a100-80-sxm", 300, 77, 160, 31_670_172),
+        ("a100-80-sxm", 300, 77, 128, 27_647_388),
+        ("a100-80-sxm", 100, 300, 264, 50_599_044),
+        ("h100-sxm", 300, 77, 160, 80_145_940),
+    ],
+)
+def test_cross_attention_in_bf16_holds_what_was_measured(gpu, n_queries, n_keys, d_head, measured):
+    """Requested bytes of a third step of AdamW in PyTorch 2.13's CUDA software without a GPU.
+
+    FlashAttention divides keys, not queries, and copies a gradient that is not laid out by tokens; cuDNN's
+    does not.
+    """
+    inputs = {"x": torch.zeros(2, n_queries, 4 * d_head), "context": torch.zeros(2, n_keys, 4 * d_head)}
+    traced = memplan.trace(Crossed(d_head), inputs, device="cuda", precisions=["bf16"])
+    e = memplan.estimate(traced, cluster=f"1x{gpu}", precision="bf16", micro_batch=2, seq_len=1)
+    assert e.worst.peak_bytes == measured

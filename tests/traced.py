@@ -1,5 +1,7 @@
 """The module of a model that memplan knows, traced as other people's are."""
 
+from collections.abc import Sequence
+
 import torch
 
 import memplan
@@ -8,12 +10,13 @@ from memplan.device import DeviceType
 from memplan.models.base import Decoder
 from validate.systems.torch.modules import Transformer, token_loss
 
+PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
 
-def trace_of(model: Decoder, device: DeviceType) -> TracedModel:
-    """The trace of the model's module in four precisions, called with tokens of its whole context."""
+
+def trace_of(model: Decoder, device: DeviceType, precisions: Sequence[str] = PRECISIONS) -> TracedModel:
+    """The trace of the model's module in some precisions, called with tokens of its whole context."""
     module = Transformer(model, range(model.n_layers), seq_len=model.max_seq_len)
     tokens = torch.randint(model.vocab_size, (2, model.max_seq_len))
-    precisions = ("fp32", "bf16", "bf16-mixed", "fp16-mixed")
     return memplan.trace(
         module, tokens, targets=tokens.clone(), loss=token_loss, precisions=precisions, device=device
     )

@@ -105,6 +105,9 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
     name = error.option_name
     params = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
     own = [flag for each in params for flag in each.opts if flag.startswith("--")]
+    given = [each for each in params if isinstance(each, click.Argument) and name == f"--{each.name}"]
+    if given:
+        return f"{given[0].human_readable_name} is given without {name}."
     keyword, _, value = (option_of(name) or "").partition("=")
     if (flag := f"--{keyword.replace('_', '-')}") in own:
         bare = value.strip("'")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, final
 from memplan.checks import checked_count
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue, shown_value, unknown_name
-from memplan.launchers.base import Job, Launcher, Read
+from memplan.launchers.base import Job, Launcher, Limit, Read
 from memplan.models import Decoder, Model, ends_are_tied
 from memplan.models.families import implementations_of
 from memplan.plan import Plan
@@ -44,41 +44,46 @@ NOT_PLANNED: Final = ("deepspeed_config", "megatron_lm_config", "fp8_config", "d
 """Sections that change memory, and that no rule covers."""
 
 
-def limits(job: Job, who: str) -> Iterator[str]:
+def limits_of(job: Job, who: str) -> Iterator[Limit]:
     """What of a plan Accelerate, or what runs on it, cannot be told."""
     model, plan = job.estimate.model, job.estimate.plan
     options = plan_dict(plan)
     if job.estimate.device.on_cpu:
-        yield f"device='cpu': {who} is told of GPUs here; leave device out"
+        yield Limit(f"device='cpu': {who} is told of GPUs here", {"device": None})
+    if plan.precision not in MIXED:
+        why = f"precision={plan.precision!r}: {who} has no word for it"
+        yield Limit(why, {"precision": "bf16-mixed"})
     if plan.pp > 1:
-        yield f"pp={plan.pp}: {who} trains no pipelines; use pp=1"
+        yield Limit(f"pp={plan.pp}: {who} trains no pipelines", {"pp": 1})
     if plan.tp > 1:
-        yield f"tp={plan.tp}: {who} takes modules that transformers has divided, which has no rule; use tp=1"
+        divided = "modules that transformers has divided, which has no rule"
+        yield Limit(
+            f"tp={plan.tp}: {who} takes {divided}",
+            {"tp": 1} | ({"sequence_parallel": None} if plan.sequence_parallel else {}),
+        )
     if plan.zero == 1:
-        yield f"zero=1: {who} has no ZeroRedundancyOptimizer; use zero=0 or 2"
+        yield Limit(f"zero=1: {who} has no ZeroRedundancyOptimizer", {"zero": 2})
     if plan.recompute == "selective":
-        yield f"recompute='selective': {who} recomputes whole blocks; use recompute='full' or 'none'"
+        yield Limit(f"recompute='selective': {who} recomputes whole blocks", {"recompute": "full"})
     if plan.recompute_blocks is not None:
-        yield f"recompute_blocks={plan.recompute_blocks}: {who} recomputes all blocks or none; leave it out"
+        why = f"recompute_blocks={plan.recompute_blocks}: {who} recomputes all blocks or none"
+        yield Limit(why, {"recompute_blocks": None})
     if not isinstance(model, Decoder):
         if plan.fsdp:
-            yield (
-                f"zero={plan.zero} of {model.name}: its units are the classes of its _no_split_modules, "
-                "which a trace does not have; use zero=0"
-            )
+            units = "its units are the classes of its _no_split_modules, which a trace does not have"
+            yield Limit(f"zero={plan.zero} of {model.name}: {units}", {"zero": 0})
         return
     if model.implementation != "huggingface":
-        yield (
-            f"implementation={model.implementation!r}: {who} trains transformers' modules; use "
-            "implementation='huggingface'"
-        )
+        why = f"implementation={model.implementation!r}: {who} trains transformers' modules"
+        yield Limit(why, {"implementation": "huggingface"})
     if plan.fsdp and options["fsdp_units"] != units_of(model):
-        yield (
-            f"fsdp_units={options['fsdp_units']!r}: {who} makes units of each block, of the embedding, and "
-            f"of the last norm with the head; use fsdp_units={units_of(model)!r}"
-        )
+        units = "units of each block, of the embedding, and of the last norm with the head"
+        why = f"fsdp_units={options['fsdp_units']!r}: {who} makes {units}"
+        yield Limit(why, {"fsdp_units": units_of(model)})
     if options["fsdp_blocks"] > 1:
-        yield f"fsdp_blocks={options['fsdp_blocks']}: {who} makes a unit of each block; use fsdp_blocks=1"
+        yield Limit(
+            f"fsdp_blocks={options['fsdp_blocks']}: {who} makes a unit of each block", {"fsdp_blocks": 1}
+        )
 
 
 def units_of(model: Model) -> str:
@@ -120,8 +125,8 @@ class Accelerate(Launcher):
 
     file: ClassVar[str] = "accelerate.yaml"
 
-    def refusals(self, job: Job) -> Iterator[str]:
-        yield from limits(job, "Accelerate")
+    def limits(self, job: Job) -> Iterator[Limit]:
+        yield from limits_of(job, "Accelerate")
 
     def notes(self, job: Job) -> Iterator[str]:
         yield from differences(job, "Accelerate")

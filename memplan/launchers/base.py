@@ -2,13 +2,13 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
 
-from memplan.command import estimate_command
+from memplan.command import estimate_command, export_command, plan_values
 from memplan.errors import InvalidValue, MemplanError, PlanRefused
-from memplan.estimate import Estimate
+from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.models import Model
 from memplan.registry import Registry
@@ -18,6 +18,10 @@ from memplan.version import version
 
 LARGEST_FILE_BYTES: Final = 1024**2
 """A configuration is a few KiB; a larger file is taken for a mistake."""
+
+
+MOST_ROUNDS: Final = 3
+"""How often a plan is changed until a launcher can be told it: one way out may lead to another limit."""
 
 
 @final
@@ -94,6 +98,27 @@ class Job:
         yield from notes
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What of a plan a launcher cannot be told.
+
+    Attributes:
+        why: the value and the rule: "pp=2: Accelerate trains no pipelines".
+        use: keywords of `memplan.estimate` with values that would do, None for one that is to be left out; a
+            phrase where no keywords do.
+    """
+
+    why: str
+    use: Mapping[str, Any] | str
+
+    def __str__(self) -> str:
+        if isinstance(self.use, str):
+            return f"{self.why}; {self.use}"
+        ways = [f"leave {n} out" if v is None else f"use {n}={v!r}" for n, v in self.use.items()]
+        return f"{self.why}; {' and '.join(ways)}"
+
+
 def _line(text: str) -> str:
     """Text that cannot end a comment or a docstring, whatever a model is called."""
     return printable(" ".join(text.split())).replace("\\", "/").replace('"', "'")
@@ -107,8 +132,8 @@ class Launcher(ABC):
     file: ClassVar[str]
     """The usual name of the file that it is told a plan by."""
 
-    def refusals(self, job: Job) -> Iterator[str]:
-        """What of the plan it cannot be told, each with a way out: "pp=2 ...; use pp=1"."""
+    def limits(self, job: Job) -> Iterator[Limit]:
+        """What of the plan it cannot be told, each with a way out."""
         yield from ()
 
     def notes(self, job: Job) -> Iterator[str]:
@@ -141,12 +166,34 @@ LAUNCHERS: Final = Registry(
 """The launchers by name; one is imported when it is first named."""
 
 
-def refusals(job: Job, to: str) -> tuple[str, ...]:
+def limits(job: Job, to: str) -> tuple[Limit, ...]:
     """Why a launcher cannot be told a plan; empty if it can."""
     launcher, engine = LAUNCHERS.named(to), job.estimate.plan.engine
     if engine != launcher.engine:
-        return (f"engine={engine!r}: it runs plans of {launcher.engine!r}; use engine={launcher.engine!r}",)
-    return tuple(launcher.refusals(job))
+        why = f"engine={engine!r}: it runs plans of {launcher.engine!r}"
+        return (Limit(why, {"engine": launcher.engine}),)
+    return tuple(launcher.limits(job))
+
+
+def _nearest(job: Job, to: str, found: tuple[Limit, ...]) -> str | None:
+    """The command that exports the plan with every limit's way out; None if that is none, or refused too."""
+    near = job.estimate
+    for _ in range(MOST_ROUNDS):
+        values = plan_values(near.plan) | ({"device": "cpu"} if near.device.on_cpu else {})
+        if near.cluster is not None:
+            values.pop("dp", None)  # what the cluster has left
+        for limit in found:
+            if isinstance(limit.use, str):
+                return None
+            values |= limit.use
+        asked = {name: value for name, value in values.items() if value is not None}
+        try:
+            near = estimate(near.model, cluster=near.cluster, **asked)
+        except MemplanError:
+            return None
+        if not (found := limits(Job(estimate=near, named=job.named), to)):
+            return export_command(near, to, job.named)
+    return None
 
 
 def exported(estimate: Estimate, to: str, named: str | None = None) -> Export:
@@ -159,15 +206,18 @@ def exported(estimate: Estimate, to: str, named: str | None = None) -> Export:
         PlanRefused: a plan that the launcher cannot be told, with every reason and a way out of each.
     """
     launcher, job = LAUNCHERS.named(to), Job(estimate=estimate, named=named)
-    if reasons := refusals(job, to):
-        raise PlanRefused(f"{to} cannot be told this plan. {'. '.join(reasons)}.", kind=f"not for {to}")
+    if found := limits(job, to):
+        text = f"{to} cannot be told this plan. {'. '.join(map(str, found))}."
+        command = _nearest(job, to, found)
+        near = "" if command is None else f" The nearest that it can be told: {command}"
+        raise PlanRefused(text + near, kind=f"not for {to}")
     notes = tuple(launcher.notes(job))
     return Export(text=launcher.text(job, notes), file=launcher.file, notes=notes)
 
 
 def targets(estimate: Estimate) -> tuple[str, ...]:
     """The launchers that can be told a plan."""
-    return tuple(to for to in LAUNCHERS.names() if not refusals(Job(estimate=estimate), to))
+    return tuple(to for to in LAUNCHERS.names() if not limits(Job(estimate=estimate), to))
 
 
 def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> Read:

@@ -8,7 +8,7 @@ from textwrap import indent, wrap
 from typing import Any, ClassVar, Final, final
 
 from memplan.engines.options import plan_dict
-from memplan.launchers.base import Job, Launcher
+from memplan.launchers.base import Job, Launcher, Limit
 from memplan.models import Decoder, end_modules, ends_are_tied
 from memplan.models.config_of import config_of
 from memplan.models.huggingface import HuggingFaceDecoder
@@ -75,28 +75,20 @@ class Torchrun(Launcher):
 
     file: ClassVar[str] = "train.py"
 
-    def refusals(self, job: Job) -> Iterator[str]:
+    def limits(self, job: Job) -> Iterator[Limit]:
         model, plan = job.estimate.model, job.estimate.plan
         if not isinstance(model, Decoder):
-            yield (
-                f"{model.name} is planned from a trace, which does not say how its module is made and fed; "
-                "use a model of a family (memplan models)"
-            )
+            why = f"{model.name} is planned from a trace, which does not say how its module is made and fed"
+            yield Limit(why, "use a model of a family (memplan models)")
         elif model.implementation not in SOURCES:
-            yield (
-                f"implementation={model.implementation!r} has no module that a script could make; use "
-                f"{' or '.join(map(repr, SOURCES))}"
-            )
+            why = f"implementation={model.implementation!r} has no module that a script could make"
+            yield Limit(why, f"use {' or '.join(map(repr, SOURCES))}")
         elif model.implementation == "huggingface" and plan.pp > 1 and model.longest_seq_len is not None:
-            yield (
-                f"pp={plan.pp}: each stage of {model.name} would add its learned positions again, as "
-                "transformers does in each call; use pp=1"
-            )
+            again = "would add its learned positions again, as transformers does in each call"
+            yield Limit(f"pp={plan.pp}: each stage of {model.name} {again}", {"pp": 1})
         if plan.clip_grad_norm is not None and plan.tp > 1 and plan.ddp:
-            yield (
-                f"clip_grad_norm={plan.clip_grad_norm:g} with tp={plan.tp} under DistributedDataParallel, "
-                "which hides how gradients are divided; use zero=2 or 3, or no clipping"
-            )
+            hides = "under DistributedDataParallel, which hides how gradients are divided"
+            yield Limit(f"clip_grad_norm={plan.clip_grad_norm:g} with tp={plan.tp} {hides}", {"zero": 2})
 
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
         source = SOURCES[job.estimate.model.implementation](job)
@@ -410,8 +402,8 @@ def _several_meshes(plan: Plan) -> bool:
 def _autocast(job: Job) -> str:
     """The context of the plan's mixed precision where no wrapper casts; empty: none."""
     plan = job.estimate.plan
-    cast = plan.mixed and not plan.fsdp
-    return f'torch.autocast("{job.estimate.device.type}", torch.{plan.formats.compute.name})' if cast else ""
+    device, dtype = job.estimate.device.type, plan.formats.compute.name
+    return f'torch.autocast("{device}", torch.{dtype})' if plan.autocasts else ""
 
 
 def _divided(job: Job, source: Source) -> str:

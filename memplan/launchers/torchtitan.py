@@ -18,9 +18,10 @@ from memplan.checks import checked_count
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue, shown_value, unknown_name
 from memplan.fields import count_or_text, number_or_text
-from memplan.launchers.base import Job, Launcher, Read
+from memplan.launchers.base import Job, Launcher, Limit, Read
 from memplan.launchers.torchrun import torchrun_command
 from memplan.models import Model, preset
+from memplan.models.families import implementations_of
 from memplan.plan import Plan
 from memplan.schedules import SCHEDULES
 
@@ -29,6 +30,9 @@ CONFIGS: Final[Mapping[str, tuple[str, str]]] = {
     "llama-3-70b": ("llama3_70b", "70B"),
 }
 """The functions of torchtitan's module llama3, and the flavors of earlier releases, by preset."""
+
+OTHER_MODELS: Final = f"use {' or '.join(CONFIGS)}"
+"""The way out of a model that torchtitan has not."""
 
 OF_CONFIG: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama3_8b": {
@@ -127,45 +131,45 @@ class Torchtitan(Launcher):
 
     file: ClassVar[str] = "train.sh"
 
-    def refusals(self, job: Job) -> Iterator[str]:
+    def limits(self, job: Job) -> Iterator[Limit]:
         model, plan = job.estimate.model, job.estimate.plan
         options = plan_dict(plan)
         if job.estimate.device.on_cpu:
-            yield "device='cpu': torchtitan trains on GPUs; leave device out"
+            yield Limit("device='cpu': torchtitan trains on GPUs", {"device": None})
         if model.implementation != "torchtitan":
-            yield (
-                f"implementation={model.implementation!r}: torchtitan trains its own modules; use "
-                "implementation='torchtitan'"
-            )
+            why = f"implementation={model.implementation!r}: torchtitan trains its own modules"
+            has_it = "torchtitan" in implementations_of(model)
+            yield Limit(why, {"implementation": "torchtitan"} if has_it else OTHER_MODELS)
         elif _config_of(model) is None:
-            yield f"{model.name}: torchtitan has no configuration of these sizes; use {' or '.join(CONFIGS)}"
+            why = f"{model.name}: torchtitan has no configuration of these sizes"
+            yield Limit(why, OTHER_MODELS)
         if not plan.fsdp:
-            yield (
-                f"zero={plan.zero}: torchtitan shards by FSDP2 in every plan; use zero=2 or 3, and "
-                "fsdp_units='block+ends'"
-            )
+            why = f"zero={plan.zero}: torchtitan shards by FSDP2 in every plan"
+            yield Limit(why, {"zero": 3, "fsdp_units": "block+ends"})
         elif options["fsdp_units"] != "block+ends":
-            yield (
-                f"fsdp_units={options['fsdp_units']!r}: torchtitan makes units of the blocks, the embedding "
-                "and the head; use fsdp_units='block+ends'"
-            )
+            units = "torchtitan makes units of the blocks, the embedding and the head"
+            yield Limit(f"fsdp_units={options['fsdp_units']!r}: {units}", {"fsdp_units": "block+ends"})
         if options["fsdp_blocks"] > 1:
-            yield f"fsdp_blocks={options['fsdp_blocks']}: torchtitan shards each block; use fsdp_blocks=1"
+            why = f"fsdp_blocks={options['fsdp_blocks']}: torchtitan shards each block"
+            yield Limit(why, {"fsdp_blocks": 1})
         if plan.precision not in ("fp32", "bf16-mixed"):
-            yield (
-                f"precision={plan.precision!r}: torchtitan reduces gradients in float32 and has no loss "
-                "scaler; use bf16-mixed or fp32"
-            )
+            has = "torchtitan reduces gradients in float32 and has no loss scaler"
+            yield Limit(f"precision={plan.precision!r}: {has}", {"precision": "bf16-mixed"})
         if plan.optimizer != "adamw":
-            yield f"optimizer={plan.optimizer!r}: its configurations have AdamW; use optimizer='adamw'"
+            yield Limit(
+                f"optimizer={plan.optimizer!r}: its configurations have AdamW", {"optimizer": "adamw"}
+            )
         if plan.clip_grad_norm is None:
-            yield "clip_grad_norm is left out: torchtitan clips in every step; use clip_grad_norm=1.0"
+            why = "clip_grad_norm is left out: torchtitan clips in every step"
+            yield Limit(why, {"clip_grad_norm": 1.0})
         if plan.recompute_blocks is not None:
-            yield f"recompute_blocks={plan.recompute_blocks}: torchtitan recomputes all; leave it out"
+            why = f"recompute_blocks={plan.recompute_blocks}: torchtitan recomputes all"
+            yield Limit(why, {"recompute_blocks": None})
         if not options["set_to_none"]:
-            yield "set_to_none=False: torchtitan frees gradients; use set_to_none=True"
+            yield Limit("set_to_none=False: torchtitan frees gradients", {"set_to_none": True})
         if plan.loss_chunks > 1:
-            yield f"loss_chunks={plan.loss_chunks}: torchtitan's pieces include the head; use loss_chunks=1"
+            why = f"loss_chunks={plan.loss_chunks}: torchtitan's pieces include the head"
+            yield Limit(why, {"loss_chunks": 1})
         if plan.pp > 1:
             yield from _limits_of_pipelines(model, plan)
 
@@ -209,17 +213,13 @@ def _schedule_name(plan: Plan) -> str:
     return plan.pipeline_schedule.runs_as.partition(":Schedule")[2]
 
 
-def _limits_of_pipelines(model: Model, plan: Plan) -> Iterator[str]:
+def _limits_of_pipelines(model: Model, plan: Plan) -> Iterator[Limit]:
     if plan.pipeline_schedule.stages_per_rank != 1 and plan.virtual_stages == 1:
-        yield (
-            f"virtual_stages=1 with schedule={plan.schedule!r}: torchtitan wants 2 stages or more on a "
-            "rank; use virtual_stages=2"
-        )
+        why = f"virtual_stages=1 with schedule={plan.schedule!r}: torchtitan wants 2 stages or more on a rank"
+        yield Limit(why, {"virtual_stages": 2})
     elif _division(model, plan) is None:
-        yield (
-            f"layers_per_stage={plan.layers_per_stage}: torchtitan divides evenly, with fewer in the first "
-            "and the last stage; leave it out"
-        )
+        evenly = "torchtitan divides evenly, with fewer in the first and the last stage"
+        yield Limit(f"layers_per_stage={plan.layers_per_stage}: {evenly}", {"layers_per_stage": None})
 
 
 def _division(model: Model, plan: Plan) -> tuple[int, int, int] | None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Final, final
 
 from memplan.engines.options import plan_dict
-from memplan.launchers.accelerate import differences, limits
-from memplan.launchers.base import Job, Launcher
+from memplan.launchers.accelerate import differences, limits_of
+from memplan.launchers.base import Job, Launcher, Limit
 from memplan.plan import Plan
 from memplan.units import MiB
 
@@ -31,28 +31,24 @@ class Transformers(Launcher):
 
     file: ClassVar[str] = "training_arguments.json"
 
-    def refusals(self, job: Job) -> Iterator[str]:
-        yield from limits(job, WHO)
+    def limits(self, job: Job) -> Iterator[Limit]:
+        yield from limits_of(job, WHO)
         plan = job.estimate.plan
         options = plan_dict(plan)
         if (plan.optimizer, options["optimizer_impl"]) not in OPTIMIZERS:
             known = ", ".join(f"{name} with optimizer_impl={impl!r}" for name, impl in OPTIMIZERS)
-            yield (
-                f"optimizer={plan.optimizer!r}, optimizer_impl={options['optimizer_impl']!r}: {WHO} has no "
-                f"word for it; use {known}"
-            )
+            asked = f"optimizer={plan.optimizer!r}, optimizer_impl={options['optimizer_impl']!r}"
+            yield Limit(f"{asked}: {WHO} has no word for it", f"use {known}")
         for name, usual in (("gradient_as_bucket_view", False), ("ddp_comm_hook", "none")):
             if options[name] != usual:
-                yield f"{name}={options[name]!r}: {WHO} has no argument for it; leave it out"
+                yield Limit(f"{name}={options[name]!r}: {WHO} has no argument for it", {name: None})
         if (cap := options["bucket_cap_bytes"]) is not None and cap % MiB:
-            yield f"bucket_cap_bytes={cap}: {WHO} takes whole MiB; use a multiple of {MiB}"
+            yield Limit(f"bucket_cap_bytes={cap}: {WHO} takes whole MiB", f"use a multiple of {MiB}")
         if not options["set_to_none"]:
-            yield f"set_to_none=False: {WHO} frees gradients; use set_to_none=True"
+            yield Limit(f"set_to_none=False: {WHO} frees gradients", {"set_to_none": True})
         if plan.dp_replicate > 1:
-            yield (
-                f"dp_replicate={plan.dp_replicate}: {WHO} has no argument for a mesh; use dp_replicate=1, or "
-                "export it to accelerate"
-            )
+            why = f"dp_replicate={plan.dp_replicate}: {WHO} has no argument for a mesh, Accelerate has"
+            yield Limit(why, {"dp_replicate": 1})
 
     def notes(self, job: Job) -> Iterator[str]:
         plan = job.estimate.plan

@@ -75,6 +75,8 @@ class Model(ABC):
     max_seq_len: int
     remarks: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Sentences on how the model was read, which the notes of an estimate repeat."""
+    asked_dtype: str = field(default="", compare=False, repr=False)
+    """The type that its config.json names for loaded weights, with the key, as "dtype=bfloat16"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -166,8 +168,9 @@ class Model(ABC):
         return tuple([buffer_of(name, (samples, seq_len), INT64) for name in ("tokens", "targets")])
 
     def sizes(self) -> dict[str, Any]:
-        """Its fields as plain values, without remarks."""
-        return {name: value for name, value in asdict(self).items() if name != "remarks"}
+        """Its fields as plain values, without those that say how it was read."""
+        own = {each.name for each in fields(self) if each.compare}
+        return {name: value for name, value in asdict(self).items() if name in own}
 
     def loss(self, logits: Tensor) -> Tensor:
         """The loss of a micro-batch, a scalar."""

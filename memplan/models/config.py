@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import file_text, json_value, shown_path
+from memplan.shapes import BF16, FP16, FP32
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +34,10 @@ STORED_ONLY: Final = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
 
 OTHER_ATTENTION: Final = ("eager", "flex_attention", "sdpa_paged", "eager_paged")
 """Implementations of transformers' attention that are not planned where a config.json asks for them."""
+
+
+TRAINED: Final = tuple(dtype.name for dtype in (FP32, BF16, FP16))
+"""Types that weights are trained in."""
 
 
 class WithoutRule(InvalidValue):
@@ -88,7 +93,7 @@ class Config:
         Raises:
             InvalidValue: a `quantization_config` of weights that are trained through adapters.
         """
-        return (*self._quantization_remarks(), *self._remarks_of_a_run())
+        return (*self._quantization_remarks(), *self._remarks_of_a_run(), *self._dtype_remarks())
 
     def _remarks_of_a_run(self) -> Iterator[str]:
         """Settings of a run, which a config.json keeps from the run that has written it."""
@@ -102,6 +107,31 @@ class Config:
         for key in ("gradient_checkpointing", "use_gradient_checkpointing"):
             if self.values.get(key) is True:
                 yield f"{key}=true is ignored; use recompute='full' to plan it."
+
+    @property
+    def asked_dtype(self) -> str:
+        """The key and the type that loaded weights have, as "dtype=bfloat16"; empty if there is none.
+
+        It is the model's, or of one of several models that of the text.
+        """
+        key, found = self._dtype
+        return f"{key}={found}" if found in TRAINED else ""
+
+    @property
+    def _dtype(self) -> tuple[str, Any]:
+        """The key of the type of loaded weights and what it says."""
+        of_text = self.values.get("text_config")
+        for values in (self.values, of_text if isinstance(of_text, dict) else {}):
+            for key in ("dtype", "torch_dtype"):
+                if (found := values.get(key)) is not None:
+                    return key, found.removeprefix("torch.") if isinstance(found, str) else found
+        return "", None
+
+    def _dtype_remarks(self) -> Iterator[str]:
+        """A sentence that the type of loaded weights is ignored, if it is none to train in."""
+        key, found = self._dtype
+        if key and found not in TRAINED:
+            yield f"{key}={_shown(found)} is ignored: weights are trained in {', '.join(TRAINED)}."
 
     def _quantization_remarks(self) -> tuple[str, ...]:
         """A sentence that the `quantization_config` of a vendor's file is ignored; none where there is none.

@@ -114,8 +114,8 @@ def model_from_config(
     anew if `cache` is False. Keys that are absent or null take transformers' defaults; keys that change no
     size are ignored.
 
-    Neglects: `rope_scaling` (it changes angles, no size), `torch_dtype` and, with a remark, the format that a
-    vendor stores weights in (`quantization_config`): the plan's precision decides.
+    Neglects: `rope_scaling` (it changes angles, no size) and, with a remark, the type that weights are loaded
+    in (`dtype`) and that a vendor stores them in (`quantization_config`): the plan's precision decides.
 
     Raises:
         UnknownName: an architecture that nobody here knows, by name.
@@ -128,9 +128,9 @@ def model_from_config(
 def _of_config(file: "Path", name: str, how: Tracing) -> Model:
     try:
         config = read_config(file)
-        remarks = config.remarks()
+        remarks, dtype = config.remarks(), config.asked_dtype
         found = _of_values(config.without("quantization_config"), name, how)
-        return replace(found, remarks=remarks) if remarks else found
+        return replace(found, remarks=remarks, asked_dtype=dtype) if remarks or dtype else found
     except MemplanError as error:
         raise of_file(file, error) from None
 

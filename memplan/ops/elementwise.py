@@ -67,8 +67,16 @@ def soft_capped(x: Tensor) -> Tensor:
 
 
 def _cubed(x: Tensor) -> Tensor:
+    return power(in_fp32_on_cuda(x))
+
+
+def in_fp32_on_cuda(x: Tensor) -> Tensor:
+    """`x` as CUDA's autocast casts it for powers and norms; CPU's does not.
+
+    Source: aten/src/ATen/autocast_mode.h (`AT_FORALL_FP32`).
+    """
     context = x.tape.context
-    return power(x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x)
+    return x.tape.cast(x, FP32) if context.autocast and not context.device.on_cpu else x
 
 
 def power(x: Tensor, name: str = "power") -> Tensor:

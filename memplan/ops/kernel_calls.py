@@ -145,12 +145,26 @@ def _grouped_product(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     return (y,)
 
 
+IN_ORDER: Final = "_in_order"
+"""The end of the name of a backward kernel whose output's gradient is not laid out by tokens."""
+
+AND_MASK: Final = "_and_mask"
+"""The end of the name of one that computes the gradient of a mask too."""
+
 Attention = Callable[[Tensor, Tensor, Tensor, bool, int], Tensor]
 """From queries, keys, values, whether there is dropout and how there is a mask, to the output."""
 
 
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
+    return cudnn_attention(q, k, v, dropout=drops)
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
     return flash_attention_cuda(q, k, v, dropout=drops)
+
+
+def _efficient_and_mask(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
+    return _efficient(q, k, v, drops, masked, mask_has_grad=True)
 
 
 def _efficient(
@@ -171,31 +185,23 @@ def _efficient(
     return efficient_attention(q, k, v, mask_has_grad=mask_has_grad)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
-    """Attention by the kernel that PyTorch takes on the GPU.
+FUSED: Final[Mapping[str, Attention]] = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
+"""The fused kernels, by the names that `attention_kernel` gives them."""
+
+
+def _fused(tape: Tape, sizes: Sizes, dtype: DType) -> Attention:
+    """The fused kernel that PyTorch takes on the GPU.
 
     Raises:
-        MissingRule: it takes no fused one.
+        MissingRule: it takes none.
     """
-    context, grouped = q.tape.context, k.shape[2] != q.shape[2]
-    kernel = attention_kernel(
-        context.device,
-        context.torch_release,
-        q.dtype,
-        q.shape[3],
-        grouped=grouped,
-        dropout=drops,
-        masked=bool(masked),
-    )
-    match kernel:
-        case "cudnn":
-            return cudnn_attention(q, k, v, dropout=drops)
-        case "flash":
-            return _flash(q, k, v, drops, masked)
-        case "efficient":
-            return _efficient(q, k, v, drops, masked)
+    *_, n_heads, n_kv_heads, d_head, drops, masked = sizes
+    how = {"grouped": n_heads != n_kv_heads, "dropout": bool(drops), "masked": bool(masked)}
+    kernel = attention_kernel(tape.context.device, tape.context.torch_release, dtype, d_head, **how)
+    if kernel in FUSED:
+        return FUSED[kernel]
     raise MissingRule(
-        f"attention with heads of {q.shape[3]} is several products on this GPU, and one kernel on an H100, "
+        f"attention with heads of {d_head} is several products on this GPU, and one kernel on an H100, "
         "where it was traced; use such a GPU."
     )
 
@@ -227,13 +233,26 @@ def _attention_backward(
 ) -> Results:
     """The gradients of queries, keys and values; `copies_grad`: the output's gradient is copied first.
 
-    Memory-efficient attention does so with a gradient that is not laid out by tokens.
+    All kernels but cuDNN's do so with a gradient that is not laid out by tokens.
 
-    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`,
+    `_flash_attention_backward`).
     """
     node, (y, *_) = _attended(rule, tape, sizes, dtype)
     tape.events.clear()
-    return tape.gradients(node, tape.new("grad by token", y.shape, dtype) if copies_grad else y)
+    copies = copies_grad and rule is not _cudnn
+    return tape.gradients(node, tape.new("grad by token", y.shape, dtype) if copies else y)
+
+
+def _fused_attention(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    return _attention(_fused(tape, sizes, dtype), tape, sizes, dtype)
+
+
+def _fused_attention_backward(
+    tape: Tape, sizes: Sizes, dtype: DType, *, copies_grad: bool = False
+) -> Results:
+    rule = _fused(tape, sizes, dtype)
+    return _attention_backward(rule, tape, sizes, dtype, copies_grad=copies_grad)
 
 
 class Kernel(NamedTuple):
@@ -251,16 +270,17 @@ KERNELS: Final[Mapping[str, Kernel]] = {
     "table_gradient": Kernel(4, _table_gradient),
     "norm_gradients": Kernel(4, _norm_gradients),
     "flash_attention": Kernel(8, partial(_attention, _flash)),
-    "flash_attention_backward": Kernel(8, partial(_attention_backward, _flash)),
-    "fused_attention": Kernel(8, partial(_attention, _fused)),
-    "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
+    "fused_attention": Kernel(8, _fused_attention),
     "efficient_attention": Kernel(8, partial(_attention, _efficient)),
     **{
-        f"efficient_attention_backward{'_in_order' * copies}{'_and_mask' * of_mask}": Kernel(
-            8, partial(_attention_backward, partial(_efficient, mask_has_grad=of_mask), copies_grad=copies)
-        )
+        f"{name}{IN_ORDER * copies}{and_mask}": Kernel(8, partial(rule, copies_grad=copies))
         for copies in (False, True)
-        for of_mask in (False, True)
+        for name, and_mask, rule in (
+            ("flash_attention_backward", "", partial(_attention_backward, _flash)),
+            ("fused_attention_backward", "", _fused_attention_backward),
+            ("efficient_attention_backward", "", partial(_attention_backward, _efficient)),
+            ("efficient_attention_backward", AND_MASK, partial(_attention_backward, _efficient_and_mask)),
+        )
     },
 }
 """Each kernel by its name."""

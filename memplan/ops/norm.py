@@ -2,7 +2,7 @@
 
 from memplan.kernels import partial_rows
 from memplan.ops.dims import BY_TOKEN, dims
-from memplan.ops.elementwise import plus_number, power, power_backward
+from memplan.ops.elementwise import in_fp32_on_cuda, plus_number, power, power_backward
 from memplan.ops.redistribute import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tensor
@@ -20,21 +20,23 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     *_, d = dims(x, f"layer_norm {name}", "batch", "seq", "d", allowed=BY_TOKEN)
     w, b = (replicated_parameter(x, f"{name}.{part}", (d,)) for part in ("weight", "bias"))
     x = divided_sequence(x)
-    statistics = FP32 if not tape.context.device.on_cpu or w.dtype == FP32 else dtype
+    bias, weight, x = (in_fp32_on_cuda(each) for each in (tape.weight(b), tape.weight(w), x))
+    dtype, w_dtype = x.dtype, weight.dtype
+    statistics = FP32 if not tape.context.device.on_cpu or w_dtype == FP32 else dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, shape, dtype)
-        grads = [grad.tape.grad_of(1, (d,), w.dtype), grad.tape.grad_of(2, (d,), b.dtype)]
+        grads = [grad.tape.grad_of(1, (d,), w_dtype), grad.tape.grad_of(2, (d,), w_dtype)]
         if grad.tape.context.device.on_cpu and grads[0] is not None:
             with grad.tape.kernel_workspace() as kernel:
-                kernel.new("sums of a thread", (2, d), w.dtype)
+                kernel.new("sums of a thread", (2, d), w_dtype)
         sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 
     y = x.new(name, shape, dtype)
     mean = tape.new("mean", shape[:-1], statistics)
     rstd = tape.new("rstd", shape[:-1], statistics)
-    y.node = tape.node((x.node, w, b), (x, mean, rstd), backward)
+    y.node = tape.node((x.node, weight.node, bias.node), (x, weight, bias, mean, rstd), backward)
     return y
 
 
@@ -227,7 +229,8 @@ def _scaled(left: Tensor, right: Tensor, name: str) -> Tensor:
     return x.new(name, shape, wide, tape.node((left.node, right.node), factors, backward))
 
 
-def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
+def _fused_rms_norm(x: Tensor, of: Parameter, name: str) -> Tensor:
+    weight, x = in_fp32_on_cuda(x.tape.weight(of)), in_fp32_on_cuda(x)
     tape, shape, dtype = x.tape, x.shape, x.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -238,7 +241,7 @@ def _fused_rms_norm(x: Tensor, weight: Parameter, name: str) -> Tensor:
 
     y = x.new(name, shape, dtype)
     rstd = tape.new("rstd", shape[:-1], FP32)
-    y.node = tape.node((x.node, weight), (x, rstd), backward)
+    y.node = tape.node((x.node, weight.node), (x, weight, rstd), backward)
     return y
 
 

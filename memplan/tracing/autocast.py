@@ -40,7 +40,6 @@ WIDEST: Final = frozenset(
 )  # fmt: skip
 """Operations that run in the widest type of their operands."""
 
-
 Casts = dict[int, tuple[weakref.ref[Tensor], Tensor]]
 """Copies of weights, which autocast keeps until it ends."""
 

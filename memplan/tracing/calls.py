@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memplan.errors import MissingRule
 from memplan.models.traced import CONVOLUTIONS, CONVOLVED
+from memplan.ops.kernel_calls import AND_MASK, IN_ORDER
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, IMAGE_DIMS, Scratch
 from memplan.tracing.shapes import ATEN, dtype_name
 
@@ -153,8 +154,8 @@ def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Ten
 
 
 def _attention_backward(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
-    copies = name == "efficient_attention" and not args[0].transpose(1, 2).is_contiguous()
-    called = f"{name}_backward{'_in_order' * copies}{'_and_mask' * (len(results) - 3)}"
+    copies = not args[0].transpose(1, 2).is_contiguous()
+    called = f"{name}_backward{IN_ORDER * copies}{AND_MASK * (len(results) - 3)}"
     return Called(called, _attended(args[1], args[2], at, args), dtype_name(args[1].dtype), len(results))
 
 

@@ -23,8 +23,9 @@ from memplan.kernels import Release
 from memplan.models.traced import DTYPES
 from memplan.ops.attention import attention_kernel
 from memplan.tracing.autocast import autocast_of
+from memplan.tracing.cache import setting
 from memplan.tracing.calls import has_whole_rows
-from memplan.tracing.shapes import ATEN, dtype_name
+from memplan.tracing.shapes import ATEN, MAKE, dtype_name
 
 CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
@@ -43,7 +44,12 @@ OF_ONE_KERNEL: Final = ("_fused_rms_norm", "mish_backward", "silu_backward")
 
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
-    """A block in which tensors without data can be on `cuda:0`."""
+    """A block in which tensors without data can be on `cuda:0`.
+
+    `torch.tensor` copies to it by an operation that a mode sees.
+
+    Source: torch/csrc/utils/tensor_new.cpp (`internal_new_from_data`).
+    """
     changes: tuple[AbstractContextManager[Any], ...] = (
         patch.object(Tensor, "_make_subclass", _made_on_meta),
         patch.object(FakeTensor, "is_cuda", property(_is_on_cuda), create=True),
@@ -58,7 +64,9 @@ def without_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
-        stack.enter_context(_made_on_the_host())
+        stack.enter_context(
+            setting(torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors, True)
+        )
         library = stack.enter_context(_scoped_library("aten", "IMPL"))
         for name, choice in CHOICES.items():
             library.impl(name, choice, "AutogradCUDA")
@@ -71,30 +79,13 @@ def without_a_gpu() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _made_on_the_host() -> Iterator[None]:
-    """A block in which `torch.tensor` copies to `cuda:0` by an operation that a mode sees.
-
-    Source: torch/csrc/utils/tensor_new.cpp (`internal_new_from_data`).
-    """
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)
-
-
-_make_subclass: Final[Any] = Tensor._make_subclass
-
-
 def _made_on_meta(
     kind: type[Tensor], data: Tensor, *args: Any, dispatch_device: bool = False, **kwargs: Any
 ) -> Tensor:
     """`Tensor._make_subclass`, by which C++ code is not told that a tensor without data is on CUDA."""
     device = kwargs.get("device_for_backend_keys")
     told = dispatch_device and (device is None or device.type != CUDA.type)
-    return cast(Tensor, _make_subclass(kind, data, *args, dispatch_device=told, **kwargs))
+    return cast(Tensor, MAKE(kind, data, *args, dispatch_device=told, **kwargs))
 
 
 def _is_on_cuda(tensor: Tensor) -> bool:

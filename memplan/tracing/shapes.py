@@ -31,6 +31,9 @@ INDEX: Final = ATEN.index.Tensor
 
 MASKS: Final = (torch.bool, torch.uint8)
 
+MAKE: Final[Any] = Tensor._make_subclass
+"""Makes a tensor without data of one on `meta`."""
+
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
@@ -71,9 +74,12 @@ class _Result(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """All results of an operation: any number in a tuple or a list, or (`container` None) one or none."""
+    """All results of an operation: any number in a tuple or a list, or (`container` None) one or none.
 
-    parts: tuple[_Result, ...]
+    A result that is no tensor, as a length, is kept as it is.
+    """
+
+    parts: tuple[_Result | int | None, ...]
     container: type[tuple[Any, ...]] | type[list[Any]] | None
 
 
@@ -195,7 +201,9 @@ class Shapes:
         with self.mode:
             return a.new_empty((*(groups if a.dim() == b.dim() else ()), a.shape[-2], b.shape[-1]))
 
-    def _made(self, part: _Result, given: Sequence[Tensor]) -> Tensor:
+    def _made(self, part: _Result | int | None, given: Sequence[Tensor]) -> Any:
+        if not isinstance(part, _Result):
+            return part
         if part.argument is not None and part.is_argument:
             return given[part.argument]
         shape, stride, offset, dtype, device, conjugated = part.layout
@@ -204,9 +212,9 @@ class Shapes:
             tensor.set_(given[part.argument].untyped_storage(), offset, shape, stride)
         if conjugated:
             torch._C._set_conj(tensor, True)
-        return self._without_data(tensor, device)
+        return self.without_data(tensor, device)
 
-    def _without_data(self, tensor: Tensor, device: torch.device) -> FakeTensor:
+    def without_data(self, tensor: Tensor, device: torch.device) -> FakeTensor:
         """`FakeTensor(self.mode, tensor, device)` in a quarter of its time: only these two tell them apart.
 
         Source: torch/_subclasses/fake_tensor.py (`FakeTensor.__new__`).
@@ -214,8 +222,9 @@ class Shapes:
         if device not in self._common:
             like = FakeTensor(self.mode, torch.empty((), device="meta"), device)
             self._common[device] = dict(vars(like))
-        made = Tensor._make_subclass(
-            FakeTensor, tensor, False, dispatch_device=device.type != "cuda", device_for_backend_keys=device
+        told = device.type != "cuda"
+        made: FakeTensor = MAKE(
+            FakeTensor, tensor, False, dispatch_device=told, device_for_backend_keys=device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         vars(made).update(self._common[device])
@@ -244,9 +253,9 @@ def _described(out: Any, given: Sequence[Tensor]) -> _Results | None:
     """The results of an operation; None if it is not enough to know their layouts."""
     container = list if isinstance(out, list) else tuple if isinstance(out, tuple) else None
     results = [*tensors(out)] if container is None else out
-    parts = [_part(part, given) for part in results]
-    known = tuple([part for part in parts if part is not None])
-    return _Results(known, container) if len(known) == len(parts) else None
+    parts = [one if one is None or type(one) is int else _part(one, given) for one in results]
+    known = all(part is not None or one is None for part, one in zip(parts, results, strict=True))
+    return _Results(tuple(parts), container) if known else None
 
 
 def _part(result: Any, given: Sequence[Tensor]) -> _Result | None:

@@ -1,6 +1,5 @@
 """`memplan.trace`: a module's forward and backward pass on tensors without data, as a model to plan with."""
 
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from memplan.models.traced import (
     Variant,
     modules_with,
 )
+from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
@@ -48,7 +48,8 @@ from memplan.tracing.values import UnknownValue, known_value
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
-    "bf16": (("bfloat16", ""),),
+    **dict.fromkeys(("bf16", "bf16-reduce-fp32"), (("bfloat16", ""),)),
+    "bf16-autocast": (("bfloat16", "bfloat16"),),
     "bf16-mixed": (("float32", "bfloat16"), ("bfloat16", "")),
     "fp16-mixed": (("float32", "float16"), ("float16", "")),
 }
@@ -77,6 +78,9 @@ ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 
 FLAG: Final = "gradient_checkpointing"
 """Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
+
+ONE_THREAD: Final = partial(setting, torch.get_num_threads, torch.set_num_threads, 1)
+"""A block in which a mask is not divided among threads, which takes longer than to compute it."""
 
 NEEDS_VALUES: Final = (UnknownValue, DataDependentOutputException, DynamicOutputShapeException)
 """The errors raised where an unknown value is needed."""
@@ -113,7 +117,7 @@ def trace(
             "encoder.layers,decoder.layers"; "" for none. Left out, what transformers says to wrap; else all
             lists of blocks of one class; else the list with the most parameters whose blocks are equal.
         sequence: names (or places) of the inputs whose second dim is the sequence.
-        precisions: those to trace for: any of "fp32", "bf16", "bf16-mixed" and "fp16-mixed".
+        precisions: those to trace for: any of memplan's own.
         max_seq_len: the usual length of sequences; left out, the configuration's, or the example's.
         name: what to call it; left out, its class.
         device: whose kernels to trace, "cuda" or "cpu"; no GPU is needed. A trace for "cuda" is of GPUs from
@@ -139,25 +143,13 @@ def trace(
     for stacks in stacks_of(module, blocks):
         tracer = _Tracer(example, stacks, shapes, runs_on, executes=executed)
         try:
-            with _no_collection(), without_a_gpu() if plays_cuda else nullcontext():
+            with no_collection(), ONE_THREAD(), without_a_gpu() if plays_cuda else nullcontext():
                 recordings, limits = _of_known_kinds(tracer, list(runs))
         except Unlike as unlike:
             why = str(unlike)
             continue
         return _model(tracer, recordings, limits, name, max_seq_len)
     raise InvalidValue(f"blocks={blocks!r} are no units ({why}); leave blocks out.")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turns garbage collection off, so that storages are freed with their last reference."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _checked_device(asked: str, *, executed: bool) -> torch.device:
@@ -618,11 +610,9 @@ def _without_values(tensor: Tensor, recorder: Recorder, dtype: torch.dtype | Non
     if recorder.executes:
         own = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
         return own.to(recorder.device, dtype or tensor.dtype)
-    with recorder:
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=recorder.device
-        )
-    if isinstance(made, FakeTensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+    made = recorder.shapes.without_data(meta, recorder.device)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         known = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
         made.real_tensor = known
     return made
@@ -684,6 +674,8 @@ def _without_data(
 def _passing_by(recorder: Recorder) -> Iterator[Any]:
     """Replaces functions that bypass the dispatcher or ask whether tensors have data; turns oneDNN off.
 
+    Allocations of oneDNN's kernels depend on the model of the CPU.
+
     Source: torch/utils/checkpoint.py (`fwd_cpu_state`); transformers.utils.import_utils (`is_fake_tensor`).
     """
     random_state = torch.get_rng_state
@@ -700,7 +692,7 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     for name in ADD_IN_PLACE:
         adding = patch.object(recorder, "adds_in_place", True)(getattr(functional, name))
         yield patch.object(functional, name, adding)
-    yield _without_onednn()
+    yield setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False)
     yield patch.object(torch, "get_rng_state", random_state_seen)
     yield patch.object(FakeTensor, "tolist", listed)
     asks = sys.modules.get("transformers.utils.import_utils")
@@ -730,17 +722,6 @@ def _checkpointing(module: nn.Module) -> Iterator[None]:
             owner.enable_input_require_grads()
             stack.callback(owner.disable_input_require_grads)
         yield
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Turns oneDNN off, whose kernels' allocations depend on the model of the CPU."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 # --- Recordings ---

@@ -59,7 +59,7 @@ class Stage:
             device=self.device,
             backend=self.backend,
             weight_dtype=weight_dtype(plan),
-            autocast=formats.compute if plan.mixed and not plan.fsdp else None,
+            autocast=formats.compute if plan.autocasts else None,
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,

@@ -106,7 +106,7 @@ def parallel_module(
     before the data axis.
     """
     stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
-    if plan.mixed and not plan.fsdp:
+    if plan.autocasts:
         stage.autocast_dtype = torch_dtype(plan.formats.compute)
     if mesh is None:
         return materialised(stage, device)

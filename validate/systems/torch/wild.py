@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, cast
 from unittest.mock import patch
+from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from memplan.models import Decoder
 from memplan.models.config_of import config_of
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
+from memplan.shapes import FP32
 from validate.standin import materialised
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
@@ -300,6 +302,20 @@ def _lora(model: str, *, quantized: bool = False, narrow: bool = False) -> Calla
                 base = FourBitLinear(one) if quantized else one
                 blocks.set_submodule(name, kind(base, one.in_features, one.out_features))
         return module
+
+    return made
+
+
+def _peft(model: str) -> Callable[[], nn.Module]:
+    """The same by PEFT itself: a base in bfloat16, and adapters that PEFT makes in float32."""
+    of_language = _language(*LANGUAGE[model], use_cache=False)
+
+    def made() -> nn.Module:
+        peft = import_module("peft")
+        asked = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # of a property that transformers renames
+            return cast(nn.Module, peft.get_peft_model(of_language().to(torch.bfloat16), asked))
 
     return made
 
@@ -630,6 +646,7 @@ IN_STACKS: Final[Mapping[str, Wild]] = {
     "hf-llama-lora-bf16": Wild(
         module=_lora("llama", narrow=True), inputs=_tokens, seq_len=64, package="transformers"
     ),
+    "hf-llama-peft-bf16": Wild(module=_peft("llama"), inputs=_tokens, seq_len=64, package="peft"),
     "own-checkpoints": Wild(module=OwnCheckpoints, inputs=_next_tokens, seq_len=64),
     "hf-vit-whole": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
     "hf-clip-whole": Wild(module=_clip, inputs=_labelled_images, package="transformers"),
@@ -758,11 +775,11 @@ def wild_modules(
         if on_host:
             module.to(device)
         module.train()
-        if plan.precision == "bf16":
+        if plan.formats.stored != FP32:
             for parameter in module.parameters():
                 if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(torch.bfloat16)
-        stacks, path = _stacks(module, model), ""
+                    parameter.data = parameter.data.to(torch_dtype(plan.formats.stored))
+        stacks, path = stacks_of(module, model), ""
         if plan.recompute == "full":
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
         if plan.pp > 1:
@@ -802,7 +819,7 @@ def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
             one.gradient_checkpointing = False
 
 
-def _stacks(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
+def stacks_of(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
     """The stacks of blocks of a module, in its order."""
     if isinstance(model, TracedModel):
         owners = [module.get_submodule(path.removesuffix(".*")) for path in model.blocks]
@@ -850,7 +867,7 @@ def wild_passes(
 
     def loss(i: int) -> Tensor:
         part = {name: value.chunk(n)[i] for name, value in inputs.items()}
-        if plan.precision == "bf16":
+        if plan.formats.stored != FP32:
             part = {
                 name: value.to(compute) if value.is_floating_point() else value
                 for name, value in part.items()

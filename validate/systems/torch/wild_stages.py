@@ -53,7 +53,7 @@ def loss_of_output(output: Tensor, targets: Tensor) -> Tensor:
 
 def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
     """Autocast to the plan's compute type; nothing if the plan has none."""
-    if plan.mixed and not plan.fsdp:
+    if plan.autocasts:
         return torch.autocast(device.type, torch_dtype(plan.formats.compute))
     return nullcontext()
 
