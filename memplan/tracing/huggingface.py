@@ -28,10 +28,15 @@ from memplan.errors import (
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
-from memplan.tracing.tracer import trace
+from memplan.tracing.cuda import CUDA
+from memplan.tracing.example import checked_example
+from memplan.tracing.tracer import traced
 
-LENGTH: Final = 112
-"""Tokens of the example; what is traced holds for any length."""
+LENGTH: Final = 704
+"""Tokens of the example, if the model takes so many; what is traced holds for any length.
+
+No multiple of the lengths that code divides a sequence into, 128 and 256, so that their padding shows.
+"""
 
 IMAGE: Final = 224
 """Rows and columns of an image, where the file does not say."""
@@ -77,7 +82,9 @@ def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedM
         longest = _longest(settings)
         inputs = TASKS[task](settings, min(LENGTH, longest))
         known = longest if "input_ids" in inputs else None
-        return trace(module, inputs, name=name, max_seq_len=known, device=device)
+        example = checked_example(module, inputs)
+        runs_on = torch.device("cpu") if device == "cpu" else CUDA
+        return traced(example, runs_on, max_seq_len=known, name=name, any_length=True)
     except MemplanError:
         raise
     except Exception as error:
