@@ -827,7 +827,7 @@ def _for_any_batch(
     """Each variant that PyTorch runs, for any batch, and for any length if there are several."""
     found: dict[Variant, Recording] = {}
     several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
-    longer = [one for one in _check_points(tracer.example) if len({*lengths, one[1]}) != 2]
+    longer = [one for one in _check_points(tracer.example) if one[1] in lengths or len({*lengths}) > 1]
     for variant in _variants(tracer, runs):
         points = [*several, *([] if found else longer)]
         try:
