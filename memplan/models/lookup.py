@@ -111,11 +111,11 @@ def model_from_config(
 ) -> Model:
     """The Model that a `config.json` describes; `path` is the file or its folder.
 
-    An architecture that has a family is read without any other package; every other one that transformers
+    An architecture that has a family is read without any other package. Every other one that transformers
     knows, and one with a setting that its family has no rule for (dropout, say), is traced from its code, if
     that is installed, with the kernels of `device` and the usual precisions. Its trace is kept in the user's
-    cache folder, and made anew if `cache` is False. Keys that are absent or null take transformers' defaults; keys that change no
-    size are ignored.
+    cache folder, and made anew if `cache` is False. Keys that are absent or null take transformers' defaults;
+    keys that change no size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size) and, with a remark, the type that weights are loaded
     in (`dtype`) and that a vendor stores them in (`quantization_config`): the plan's precision decides.
